@@ -58,7 +58,7 @@ from medialane.prepare.fake import FakeAssembler
 from medialane.routing import Router
 from medialane.routing.config import RoutingConfig
 from medialane.rpc import Hello, RpcConfig
-from medialane.store import StoreEntries, StoreLink
+from medialane.store import HoldPasser, StoreEntries, StoreLink
 from medialane.transfer import ShmTransport, TransferConfig
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.assembler import VllmAssembler
@@ -173,7 +173,7 @@ def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, G
         config=GatewayConfig(stage="features"),
         transfer=TransferConfig(transport="shm"),
         features=nothing,
-        handover=Handover(transports=[ShmTransport()], max_inline_bytes=0),
+        handover=Handover(transports=[ShmTransport()], max_inline_bytes=0, holds=HoldPasser(store, retention_s=0)),
         assembler=FakeAssembler(),
         workers=workers,
         router=Router(RoutingConfig(store_grace_s=1e9)),  # this EngineCore has no KV cache and sends no KV events

@@ -4,13 +4,16 @@ Each size is copied from one process's arena to another's: over loopback, and, a
 over veth. `raw` is sendfile and recv_into on one blocking connection between the same arenas, in the same run, the
 modes alternating. `tcp` is what a worker's store does: check whether the entry is here, open it at its source with a
 capability, reserve, receive, have the source confirm its hold, publish. `nixl` is the same with a NIXL read, of which
-UCX makes messages over TCP here (UCX_TLS=tcp). CPU is that of all threads and the mover's process, per copy.
+UCX makes messages over TCP here (UCX_TLS=tcp). CPU is that of all threads and the mover's process, per copy. Copies by
+`auto` are made after it has measured both movers, and compared with those by tcp.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +24,7 @@ import msgspec
 from harness import Bar, Options, Report, median, percentile
 from medialane.config import process_environ
 from namespaces import two_hosts
-from transfer_ends import MODES, Copied, Source, Task
+from transfer_ends import MODES, Copied, Source, Task, cpu_s
 
 ABOUT = "copies of entries between the stores of two hosts, against a raw socket"
 
@@ -31,6 +34,12 @@ MIN_SHARE = 0.9
 MAX_ADDED_MS = 1.0
 #: Size from which the throughput counts.
 LARGE = 4_700_000
+#: Of a NIXL agent without transfers, in cores.
+MAX_IDLE_CPU = 0.02
+_IDLE_S = 5.0
+
+#: For the answer of a process: all rounds of one size.
+_ANSWER_TIMEOUT_S = 120.0
 
 _PROGRAM = str(Path(__file__).with_name("transfer_ends.py"))
 
@@ -51,14 +60,19 @@ def run(options: Options) -> Report:
 def _measure(report: Report, link: str, where: tuple[str, Sequence[str], Sequence[str]], options: Options) -> None:
     host, at_source, at_destination = where
     with _process([*at_source, sys.executable, _PROGRAM, "source", host, *map(str, SIZES)]) as source:
-        found = _read(source.stdout, Source)
+        found = _read(source, Source)
         with _process([*at_destination, sys.executable, _PROGRAM, "destination"]) as destination:
-            _read(destination.stdout, None)
+            _read(destination, None)
             _write(destination.stdin, found)
             modes = MODES if len(found.pids) > 1 else tuple(mode for mode in MODES if mode != "nixl")
             for (num_bytes, rounds), entry in zip(SIZES.items(), found.entries, strict=True):
                 _write(destination.stdin, Task(entry, 3 if options.quick else options.rounds or rounds, modes))
-                _add(report, link, num_bytes, _read(destination.stdout, Copied))
+                _add(report, link, num_bytes, _read(destination, Copied))
+        for mover in found.pids[1:]:
+            before = cpu_s(mover)
+            time.sleep(_IDLE_S)
+            used = (cpu_s(mover) - before) / _IDLE_S
+            report.bars.append(Bar(f"{link}: CPU of an idle NIXL agent, cores", used, MAX_IDLE_CPU, "at most"))
 
 
 def _add(report: Report, link: str, num_bytes: int, copied: Copied) -> None:
@@ -81,8 +95,10 @@ def _add(report: Report, link: str, num_bytes: int, copied: Copied) -> None:
         report.bars.append(Bar(f"{name}: throughput of tcp / raw", raw_s / tcp_s, MIN_SHARE, "at least"))
     report.bars.append(Bar(f"{name}: latency added by tcp, ms", 1000 * (tcp_s - raw_s), MAX_ADDED_MS, "at most"))
     if "nixl" in copied.wall_s:
-        fastest = "nixl" if median(copied.wall_s["nixl"]) < tcp_s else "tcp"
-        report.notes.append(f"{name}: {fastest} was faster; auto has copied by {copied.num_auto}")
+        chosen = max(copied.num_auto, key=lambda mode: copied.num_auto[mode])
+        share = tcp_s / median(copied.wall_s[chosen])
+        report.bars.append(Bar(f"{name}: throughput of auto's choice ({chosen}) / tcp", share, MIN_SHARE, "at least"))
+        report.notes.append(f"{name}: auto has copied by {copied.num_auto}")
     report.bars.append(Bar(f"{name}: pulls for a second worker", copied.num_second_pulls, 0, "at most"))
 
 
@@ -98,8 +114,11 @@ def _process(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def _read(stream: IO[bytes] | None, kind: type[T] | None) -> T:
-    line = b"" if stream is None else stream.readline()
+def _read(process: subprocess.Popen[bytes], kind: type[T] | None) -> T:
+    timer = threading.Timer(_ANSWER_TIMEOUT_S, process.kill)  # ends the wait
+    timer.start()
+    line = b"" if process.stdout is None else process.stdout.readline()
+    timer.cancel()
     if not line:
         raise RuntimeError("a process of the benchmark has ended")
     return msgspec.json.decode(line, type=kind)

@@ -1,7 +1,7 @@
-"""Write docs/figures.md and the table of README.md from the result files in `benchmarks/results/`.
+"""Write docs/figures.md and the tables of README.md and docs/scale.md from the result files in `benchmarks/results/`.
 
-python benchmarks/figures.py          # rewrite both
-python benchmarks/figures.py --check  # exit 1 if either is out of date
+python benchmarks/figures.py          # rewrite all
+python benchmarks/figures.py --check  # exit 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from harness import REPOSITORY, Bar
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PAGE = REPOSITORY / "docs" / "figures.md"
 
+SCALE = REPOSITORY / "docs" / "scale.md"
 README = REPOSITORY / "README.md"
+#: Columns of the result file that docs/scale.md leaves out.
+_NOT_IN_SCALE = frozenset({"index blocks", "ttft p99 ms", "CPU s", "cached of oracle", "limit requests/s"})
+
 _BEGIN, _END = "<!-- figures: written by `python benchmarks/figures.py` -->\n", "<!-- /figures -->\n"
 
 _HEAD = """\
@@ -75,6 +79,7 @@ class Result(msgspec.Struct):
     versions: dict[str, str]
     commit: str
     bars: list[Bar]
+    results: dict[str, dict[str, list[dict[str, object]]]]
 
 
 def page() -> str:
@@ -99,12 +104,29 @@ def _line(bar: Bar) -> str:
 def readme() -> str:
     """Return README.md with its table of figures replaced."""
     rows = "".join(map(_headline, _HEADLINES))
-    table = f"{_BEGIN}| figure | value | benchmark |\n|---|---|---|\n{rows}{_END}"
+    return _with_table(README, f"| figure | value | benchmark |\n|---|---|---|\n{rows}")
+
+
+def scale() -> str:
+    """Return docs/scale.md with its table replaced."""
+    result = msgspec.json.decode((RESULTS / "scale.json").read_bytes(), type=Result)
+    (rows,) = result.results["scale"].values()
+    names = [name for name in rows[0] if name not in _NOT_IN_SCALE]
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    lines += [f"| {' | '.join(_cell(row[name]) for name in names)} |" for row in rows]
+    return _with_table(SCALE, "\n".join([*lines, ""]))
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:.0f}"
+
+
+def _with_table(path: Path, table: str) -> str:
     text, num_tables = re.subn(
-        f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", lambda _: table, README.read_text(), flags=re.S
+        f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", lambda _: f"{_BEGIN}{table}{_END}", path.read_text(), flags=re.S
     )
     if num_tables != 1:
-        raise SystemExit(f"{README} must have one table of figures between {_BEGIN.strip()} and {_END.strip()}")
+        raise SystemExit(f"{path} must have one table of figures between {_BEGIN.strip()} and {_END.strip()}")
     return text
 
 
@@ -117,7 +139,7 @@ def _headline(wanted: Headline) -> str:
 
 
 def main() -> int:
-    pages = {PAGE: page(), README: readme()}
+    pages = {PAGE: page(), README: readme(), SCALE: scale()}
     if "--check" in sys.argv[1:]:
         return int(any(not path.exists() or path.read_text() != text for path, text in pages.items()))
     for path, text in pages.items():

@@ -30,6 +30,16 @@ class Namespaces(NamedTuple):
         """Set the link of host `index` `up` or `down`."""
         _ip(self.names[index], "link", "set", self.device(index, 0), state)
 
+    def limit_rate(self, rate: str) -> None:
+        """Limit what the first host sends, for example to `100mbit`."""
+        words = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        _ip("netns", "exec", self.names[0], "tc", "qdisc", "replace", "dev", "veth0", *words)
+
+    def num_sent_bytes(self) -> int:
+        """Return what the first host has sent over its link."""
+        command = [*self.prefix(0), "cat", "/sys/class/net/veth0/statistics/tx_bytes"]
+        return int(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout)
+
 
 @contextmanager
 def two_hosts(mtu: int = 1500) -> Iterator[Namespaces]:

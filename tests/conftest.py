@@ -1,6 +1,7 @@
 """Checks that apply to every test (no leaked resources), and the tiny model.
 
-* A test that leaves an asyncio task running, or an arena file open, mapped or abandoned, fails.
+* A test that leaves an asyncio task running, an arena file open, mapped or abandoned, or another scheduling policy,
+  fails.
 * Unit tests run their loop in debug mode: a callback that blocks the loop fails the test. The limit is far above
   the 10 ms that the product allows itself, because a busy test machine alone takes a process off the CPU for that long;
   `medialane bench loop` measures the 10 ms.
@@ -59,12 +60,13 @@ def _small_heap_to_collect():
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request):
     """Set up before the test's own fixtures and torn down after them, when their resources are released."""
-    before = _arena_files()
+    before, scheduler = _arena_files(), os.sched_getscheduler(0)
     if inspect.iscoroutinefunction(request.function):
         request.getfixturevalue("_loop_watch")
     yield
     left = _arena_files_after(before)
     assert not left, f"arena files left behind: {left}"
+    assert os.sched_getscheduler(0) == scheduler, "later tests and their processes would starve others"
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import cache
 from io import BytesIO
@@ -69,7 +71,7 @@ def clip(
     """
     time_base = Fraction(1, ticks or 1)
     out = BytesIO()
-    with av.open(out, "w", format=container, container_options=container_options or {}) as file:
+    with _same_scheduling(), av.open(out, "w", format=container, container_options=container_options or {}) as file:
         chosen = {**_FAST.get(codec, {}), **_QUIET.get(codec, {}), **(options or {})}
         stream = file.add_stream(codec, rate=fps, options=chosen)
         stream.width, stream.height = size
@@ -89,6 +91,17 @@ def clip(
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     return out.getvalue()
+
+
+@contextmanager
+def _same_scheduling() -> Iterator[None]:
+    """As root, SVT-AV1 gives its threads and the calling one a real-time priority (SCHED_FIFO, 99). If the calling one
+    kept it, every process that later tests start would inherit it, and two that poll stop a machine of two cores."""
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
 
 
 def remux(data: bytes, *, shift: int = 0, container: str = "mp4", drop: int = 0, **options: str) -> bytes:

@@ -4,6 +4,8 @@ Elsewhere in tests a `sleep` says on its line, after "time:", why time itself is
 """
 
 import asyncio
+import subprocess
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from inspect import isawaitable
@@ -73,6 +75,19 @@ async def retried(call: Callable[[], Awaitable[T]], error: type[Exception], time
 
     await eventually(succeeds, f"a call without {error.__name__}", timeout_s)
     return results[0]
+
+
+def line_of(process: subprocess.Popen[bytes], timeout_s: float = 30.0) -> bytes:
+    """Return the next line of the process's output. After `timeout_s` the process is killed, which ends the wait.
+    Raises AssertionError if there is no line."""
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.start()
+    try:
+        line = process.stdout.readline()
+    finally:
+        timer.cancel()
+    assert line, f"process {process.pid} has exited, or was killed after {timeout_s:g} s"
+    return line
 
 
 async def iterations(number: int) -> None:

@@ -47,6 +47,7 @@ class Server:
             outer=Middleware(ScopeMiddleware, metrics=Metrics(server.registry)),
             inner=[Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), fairness=server.fairness)],
             pages={"/medialane/decisions": server.backend.page},
+            actions={"/medialane/publish": server.backend.publish_images},
         )
 
         @server.app.get("/unforeseen")

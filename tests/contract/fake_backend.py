@@ -45,6 +45,12 @@ class FakeBackend:
             raise InvalidRequest("limit must be a whole number from 1", param="limit")
         return b'{"decisions":[]}'
 
+    async def publish_images(self):
+        """A medialane endpoint with a body, as `Frontend.app` expects it."""
+        if not current_scope().extracted.refs:
+            raise InvalidRequest("no images", param="messages")
+        return b'{"images":[]}'
+
     def resolve(self, url):
         return current_scope().resolve(url)
 

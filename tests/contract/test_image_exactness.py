@@ -11,6 +11,7 @@ from PIL import Image, features
 from medialane.core.errors import InvalidImage
 from medialane.media import MediaConfig
 from medialane.media.image import decode_image
+from medialane.media.published_image import decode_pixmap, pixmap_header
 
 SIZES = [(1, 1), (7, 5), (17, 33), (64, 48), (101, 67)]
 ORIENTATIONS = [None, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
@@ -214,3 +215,13 @@ def test_jpeg_with_flipped_bytes_is_accepted_or_rejected_as_in_vllm(seed):
             ours(data)
     else:
         assert np.array_equal(ours(data), expected)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (1280, 853)])
+def test_published_pixels_are_read_by_vllm_from_the_form_in_which_they_are_cached(size):
+    """In stage `url` a worker decodes them."""
+    width, height = size
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixmap = pixmap_header(width, height) + pixels.tobytes()
+    assert np.array_equal(by_vllm(pixmap), pixels)
+    assert np.array_equal(decode_pixmap(memoryview(pixmap)).pixels, pixels)

@@ -24,7 +24,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, core, core_client
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
-from medialane.core.errors import HandoverFailed, InvalidFeature
+from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature
 from medialane.core.feature import Feature, MediaPayload
 from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
@@ -214,6 +214,19 @@ async def test_failure_of_a_request_with_tensors_in_an_arena_asks_engine_core(ar
     del failing
     gc.collect()  # the traceback references frames, which reference views of the arena
     assert asked == ["medialane_refused"]
+
+
+async def test_arena_that_engine_core_did_not_confirm_in_time_is_unmapped_as_well():
+    class Stalled(FailingEngine):
+        async def _ask(self, method, *args, timeout_s):
+            await super()._ask(method, *args, timeout_s=timeout_s)
+            raise GenerationFailed("no answer")
+
+    stalled = Stalled(None)
+    stalled._arena_directory = "/dev/shm"
+    assert not await stalled.attach_arena("b" * 32, bytes(16))
+    await stalled.detach_arena("b" * 32)
+    assert stalled.asked == ["medialane_attach", "medialane_detach"]
 
 
 def _with_meta(message, **changes):

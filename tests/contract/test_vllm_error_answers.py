@@ -195,6 +195,15 @@ async def test_error_of_a_medialane_endpoint(server):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
 
 
+async def test_images_are_published_to_clients_with_the_key(server):
+    path, body = "/medialane/publish", chat(DATA_URL)
+    response = await server.client.post(path, json=body)
+    assert (response.status_code, response.json()) == (200, {"images": []})
+    response = await server.client.post(path, json={"messages": []})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+    assert (await server.client.post(path, json=body, headers={"authorization": "no"})).status_code == 401
+
+
 async def test_medialane_endpoints_are_in_the_openapi_document(server):
     paths = (await server.client.get("/openapi.json")).json()["paths"]
     assert paths["/medialane/decisions"]["get"]["parameters"][0]["name"] == "limit"

@@ -18,8 +18,9 @@ pytestmark = [
 ]
 
 CHAT, RESPONSES, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions"
-#: The most messages and parts, and tools; of other members as many as the bound on values permits.
-PARTS, TOOLS, MEMBERS = 1990, 256, 9000
+#: The most messages and parts, tools, and prompts; of other members as many as the bound on values permits.
+#: Prompts are permitted up to 1024; the bound of the loop is that of 256, see docs/configuration.md.
+PARTS, TOOLS, PROMPTS, MEMBERS = 1990, 256, 256, 9000
 USER = {"role": "user", "content": "x"}
 WRONG = {f"k{i}": [] for i in range(MEMBERS)}
 TEXT_PARTS = [{"type": "text", "text": "x"}] * (PARTS - 10)
@@ -50,6 +51,7 @@ HOSTILE = {
     "stop": (CHAT, {"messages": [USER], "stop": [1] * MEMBERS}),
     "vllm_xargs": (CHAT, {"messages": [USER], "vllm_xargs": {name: [{}] for name in list(WRONG)[:6000]}}),
     "batch": (f"{CHAT}/batch", {"messages": [[{}] * PARTS]}),
+    "batch of conversations": (f"{CHAT}/batch", {"messages": [[{}]] * PROMPTS}),
     "anthropic messages": (MESSAGES, {"messages": [{}] * PARTS, "max_tokens": 8}),
     "anthropic parts": (MESSAGES, {"messages": [{"role": "user", "content": [{}] * PARTS}], "max_tokens": 8}),
     "anthropic tools": (MESSAGES, {"messages": [USER], "max_tokens": 8, "tools": [{}] * TOOLS}),
@@ -58,6 +60,10 @@ HOSTILE = {
     "tokenize": ("/tokenize", {"messages": [{}] * PARTS}),
     "detokenize": ("/detokenize", {"tokens": ["no"] * 900}),
     "scoring": ("/generative_scoring", {"query": "x", "items": [{}] * MEMBERS, "label_token_ids": [20, 30]}),
+    "scoring, the last item": (
+        "/generative_scoring",
+        {"query": "x", "items": [*["x"] * (PROMPTS - 1), 1], "label_token_ids": [20, 30]},
+    ),
     "generate": ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop_token_ids": ["no"] * MEMBERS}}),
 }
 #: Thread time of the request, its client included, in a test's process. Before, the first of them took six seconds.
@@ -73,7 +79,7 @@ async def post(server, path, body):
 
 def refused_by_gateway(response):
     """Whether one of the gateway's own bounds has refused the body."""
-    return any(what in response.text for what in ("JSON values", "messages and parts", "more than 256 tools"))
+    return any(what in response.text for what in ("JSON values", "messages and parts", "more than 256"))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -159,6 +165,10 @@ LARGE = {
     "response tools": (RESPONSES, {"input": "x", "tools": [FUNCTION_TOOL] * TOOLS}),
     "response tools in a namespace": (RESPONSES, {"input": "x", "tools": [NAMESPACE]}),
     "token ids": (COMPLETIONS, {"prompt": [1] * 131_000}),
+    "prompts": (COMPLETIONS, {"prompt": ["x"] * PROMPTS}),
+    "prompts of token ids": (COMPLETIONS, {"prompt": [[1] * 500] * PROMPTS}),
+    "batch": (f"{CHAT}/batch", {"messages": [[USER]] * PROMPTS}),
+    "scoring": ("/generative_scoring", {"query": "x", "items": ["x"] * PROMPTS, "label_token_ids": [20, 30]}),
     "messages": (CHAT, {"messages": [USER] * PARTS}),
     "parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * PARTS}]}),
 }

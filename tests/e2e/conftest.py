@@ -43,7 +43,7 @@ STORE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", *MEDIA_FLAGS)
 API_KEY = "tested-key"
 
 #: Files that run last, in this order.
-_LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_plain_vllm")
+_LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_e2e_ray", "test_plain_vllm")
 
 
 def pytest_collection_modifyitems(items):
@@ -63,6 +63,12 @@ def vllm_environ() -> dict[str, str]:
     """The whole environment of a process that runs vLLM."""
     # vLLM has its administrative routes only in this mode, both plain and in the gateway.
     return {**TINY_MODEL_ENVIRON, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+
+
+@pytest.fixture(scope="session")
+def server_flags() -> tuple[str, ...]:
+    """vLLM's flags of all servers."""
+    return SERVER_FLAGS
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.cli.sample_images import sample_jpeg
 from video_clips import clip
+from waiting import eventually
 
 CHAT = "/v1/chat/completions"
 MAX_TOKENS = 10
@@ -177,6 +178,22 @@ class OpenAiHttp:
             session.get(self.base_url + "/metrics") as response,
         ):
             return MetricsPage(await response.text())
+
+    async def by_gateway(self, name: str) -> dict[str, float]:
+        """The samples of a family, summed for each of two gateways."""
+        page = await self.metrics()
+        return {gateway: page.value(name, gateway=gateway) for gateway in ("0", "1")}
+
+
+async def both_gateways_answer(client: OpenAiHttp) -> None:
+    before = await client.by_gateway("medialane_request_seconds_count")
+
+    async def counted() -> bool:
+        await client.succeed(chat(picture(2), max_tokens=1))
+        after = await client.by_gateway("medialane_request_seconds_count")
+        return all(after[i] > before[i] for i in after)
+
+    await eventually(counted, "both have answered", 60)
 
 
 class MetricsPage:

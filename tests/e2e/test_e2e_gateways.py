@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from medialane_process import START_S
-from openai_http import CHAT, OpenAiHttp, chat, picture
+from openai_http import CHAT, OpenAiHttp, both_gateways_answer, chat, picture
 from process_tree import arenas_of
 
 from host_state import as_before, state_of, store_link
@@ -21,27 +21,14 @@ from medialane.cluster.placement import Hardware
 from medialane.config import load_config
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
 from poison import poisoned_store
+from process_ends import ProcessEnds
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
 
-NAMES = ("gateway 0", "gateway 1")
 #: Answers take ten seconds: longer than it takes to kill a gateway, shorter than it takes to start one.
 NUM_TOKENS = 200
 SIMULATED = ("--engine", "simulated", "--simulated-step-ms", "50", "--simulated-prefill-token-ms", "0")
-
-
-class Log:
-    """What the supervisor reports: how processes ended."""
-
-    def __init__(self):
-        self.ends = []
-
-    def ended(self, part, how, restart_in_s):
-        self.ends.append((part, how))
-
-    def __getattr__(self, name):
-        return lambda *_: None
 
 
 class Served:
@@ -49,11 +36,6 @@ class Served:
 
     def __init__(self, supervisor, log, client, store):
         self.supervisor, self.log, self.client, self.store = supervisor, log, client, store
-
-    async def by_gateway(self, name):
-        """The samples of a family, summed for each gateway."""
-        page = await self.client.metrics()
-        return {str(i): page.value(name, gateway=str(i)) for i in range(len(NAMES))}
 
     async def answer(self):
         """The number of chunks with a token of a long answer about an image. Raises aiohttp.ClientError."""
@@ -77,7 +59,7 @@ class Served:
 async def served(tiny_model, vllm_environ):
     folder = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/tmp"))  # a short path, for sockets
     settings = {"gateways": "2", "stage": "features", "preparers": "1", "arena-size": "64MiB", "port": "0"}
-    config, hardware, log = local.with_port(load_config(settings, environ={})), Hardware((), 2), Log()
+    config, hardware, log = local.with_port(load_config(settings, environ={})), Hardware((), 2), ProcessEnds()
     with local.shared_listener(config, hardware) as listener:
         parts = local.parts(
             config,
@@ -110,13 +92,13 @@ async def on_both(served):
     async def started():
         answers.append(asyncio.create_task(served.answer()))
         await eventually(lambda: in_flight(len(answers)), "it is in flight", 30)
-        return all((await served.by_gateway("medialane_worker_in_flight")).values())
+        return all((await served.client.by_gateway("medialane_worker_in_flight")).values())
 
     async def in_flight(number):
-        return sum((await served.by_gateway("medialane_worker_in_flight")).values()) == number
+        return sum((await served.client.by_gateway("medialane_worker_in_flight")).values()) == number
 
     await eventually(started, "both gateways have answers in flight", 60)
-    return answers, await served.by_gateway("medialane_worker_in_flight")
+    return answers, await served.client.by_gateway("medialane_worker_in_flight")
 
 
 async def test_killed_gateway_costs_its_own_requests_only(served):
@@ -127,23 +109,11 @@ async def test_killed_gateway_costs_its_own_requests_only(served):
         os.kill(killed, signal.SIGKILL)
         for _ in range(4):  # while it restarts, the other one gets all connections
             await served.client.succeed(chat(picture(2), max_tokens=2))
-        assert await served.by_gateway("medialane_gateway_up") == {"0": 0, "1": 1}
+        assert await served.client.by_gateway("medialane_gateway_up") == {"0": 0, "1": 1}
         results = await asyncio.gather(*answers, return_exceptions=True)
         assert sum(isinstance(result, aiohttp.ClientError) for result in results) == in_flight["0"]
         assert [r for r in results if not isinstance(r, aiohttp.ClientError)] == [NUM_TOKENS] * int(in_flight["1"])
     assert served.log.ends == [("gateway 0", "killed by SIGKILL")]
     assert served.supervisor.pids["gateway 0"] != killed
-    await on_both_again(served)
+    await both_gateways_answer(served.client)
     assert arenas_of(served.supervisor.pids["store"]) == arenas
-
-
-async def on_both_again(served):
-    """Requests reach both gateways."""
-    before = await served.by_gateway("medialane_request_seconds_count")
-
-    async def counted():
-        await served.client.succeed(chat(picture(2), max_tokens=1))
-        after = await served.by_gateway("medialane_request_seconds_count")
-        return all(after[i] > before[i] for i in after)
-
-    await eventually(counted, "both have answered", 60)

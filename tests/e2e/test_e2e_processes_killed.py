@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 
 import aiohttp
-import msgspec
 import pytest
 import pytest_asyncio
 from medialane_process import kill
@@ -84,8 +83,7 @@ async def _as_before(serve, ours, store):
         with suppress(aiohttp.ClientError, TimeoutError):
             page = await ours.metrics()
             workers = (await ready_workers(ours), page.value("medialane_worker_in_flight"))
-        # An idle worker may keep the arena of a killed store mapped (docs/limitations.md): not compared.
-        return msgspec.structs.replace(await state_of(serve.pid, store, workers), num_removed=0)
+        return await state_of(serve.pid, store, workers)
 
     await comes_back(ours, 2)
     async with as_before(state, RESTART_S):

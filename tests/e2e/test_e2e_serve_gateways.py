@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trustme
 from medialane_process import START_S, MedialaneProcess, free_port, launch
-from openai_http import OpenAiHttp, chat, picture
+from openai_http import OpenAiHttp, both_gateways_answer, chat, picture
 from process_tree import command_of, descendants, is_alive
 
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
@@ -36,13 +36,8 @@ class Served:
         (found,) = [pid for pid in descendants(self.process.pid) if command in command_of(pid)]
         return found
 
-    async def by_gateway(self, name):
-        """The samples of a family, summed for each gateway."""
-        page = await self.client.metrics()
-        return {str(i): page.value(name, gateway=str(i)) for i in range(2)}
-
     async def both_are_up(self):
-        return await self.by_gateway("medialane_gateway_up") == {"0": 1, "1": 1}
+        return await self.client.by_gateway("medialane_gateway_up") == {"0": 1, "1": 1}
 
     async def idle(self):
         page = await self.client.metrics()
@@ -85,30 +80,18 @@ async def served(serving):
 
 async def test_killed_gateway_comes_back_on_the_same_port(served):
     assert await served.both_are_up()
-    await both_answer(served)
+    await both_gateways_answer(served.client)
     arenas, killed = served.process.arenas(), served.pid("--gateway-index 0")
     os.kill(killed, signal.SIGKILL)
     await eventually(lambda: not is_alive(killed), "it is gone", 5)
     for _ in range(4):  # while it restarts, the other one gets all connections
         await served.client.succeed(chat(picture(2), max_tokens=1))
-    assert await served.by_gateway("medialane_gateway_up") == {"0": 0, "1": 1}
+    assert await served.client.by_gateway("medialane_gateway_up") == {"0": 0, "1": 1}
     await eventually(served.both_are_up, "it is back", START_S)
     assert served.process.log.read_text().count("exited (") == 1
     assert served.pid("--gateway-index 0") != killed
-    await both_answer(served)
+    await both_gateways_answer(served.client)
     assert served.process.arenas() == arenas
-
-
-async def both_answer(served):
-    """Requests over TLS reach both gateways."""
-    before = await served.by_gateway("medialane_request_seconds_count")
-
-    async def counted():
-        await served.client.succeed(chat(picture(2), max_tokens=1))
-        after = await served.by_gateway("medialane_request_seconds_count")
-        return all(after[i] > before[i] for i in after)
-
-    await eventually(counted, "both have answered", 60)
 
 
 async def test_media_requests_wait_for_a_killed_store_and_are_answered(served):

@@ -34,8 +34,9 @@ from medialane.prepare import PreparerPool
 from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.routing import Router
 from medialane.rpc import Hello, RpcConfig, RpcServer
-from medialane.store import EncodedStore, StoreEntries, StoreGrants
+from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
 from medialane.transfer import InlineTransport, PullTransport, ShmTransport, TransferConfig
+from medialane.transfer.nixl import NixlMover
 from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
 from waiting import eventually
 
@@ -167,6 +168,7 @@ class Parts:
         fetcher: Fetcher | None = None,
         max_tokens: int = sys.maxsize,
         beside: Parts | None = None,
+        mover: NixlMover | None = None,
     ) -> None:
         """With `beside`, another gateway of that one's host, with the same store."""
         self.arena = arena
@@ -179,7 +181,7 @@ class Parts:
         transfer = transfer or TransferConfig()
         if isinstance(self.fetcher, ScriptedFetcher):
             self.fetcher.bodies = EncodedStore(arena, MEDIA)
-        self.store = beside.store if beside else HostStore(arena, preparers, self.fetcher, media=MEDIA)
+        self.store = beside.store if beside else HostStore(arena, preparers, self.fetcher, media=MEDIA, mover=mover)
         self._workers = workers
         self._max_tokens = max_tokens
         self._config, self._transfer = config, transfer
@@ -211,6 +213,7 @@ class Parts:
             handover=Handover(
                 transports=[ShmTransport(), PullTransport(), inline],
                 max_inline_bytes=transfer.max_inline_bytes,
+                holds=HoldPasser(link, retention_s=0.0),
                 grants=StoreGrants(link),
                 mover=transfer.mover,
             ),

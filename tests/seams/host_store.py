@@ -14,8 +14,9 @@ from medialane.gateway import StoreFeatures
 from medialane.media import Fetcher, MediaConfig
 from medialane.prepare import PreparerPool
 from medialane.rpc import RpcConfig
-from medialane.store import Aliases, Items, Pulls, StoreLink, StoreServer
+from medialane.store import Aliases, Items, PublishedImages, Pulls, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
+from medialane.transfer.nixl import NixlMover
 
 PROCESSOR = {"model": "fake"}
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
@@ -52,25 +53,26 @@ class HostStore:
         *,
         media: MediaConfig | None = None,
         address: str | None = None,
+        mover: NixlMover | None = None,
     ) -> None:
         self.media = media = media or MediaConfig()
         self.arena = arena
         self.address = address or store_address(arena)
-        self.items = Items(
-            arena=arena,
-            pool=preparers,
-            fetcher=fetcher,
-            media=media,
-            aliases=Aliases(max_aliases=8, ttl_s=60),
-        )
-        self.fairness = LoopFairness()
         self._preparers = preparers
+        self._fetcher = fetcher
+        self._mover = mover
+        self.items = self._make_items()
+        self.fairness = LoopFairness()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         self._stack.callback(self.fairness.close)
-        self.pulls = Pulls(self.arena, RPC)
+        self.pulls = Pulls(self.arena, RPC, [] if self._mover is None else [self._mover])
         self._stack.push_async_callback(self.pulls.close)
+        if self._mover is not None:
+            published = PublishedImages(self.arena, self.pulls, self._mover, self.media)
+            self._stack.push_async_callback(published.close)
+            self.items = self._make_items(published)
         await self.pulls.serve("tcp://127.0.0.1:0")
         self.server = StoreServer(
             self.items, self.arena, RPC, pulls=self.pulls, max_connections=64, processor=dict, status=self._status
@@ -89,6 +91,16 @@ class HostStore:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    def _make_items(self, published: PublishedImages | None = None) -> Items:
+        return Items(
+            arena=self.arena,
+            pool=self._preparers,
+            fetcher=self._fetcher,
+            media=self.media,
+            aliases=Aliases(max_aliases=8, ttl_s=60),
+            published=published,
+        )
 
     def _status(self) -> StoreStatus:
         preparers = self._preparers.stats() if self._preparers is not None else NO_PREPARERS

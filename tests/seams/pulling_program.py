@@ -10,6 +10,7 @@ import os
 import sys
 
 import msgspec
+import uvloop
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, layout
 from medialane.core.errors import MedialaneError
@@ -21,7 +22,7 @@ from medialane.rpc import RpcConfig
 from medialane.store import Pulls, puller
 
 SECRET = "a secret for tests in namespaces"
-PULL_S = 2.0
+PULL_S = 3.0
 
 
 class Pulled(msgspec.Struct):
@@ -81,4 +82,4 @@ def _say(message: msgspec.Struct) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    uvloop.run(main(*sys.argv[1:]))

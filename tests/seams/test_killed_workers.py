@@ -20,24 +20,12 @@ from medialane.cluster.process_spec import SocketExists
 from medialane.core.errors import NoWorkerReady, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import open_scope
+from process_ends import ProcessEnds
 from waiting import eventually
 
 NAMES = ("worker 0", "worker 1")
 #: Tokens of an answer during which a worker is killed: three seconds of them, at 5 ms a step.
 NUM_TOKENS = 600
-
-
-class Recorder:
-    """What the supervisor reports: how processes ended."""
-
-    def __init__(self):
-        self.ends = []
-
-    def ended(self, part, how, restart_in_s):
-        self.ends.append((part, how))
-
-    def __getattr__(self, name):
-        return lambda *_: None
 
 
 class Cluster:
@@ -97,7 +85,7 @@ class Cluster:
 
 @pytest.fixture
 async def cluster(arena, preparers):
-    recorder = Recorder()
+    recorder = ProcessEnds()
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         sockets = {name: Path(folder, f"{name[-1]}.sock") for name in NAMES}
         specs = [

@@ -1,22 +1,41 @@
 """Readable operations as NVIDIA Dynamo's `nixl_connect` exchanges them: between two of our movers, and with Dynamo's
-own code from PyPI."""
+own code from PyPI; and images that a client has published so, through a gateway."""
 
 import asyncio
 import gc
 import hashlib
+import io
 import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
+from gateway_parts import Parts
+from PIL import Image as PILImage
 
 from medialane.arena import describe, layout
-from medialane.core.errors import TransferFailed
+from medialane.core.errors import (
+    InvalidRequest,
+    MediaFetchFailed,
+    MediaFetchTimeout,
+    MediaUrlForbidden,
+    TransferFailed,
+)
+from medialane.core.feature import MediaPrompt
+from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorSpec
-from medialane.transfer.nixl import RdmaMetadata
+from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
+from medialane.prepare.fake import PLACEHOLDER_TOKEN
+from medialane.transfer.nixl import NixlMover, RdmaMetadata
 from nixl_hosts import Host, require_nixl
+from published import published_url
+from waiting import eventually
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -102,9 +121,9 @@ def environment(folder: Path) -> dict[str, str]:
 class Dynamo:
     """A process of `nixl_connect_program`."""
 
-    def __init__(self, folder: Path, command: str) -> None:
+    def __init__(self, folder: Path, command: str, sizes: Sequence[int]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, PROGRAM, command, *map(str, SIZES)],
+            [sys.executable, PROGRAM, command, *map(str, sizes)],
             env=environment(folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -131,8 +150,8 @@ class Dynamo:
 def start_dynamo(dynamo):
     made = []
 
-    def start(command):
-        made.append(Dynamo(dynamo, command))
+    def start(command, *sizes):
+        made.append(Dynamo(dynamo, command, sizes or SIZES))
         return made[-1]
 
     yield start
@@ -160,3 +179,106 @@ async def test_dynamo_reads_what_we_publish(hosts, start_dynamo):
     assert await peer.line() == "completed"
     assert await peer.line() == hashlib.sha256(data_of(owner, tensors)).hexdigest()
     await asyncio.wait_for(published.completed, 10)
+
+
+HEIGHT, WIDTH = 480, 640
+
+
+@pytest.fixture
+async def parts(arena, preparers, worker, monkeypatch):
+    """Returns a gateway and its store, which reads published images, by stage."""
+    require_nixl()
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    async with AsyncExitStack() as stack:
+
+        async def make(stage):
+            mover = NixlMover(arena.id, str(arena.path.parent), max_given_up_bytes=arena.size_bytes)
+            config = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05, stage=stage)
+            return await stack.enter_async_context(Parts(arena, preparers, [worker], config=config, mover=mover))
+
+        yield make
+
+
+def pixels() -> np.ndarray:
+    """What `nixl_connect_program` publishes."""
+    return np.arange(HEIGHT * WIDTH * 3, dtype=np.int64).astype(np.uint8).reshape(HEIGHT, WIDTH, 3)
+
+
+def png_of(found: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    PILImage.fromarray(found).save(file, "PNG")
+    return file.getvalue()
+
+
+def asking(**source) -> MediaPrompt:
+    return MediaPrompt([1, 2, PLACEHOLDER_TOKEN], (MediaRef("image", "p", **source),))
+
+
+@pytest.mark.parametrize("stage", ["features", "decoded"])
+async def test_published_image_is_answered_like_a_file_with_its_pixels(parts, worker, hosts, start_dynamo, stage):
+    gateway = await parts(stage)
+    peer = start_dynamo("publish", HEIGHT * WIDTH * 3)
+    published = asking(url=published_url((await peer.line()).encode(), HEIGHT, WIDTH))
+    with open_scope():
+        answer = await gateway.answer(published)
+        assert await peer.line() == "completed", "it has received the notification"
+    peer.close()
+    with open_scope():
+        again = await gateway.answer(published, "again")
+    with open_scope():
+        assert again == answer == await gateway.answer(asking(data=png_of(pixels())), "file")
+
+
+async def test_image_that_another_of_our_stores_publishes_is_answered(parts, hosts):
+    gateway, (owner, _) = await parts("decoded"), hosts
+    spec = TensorSpec("uint8", (HEIGHT, WIDTH, 3))
+    written = owner.destination(spec.nbytes)
+    written.payload[:] = pixels().tobytes()
+    published = await owner.mover.publish(describe(written.range, [spec]))
+    with open_scope():
+        answer = await gateway.answer(asking(url=published_url(published.metadata.encode(), HEIGHT, WIDTH)))
+    await asyncio.wait_for(published.completed, 10)
+    with open_scope():
+        assert answer == await gateway.answer(asking(data=png_of(pixels())), "file")
+
+
+async def test_published_image_that_cannot_be_read_fails_its_request(parts, start_dynamo):
+    gateway = await parts("features")
+    peer = start_dynamo("publish", HEIGHT * WIDTH * 3)
+    published = asking(url=published_url((await peer.line()).encode(), HEIGHT, WIDTH))
+    peer.close()
+    with open_scope(), pytest.raises((MediaFetchFailed, MediaFetchTimeout)) as raised:
+        await gateway.gateway.prepare(published)
+    assert raised.value.param == "p"
+
+
+async def test_dynamo_reads_an_image_that_a_gateway_has_decoded(parts, start_dynamo):
+    gateway = await parts("features")
+    ref = MediaRef("image", "p", data=png_of(pixels()))
+    with open_scope() as scope:
+        scope.extracted = ExtractedMedia((ref,))
+        (image,) = msgspec.json.decode(await gateway.gateway.publish_images())["images"]
+    assert (image["shape"], image["dtype"]) == ([HEIGHT, WIDTH, 3], "uint8")
+    await eventually(lambda: gateway.num_held == 1, "until it has been read")
+    peer = start_dynamo("read", HEIGHT * WIDTH * 3)
+    peer.write(msgspec.json.encode(image["rdma_metadata"]))
+    assert await peer.line() == "completed"
+    assert await peer.line() == hashlib.sha256(pixels().tobytes()).hexdigest()
+    await eventually(lambda: gateway.num_held == 0)
+
+
+@pytest.mark.parametrize("modality", ["video", None])
+async def test_only_images_are_published(parts, modality):
+    gateway = await parts("features")
+    with open_scope() as scope:
+        scope.extracted = ExtractedMedia((MediaRef(modality, "p", data=b"1"),) if modality else ())
+        with pytest.raises(InvalidRequest):
+            await gateway.gateway.publish_images()
+
+
+async def test_store_publishes_nothing_unless_the_operator_allows_it(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as gateway:
+        with open_scope() as scope:
+            scope.extracted = ExtractedMedia((MediaRef("image", "p", data=png_of(pixels())),))
+            with pytest.raises(MediaUrlForbidden):
+                await gateway.gateway.publish_images()

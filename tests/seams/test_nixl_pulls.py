@@ -134,3 +134,18 @@ async def test_stopped_process_of_the_source_costs_a_deadline_and_its_range_is_q
     source.host.resume()
     await eventually(lambda: destination.pulls.stats.num_quarantined == 0)
     assert destination.host.arena.stats().num_reservations == 0
+
+
+async def test_mover_process_that_is_killed_in_the_middle_of_a_pull_costs_no_request(stores):
+    """Of the destination, whose read is stuck: tcp copies the entry, to another range."""
+    source, destination = await stores()
+    assert await destination.pull(source.granted("0", b"a" * 1000, "nixl")) == b"a" * 1000
+    source.host.stop()
+    data = os.urandom(2 * MIB)  # large enough to be copied by each mover in turn
+    pull = asyncio.ensure_future(destination.pull(source.granted("1", data, "auto")))
+    await eventually(lambda: destination.host.mover._child._reads)
+    destination.host.kill()
+    assert await pull == data
+    assert destination.num_pulls == {"nixl": 1, "tcp": 1}
+    stats = destination.host.arena.stats()
+    assert (destination.pulls.stats.num_quarantined, stats.num_reservations) == (0, 0)

@@ -3,17 +3,20 @@
 import asyncio
 import os
 import signal
+from contextlib import suppress
 
 import msgspec
 import pytest
 from joined_gateway import Gateway
 
+from medialane import __version__
 from medialane.cluster.process_group import members
-from medialane.cluster.remote import RemoteSpec
+from medialane.cluster.remote import RemoteSpec, shared_path
 from medialane.core.errors import StartupFailed
 from waiting import eventually
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'medialane[ray]'")
+medialane_ray = pytest.importorskip("medialane.cluster.ray")
 
 pytestmark = pytest.mark.timeout(120)
 #: A worker's process imports medialane, its actor's ray and medialane; several of them at once on a busy machine.
@@ -29,12 +32,10 @@ async def _starting_a_process_takes_what_it_takes():
 @pytest.fixture(scope="session")
 def local_ray(tmp_path_factory):
     """A Ray of one node, once for all tests: it takes seconds to start."""
-    from medialane.cluster.ray import NAMESPACE
-
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
-        num_cpus=2, num_gpus=0, namespace=NAMESPACE, include_dashboard=False, object_store_memory=100 << 20,
-        log_to_driver=False,
+        num_cpus=2, num_gpus=0, namespace=medialane_ray.NAMESPACE, include_dashboard=False,
+        object_store_memory=100 << 20, log_to_driver=False,
     )  # fmt: skip
     yield
     ray.shutdown()
@@ -42,9 +43,7 @@ def local_ray(tmp_path_factory):
 
 @pytest.fixture
 async def cluster(local_ray):
-    from medialane.cluster.ray import RayCluster
-
-    cluster = RayCluster()
+    cluster = medialane_ray.RayCluster()
     yield cluster
     await cluster.stop()
     cluster.close()
@@ -77,7 +76,7 @@ async def test_workers_join_and_none_is_left_after_a_stop(cluster, gateway):
     await eventually(lambda: len(gateway.ready) == 2, "2 workers have joined", START_S)
     assert gateway.ready == {f"{os.uname().nodename}/{i}" for i in range(2)}
     found = [await cluster.resolve(f"worker {i}") for i in range(2)]
-    assert {each.node_id for each in found} == {cluster.node_id}
+    assert {each.node for each in found} == {cluster.node}
     assert all(members(each.pid) == [each.pid] for each in found)
     await cluster.stop()
     assert not any(members(each.pid) for each in found)
@@ -103,7 +102,7 @@ async def test_killed_actor_ends_its_worker_and_ray_restarts_both(cluster, gatew
     await cluster.spawn(specs(gateway, 1), timeout_s=START_S)
     await eventually(lambda: gateway.ready, "the worker has joined", START_S)
     before = await cluster.resolve("worker 0")
-    os.kill(supervisor_of(before.pid), signal.SIGKILL)
+    os.kill(parent_of(before.pid), signal.SIGKILL)
     await eventually(lambda: not members(before.pid), "the worker has ended with its actor")
     assert "lost" in (await cluster.watch("worker 0")).how
     await cluster.restart("worker 0")
@@ -111,21 +110,104 @@ async def test_killed_actor_ends_its_worker_and_ray_restarts_both(cluster, gatew
     assert (await cluster.resolve("worker 0")).incarnation != before.incarnation
 
 
-async def test_a_worker_that_cannot_start_reports_why(cluster, gateway):
-    (spec,) = specs(gateway, 1)
-    broken = msgspec.structs.replace(spec, command=(*spec.command, "--no-such-flag"))
-    await cluster.spawn([broken], timeout_s=START_S)
-    end = await asyncio.wait_for(cluster.watch("worker 0"), START_S)
-    assert end.how == "exit status 2"
-    assert "unrecognized arguments: --no-such-flag" in end.report
+async def test_workers_that_cannot_start_report_why_and_where(cluster, gateway):
+    first, second = specs(gateway)
+    wrong_flag = msgspec.structs.replace(first, command=(*first.command, "--no-such-flag"))
+    no_model = msgspec.structs.replace(second, command=("worker", "/no/such/model", *second.command[4:]))
+    await cluster.spawn([wrong_flag, no_model], timeout_s=START_S)
+    ends = [await asyncio.wait_for(cluster.watch(f"worker {i}"), START_S) for i in range(2)]
+    assert [end.how for end in ends] == ["exit status 2"] * 2
+    assert "unrecognized arguments: --no-such-flag" in ends[0].report
+    assert ends[1].report.startswith(f"worker 1 on {os.uname().nodename}: /no/such/model is neither an existing folder")
 
 
 async def test_missing_resources_are_named(cluster, gateway):
     (spec,) = specs(gateway, 1, num_gpus=1)
-    with pytest.raises(StartupFailed, match=r"1 workers of 0\.5 CPU, 1 GPU each, free in the cluster: 2 CPU, 0 GPU"):
+    with pytest.raises(
+        StartupFailed,
+        match=r"1 workers of 0\.5 CPU, 1 GPU each, free in the cluster: 2 CPU, 0 GPU; "
+        r"its nodes can hold 0 of them if nothing else runs \([\d.]+ has 2 CPU, 0 GPU\)",
+    ):
         await cluster.spawn([spec], timeout_s=1)
 
 
-def supervisor_of(pid):
+async def test_resources_that_are_missing_are_reported_while_they_are_waited_for(cluster, gateway, monkeypatch, caplog):
+    monkeypatch.setattr(medialane_ray, "_REPORT_S", 0.1)
+    monkeypatch.setattr(medialane_ray, "_REPORT_AGAIN_S", 0.1)
+    (spec,) = specs(gateway, 1, num_gpus=1)
+    with pytest.raises(StartupFailed):
+        await cluster.spawn([spec], timeout_s=1)
+    assert caplog.text.count("waiting for Ray's resources: 1 workers of") >= 2
+
+
+async def test_node_with_another_medialane_is_one_clear_error(cluster, gateway, monkeypatch):
+    monkeypatch.setattr(medialane_ray, "__version__", "0.0.1")  # of this process only
+    await cluster.spawn(specs(gateway, 1), timeout_s=START_S)
+    end = await asyncio.wait_for(cluster.watch("worker 0"), START_S)
+    assert f"medialane {__version__} is installed on {cluster.node}, 0.0.1 here" in end.report
+
+
+async def test_process_of_a_node_runs_there_and_needs_no_cpu(cluster, gateway):
+    taken = msgspec.structs.replace(specs(gateway, 1)[0], num_cpus=2)
+    bound = msgspec.structs.replace(specs(gateway, 2)[1], node=cluster.node)
+    await cluster.spawn([taken, bound], timeout_s=START_S)
+    await eventually(lambda: len(gateway.ready) == 2, "both have joined", START_S)
+    assert (await cluster.resolve("worker 1")).node == cluster.node
+
+
+async def test_workers_of_a_node_have_one_store_which_survives_kills(cluster, gateway, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    found = [
+        msgspec.structs.replace(
+            spec,
+            command=("worker", str(tmp_path), *spec.command[2:]),
+            node_flags={"": ("--store", "unix:{folder}/store.sock", "--start-store")},
+            shared_folder=f"test-{os.getpid()}",
+            environ={"MEDIALANE_ARENA_SIZE": "16MiB"},
+        )
+        for spec in specs(gateway)
+    ]
+    socket = f"{shared_path(found[0])}/store.sock"
+    await cluster.spawn(found, timeout_s=START_S)
+    await eventually(lambda: len(arenas(gateway)) == 2, "both workers use a store", START_S)
+    (arena,) = set(arenas(gateway))
+    (store,) = stores_at(socket)
+
+    os.kill(store, signal.SIGKILL)
+    await eventually(lambda: uses_another(gateway, arena), "both use its successor", START_S)
+
+    (arena,), (store,) = set(arenas(gateway)), stores_at(socket)
+    os.kill(parent_of(store), signal.SIGKILL)
+    await eventually(lambda: len(gateway.ready) == 1, "the gateway has noticed the loss")
+    await eventually(lambda: uses_another(gateway, arena, 1), "the other worker has started a store", START_S)
+
+    await cluster.stop()
+    await eventually(lambda: not stores_at(socket), "its store has ended")
+    assert not shared_path(found[0]).exists()
+
+
+def arenas(gateway):
+    """The arenas that connected workers have mapped."""
+    clients = [gateway.pool.links[name].client for name in gateway.ready]
+    return [client.arena for client in clients if client is not None and client.arena is not None]
+
+
+def uses_another(gateway, arena, number=2):
+    found = arenas(gateway)
+    return len(found) == number and len(set(found)) == 1 and found[0] != arena
+
+
+def stores_at(socket):
+    commands = {pid: command_line(pid) for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))}
+    return [pid for pid, words in commands.items() if "store" in words[:4] and f"unix:{socket}" in words]
+
+
+def command_line(pid):
+    with suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
+        return file.read().split("\0")
+    return []
+
+
+def parent_of(pid):
     with open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[1])

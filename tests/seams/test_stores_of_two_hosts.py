@@ -21,7 +21,9 @@ from medialane.core.errors import TransferFailed
 from medialane.rpc import RpcConfig
 from medialane.store import Pulls, puller
 from medialane.store.peer_socket import PeerSocket
-from waiting import eventually, wait_until
+from waiting import eventually, line_of, wait_until
+
+pytestmark = pytest.mark.timeout(90)  # processes are started
 
 PROGRAM = str(Path(__file__).with_name("pulling_program.py"))
 NAMESPACES = Path(__file__).parents[2] / "benchmarks" / "namespaces.py"
@@ -38,20 +40,26 @@ class Host:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self.stored = self.read(Stored) if arguments else None
+        try:
+            self.stored = self.read(Stored) if arguments else None
+        except BaseException:  # its owner does not have it yet
+            self.close()
+            raise
 
     def read(self, kind):
-        return msgspec.json.decode(self.process.stdout.readline(), type=kind)
+        return msgspec.json.decode(line_of(self.process), type=kind)
 
     def pull(self, stored: Stored) -> Pulled:
-        self.process.stdin.write(msgspec.json.encode(stored.entry) + b"\n")
-        self.process.stdin.flush()
+        self.ask(stored)
         return self.read(Pulled)
 
+    def ask(self, stored: Stored) -> None:
+        self.process.stdin.write(msgspec.json.encode(stored.entry) + b"\n")
+        self.process.stdin.flush()
+
     def close(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.communicate()
+        self.process.kill()  # also if it is stopped
+        self.process.communicate(timeout=30)
         self._folder.cleanup()
 
 
@@ -168,7 +176,24 @@ def test_entry_is_copied_between_hosts_and_a_link_that_is_down_fails_in_time(two
         assert destination.pull(source.stored).error == "the other store did not respond in time"
         assert time.monotonic() - started < 4 * PULL_S
         two_hosts.set_link("up")  # the kernel may resend its packets only after a second or two
-        wait_until(lambda: destination.pull(source.stored).sha256 == source.stored.sha256, "a pull over the link")
+        wait_until(lambda: destination.pull(source.stored).sha256 == source.stored.sha256, "a pull over the link", 30)
+    finally:
+        source.close()
+        destination.close()
+
+
+def test_link_that_goes_down_in_the_middle_of_a_copy_fails_it_in_time_and_another_copy_succeeds(two_hosts):
+    two_hosts.limit_rate("50mbit")  # so that the copy takes seconds
+    source = Host(two_hosts.addresses[0], str(20 * MIB), prefix=two_hosts.prefix(0))
+    destination = Host(prefix=two_hosts.prefix(1))
+    try:
+        destination.ask(source.stored)
+        wait_until(lambda: two_hosts.num_sent_bytes() > MIB, "the copy has begun")
+        two_hosts.set_link("down")
+        assert destination.read(Pulled).error == "the other store did not respond in time"
+        two_hosts.limit_rate("10gbit")
+        two_hosts.set_link("up")
+        wait_until(lambda: destination.pull(source.stored).sha256 == source.stored.sha256, "a pull over the link", 30)
     finally:
         source.close()
         destination.close()

@@ -15,8 +15,9 @@ import yaml
 
 from medialane.cli.flags import given_settings
 from medialane.cli.main import COMMANDS, _parse
+from medialane.cluster import remote_workers
 from medialane.cluster.local import check_join, check_join_listen
-from medialane.cluster.remote_workers import with_join_addresses, worker_specs
+from medialane.cluster.remote_workers import Nodes, with_join_addresses, worker_specs
 from medialane.config import load_config
 from medialane.rpc.address import parse_address
 
@@ -139,6 +140,17 @@ def test_workers_find_gateways_that_are_not_ready_yet():
         assert not service["spec"]["selector"].items() <= labels["medialane-worker"].items()
 
 
+def test_media_are_copied_to_the_workers_from_the_gateways_store():
+    store, worker = (
+        next(c for name, c in containers().items() if name.startswith(kind)) for kind in ("store", "worker")
+    )
+    assert "--peer-listen=tcp://$(POD_IP):7200" in store["args"]
+    (address,) = [entry for entry in store["env"] if entry["name"] == "POD_IP"]
+    assert address["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+    assert {"--start-store", "--store=unix:/run/medialane/store.sock"} <= {*worker["args"]}
+    assert "/run/medialane" in {mount["mountPath"] for mount in worker["volumeMounts"]}
+
+
 def test_pods_have_the_labels_of_llm_d_and_aibrix():
     labels = {found["metadata"]["name"]: found["spec"]["template"]["metadata"]["labels"] for found in deployments()}
     gateway, worker = labels["medialane-gateway"], labels["medialane-worker"]
@@ -184,7 +196,8 @@ def test_settings_of_the_environment_file_are_ours():
     assert config.arena.size_bytes == 4 << 30
 
 
-def test_settings_for_ray_are_ours(tmp_path):
+def test_settings_for_ray_are_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_workers, "vllm_is_for_cpu", lambda: False)
     text = (EXAMPLES / "ray" / "serve.toml").read_text()
     secret = tmp_path / "secret"
     secret.write_text(_SECRET)
@@ -193,12 +206,14 @@ def test_settings_for_ray_are_ours(tmp_path):
     config = load_config(
         file=str(tmp_path / "serve.toml"), environ={}, sections=("cluster", "gateway", "rpc", "worker")
     )
-    found = with_join_addresses(config, node_address="10.0.0.1", num_nodes=2)
+    assert config.cluster.gateway_nodes == "each"
+    found = with_join_addresses(config, "10.0.0.1", ["10.0.0.2"])
     check_join_listen(found)
     check_join(found)
-    specs = worker_specs(found, "m", (), has_gpus=True, node_flags={})
+    nodes = Nodes("10.0.0.1", ["10.0.0.2"], "unix:/store.sock")
+    specs = worker_specs(found, "m", (), nodes, has_gpus=True, folder="abc")
     assert [(spec.num_gpus, spec.num_cpus) for spec in specs] == [(1, 4)] * 4
-    assert {spec.environ["MEDIALANE_JOIN"] for spec in specs} == {"10.0.0.1:7100"}
+    assert {spec.environ["MEDIALANE_JOIN"] for spec in specs} == {"10.0.0.1:7100,10.0.0.2:7100"}
 
 
 def commands(path):

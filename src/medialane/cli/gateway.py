@@ -48,7 +48,7 @@ from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.rpc import Hello, JoinServer
 from medialane.rpc.address import consecutive_ports
-from medialane.store import StoreGrants, StoreLink
+from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.transfer import InlineTransport, PullTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
 
@@ -268,6 +268,7 @@ def _gateway(components: _Components) -> Gateway:
         handover=Handover(
             transports=[ShmTransport(), PullTransport(), inline],
             max_inline_bytes=components.config.transfer.max_inline_bytes,
+            holds=HoldPasser(components.store, retention_s=components.config.store.hold_retention_s),
             grants=StoreGrants(components.store),
             mover=components.config.transfer.mover,
         ),
@@ -314,6 +315,7 @@ async def _app(components: _Components, gateway: Gateway, peers: Peers) -> tuple
             ),
         ],
         pages={"/medialane/decisions": gateway.routes.decisions},
+        actions={"/medialane/publish": gateway.publish_images} if components.config.media.allow_rdma else {},
         health=health,
     )
     return app, group

@@ -19,6 +19,9 @@ _ONLY_GATEWAY = "0"
 #: Names of workers: HOST:PID, HOST/NUMBER and both, or the address that they listen at.
 _HOST = re.compile(r"(?:tcp://)?\[?(?P<host>.+?)\]?(?::\d+)?(?:/\d+)?", re.ASCII)
 
+#: What the transport to a worker says about the store of its host.
+_STORES = {"shm": "gateway's", "pull": "own", "inline": "none"}
+
 _Samples = Mapping[str, list[tuple[Mapping[str, str], float]]]
 
 
@@ -37,10 +40,23 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
+    """`transport` is how media reach the worker: shm, pull (by the store of its host), inline; empty if unknown."""
+
     gateway: str
     worker: str
     connected: bool
     num_in_flight: int
+    transport: str = ""
+
+
+class Host(msgspec.Struct, frozen=True):
+    """A host of workers. `store` is where they get media from: the `gateway's` store, one of their `own`, which copies
+    from it, or `none`; empty if no worker is connected."""
+
+    name: str
+    num_ready: int
+    num_workers: int
+    store: str
 
 
 class Store(msgspec.Struct, frozen=True):
@@ -73,13 +89,15 @@ class GatewayState(msgspec.Struct, frozen=True):
         """Return the names of the workers that all gateways are connected to."""
         return {link.worker for link in self.links} - {link.worker for link in self.links if not link.connected}
 
-    def hosts(self) -> dict[str, tuple[int, int]]:
-        """Return the number of ready workers, and of all workers, of each host that has any."""
-        found: dict[str, tuple[int, int]] = {}
-        for worker in self.workers:
-            num_ready, num = found.get(worker.host, (0, 0))
-            found[worker.host] = (num_ready + worker.ready, num + 1)
-        return found
+    def hosts(self) -> list[Host]:
+        """Return the hosts that have workers."""
+        return [self._host(name) for name in dict.fromkeys(worker.host for worker in self.workers)]
+
+    def _host(self, name: str) -> Host:
+        workers = {worker.name: worker.ready for worker in self.workers if worker.host == name}
+        transports = {link.transport for link in self.links if link.worker in workers and link.transport}
+        store = " or ".join(sorted(_STORES[transport] for transport in transports))
+        return Host(name, sum(workers.values()), len(workers), store)
 
 
 class _Health(msgspec.Struct):
@@ -178,7 +196,10 @@ def _workers(samples: _Samples) -> tuple[Worker, ...]:
 def _links(samples: _Samples) -> tuple[Link, ...]:
     in_flight = {_ends(labels): value for labels, value in samples.get("medialane_worker_in_flight", [])}
     links = ((_ends(labels), value) for labels, value in samples.get("medialane_worker_connected", []))
-    return tuple(Link(*ends, value == 1, int(in_flight.get(ends, 0))) for ends, value in sorted(links))
+    transports = {_ends(labels): labels["transport"] for labels, _ in samples.get("medialane_worker_transport", [])}
+    return tuple(
+        Link(*ends, value == 1, int(in_flight.get(ends, 0)), transports.get(ends, "")) for ends, value in sorted(links)
+    )
 
 
 def worker_host(name: str) -> str:

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from medialane.arena import reap
@@ -30,8 +31,8 @@ if TYPE_CHECKING:  # imports ray
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
     "workers", "gateways", "preparers", "host", "port", "join-listen", "arena-size", "stage", "transport", "router",
-    "single-gpu", "ray", "address", "gpus-per-worker", "cpus-per-worker", "rpc-secret-file", "join", "metrics-port",
-    "log-level",
+    "single-gpu", "ray", "address", "gateway-nodes", "gpus-per-worker", "cpus-per-worker", "rpc-secret-file", "join",
+    "metrics-port", "log-level",
 )  # fmt: skip
 _TICK_S = 0.25
 _EXIT_KILLED = 130
@@ -43,8 +44,12 @@ Flags win over the environment, the environment over the file.
 examples:
   medialane serve Qwen/Qwen2.5-VL-3B-Instruct --workers 2
   medialane serve ./model --port 9000 -- --max-model-len 8192 --limit-mm-per-prompt '{"image": 8}'
-  medialane serve ./model --ray --address 10.0.0.1:6379 --workers 8 --rpc-secret-file /etc/medialane/rpc-secret
+  medialane serve /models/m --ray --address 10.0.0.1:6379 --workers 8 --rpc-secret-file /etc/medialane/rpc-secret
   medialane serve ./model --workers 2 --single-gpu -- --api-key secret --served-model-name vision
+
+With --ray, run it on a node of the Ray cluster: gateways and a media store run there (--gateway-nodes each: on every
+node), Ray places the workers on nodes with enough free GPUs and CPUs, and restarts them. Every node needs the same
+medialane and Ray, the model under the same name or absolute path, and the secret in a file or in MEDIALANE_RPC_SECRET.
 
 Ctrl-C shuts down gracefully, a second one immediately."""
 
@@ -53,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
     parser.add_argument("--verbose", "-v", action="store_true", help="show the logs of all processes")
+    # Set by `medialane serve --ray --gateway-nodes each`: workers of the host know it.
+    parser.add_argument("--store-socket", type=Path, metavar="PATH", help=argparse.SUPPRESS)
     add_settings(parser, SECTIONS, common=_COMMON)
 
 
@@ -60,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; 0 after a clean stop. Raises StartupFailed."""
     config = local.with_port(load_config(given_settings(args), file=args.config, sections=SECTIONS))
     configure(config.logging)
-    with _ray(config) as ray:
+    with _ray(config, args.model) as ray:
         return _run(config if ray is None else ray.config, args, ray)
 
 
@@ -82,16 +89,17 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
                 hardware=hardware,
                 environ=environ,
                 listener=listener,
+                store_socket=args.store_socket,
             )
-            remote = [] if ray is None else [f"worker {i}" for i in range(config.cluster.num_workers)]
-            progress = Progress([*(part.name for part in parts), *remote], verbose=args.verbose)
+            remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
+            progress = Progress([*(part.name for part in parts), *(spec.name for spec in remote)], verbose=args.verbose)
             announcement = announce(config, args.model, args.vllm_args)
 
             def make_supervisor() -> Supervisor | RemoteSupervisor:
                 here = Supervisor(parts, config=config.cluster, logs=folder.path, observer=progress)
                 if ray is None:
                     return here
-                return ray.supervisor(here, progress, model=args.model, vllm_args=args.vllm_args, folder=folder.path)
+                return ray.supervisor(here, remote, progress, vllm_args=args.vllm_args)
 
             return asyncio.run(_serve(make_supervisor, progress, announcement))
     except StartupFailed:
@@ -102,7 +110,7 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
 
 
 @contextmanager
-def _ray(config: Config) -> Iterator[RayServe | None]:
+def _ray(config: Config, model: str) -> Iterator[RayServe | None]:
     """Connect to Ray, if the workers are to be placed by it. Raises StartupFailed."""
     if not config.cluster.ray:
         yield None
@@ -113,7 +121,7 @@ def _ray(config: Config) -> Iterator[RayServe | None]:
         if error.name != "ray":
             raise
         raise StartupFailed("--ray needs Ray: pip install 'medialane[ray]'") from error
-    ray = RayServe(config)
+    ray = RayServe(config, model)
     try:
         yield ray
     finally:

@@ -1,9 +1,10 @@
-"""`medialane status`: what a gateway is connected to, as tables or JSON."""
+"""`medialane status`: what gateways are connected to, as tables or JSON."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
@@ -12,34 +13,70 @@ from rich.table import Table
 
 from medialane.cli.gateway_state import GatewayState, read_state
 from medialane.config import ServerConfig, format_size
+from medialane.core.errors import StartupFailed
 
 _EPILOG = """\
+One line per host with workers says where they get media from: the gateway's store (shared memory), a store of their own
+(which copies from the gateway's), or none (media travel in messages).
+
 The exit status is 0 if all gateways of the port respond, each is connected to every worker, and the gateway reports
-no problem; 1 if not; 2 if the gateway does not answer.
+no problem; 1 if not; 2 if a gateway does not answer.
 
 examples:
   medialane status
-  medialane status --gateway http://10.0.0.1:8000 --json"""
+  medialane status --gateway http://10.0.0.1:8000 --gateway http://10.0.0.2:8000    # of two hosts
+  medialane status --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     server = ServerConfig()
     url = f"http://{server.host}:{server.port}"
-    parser.add_argument("--gateway", metavar="URL", default=url, help=f"base URL of a gateway (default {url})")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--gateway",
+        metavar="URL",
+        action="append",
+        dest="gateways",
+        help=f"base URL of a gateway (default {url}); repeatable, for gateways of several hosts",
+    )
+    parser.set_defaults(default_gateway=url)
+    parser.add_argument("--json", action="store_true", help="print JSON: an object, or a list if --gateway is repeated")
     parser.add_argument("--insecure", action="store_true", help="do not verify the gateway's certificate")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state; 0 if all is well, 1 if not. Raises StartupFailed if the gateway does not answer."""
-    state = asyncio.run(read_state(args.gateway, verify=not args.insecure))
+    """Print the states; 0 if all is well, 1 if not, 2 if one of several gateways does not answer. Raises StartupFailed
+    if the only one does not."""
+    urls = args.gateways or [args.default_gateway]
+    found = asyncio.run(_read(urls, verify=not args.insecure))
+    if len(found) == 1 and isinstance(found[0], StartupFailed):
+        raise found[0]
     if args.json:
-        document = {**msgspec.structs.asdict(state), "ok": state.is_well}
-        print(msgspec.json.format(msgspec.json.encode(document)).decode())
+        documents = [_document(url, state) for url, state in zip(urls, found, strict=True)]
+        encoded = msgspec.json.encode(documents if len(documents) > 1 else documents[0])
+        print(msgspec.json.format(encoded).decode())
     else:
-        _show(Console(highlight=False), state)
-    return 0 if state.is_well else 1
+        console = Console(highlight=False)
+        for state in found:
+            _show(console, state) if isinstance(state, GatewayState) else console.print(state.message, markup=False)
+    return max(2 if isinstance(state, StartupFailed) else int(not state.is_well) for state in found)
+
+
+async def _read(urls: Sequence[str], *, verify: bool) -> list[GatewayState | StartupFailed]:
+    return await asyncio.gather(*(_read_one(url, verify=verify) for url in urls))
+
+
+async def _read_one(url: str, *, verify: bool) -> GatewayState | StartupFailed:
+    try:
+        return await read_state(url, verify=verify)
+    except StartupFailed as error:
+        return error
+
+
+def _document(url: str, state: GatewayState | StartupFailed) -> dict[str, object]:
+    if isinstance(state, StartupFailed):
+        return {"url": url, "ok": False, "problems": [state.message]}
+    return {**msgspec.structs.asdict(state), "hosts": state.hosts(), "ok": state.is_well}
 
 
 def _show(console: Console, state: GatewayState) -> None:
@@ -47,9 +84,10 @@ def _show(console: Console, state: GatewayState) -> None:
     console.print(f"{escape(state.url)}: [{colour}]{escape(state.health)}[/]", soft_wrap=True)
     for problem in state.problems:
         console.print(f"  {problem}", markup=False, soft_wrap=True)
-    hosts = Table("host", "workers ready")
-    for host, (num_ready, num) in state.hosts().items():
-        hosts.add_row(escape(host or "of the gateway"), f"{num_ready} of {num}")
+    hosts = Table("host", "workers ready", "store")
+    for host in state.hosts():
+        name = escape(host.name or "of the gateway")
+        hosts.add_row(name, f"{host.num_ready} of {host.num_workers}", host.store)
     gateways = Table("gateway", "state", "workers connected", "requests in flight")
     for gateway in state.gateways:
         links = [link for link in state.links if link.gateway == gateway.index]

@@ -18,11 +18,12 @@ from medialane.cli.essential_tasks import unless_set
 from medialane.cli.tuning import tune_process
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.config import Config
+from medialane.core.errors import StartupFailed
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
-from medialane.media import Fetcher
+from medialane.media import Fetcher, MediaConfig
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool
-from medialane.store import Aliases, EncodedStore, Items, Pulls, StoreServer
+from medialane.store import Aliases, EncodedStore, Items, PublishedImages, Pulls, StoreServer
 from medialane.store.messages import StoreStatus
 from medialane.transfer import Mover
 from medialane.transfer.nixl import NixlMover
@@ -90,12 +91,23 @@ class _Store:
         stack.push_async_callback(self._pool.close)
         fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
-        self._pulls = pulls = Pulls(arena, config.rpc, movers(config, arena.id))
+        found = movers(config, arena.id)
+        self._pulls = pulls = Pulls(arena, config.rpc, found, max_streams=config.store.peer_streams)
         stack.push_async_callback(pulls.close)
         if config.store.peer_listen:
             logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))
+        published = published_images(config.media, arena, pulls, found)
+        if published is not None:
+            stack.push_async_callback(published.close)
         self._server = StoreServer(
-            Items(arena=arena, pool=self._pool, fetcher=fetcher, media=config.media, aliases=aliases),
+            Items(
+                arena=arena,
+                pool=self._pool,
+                fetcher=fetcher,
+                media=config.media,
+                aliases=aliases,
+                published=published,
+            ),
             arena,
             config.rpc,
             pulls=pulls,
@@ -137,6 +149,16 @@ def movers(config: Config, arena: str) -> list[Mover]:
     return [
         NixlMover(arena, config.arena.directory, max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE))
     ]
+
+
+def published_images(config: MediaConfig, arena: Arena, pulls: Pulls, found: Sequence[Mover]) -> PublishedImages | None:
+    """Return the reader of published images, None if they are not allowed. Raises StartupFailed without NIXL."""
+    if not config.allow_rdma:
+        return None
+    for mover in found:
+        if isinstance(mover, NixlMover):
+            return PublishedImages(arena, pulls, mover, config)
+    raise StartupFailed("--allow-media-rdma needs NIXL: install the extra nixl, and use --peer-nixl on")
 
 
 @asynccontextmanager

@@ -41,30 +41,29 @@ async def host_store(config: Config, model: str, address: str) -> AsyncIterator[
 
 async def _keep_running(config: Config, model: str, address: str) -> None:
     backoff = Backoff(initial_s=CHECK_S, max_s=MAX_BACKOFF_S)
+    loop = asyncio.get_running_loop()
     while True:
-        if has_listener(address):
-            backoff.reset()
-            await asyncio.sleep(CHECK_S)
-            continue
+        started, was_missing = loop.time(), True
         try:
-            with _locked(address) as is_ours:
-                if is_ours:
+            with _turn(address) as is_ours:
+                was_missing = is_ours and not has_listener(address)
+                if was_missing:
                     await _run_once(command(model, address), config, model)
         except OSError as error:
             logger.error("the store of this host cannot be started: %s", error.strerror)
-        await asyncio.sleep(backoff.next())
+        if not was_missing or loop.time() - started > MAX_BACKOFF_S:
+            backoff.reset()
+        await asyncio.sleep(backoff.next() if was_missing else CHECK_S)
 
 
 @contextmanager
-def _locked(address: str) -> Iterator[bool]:
-    """Yield whether this process has the lock of a socket's address. Whichever worker has it starts the store: another
-    one may be about to, which `has_listener` does not show yet. Raises OSError."""
-    path = address.removeprefix("unix:")
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _turn(address: str) -> Iterator[bool]:
+    """Yield whether this worker may start the store: one of several that try at once. Raises OSError."""
+    descriptor = os.open(f"{address.removeprefix('unix:')}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        yield try_lock(lock)
+        yield try_lock(descriptor)
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
 async def _run_once(argv: Sequence[str], config: Config, model: str) -> None:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.errors import StartupFailed
-from medialane.core.setting import PositiveFloat, PositiveInt, check_bounds
+from medialane.core.setting import NonNegativeInt, PositiveFloat, check_bounds
 
 MIB = 1 << 20
 
@@ -20,18 +20,21 @@ _MAX_AUTO_GATEWAYS = 8
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The number of processes, and the timeouts of starts, stops and restarts."""
 
-    num_workers: PositiveInt = field(default=1, name="workers")
-    """vLLM workers on this machine"""
+    num_workers: NonNegativeInt = field(default=1, name="workers")
+    """vLLM workers on this machine, with --ray in the cluster; 0: only those that join (--join-listen)"""
     num_gateways: int | Literal["auto"] = field(default=1, name="gateways")
     """gateway processes that share the port; auto is one for four cores, at most 8"""
     single_gpu: bool = field(default=False, name="single-gpu")
     """let all workers share the first GPU and split its memory, one starting after another"""
     ray: bool = field(default=False, name="ray")
-    """let Ray place the workers on the hosts of its cluster and restart them; the gateways run on this host"""
+    """let Ray place the workers on the nodes of its cluster and restart them; run it on a node of the cluster"""
     ray_address: str = field(default="", name="address")
     """Ray cluster to use: HOST:PORT of its head; default: RAY_ADDRESS, or the cluster of this host, else a new one"""
+    gateway_nodes: Literal["head", "each"] = field(default="head", name="gateway-nodes")
+    """where gateways run with --ray: head (the node of this command) or each (all nodes that the cluster has at the
+    start, each with a store of its own)"""
     gpus_per_worker: int | Literal["auto"] = field(default="auto", name="gpus-per-worker")
-    """GPUs that Ray reserves for each worker; auto: what the vLLM flags need, 0 in a cluster without GPUs"""
+    """GPUs that Ray reserves for each worker; auto: what the vLLM flags need, 0 for vLLM's CPU build"""
     cpus_per_worker: PositiveFloat = field(default=1.0, name="cpus-per-worker")
     """CPUs that Ray reserves for each worker; without a GPU, also the number of its threads"""
     start_timeout_s: PositiveFloat = field(default=1800.0, name="start-timeout")
@@ -58,6 +61,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed("single_gpu is for workers of this host, without --ray")
         if self.ray_address and not self.ray:
             raise StartupFailed("ray_address needs --ray")
+        if self.gateway_nodes != "head" and not self.ray:
+            raise StartupFailed("gateway_nodes needs --ray")
+        if self.ray and not self.num_workers:
+            raise StartupFailed("num_workers must be at least 1 with --ray")
         if not 0 < self.restart_initial_s <= self.restart_max_s:
             raise StartupFailed("restart_initial_s must be positive and at most restart_max_s")
         if self.max_log_bytes < MIB:

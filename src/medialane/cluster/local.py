@@ -41,6 +41,8 @@ def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping
     if config.gateway.join_listen:
         num_gateways = config.cluster.resolved_num_gateways(usable_cores())
         check_join_listen(config, num_gateways)
+    elif not config.cluster.num_workers:
+        raise StartupFailed("--workers 0: workers must be able to join: --join-listen tcp://HOST:PORT")
     check_join(config)
     check_start(model, vllm_args, environ)
 
@@ -155,10 +157,11 @@ def parts(
     hardware: Hardware,
     environ: Mapping[str, str],
     listener: socket.socket | None = None,
+    store_socket: Path | None = None,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the store, the workers and the gateways, with their sockets in `folder`; `environ`
-    is what they inherit, `listener` that of `shared_listener`. With `config.cluster.ray` there are no workers here, and
-    the gateways let them join. Raises StartupFailed."""
+    """Return the specifications of the store, the workers and the gateways, with their sockets in `folder`, but for
+    `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`. With `config.cluster.ray`
+    there are no workers here, and the gateways let them join. Raises StartupFailed."""
     num_workers = 0 if config.cluster.ray else config.cluster.num_workers
     placements = (
         place_workers(
@@ -176,10 +179,10 @@ def parts(
         model,
         vllm_args,
         on_gpu=bool(hardware.gpus),
-        num_workers=config.cluster.num_workers,
+        num_workers=max(1, config.cluster.num_workers),
         environ=environ,
     )
-    store_socket = store_path(folder)
+    store_socket = store_socket or store_path(folder)
     store = ProcessSpec(
         name="store",
         argv=_command("store", model, ["--listen", f"unix:{store_socket}"], vllm_args),

@@ -1,8 +1,9 @@
 """Processes placed by Ray: one actor per process, which only supervises it. The only module that imports ray.
 
 Ray starts an actor again when its process or its node is lost (`max_restarts=-1`), and when a run has ended and
-`restart` asks for it. The resources of all actors are reserved together, by a placement group that spreads them over
-the nodes; actors and group end with the driver, this process.
+`restart` asks for it. The resources of all workers are reserved together, by a placement group that spreads them over
+the nodes. A process of a given node is bound to it by the resource `node:ADDRESS` that Ray gives each node, so it comes
+back with the node. Actors and group end with the driver, this process.
 """
 
 from __future__ import annotations
@@ -10,34 +11,54 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import msgspec
 import ray
 from ray.exceptions import ActorDiedError, RayActorError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from medialane import __version__
 from medialane.cluster.remote import Location, RemoteProcess, RemoteSpec, RunEnd
 from medialane.core.errors import StartupFailed
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 NAMESPACE = "medialane"
-#: Time after which missing resources are reported; a cluster that grows on demand may still provide them.
-_REPORT_S = 5.0
+#: Time after which missing resources are reported, and interval of further reports; a cluster that grows on demand may
+#: still provide them.
+_REPORT_S, _REPORT_AGAIN_S = 5.0, 30.0
 _POLL_S = 0.2
 #: Besides a process's own timeout: for the call to its actor.
 _CALL_S = 5.0
+_CONNECT_S = 5.0
+#: Of a node that is started here: its smallest, as no object goes through Ray, and /dev/shm is for the arena.
+_OBJECT_STORE_BYTES = 80 << 20
+#: Of `node:ADDRESS`, of which a node has 1.
+_NODE_SHARE = 0.001
+_HINT = "if it has a token, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must be as on its nodes"
+_MAX_SHOWN_NODES = 8
+_MAX_SHOWN_CHARACTERS = 400
 
 
 class SupervisingActor:
-    """Runs one process on the actor's node. Asynchronous: it answers, and can be stopped, while the process runs."""
+    """Runs one process on the actor's node. Asynchronous: it answers, and can be stopped, while the process runs.
 
-    def __init__(self, spec: RemoteSpec) -> None:
-        self._process = RemoteProcess(spec, node_id=ray.get_runtime_context().get_node_id())
+    `spec` is a RemoteSpec as JSON, which is not decoded by another `version` of medialane.
+    """
+
+    def __init__(self, version: str, spec: bytes) -> None:
+        self._node = str(get_node_ip_address())
+        self._refusal = _other_version(version, self._node)
+        if self._refusal is None:
+            self._process = RemoteProcess(msgspec.json.decode(spec, type=RemoteSpec), node=self._node)
         self._running: asyncio.Task[RunEnd] | None = None
         self._incarnation = uuid.uuid4().hex
 
@@ -47,50 +68,57 @@ class SupervisingActor:
 
     async def run(self) -> RunEnd:
         """Run the process until it ends. If it is running, because the driver lost the connection only, wait for it."""
+        if self._refusal is not None:
+            return self._refusal
         if self._running is None:
             self._running = asyncio.create_task(self._process.run())
         return await asyncio.shield(self._running)
 
     async def location(self) -> Location | None:
-        return self._process.location
+        return self._process.location if self._refusal is None else None
 
     async def stop(self) -> None:
-        await self._process.stop()
+        """Stop the process, and return when `run` has removed what was the process's."""
+        if self._refusal is None:
+            await self._process.stop()
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+
+def _other_version(version: str, node: str) -> RunEnd | None:
+    if version == __version__:
+        return None
+    return RunEnd(
+        "cannot be started", f"medialane {__version__} is installed on {node}, {version} here: install the same"
+    )
 
 
 class RayCluster:
     """The cluster at `address`: a node's `HOST:PORT`, or `ray://...` is refused. Without one, that of RAY_ADDRESS or of
     this host, else a new one of this host alone. Raises StartupFailed."""
 
-    def __init__(self, address: str = "", **init: Any) -> None:
+    def __init__(self, address: str = "") -> None:
         if address.startswith("ray://"):
             raise StartupFailed("--address ray://...: gateways need a node of the cluster here: HOST:PORT, or auto")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._is_own = not ray.is_initialized()  # otherwise of the embedding program
-        try:
-            if self._is_own:
-                ray.init(address or None, namespace=NAMESPACE, log_to_driver=False, include_dashboard=False, **init)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            first_line = str(error).strip().partition("\n")[0]
-            raise StartupFailed(f"cannot connect to Ray{f' at {address}' if address else ''}: {first_line}") from error
+        if self._is_own:
+            _connect(address)
         self._actors: dict[str, Any] = {}
         self._runs: dict[str, asyncio.Future[RunEnd]] = {}
         self._specs: dict[str, RemoteSpec] = {}
         self._group: PlacementGroup | None = None
 
     @property
-    def node_id(self) -> str:
-        """The node of this process."""
-        return str(ray.get_runtime_context().get_node_id())
-
-    @property
-    def node_address(self) -> str:
-        """IP address of this node."""
+    def node(self) -> str:
+        """Address of the node of this process."""
         return str(get_node_ip_address())
 
     @property
-    def num_nodes(self) -> int:
-        return sum(bool(node["Alive"]) for node in ray.nodes())
+    def nodes(self) -> list[str]:
+        """Addresses of all nodes that are alive, that of this process first."""
+        alive = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+        return [self.node, *sorted(alive - {self.node})]
 
     @property
     def has_gpus(self) -> bool:
@@ -98,12 +126,16 @@ class RayCluster:
 
     async def spawn(self, specs: Sequence[RemoteSpec], *, timeout_s: float) -> None:
         self._specs = {spec.name: spec for spec in specs}
-        self._group = placement_group([_resources(spec) for spec in specs], strategy="SPREAD")
-        await self._reserved(self._group, specs, timeout_s)
+        workers = self._workers
+        if workers:
+            self._group = placement_group([_resources(spec) for spec in workers], strategy="SPREAD")
+            await self._reserved(self._group, timeout_s)
         for name in self._specs:
             self._start(name)
 
     async def resolve(self, name: str) -> Location | None:
+        if name not in self._actors:
+            return None  # Ray has given it up, and a new one is about to be started
         try:
             found: Location | None = await asyncio.wait_for(self._actors[name].location.remote(), _CALL_S)
         except (RayActorError, TimeoutError):
@@ -115,21 +147,21 @@ class RayCluster:
             return await asyncio.shield(self._runs[name])
         except RayActorError as error:
             how = "Ray's actor or node is lost"
-            return RunEnd(how, f"{name}: {how}: {str(error).strip().partition(chr(10))[0]}")
+            return RunEnd(how, f"{name}: {how}: {_brief(error)}")
 
     async def restart(self, name: str) -> None:
-        ended, actor = self._runs[name], self._actors[name]
-        previous = None
-        if ended.exception() is None:  # the process has ended: Ray starts its actor again
-            previous = await self._incarnation(name)
-            ray.kill(actor, no_restart=False)
-        while name in self._actors and await self._incarnation(name) in {None, previous}:  # noqa: ASYNC110 - Ray's
-            await asyncio.sleep(_POLL_S)
+        restarted = asyncio.ensure_future(self._restarted(name))
+        try:
+            await _reported(restarted, lambda: f"{name}: waiting for Ray to start its actor again: {self._place(name)}")
+        finally:
+            restarted.cancel()
         self._start(name)
 
     async def stop(self) -> None:
         try:
-            await asyncio.gather(*(self._stop(name, actor) for name, actor in self._actors.items()))
+            for layer in sorted({spec.layer for spec in self._specs.values()}, reverse=True):
+                of_layer = [name for name in self._actors if self._specs[name].layer == layer]
+                await asyncio.gather(*(self._stop(name, self._actors[name]) for name in of_layer))
         finally:
             self.kill()
             if self._group is not None:
@@ -154,6 +186,16 @@ class RayCluster:
         except (RayActorError, TimeoutError) as error:
             logger.warning("%s: Ray's actor does not stop it, and is killed: %r", name, error)
 
+    async def _restarted(self, name: str) -> None:
+        """Have Ray start an actor again, unless it does that anyway. Returns when it has, or will not."""
+        previous = None
+        if self._runs[name].exception() is None:  # the process has ended, its actor has not
+            previous = await self._incarnation(name)
+            if name in self._actors:
+                ray.kill(self._actors[name], no_restart=False)
+        while name in self._actors and await self._incarnation(name) in {None, previous}:  # noqa: ASYNC110 - Ray's
+            await asyncio.sleep(_POLL_S)
+
     async def _incarnation(self, name: str) -> str | None:
         """Return the incarnation of an actor; None while Ray starts it. One that Ray does not start is forgotten."""
         try:
@@ -164,32 +206,81 @@ class RayCluster:
             pass  # asked again
         return None
 
+    @property
+    def _workers(self) -> list[RemoteSpec]:
+        return [spec for spec in self._specs.values() if not spec.node]
+
     def _start(self, name: str) -> None:
-        spec = self._specs[name]
         if name not in self._actors:
-            bundle = list(self._specs).index(name)
-            options = {
-                "max_restarts": -1,
-                "max_task_retries": 0,
-                "num_cpus": spec.num_cpus,
-                "num_gpus": spec.num_gpus,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, bundle),
-            }
-            self._actors[name] = ray.remote(**options)(SupervisingActor).remote(spec)
+            options = {"max_restarts": -1, "max_task_retries": 0, **self._placement(self._specs[name])}
+            encoded = msgspec.json.encode(self._specs[name])
+            self._actors[name] = ray.remote(**options)(SupervisingActor).remote(__version__, encoded)
         self._runs[name] = asyncio.ensure_future(_result(self._actors[name].run.remote()))
 
-    async def _reserved(self, group: PlacementGroup, specs: Sequence[RemoteSpec], timeout_s: float) -> None:
+    def _placement(self, spec: RemoteSpec) -> dict[str, object]:
+        if spec.node:
+            return {"num_cpus": 0, "resources": {f"node:{spec.node}": _NODE_SHARE}}
+        bundle = self._workers.index(spec)
+        strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
+        return {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus, "scheduling_strategy": strategy}
+
+    def _place(self, name: str) -> str:
+        """Describe what a process needs, and the nodes."""
+        spec = self._specs[name]
+        return f"it needs node {spec.node}" if spec.node else shortage([spec], ray.nodes(), ray.available_resources())
+
+    async def _reserved(self, group: PlacementGroup, timeout_s: float) -> None:
+        def what() -> str:
+            return shortage(self._workers, ray.nodes(), ray.available_resources())
+
         waiting = asyncio.ensure_future(_result(group.ready()))
         try:
-            await asyncio.wait([waiting], timeout=min(_REPORT_S, timeout_s))
-            if not waiting.done():
-                logger.warning("waiting for Ray's resources: %s", _shortage(specs))
-                await asyncio.wait([waiting], timeout=timeout_s)
-            if not waiting.done():
-                raise StartupFailed(f"Ray has not reserved the resources within {timeout_s:g} s: {_shortage(specs)}")
-            waiting.result()
+            async with asyncio.timeout(timeout_s):
+                await _reported(waiting, lambda: f"waiting for Ray's resources: {what()}")
+        except TimeoutError:
+            raise StartupFailed(f"Ray has not reserved the resources within {timeout_s:g} s: {what()}") from None
         finally:
             waiting.cancel()
+
+
+def _connect(address: str) -> None:
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    _check_reachable(address)
+    settings: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "include_dashboard": False}
+    try:
+        try:
+            ray.init(address or "auto", **settings)
+        except ConnectionError:
+            if address:
+                raise
+            ray.init("local", object_store_memory=_OBJECT_STORE_BYTES, **settings)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        hint = f"; {_HINT}" if isinstance(error, ConnectionError) or "AuthToken" in str(error) else ""
+        where = f" at {address}" if address else ""
+        raise StartupFailed(f"cannot connect to Ray{where}: {_brief(error)}{hint}") from error
+
+
+def _check_reachable(address: str) -> None:
+    """Raise StartupFailed if no process listens at HOST:PORT: Ray would try for a minute, and then abort."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        return  # auto, local: Ray's own words
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        why = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
+        raise StartupFailed(
+            f"cannot connect to Ray at {address}: {why}; --address is that of the head node (ray start --head --port)"
+        ) from error
+
+
+async def _reported(waiting: asyncio.Future[T], what: Callable[[], str]) -> T:
+    """Wait, and log `what` is waited for if that takes long, again and again."""
+    delay_s = _REPORT_S
+    while not (await asyncio.wait([waiting], timeout=delay_s))[0]:
+        logger.warning("%s", what())
+        delay_s = _REPORT_AGAIN_S
+    return waiting.result()
 
 
 async def _result(reference: Any) -> Any:
@@ -200,8 +291,30 @@ def _resources(spec: RemoteSpec) -> dict[str, float]:
     return {kind: amount for kind, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)) if amount}
 
 
-def _shortage(specs: Sequence[RemoteSpec]) -> str:
-    needs, free = _resources(specs[0]), ray.available_resources()
-    each = ", ".join(f"{amount:g} {kind}" for kind, amount in needs.items())
-    there = ", ".join(f"{free.get(kind, 0):g} {kind}" for kind in needs)
-    return f"{len(specs)} workers of {each} each, free in the cluster: {there}"
+def shortage(specs: Sequence[RemoteSpec], nodes: Sequence[Mapping[str, Any]], free: Mapping[str, float]) -> str:
+    """Describe what workers need, what is `free` in the cluster, and what its `nodes` (`ray.nodes()`) have at all."""
+    needs = _resources(specs[0])
+    alive = [node for node in nodes if node["Alive"]]
+    fitting = sum(_num_fitting(needs, node["Resources"]) for node in alive)
+    shown = [f"{node['NodeManagerAddress']} has {_amounts(needs, node['Resources'])}" for node in alive]
+    more = [f"and {len(shown) - _MAX_SHOWN_NODES} more nodes"] if len(shown) > _MAX_SHOWN_NODES else []
+    return (
+        f"{len(specs)} workers of {_amounts(needs, needs)} each, free in the cluster: {_amounts(needs, free)}; "
+        f"its nodes can hold {fitting} of them if nothing else runs ({', '.join(shown[:_MAX_SHOWN_NODES] + more)})"
+    )
+
+
+def _num_fitting(needs: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    return min(int(resources.get(kind, 0) / amount) for kind, amount in needs.items())
+
+
+def _amounts(kinds: Iterable[str], resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds)
+
+
+def _brief(error: BaseException) -> str:
+    """Return an error of Ray in one line: its first, and its last, where an exception in an actor has its reason."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if any("ersion mismatch" in line for line in lines):
+        return " ".join(lines)[:_MAX_SHOWN_CHARACTERS]
+    return "; ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))[:_MAX_SHOWN_CHARACTERS]

@@ -9,6 +9,9 @@ worker.
 Only starts, restarts and stops go through the orchestrator. Workers join the gateways over their own connections, whose
 heartbeats detect a loss within a second; requests and media never touch the orchestrator.
 
+A host's store is shared by its processes: the first worker starts it, or it belongs to the gateways of that host. Its
+socket is in a folder whose name all of them know, and which the last of them removes.
+
 The RPC secret is not passed to other hosts at all: it must be in the environment there, or in a file.
 """
 
@@ -20,7 +23,8 @@ import socket
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -28,14 +32,17 @@ import msgspec
 from medialane.cluster.child_process import ChildProcess, describe_exit
 from medialane.cluster.local import parent_directory
 from medialane.cluster.orphan_reaper import OrphanReaper
-from medialane.cluster.placement import find_hardware, place_workers
+from medialane.cluster.placement import find_hardware, place_workers, vllm_is_for_cpu
 from medialane.cluster.process_log import ProcessLog
+from medialane.cluster.process_spec import HttpAnswers
 from medialane.cluster.process_supervisor import failure_report
 from medialane.config import host_environ
 from medialane.core.errors import StartupFailed
-from medialane.core.owner_lock import OwnedFolder
+from medialane.core.owner_lock import OwnedFolder, SharedFolder, reap_folders
 
 _FOLDER_PREFIX = "medialane-remote-"
+#: Of the folders that processes of one host share.
+SHARED_PREFIX = "medialane-node-"
 #: The log file is bounded by reading it.
 _READ_LOG_S = 1.0
 
@@ -43,30 +50,41 @@ _READ_LOG_S = 1.0
 class RemoteSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process to keep running on some host: `python -m medialane COMMAND... [-- VLLM_ARGS...]`.
 
-    `environ` are our settings, without secrets; other variables are those of the host. On the hosts that `node_flags`
-    names by their node's id, the command gets these flags as well. `joins_as` is the name under which a worker joins
-    gateways; `{host}` in it is replaced by the host's name. `num_gpus` and `num_cpus` are reserved.
+    With a `node`, the address of a host, it runs only there: the gateways and the store of that host. Any other is a
+    worker, for which `num_gpus` and `num_cpus` are reserved on one host; it joins gateways as `joins_as`, with `{host}`
+    replaced by the host's name. Processes with a `ready_url` are ready when that returns 200. Those of a higher `layer`
+    are stopped first.
+
+    `node_flags` are further flags by the host's address, `""` for hosts that are not named. In these and in `command`,
+    `{folder}` is replaced by the path of the folder `SHARED_PREFIX + shared_folder` of the host. `environ` are our
+    settings, without secrets; other variables are those of the host.
     """
 
     name: str
     command: tuple[str, ...]
-    joins_as: str
+    joins_as: str = ""
+    ready_url: str = ""
     vllm_args: tuple[str, ...] = ()
     environ: Mapping[str, str] = {}
+    node: str = ""
     node_flags: Mapping[str, tuple[str, ...]] = {}
+    shared_folder: str = ""
     num_cpus: float = 1.0
     num_gpus: float = 0.0
+    layer: int = 0
     stop_timeout_s: float = 10.0
     max_log_bytes: int = 16 << 20
 
 
 class Location(msgspec.Struct, frozen=True):
-    """Where a process runs. `incarnation` is different in each run."""
+    """Where a process runs; `node` is the host's address. `incarnation` is different in each run, `is_ready` is for
+    processes with a `ready_url`."""
 
     host: str
-    node_id: str
+    node: str
     pid: int
     incarnation: str
+    is_ready: bool = False
 
 
 class RunEnd(msgspec.Struct, frozen=True):
@@ -110,9 +128,14 @@ def remote_environ(spec: RemoteSpec, environ: Mapping[str, str]) -> dict[str, st
     Raises StartupFailed if the reserved GPUs, which are those of CUDA_VISIBLE_DEVICES, do not suffice.
     """
     inherited = host_environ(environ)
+    if spec.node:
+        return {**inherited, **spec.environ}
     if not spec.num_gpus:
         inherited["CUDA_VISIBLE_DEVICES"] = ""  # none is reserved: others may use those of the host
     hardware = find_hardware(inherited)
+    if spec.num_gpus and not hardware.gpus:
+        why = "vLLM's build is for CPUs" if vllm_is_for_cpu() else "CUDA_VISIBLE_DEVICES is empty"
+        raise StartupFailed(f"{spec.num_gpus:g} GPU reserved on {socket.gethostname()}, but {why} there")
     (placement,) = place_workers(hardware, spec.vllm_args, num_workers=1, single_gpu=False, environ=inherited)
     return {**inherited, **placement.environ, **spec.environ}
 
@@ -122,42 +145,54 @@ def member_name(spec: RemoteSpec, host: str) -> str:
     return spec.joins_as.replace("{host}", host)
 
 
-def remote_argv(spec: RemoteSpec, node_id: str) -> list[str]:
-    """Return the command line on this host, which is the given node."""
-    name = member_name(spec, socket.gethostname())
-    words = [*spec.command, "--worker-name", name, *spec.node_flags.get(node_id, ())]
+def shared_path(spec: RemoteSpec) -> Path:
+    """Return the path on this host of the folder that a spec shares with others."""
+    return parent_directory(os.environ) / (SHARED_PREFIX + spec.shared_folder)
+
+
+def remote_argv(spec: RemoteSpec, node: str) -> list[str]:
+    """Return the command line on this host, whose address is `node`."""
+    words = [*spec.command, *spec.node_flags.get(node, spec.node_flags.get("", ()))]
+    if spec.joins_as:
+        words += ["--worker-name", member_name(spec, socket.gethostname())]
+    if spec.shared_folder:
+        folder = str(shared_path(spec))
+        words = [word.replace("{folder}", folder) for word in words]
     return [sys.executable, "-m", "medialane", *words, *(["--", *spec.vllm_args] if spec.vllm_args else [])]
 
 
 class RemoteProcess:
-    """Runs the process of a spec on this host; for one event loop, whose thread must live as long as this process."""
+    """Runs the process of a spec on this host, whose address is `node`; for one event loop, whose thread must live as
+    long as this process."""
 
-    def __init__(self, spec: RemoteSpec, *, node_id: str) -> None:
+    def __init__(self, spec: RemoteSpec, *, node: str) -> None:
         self._spec = spec
-        self._node_id = node_id
+        self._node = node
         self._child: ChildProcess | None = None
         self._incarnation = ""
+        self._is_ready = False
         self._stopping = False
 
     @property
     def location(self) -> Location | None:
         if self._child is None or self._child.ended:
             return None
-        return Location(socket.gethostname(), self._node_id, self._child.pid, self._incarnation)
+        return Location(socket.gethostname(), self._node, self._child.pid, self._incarnation, self._is_ready)
 
     async def run(self) -> RunEnd:
         """Run the process once, until it has exited and its group is killed. If this process is killed, so is the
         group."""
         spec = self._spec
-        try:
-            folder = OwnedFolder.create(parent_directory(os.environ), _FOLDER_PREFIX)
-        except StartupFailed as error:
-            return RunEnd("cannot be started", f"{spec.name}: {error.message}")
-        try:
-            log = ProcessLog(folder.path / f"{spec.name.replace(' ', '-')}.log", spec.max_log_bytes)
-            return await self._run(log)
-        finally:
-            folder.close(keep=not self._stopping)
+        with ExitStack() as stack:
+            try:
+                if spec.shared_folder:
+                    reap_folders(parent_directory(os.environ), SHARED_PREFIX)
+                    stack.callback(SharedFolder.join(shared_path(spec)).close)
+                folder = OwnedFolder.create(parent_directory(os.environ), _FOLDER_PREFIX)
+            except StartupFailed as error:
+                return RunEnd("cannot be started", f"{spec.name}: {error.message}")
+            stack.callback(lambda: folder.close(keep=not self._stopping))
+            return await self._run(ProcessLog(folder.path / f"{spec.name.replace(' ', '-')}.log", spec.max_log_bytes))
 
     async def _run(self, log: ProcessLog) -> RunEnd:
         name = self._spec.name
@@ -166,11 +201,11 @@ class RemoteProcess:
             child = self._child = self._spawn(log)
             self._incarnation = uuid.uuid4().hex[:12]
             reaper.watch(child.pid)
-            reading = asyncio.create_task(_read(log), name="log reader")
+            following = asyncio.create_task(self._follow(log), name="log reader")
             try:
                 how = describe_exit(await child.wait())
             finally:
-                reading.cancel()
+                following.cancel()
                 child.kill()
         except StartupFailed as error:
             return RunEnd("cannot be started", f"{name}: {error.message}")
@@ -185,7 +220,7 @@ class RemoteProcess:
         environ = remote_environ(self._spec, os.environ)
         output = log.open()
         try:
-            return ChildProcess.spawn(remote_argv(self._spec, self._node_id), environ, output)
+            return ChildProcess.spawn(remote_argv(self._spec, self._node), environ, output)
         finally:
             os.close(output)
 
@@ -196,8 +231,9 @@ class RemoteProcess:
             with suppress(ProcessLookupError):
                 await self._child.stop(self._spec.stop_timeout_s)
 
-
-async def _read(log: ProcessLog) -> None:
-    while True:
-        log.read()
-        await asyncio.sleep(_READ_LOG_S)
+    async def _follow(self, log: ProcessLog) -> None:
+        check = HttpAnswers(self._spec.ready_url) if self._spec.ready_url else None
+        while True:
+            log.read()
+            self._is_ready = self._is_ready or (check is not None and await check.passes())
+            await asyncio.sleep(_READ_LOG_S)

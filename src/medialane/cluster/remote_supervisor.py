@@ -1,7 +1,8 @@
 """Supervises processes of other hosts through an orchestrator, together with those of this host.
 
 As on one host, until all processes have been ready once, the exit of any fails the start; from then on the orchestrator
-restarts a process that exits, after a backoff. A worker is ready when a gateway lists it as connected.
+restarts a process that exits, after a backoff. A worker is ready when a gateway of this host lists it as connected, the
+processes of another host when its gateways answer there.
 """
 
 from __future__ import annotations
@@ -136,13 +137,14 @@ class RemoteSupervisor:
             starting = [spec for spec in self._specs if spec.name not in self._ready]
             if starting:
                 connected = await self._connected()
-                for spec in starting:
-                    await self._check_ready(spec, connected)
+                await asyncio.gather(*(self._check_ready(spec, connected) for spec in starting))
             await first_of(self._stopping.wait(), asyncio.sleep(_POLL_S))
 
     async def _check_ready(self, spec: RemoteSpec, connected: Collection[str]) -> None:
         location = await self._cluster.resolve(spec.name) if connected else None
-        if location is not None and member_name(spec, location.host) in connected:
+        if location is None:
+            return
+        if location.is_ready if spec.ready_url else member_name(spec, location.host) in connected:
             self._ready.add(spec.name)
             self._observer.ready(spec.name, time.monotonic() - self._started_at[spec.name])
 
@@ -163,5 +165,5 @@ class RemoteSupervisor:
         except TimeoutError:
             missing = ", ".join(spec.name for spec in self._specs if spec.name not in self._ready)
             raise StartupFailed(
-                f"{missing}: not joined after {self._config.start_timeout_s:g} s; can its host reach --join-listen?"
+                f"{missing}: not ready after {self._config.start_timeout_s:g} s; can its host reach --join-listen?"
             ) from None

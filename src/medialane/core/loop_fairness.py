@@ -1,4 +1,4 @@
-"""Fair scheduling of large payloads: one chunk per iteration of the event loop.
+"""Fair scheduling on the event loop: of large payloads one chunk per iteration, of many small pieces of work a few.
 
 A request of 10 MB costs the event loop a few milliseconds: receiving the body, decoding base64, hashing, copying into
 the arena. If many such requests arrive at once, all their chunks are ready in the same iteration, and everything else
@@ -12,6 +12,7 @@ and the page faults of their results occur there, too.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -25,6 +26,9 @@ SMALL_BYTES = 128 * 1024
 
 #: Steps of at least this size run in the thread.
 LARGE_BYTES = 1024 * 1024
+
+#: Pieces of work that take 0.1 ms each, in one iteration of the event loop.
+PIECES_PER_ITERATION = 16
 
 
 class LoopFairness:
@@ -73,3 +77,34 @@ class LoopFairness:
 
     def _next_iteration(self) -> None:
         self._small_bytes = 0
+
+
+class FewPerIteration:
+    """Spreads many pieces of work, such as the prompts of one request, over iterations of the event loop."""
+
+    def __init__(self) -> None:
+        self._num_pieces = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def next_piece(self) -> None:
+        """Return when this iteration has done fewer than `PIECES_PER_ITERATION` pieces, FIFO. Without others, at
+        once."""
+        loop = asyncio.get_running_loop()
+        if self._num_pieces < PIECES_PER_ITERATION and not self._waiting:
+            if not self._num_pieces:
+                loop.call_soon(self._next_iteration)
+            self._num_pieces += 1
+            return
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next_iteration(self) -> None:
+        self._num_pieces = 0
+        while self._waiting and self._num_pieces < PIECES_PER_ITERATION:
+            turn = self._waiting.popleft()
+            if not turn.done():  # otherwise cancelled
+                turn.set_result(None)
+                self._num_pieces += 1
+        if self._num_pieces:
+            asyncio.get_running_loop().call_soon(self._next_iteration)

@@ -84,6 +84,47 @@ class OwnedFolder:
         self._lock = None
 
 
+class SharedFolder:
+    """A folder of mode 0700 with a known name, for several processes of this user: the last of them removes it, or
+    `reap_folders` after they were killed.
+
+    Each holds a shared lock on the file inside. `close` gives that up before it tries to get the exclusive lock, so
+    that the last of several that close at once gets it.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock: int | None = lock
+
+    @classmethod
+    def join(cls, path: Path) -> SharedFolder:
+        """Create the folder, or use it with the others. Raises StartupFailed."""
+        while True:
+            try:
+                path.mkdir(mode=0o700, exist_ok=True)
+                if not _is_own_folder(path):
+                    raise StartupFailed(f"{path} belongs to another user")
+                lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:
+                continue  # removed by the last of its previous users
+            except OSError as error:
+                raise StartupFailed(f"cannot create the private folder {path}: {error.strerror}") from error
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _is_at(path / _LOCK, lock):
+                return cls(path, lock)
+            os.close(lock)
+
+    def close(self) -> None:
+        """Stop using the folder. Idempotent."""
+        if self._lock is None:
+            return
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        if try_lock(self._lock) and _is_at(self.path / _LOCK, self._lock):
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+
 def reap_folders(parent: Path, prefix: str) -> list[Path]:
     """Remove this user's `OwnedFolder`s in `parent` whose owners have exited; return their paths."""
     removed = []
@@ -111,9 +152,14 @@ def _is_abandoned(descriptor: int, path: str | Path) -> bool:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not try_lock(descriptor):
         return False
+    return _is_at(path, descriptor)
+
+
+def _is_at(path: str | Path, descriptor: int) -> bool:
+    """Return whether the open file is at this path: it may have been renamed or removed since it was opened."""
     try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), found)
-    except FileNotFoundError:  # renamed or removed since it was opened
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
         return False
 
 

@@ -63,7 +63,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `lora` is a LoRA request in the engine's encoding, `lora_name` the adapter's name in it; `reasoning` are the
     reasoning parser's arguments. Outputs are deltas, or a single final one; if `cumulative`, each has everything so
-    far.
+    far. If `has_passed_holds`, the store tells the worker that it holds entries that the prompt refers to.
     """
 
     request_id: str
@@ -80,6 +80,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_ended: bool | None = None
     reasoning: bytes | None = None
     cumulative: bool = False
+    has_passed_holds: bool = False
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -188,7 +189,8 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 class Endpoint(msgspec.Struct, frozen=True):
     """A worker, or one of its data-parallel ranks, as seen by the router. `num_in_flight` counts this gateway's
-    requests there; with `same_host` it maps our arena; a `draining` one only finishes its requests."""
+    requests there; with `same_host` it maps our arena, with `can_pull` its host's store may copy from ours; a
+    `draining` one only finishes its requests."""
 
     worker_id: str
     address: str
@@ -200,6 +202,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     same_host: bool = False
     card: ModelCard | None = None
     draining: bool = False
+    can_pull: bool = False
 
 
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -27,6 +27,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """most messages in a request, content parts included"""
     max_tools: PositiveInt = field(default=256, name="gateway-max-tools")
     """most tools in a request"""
+    max_prompts: PositiveInt = field(default=1024, name="gateway-max-prompts")
+    """most prompts in a request: in a list of them, conversations in a batch, or items to score"""
     max_token_ids: PositiveInt = field(default=1 << 17, name="gateway-max-token-ids")
     """most token ids in a request whose prompts are token ids"""
     max_bodies_bytes: PositiveInt = field(default=2 << 30, name="gateway-max-bodies-bytes")

@@ -66,6 +66,7 @@ class ConnectedWorker:
             num_ranks=max(1, card.data_parallel_size),
             same_host=self.same_host,
             card=card,
+            can_pull=self.can_pull,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from medialane.core.feature import Feature, FoundItem
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.tensor import ArenaRange
 from medialane.gateway.image_budget import ImageBudget
 from medialane.observability.timeline import StageTimeline
 
@@ -42,6 +43,11 @@ class FeatureSource(Protocol):
 
         An image of a URL is counted in `budget`.
         """
+        ...
+
+    async def publish(self, entry: ArenaRange) -> bytes:
+        """Publish a decoded image, which the caller holds, for an RDMA read by another process; return its
+        `media.published_image.PublishedImage` as JSON. Raises MediaUrlForbidden unless the operator allows it."""
         ...
 
     @property

@@ -148,6 +148,18 @@ class Gateway:
         placed = tuple(map(PlacedFeature, features, assembled.placeholders))
         return PreparedPrompt(assembled.token_ids, placed, mm_hashes, prompt, media)
 
+    async def publish_images(self) -> bytes:
+        """Decode and publish the images of the current request for RDMA reads."""
+        scope = current_scope()
+        self._admission.admit(scope)
+        refs = scope.extracted.refs
+        if not refs or any(ref.modality != "image" or ref.is_embeds for ref in refs):
+            raise InvalidRequest("the request must have images, and no other media", param="messages")
+        found = MediaPrompt([], tuple([await self._features.resolve(ref) for ref in refs]))
+        items = await RequestMedia(found, self._features, scope, self._assembly).in_stage("decoded")
+        images = [await self._features.publish(item.feature.tensors[0].range) for item in items]
+        return b'{"images":[%b]}' % b",".join(images)
+
     async def generate(
         self, request: EngineRequest, prepared: PreparedPrompt | None
     ) -> AsyncGenerator[OutputDelta, None]:
@@ -275,8 +287,15 @@ class Gateway:
                 # Other requests may be routed while its media are being fetched, or granted to another host.
                 self._begin(call, transfer_path, is_sent=False)
             prompt = await self._handover.prompt(transfer_path, request.prompt.token_ids, prepared, scope.timeline)
+        has_passed_holds = transfer_path.transport == "shm" and self._handover.pass_holds(
+            prompt, to=route.link.store_client, request_id=request_id
+        )
         sent = msgspec.structs.replace(
-            request, request_id=request_id, prompt=prompt, data_parallel_rank=route.data_parallel_rank
+            request,
+            request_id=request_id,
+            prompt=prompt,
+            data_parallel_rank=route.data_parallel_rank,
+            has_passed_holds=has_passed_holds,
         )
         remote = route.link.submit(sent)
         # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.

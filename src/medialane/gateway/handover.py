@@ -28,17 +28,28 @@ class Grants(Protocol):
         ...
 
 
+class PassesHolds(Protocol):
+    """Passes holds on entries to workers of this host; implemented by `store.HoldPasser`."""
+
+    def pass_on(self, ranges: Sequence[ArenaRange], *, to: str, request_id: str) -> bool:
+        """Have the store's client `to` hold entries, which the caller holds. Return False if none is passed."""
+        ...
+
+
 class Handover:
-    """Builds the prompt that is sent. `grants` are for the transport `pull`, `mover` is the choice of a mover."""
+    """Builds the prompt that is sent. `holds` are for the transport `shm`, `grants` for `pull`; `mover` is the choice
+    of a mover."""
 
     def __init__(
         self,
         *,
         transports: Sequence[Transport],
         max_inline_bytes: int,
+        holds: PassesHolds | None = None,
         grants: Grants | None = None,
         mover: MoverChoice = "auto",
     ) -> None:
+        self._holds = holds
         self._grants = grants
         self._mover = mover
         self._transports = {t.name: t for t in transports}
@@ -67,6 +78,12 @@ class Handover:
         if is_processed:
             return ExpandedPrompt(token_ids, tuple(payloads), options)
         return SourcePrompt(token_ids, tuple(payloads), options, transfer_path.stage)
+
+    def pass_holds(self, prompt: Prompt, *, to: str, request_id: str) -> bool:
+        """Pass holds on what the prompt refers to, to the worker that is about to get it. Return whether it is to wait
+        for them."""
+        ranges = list(dict.fromkeys(found for payload in prompt.media if (found := _entry(payload)) is not None))
+        return bool(ranges) and self._holds is not None and self._holds.pass_on(ranges, to=to, request_id=request_id)
 
     async def _granted(self, payloads: Sequence[MediaPayload]) -> list[MediaPayload]:
         """Return the payloads with the right to copy their entries. Raises HandoverFailed.

@@ -20,7 +20,17 @@ from medialane.observability.timeline import StageTimeline
 from medialane.store.hold_cache import HoldCache, StoreHold
 from medialane.store.items import naming
 from medialane.store.link import StoreLink
-from medialane.store.messages import AliasResolved, FindItem, Form, ItemFound, Question, ResolveAlias, SendData
+from medialane.store.messages import (
+    AliasResolved,
+    FindItem,
+    Form,
+    ImagePublished,
+    ItemFound,
+    PublishImage,
+    Question,
+    ResolveAlias,
+    SendData,
+)
 
 #: Bytes copied per iteration of the event loop, about 100 us.
 _PIECE_BYTES = 512 * 1024
@@ -103,6 +113,10 @@ class StoreFeatures:
     async def encoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[EncodedMedia]:
         hold = await self._find(ref, _Wanted("encoded"), timeline, budget)
         return _item(hold, hold.value.encoded)
+
+    async def publish(self, entry: ArenaRange) -> bytes:
+        reply = await self._link.call_at(entry.arena, lambda call_id: PublishImage(call_id, entry))
+        return cast("ImagePublished", reply).image
 
     async def _find(
         self, ref: MediaRef, wanted: _Wanted, timeline: StageTimeline, budget: ImageBudget

@@ -116,6 +116,11 @@ class WorkerLink:
         return self._worker is not None and self._worker.can_pull
 
     @property
+    def store_client(self) -> str:
+        """The worker's name at the store of its host; empty without one."""
+        return "" if self._worker is None else self._worker.client.welcome.store_client
+
+    @property
     def same_processor(self) -> bool:
         return self._worker is not None and not self._worker.disagreements
 

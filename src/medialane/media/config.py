@@ -79,6 +79,9 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """ports of public addresses that media may be fetched from"""
     allowed_local_media_path: str | None = field(default=None, name="allowed-local-media-path")
     """folder that file: URLs may refer to; without it file: URLs are refused"""
+    allow_rdma: bool = field(default=False, name="allow-media-rdma")
+    """read images that clients have published for RDMA reads (NVIDIA Dynamo's nixl_connect), by NIXL; only if all
+    clients are trusted: it lets them have memory of other processes read"""
 
     connect_timeout_s: PositiveFloat = field(default=3.0, name="media-connect-timeout")
     """longest time to connect to a media host"""

@@ -10,6 +10,7 @@ from medialane.media.audio import check_audio, decode_audio
 from medialane.media.config import MediaConfig
 from medialane.media.image import check_image, decode_image
 from medialane.media.model_choices import FrameSampler, SizeChooser
+from medialane.media.published_image import PIXMAP_TYPE, decode_pixmap
 
 # PyAV is optional: images do not need it, and without it `sniff` rejects video. Imported here, before preparers are
 # forked, so that all share its pages.
@@ -34,6 +35,8 @@ def decode(
 
     Raises what the modality's decoder raises.
     """
+    if media_type == PIXMAP_TYPE:
+        return decode_pixmap(data)
     if modality == "image":
         return decode_image(data, config, chooser)
     if modality == "audio":

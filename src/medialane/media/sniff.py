@@ -16,6 +16,7 @@ from medialane.media.config import MediaConfig
 from medialane.media.container_type import sniff_audio, sniff_video
 from medialane.media.image_header import sniff_image
 from medialane.media.kinds import check_modality, check_type
+from medialane.media.published_image import PIXMAP_TYPE
 
 Bytes = bytes | bytearray | memoryview
 
@@ -41,7 +42,7 @@ _OTHERS = (
 )  # fmt: skip
 
 #: Images whose headers are checked here as completely as by a decoder.
-_CHECKED_HERE = {"image/jpeg", "image/png", "image/webp", "image/gif", "image/bmp"}
+_CHECKED_HERE = {"image/jpeg", "image/png", "image/webp", "image/gif", "image/bmp", PIXMAP_TYPE}
 
 
 def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:

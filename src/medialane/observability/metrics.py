@@ -254,6 +254,16 @@ def _connections(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
     yield _gauge("medialane_worker_connected", "1 for a worker that this gateway is connected to", "worker", connected)
     in_flight: dict[str, float] = {e.worker_id: e.num_in_flight for e in endpoints}
     yield _gauge("medialane_worker_in_flight", "Requests of this gateway in flight at a worker", "worker", in_flight)
+    text = "1 for how media reach a connected worker: shm, pull (by the store of its host), inline"
+    paths = GaugeMetricFamily("medialane_worker_transport", text, labels=["worker", "transport"])
+    for endpoint in endpoints:
+        if endpoint.ready:
+            paths.add_metric([endpoint.worker_id, _transport(endpoint)], 1.0)
+    yield paths
+
+
+def _transport(endpoint: Endpoint) -> str:
+    return "shm" if endpoint.same_host else "pull" if endpoint.can_pull else "inline"
 
 
 def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 from medialane.core.errors import AuthenticationFailed
@@ -31,17 +32,14 @@ async def authenticate(
     """
     protocol = AuthenticatingProtocol(make_protocol, authentication, is_dialler=dialled_host is not None)
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        async with asyncio.timeout(authentication.security.timeout_s):
-            await _connect(sock, protocol, authentication, dialled_host=dialled_host)
-            await protocol.result
-    except BaseException as error:
+        with handshake_errors():
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            async with asyncio.timeout(authentication.security.timeout_s):
+                await _connect(sock, protocol, authentication, dialled_host=dialled_host)
+                await protocol.result
+    except BaseException:
         protocol.abort()
         sock.close()
-        if isinstance(error, TimeoutError):
-            raise timed_out() from None
-        if isinstance(error, OSError):
-            raise closed_in_handshake(error) from None
         raise
 
 
@@ -132,8 +130,16 @@ class AuthenticatingProtocol(asyncio.Protocol):
             self.result.set_exception(error)
 
 
-def timed_out() -> AuthenticationFailed:
-    return AuthenticationFailed("the peer did not authenticate itself in time (--rpc-handshake-timeout)")
+@contextmanager
+def handshake_errors() -> Iterator[None]:
+    """Convert a timeout, and errors of the socket and of TLS, to AuthenticationFailed."""
+    try:
+        yield
+    except TimeoutError:
+        message = "the peer did not authenticate itself in time (--rpc-handshake-timeout)"
+        raise AuthenticationFailed(message) from None
+    except OSError as error:
+        raise closed_in_handshake(error) from None
 
 
 def closed_in_handshake(error: Exception | None) -> AuthenticationFailed:

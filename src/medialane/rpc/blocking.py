@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 
-from medialane.rpc.authenticating import closed_in_handshake, timed_out
+from medialane.rpc.authenticating import closed_in_handshake, handshake_errors
 from medialane.rpc.security import Authentication
 
 
@@ -15,40 +15,34 @@ def authenticate_socket(
 ) -> socket.socket:
     """Authenticate the peer of a connected socket. Return the socket to use: `sock`, or one that encrypts.
 
-    `dialled_host` is None on the listener's side. Nothing after the handshake is read. The result has no timeout. Owns
-    `sock`, and closes it on errors. Raises AuthenticationFailed, at the latest after `--rpc-handshake-timeout`.
+    `sock` may be one of `encrypted`, so that the caller can shut it down meanwhile. `dialled_host` is None on the
+    listener's side. Nothing after the handshake is read. The result has no timeout. Owns `sock`, and closes it on
+    errors. Raises AuthenticationFailed, at the latest after `--rpc-handshake-timeout`.
     """
     deadline = time.monotonic() + authentication.security.timeout_s
     try:
-        sock = _encrypt(sock, authentication, dialled_host, deadline=deadline)
-        _shake_hands(sock, authentication, is_dialler=dialled_host is not None, deadline=deadline)
-        sock.settimeout(None)
-    except BaseException as error:
+        with handshake_errors():
+            if not isinstance(sock, ssl.SSLSocket):
+                sock = encrypted(sock, authentication, dialled_host=dialled_host)
+            if isinstance(sock, ssl.SSLSocket):
+                _limit(sock, deadline)
+                sock.do_handshake()
+            _shake_hands(sock, authentication, is_dialler=dialled_host is not None, deadline=deadline)
+            sock.settimeout(None)
+    except BaseException:
         sock.close()
-        if isinstance(error, TimeoutError):
-            raise timed_out() from None
-        if isinstance(error, OSError):
-            raise closed_in_handshake(error) from None
         raise
     return sock
 
 
-def _encrypt(
-    sock: socket.socket, authentication: Authentication, dialled_host: str | None, *, deadline: float
-) -> socket.socket:
+def encrypted(sock: socket.socket, authentication: Authentication, *, dialled_host: str | None = None) -> socket.socket:
+    """Return the socket to use, before any handshake: `sock`, or one that replaces it and will encrypt."""
     tls, is_dialler = authentication.security.tls, dialled_host is not None
     if tls is None:
         return sock
-    encrypted = tls.context(is_dialler=is_dialler).wrap_socket(
+    return tls.context(is_dialler=is_dialler).wrap_socket(
         sock, server_side=not is_dialler, server_hostname=dialled_host, do_handshake_on_connect=False
     )
-    try:
-        _limit(encrypted, deadline)
-        encrypted.do_handshake()
-    except BaseException:
-        encrypted.close()
-        raise
-    return encrypted
 
 
 def _shake_hands(sock: socket.socket, authentication: Authentication, *, is_dialler: bool, deadline: float) -> None:

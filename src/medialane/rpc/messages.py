@@ -51,7 +51,7 @@ from medialane.core.pending_work import PendingWork
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -114,11 +114,13 @@ class ReadMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Registration succeeded. `worker_id` is unique per run of the worker."""
+    """Registration succeeded. `worker_id` is unique per run of the worker; `store_client` names the worker at the store
+    of its host, and is empty without one."""
 
     worker_id: str
     pid: int
     card: ModelCard
+    store_client: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -134,7 +134,7 @@ class SessionRequests:
         self._running[request_id] = running
         self._request_ids.add(request_id)
         running.task = self._tasks.create_task(self._run(running), name=f"request {request_id}")
-        running.task.add_done_callback(lambda _: self._released(running))
+        running.task.add_done_callback(lambda _: self._ended(running))
         self._on_change()
 
     async def _run(self, running: _Running) -> None:
@@ -161,6 +161,12 @@ class SessionRequests:
         if not running.finished:
             running.finished = True
             self._connection.send(Failed(running.request.request_id, report))
+
+    def _ended(self, running: _Running) -> None:
+        # A cancelled task keeps its exception, whose frames refer to `running` and to the tensors that were being read:
+        # a cycle, which would keep shared memory mapped until the next full garbage collection.
+        running.task = None
+        self._released(running)
 
     def _released(self, running: _Running) -> None:
         """Idempotent."""

@@ -7,16 +7,20 @@ workers hold what they read, over a unix socket (`messages`); tensors stay in sh
 from medialane.store.aliases import Aliases
 from medialane.store.config import StoreConfig
 from medialane.store.encoded_store import EncodedStore
+from medialane.store.hold_passing import HoldPasser
 from medialane.store.holds import StoreEntries, StoreGrants
 from medialane.store.items import Items
 from medialane.store.link import StoreLink
+from medialane.store.published_images import PublishedImages
 from medialane.store.pulls import Pulls
 from medialane.store.server import StoreServer
 
 __all__ = [
     "Aliases",
     "EncodedStore",
+    "HoldPasser",
     "Items",
+    "PublishedImages",
     "Pulls",
     "StoreConfig",
     "StoreEntries",

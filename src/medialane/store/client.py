@@ -16,7 +16,9 @@ from medialane.store.messages import (
     Cancel,
     EntriesHeld,
     EntriesPulled,
+    HoldsPassed,
     ItemFound,
+    PassHolds,
     Proceed,
     Question,
     Reclaim,
@@ -43,14 +45,22 @@ class StoreClient:
     """A registered connection. It does not reconnect: call `connect` again after `closed`.
 
     `holds` are the ids of the holds that this process has, on any connection: one is added when its call's result
-    arrives, and removed by `release`. `on_reclaim` releases those that are not in use.
+    arrives, and removed by `release`. `on_passed` owns those that another client has passed to this one; `on_reclaim`
+    releases those that are not in use.
     """
 
     welcome: StoreWelcome
 
-    def __init__(self, config: RpcConfig, holds: set[int], on_reclaim: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: RpcConfig,
+        holds: set[int],
+        on_passed: Callable[[HoldsPassed], None],
+        on_reclaim: Callable[[], None],
+    ) -> None:
         self._config = config
         self._holds = holds
+        self._on_passed = on_passed
         self._on_reclaim = on_reclaim
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
         self._welcome: asyncio.Future[StoreWelcome] = asyncio.get_running_loop().create_future()
@@ -65,13 +75,20 @@ class StoreClient:
 
     @classmethod
     async def connect(
-        cls, address: str, hello: StoreHello, config: RpcConfig, *, holds: set[int], on_reclaim: Callable[[], None]
+        cls,
+        address: str,
+        hello: StoreHello,
+        config: RpcConfig,
+        *,
+        holds: set[int],
+        on_passed: Callable[[HoldsPassed], None],
+        on_reclaim: Callable[[], None],
     ) -> StoreClient:
         """Connect and register. Raises StoreUnavailable, StartupFailed (another release), ProtocolViolation.
 
         Cancellation and errors leave no connection behind.
         """
-        client = cls(config, holds, on_reclaim)
+        client = cls(config, holds, on_passed, on_reclaim)
         try:
             async with asyncio.timeout(config.connect_timeout_s):
                 await dial(address, client._connection)
@@ -116,6 +133,10 @@ class StoreClient:
             raise from_report(message.error)
         return message
 
+    def notify(self, message: PassHolds) -> None:
+        """Send a message without a reply."""
+        self._connection.send(message, at_once=True)
+
     async def refresh(self, timeout_s: float) -> None:
         """Have the store report its status, and wait for that, at most `timeout_s` seconds."""
         self._refreshed = self._refreshed or asyncio.Event()
@@ -153,6 +174,9 @@ class StoreClient:
                     raise ProtocolViolation("a second StoreWelcome")
                 self._welcome.set_result(message)
                 self._connection.start_heartbeat()
+            case HoldsPassed():
+                self._holds.update(message.hold_ids)
+                self._on_passed(message)
             case Reclaim():
                 self._on_reclaim()
                 self._connection.send(Reclaimed(), at_once=True)

@@ -13,6 +13,7 @@ from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease, Reservation
 from medialane.core.embeds import EMBEDS_TYPE
 from medialane.core.media import EncodedMedia, MediaRef, Modality
 from medialane.media import MediaConfig, sniff
+from medialane.media.published_image import PIXMAP_TYPE
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -68,6 +69,10 @@ class EncodedStore:
         """Publish a received body as a cached entry. If `sniff` raises, the caller still owns the reservation."""
         media_type = sniff(reservation.buffer, modality, self._config)
         self._publish(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
+
+    def keep_pixmap(self, reservation: Reservation, salt: str, content: str) -> None:
+        """Publish the pixels of a published image as a cached entry."""
+        self._publish(reservation, modality="image", salt=salt, content=content, media_type=PIXMAP_TYPE).release()
 
     def bytes(self, encoded: EncodedMedia) -> memoryview:
         """Return the bytes of an entry, read-only. The caller holds a lease on it."""

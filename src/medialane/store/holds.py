@@ -9,6 +9,7 @@ from typing import cast
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.store.hold_cache import HoldCache
+from medialane.store.hold_passing import PassedHolds
 from medialane.store.link import StoreLink
 from medialane.store.messages import EntriesHeld, EntriesPulled, GrantPulls, HoldEntries, PullEntries, PullsGranted
 
@@ -45,6 +46,7 @@ class StoreEntries:
 
     def __init__(self, link: StoreLink, *, retention_s: float = 0.0) -> None:
         self._link = link
+        self._passed = PassedHolds(link)
         self._holds: HoldCache[ArenaRange, None] = HoldCache(link, retention_s=retention_s)
         #: Copies of entries of other hosts, by the original's range.
         self._copies: HoldCache[ArenaRange, ArenaRange] = HoldCache(link, retention_s=retention_s)
@@ -52,9 +54,17 @@ class StoreEntries:
     def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
         self._link.watch(listener)
 
-    async def hold(self, ranges: Sequence[ArenaRange]) -> EntriesHold:
+    @property
+    def client_id(self) -> str:
+        return self._link.client_id
+
+    async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> EntriesHold:
         with ExitStack() as holds:
             missing = [entry for entry in ranges if not self._use(entry, holds)]
+            if missing and passed_with is not None and (passed := await self._passed.take(passed_with)) is not None:
+                for entry, hold_id in zip(passed.ranges, passed.hold_ids, strict=True):
+                    holds.callback(self._holds.add(entry, hold_id, entry, None).release)
+                missing = [entry for entry in missing if entry not in passed.ranges]
             if missing:
                 reply = await self._link.call_at(missing[0].arena, lambda call_id: HoldEntries(call_id, missing))
                 hold_ids = cast("EntriesHeld", reply).hold_ids

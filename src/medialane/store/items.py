@@ -15,17 +15,27 @@ import msgspec
 from cachetools import LRUCache
 
 from medialane.arena import Arena, Lease
-from medialane.core.errors import ArenaFull, InvalidRequest, MedialaneError, MediaTooLarge, UnknownMediaUuid
+from medialane.core.errors import (
+    ArenaFull,
+    InvalidRequest,
+    MedialaneError,
+    MediaTooLarge,
+    MediaUrlForbidden,
+    UnknownMediaUuid,
+)
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import decoded_key, feature_key, merged_options
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.tensor import ArenaRange
 from medialane.media import Fetcher, MediaConfig, image_size, needs_probe
+from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_size
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 from medialane.store.aliases import Aliases
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.messages import Form
+from medialane.store.published_images import PublishedImages
 
 #: Receives the encoded bytes of the item, whose content hash its caller has given, into the arena.
 Upload = Callable[[EncodedStore], Awaitable[Lease[EncodedMedia]]]
@@ -82,11 +92,20 @@ class Items:
     """
 
     def __init__(
-        self, *, arena: Arena, pool: PreparerPool, fetcher: Fetcher, media: MediaConfig, aliases: Aliases
+        self,
+        *,
+        arena: Arena,
+        pool: PreparerPool,
+        fetcher: Fetcher,
+        media: MediaConfig,
+        aliases: Aliases,
+        published: PublishedImages | None = None,
     ) -> None:
+        """Without `published`, images that clients have published are refused."""
         self._arena = arena
         self._pool = pool
         self._fetcher = fetcher
+        self._published = published
         self._media = media
         self._store = EncodedStore(arena, media)
         self._scales = media.jpeg_scaled_decode
@@ -131,6 +150,12 @@ class Items:
             self._aliases.bind(ref.salt, ref.alias, found.content_hash)
         return found
 
+    async def publish(self, entry: ArenaRange) -> bytes:
+        """See `PublishedImages.publish`. Raises MediaUrlForbidden if images must not be published."""
+        if self._published is None:
+            raise MediaUrlForbidden("this server does not publish images (--allow-media-rdma)")
+        return await self._published.publish(entry)
+
     async def _probed_bytes(self, source: _Source) -> LeasedItem:
         """Return the encoded bytes. If their header must be checked, a preparer has opened them; bytes that it rejects
         are dropped from the cache."""
@@ -160,11 +185,11 @@ class Items:
                 return LeasedItem(content, lease, is_hit=True)
             encoded = await self._stored(source, content)
             if encoded is not None:
-                timeline.num_misses += 1
                 # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
                 with encoded:
                     await self._admit(source, encoded.value)
                     lease = await self._prepare_once(source, content, processing)
+                timeline.num_misses += 1  # not before: a caller may try again after ArenaFull
                 return LeasedItem(content, lease, is_hit=False)
             need_data = True
         raise ArenaFull(_TOO_SMALL)
@@ -194,7 +219,10 @@ class Items:
         if source.ref.content is not None:
             return source.ref.content
         with source.timeline.measure("fetch"):
-            return (await self._fetcher.fetch(source.ref, need_data=need_data)).content_hash
+            fetch = self._fetcher.fetch
+            if self._published is not None and is_published(source.ref.url or ""):
+                fetch = self._published.fetch
+            return (await fetch(source.ref, need_data=need_data)).content_hash
 
     async def _stored(self, source: _Source, content: str) -> Lease[EncodedMedia] | None:
         """Return the bytes of `content`, received if needed. None if they have to be fetched."""
@@ -213,7 +241,8 @@ class Items:
             return
         size = None
         with suppress(InvalidRequest):  # decoding it will say why
-            size = image_size(self._store.bytes(encoded), self._media)
+            data = self._store.bytes(encoded)
+            size = pixmap_size(data) if encoded.media_type == PIXMAP_TYPE else image_size(data, self._media)
         if size is not None:
             await source.admit(*size)
 

@@ -23,7 +23,7 @@ from medialane.core.errors import (
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.rpc.config import RpcConfig
 from medialane.store.client import Answer, ConnectionLost, StoreClient
-from medialane.store.messages import Call, Reply, StoreHello, StoreStatus, StoreWelcome
+from medialane.store.messages import Call, HoldsPassed, PassHolds, Reply, StoreHello, StoreStatus, StoreWelcome
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ class StoreLink:
         self._rpc = rpc
         self._arena_directory = arena_directory
         self._wait_timeout_s = wait_timeout_s
-        self._client_id = secrets.token_hex(16)
+        #: Names this process at the store.
+        self.client_id = secrets.token_hex(16)
         self._processor = dict(processor)
         self._writable = writable
         self._client: StoreClient | None = None
@@ -67,6 +68,7 @@ class StoreLink:
         self._refused = asyncio.Event()
         self._listeners: list[Callable[[ArenaOffer | None], None]] = []
         self._reclaimers: list[Callable[[], None]] = []
+        self._on_passed: Callable[[HoldsPassed], None] | None = None
 
     @property
     def arena(self) -> str | None:
@@ -119,6 +121,10 @@ class StoreLink:
         if self._client is not None:
             listener(self._client.welcome.arena)
 
+    def watch_passed(self, listener: Callable[[HoldsPassed], None]) -> None:
+        """Give `listener` the holds that other clients pass to this one: it owns them. Must not block."""
+        self._on_passed = listener
+
     def watch_reclaim(self, listener: Callable[[], None]) -> None:
         """Call `listener` when the store needs memory: it releases the holds that are not in use. Must not block."""
         self._reclaimers.append(listener)
@@ -156,6 +162,14 @@ class StoreLink:
             with suppress(ConnectionLost):
                 return await client.call(make)
         raise StoreUnavailable("the media store of these entries is lost")
+
+    def notify(self, arena: str, message: PassHolds) -> bool:
+        """Send a message without a reply about entries of `arena`. Return False if their store is not connected."""
+        client = self._client
+        if client is None or client.closed.is_set() or client.welcome.arena.id != arena:
+            return False
+        client.notify(message)
+        return True
 
     async def call(self, make: Callable[[int], Call], answer: Answer | None = None) -> Reply:
         """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with
@@ -227,8 +241,10 @@ class StoreLink:
 
     async def _connect(self) -> None:
         sent = list(self._holds)
-        hello = StoreHello(client_id=self._client_id, processor=self._processor, arena=self._holds_arena, holds=sent)
-        client = await StoreClient.connect(self.address, hello, self._rpc, holds=self._holds, on_reclaim=self._reclaim)
+        hello = StoreHello(client_id=self.client_id, processor=self._processor, arena=self._holds_arena, holds=sent)
+        client = await StoreClient.connect(
+            self.address, hello, self._rpc, holds=self._holds, on_passed=self._passed, on_reclaim=self._reclaim
+        )
         welcome = client.welcome
         try:
             self._view = self._map(welcome)
@@ -264,6 +280,13 @@ class StoreLink:
     def _tell(self, arena: ArenaOffer | None) -> None:
         for listener in self._listeners:
             listener(arena)
+
+    def _passed(self, passed: HoldsPassed) -> None:
+        if self._on_passed is not None:
+            self._on_passed(passed)
+            return
+        for entry, hold_id in zip(passed.ranges, passed.hold_ids, strict=True):
+            self.release(hold_id, entry.arena)
 
     def _reclaim(self) -> None:
         for listener in self._reclaimers:

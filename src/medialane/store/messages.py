@@ -13,10 +13,14 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
                             <-      EntriesHeld(call, holds)    one hold each
+    PassHolds(client, request, ranges)->                     have another client hold entries that this one holds
+                            <-      HoldsPassed(request, ranges, holds) to that client, if it is connected
     GrantPulls(call, ranges)->                              let another host's store copy entries that the client holds
                             <-      PullsGranted(call, entries)
     PullEntries(call, entries)->                            copy entries of another host's store, and hold the copies
                             <-      EntriesPulled(call, holds, ranges)
+    PublishImage(call, range)->                             let another process read a decoded image by RDMA, once
+                            <-      ImagePublished(call, image)
                             <-      CallFailed(call, error) instead of any of these results
     Cancel(call)            ->                              no reply follows; the client writes no more
     Release(holds)          ->                              the client no longer reads what it held
@@ -47,7 +51,7 @@ from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.observability.timeline import TimelineReport
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
 
 #: The form of an item: its encoded bytes, the decoder's output, or the processor's (its feature).
 Form = Literal["encoded", "decoded", "processed"]
@@ -152,6 +156,22 @@ class EntriesHeld(msgspec.Struct, frozen=True, array_like=True, tag=True):
     hold_ids: list[int]
 
 
+class PassHolds(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A gateway is about to send a request that reads these entries to the worker whose `client_id` is `to`."""
+
+    to: str
+    request_id: str
+    ranges: list[ArenaRange]
+
+
+class HoldsPassed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The receiver holds these entries, in the order of the ids."""
+
+    request_id: str
+    ranges: list[ArenaRange]
+    hold_ids: list[int]
+
+
 class GrantPulls(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     ranges: list[ArenaRange]
@@ -175,6 +195,20 @@ class EntriesPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     hold_ids: list[int]
     ranges: list[ArenaRange]
+
+
+class PublishImage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The client holds the image until the reply."""
+
+    call_id: int
+    range: ArenaRange
+
+
+class ImagePublished(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`image` is a `media.PublishedImage` as JSON."""
+
+    call_id: int
+    image: bytes
 
 
 class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -212,10 +246,10 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Question = SendData | ImageSize
-Call = FindItem | ResolveAlias | HoldEntries | GrantPulls | PullEntries
-Reply = ItemFound | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | CallFailed
-ToStore = StoreHello | Call | Proceed | Cancel | Release | Reclaimed | StorePing
-FromStore = StoreWelcome | StoreRefused | Question | Reply | Reclaim | StoreStatus
+Call = FindItem | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage
+Reply = ItemFound | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | CallFailed
+ToStore = StoreHello | Call | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
+FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)
 _FROM_STORE: msgspec.msgpack.Decoder[FromStore] = msgspec.msgpack.Decoder(FromStore)

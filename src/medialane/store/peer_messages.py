@@ -5,12 +5,15 @@
                             <-      PeerWelcome, or PeerRefused and the end of the connection
     OpenEntry(entry)        ->                              check the capability, and hold the entry
                             <-      EntryOpened(value, offers)
-    SendPayload             ->                              once, unless another mover copies the entry; it may be sent
+    SendPayload(start,stop) ->                              once, unless another mover copies the entry; it may be sent
                                                             with OpenEntry, and is ignored if that is refused
-                            <-      the payload: `range.nbytes` less the entry's header, without a frame
+                            <-      these bytes of the payload, without a frame
     CloseEntry              ->                              the payload is received: release the entry
                             <-      EntryClosed             it was held until now, so what was received is valid
                             <-      PeerRefused(error)      instead of EntryOpened; the connection stays usable
+
+A large entry is copied over several connections, each of which opens it and asks for a part of the payload, which is
+`range.nbytes` less the entry's header.
 
 The source ends a hold that lasts too long by closing the connection, and then the destination gets no EntryClosed. Any
 other error closes the connection, too: nothing is received from it afterwards.
@@ -67,7 +70,10 @@ class EntryOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SendPayload(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
+    """Bytes `start` to `stop` of the payload."""
+
+    start: int
+    stop: int
 
 
 class CloseEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -1,8 +1,12 @@
 """The source's side of pulls: hosts' stores connect, and read entries for which they have a capability.
 
-Every connection has a thread, which blocks; the arena is used on the event loop only. A connection that has passed its
-deadline (a peer that does not authenticate, stops, or disappears) is aborted by `_watch`, which wakes its thread: then
-the hold ends. What the peer receives after that may be overwritten, and it gets no EntryClosed.
+The event loop waits for the next request of an idle connection, and opens the entry, as it alone uses the arena. All
+else is blocking work in a thread, one for each connection that is not idle. A connection that has passed its deadline
+(a peer that does not authenticate, stops, or disappears) is aborted by `_watch`, which wakes its thread: then the hold
+ends. What the peer receives after that may be overwritten, and it gets no EntryClosed.
+
+Peers that are not authenticated are bounded in number and time; of too many, the oldest one of the address that has
+most is aborted, so that one address cannot exclude others.
 """
 
 from __future__ import annotations
@@ -12,9 +16,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
+
+import msgspec
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease
 from medialane.core.errors import (
@@ -26,7 +34,7 @@ from medialane.core.errors import (
     to_report,
 )
 from medialane.core.media import EncodedMedia
-from medialane.core.remote_entry import MoverChoice, RemoteEntry
+from medialane.core.remote_entry import RemoteEntry
 from medialane.observability.logging import RateLimitedWarning
 from medialane.rpc.address import TcpAddress, format_tcp, parse_address
 from medialane.rpc.authentication import Role
@@ -45,6 +53,7 @@ from medialane.store.peer_messages import (
     PeerRefused,
     PeerWelcome,
     SendPayload,
+    ToSource,
     decode_to_source,
 )
 from medialane.store.peer_socket import PeerSocket
@@ -55,9 +64,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_CONNECTIONS = 256
+#: Idle ones are closed first.
+MAX_CONNECTIONS = 1024
 #: Connections of peers that are not authenticated.
 MAX_UNREGISTERED = 32
+#: Connections that are not idle: handshakes, and pulls.
+_MAX_THREADS = 256
 HELLO_TIMEOUT_S = 5.0
 #: Longer than a destination keeps an idle connection.
 IDLE_TIMEOUT_S = 120.0
@@ -77,7 +89,7 @@ class PeerServer:
         self._capabilities: Capabilities | None = None
         self._connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
-        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, "medialane-peer")
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, "medialane-peer")
         self._tasks: list[asyncio.Task[None]] = []
         self._listener: socket.socket | None = None
         self._file: int | None = None
@@ -117,47 +129,80 @@ class PeerServer:
             self._listener.close()
             self._listener = None
         for connection in list(self._connections):
-            connection.socket.abort()
+            connection.abort()
+            if connection.served is None:
+                self._loop.remove_reader(connection.socket.fileno())
+                self._end(connection)
         while self._connections:  # their threads return soon, as their sockets are aborted
-            await asyncio.wait([connection.served for connection in self._connections])
+            await asyncio.wait([found.served for found in self._connections if found.served is not None])
         self._threads.shutdown(wait=False)
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, address = await self._loop.sock_accept(listener)
             except OSError as error:  # the peer has gone, or we have too many open files
                 logger.warning("a store's connection was not accepted: %s", error.strerror)
                 await asyncio.sleep(_WATCH_INTERVAL_S)
                 continue
-            self._make_space()
-            if len(self._connections) >= MAX_CONNECTIONS:
-                sock.close()
+            if self._make_space():
+                self._start(sock, str(address[0]))
             else:
-                self._start(sock)
+                sock.close()
 
-    def _make_space(self) -> None:
-        """End the oldest connection that is not authenticated, if there are too many."""
-        unknown = [connection for connection in self._connections if not connection.is_registered]
+    def _make_space(self) -> bool:
+        """Abort a connection if there are too many. Return whether there is space for one more."""
+        unknown = [found for found in self._connections if not (found.is_registered or found.is_aborted)]
         if len(unknown) >= MAX_UNREGISTERED:
-            min(unknown, key=lambda connection: connection.deadline).socket.abort()
+            ((crowded, _),) = Counter(found.ip for found in unknown).most_common(1)
+            min((found for found in unknown if found.ip == crowded), key=lambda found: found.deadline).abort()
+        if len(self._connections) < MAX_CONNECTIONS:
+            return True
+        idle = [found for found in self._connections if found.served is None and not found.is_aborted]
+        if idle:
+            min(idle, key=lambda found: found.deadline).abort()
+        return bool(idle)
 
-    def _start(self, sock: socket.socket) -> None:
-        connection = _Connection(PeerSocket(sock), deadline=time.monotonic() + HELLO_TIMEOUT_S)
+    def _start(self, sock: socket.socket, ip: str) -> None:
+        connection = _Connection(PeerSocket(sock), ip, deadline=time.monotonic() + HELLO_TIMEOUT_S)
         self._connections.add(connection)
-        running = asyncio.get_running_loop().run_in_executor(self._threads, self._serve, connection, self._on_loop())
-        connection.served = asyncio.ensure_future(running)
-        connection.served.add_done_callback(lambda served: self._ended(connection, served))
+        self._in_thread(connection, lambda: self._register(connection))
 
-    def _ended(self, connection: _Connection, served: asyncio.Future[None]) -> None:
+    def _in_thread(self, connection: _Connection, work: Callable[[], None]) -> None:
+        """Run blocking work with the connection, then wait for its next request."""
+
+        def ended(served: asyncio.Future[None]) -> None:
+            connection.served = None
+            with self._ending_on_errors(connection):
+                served.result()
+                if connection.is_aborted:
+                    self._end(connection)
+                    return
+                connection.deadline = time.monotonic() + IDLE_TIMEOUT_S
+                self._loop.add_reader(connection.socket.fileno(), self._request, connection)
+
+        connection.served = self._loop.run_in_executor(self._threads, work)
+        connection.served.add_done_callback(ended)
+
+    @contextmanager
+    def _ending_on_errors(self, connection: _Connection) -> Iterator[None]:
+        try:
+            yield
+        except HandoverFailed:  # the peer has closed the connection, or it was aborted
+            self._end(connection)
+        except (ProtocolViolation, AuthenticationFailed) as error:
+            self._warn("ending the connection of a store: %s", error.message)
+            self._end(connection)
+        except Exception:  # the supervisor of one connection: no other must be affected
+            logger.exception("a store's connection failed")
+            self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
         self._connections.discard(connection)
         connection.end()
-        if not served.cancelled() and (error := served.exception()) is not None:
-            logger.error("a store's connection failed", exc_info=error)
 
     async def _watch(self) -> None:
         while True:
@@ -165,30 +210,35 @@ class PeerServer:
             now = time.monotonic()
             for connection in self._connections:
                 if connection.deadline < now:
-                    connection.socket.abort()
+                    connection.abort()
 
-    def _on_loop(self) -> Callable[[Coroutine[Any, Any, T]], T]:
-        """Return a function that runs a coroutine on this loop, for a thread to call."""
-        loop = asyncio.get_running_loop()
-        return lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(LOOP_TIMEOUT_S)
+    def _request(self, connection: _Connection) -> None:
+        """Called when something can be read from an idle connection."""
+        self._loop.remove_reader(connection.socket.fileno())
+        with self._ending_on_errors(connection):
+            connection.socket.set_blocking()  # libuv makes what it polls non-blocking
+            frame = connection.socket.receive_at_once(MAX_MESSAGE_BYTES)
+            message = None if frame is None else decode_to_source(frame)
+            reply = None
+            if isinstance(message, OpenEntry) and (message.entry.mover == "tcp" or not self._movers):
+                reply = self._opened(connection, message.entry, {"tcp": b""})
+            self._in_thread(connection, lambda: self._serve(connection, message, reply))
 
-    def _serve(self, connection: _Connection, on_loop: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
-        """Serve one connection, in its thread, until it is closed."""
+    def _serve(self, connection: _Connection, message: ToSource | None, reply: msgspec.Struct | None) -> None:
+        """Answer requests, in a thread, until the connection is idle. The first one has perhaps been received, or even
+        been handled: then `reply` is to be sent."""
         peer = connection.socket
-        try:
-            peer.authenticate(self._security.authentication(PROTOCOL, Role.STORE, Role.STORE))
-            self._welcome(peer)
-            connection.is_registered = True
-            while True:
-                if connection.lease is None:
-                    connection.deadline = time.monotonic() + IDLE_TIMEOUT_S
-                self._answer(decode_to_source(peer.receive(MAX_MESSAGE_BYTES)), connection, on_loop)
-        except HandoverFailed:
-            pass  # the peer has closed the connection, or it was aborted
-        except (ProtocolViolation, AuthenticationFailed) as error:
-            self._warn("ending the connection of a store: %s", error.message)
-        finally:
-            peer.close()
+        if reply is not None:
+            peer.send(reply)
+        else:
+            self._answer(message or decode_to_source(peer.receive(MAX_MESSAGE_BYTES)), connection)
+        while connection.lease is not None or peer.has_decrypted:
+            self._answer(decode_to_source(peer.receive(MAX_MESSAGE_BYTES)), connection)
+
+    def _register(self, connection: _Connection) -> None:
+        connection.socket.authenticate(self._security.authentication(PROTOCOL, Role.STORE, Role.STORE))
+        self._welcome(connection.socket)
+        connection.is_registered = True
 
     def _welcome(self, peer: PeerSocket) -> None:
         hello = decode_to_source(peer.receive(MAX_HELLO_BYTES))
@@ -200,25 +250,15 @@ class PeerServer:
             raise ProtocolViolation(error.message)
         peer.send(PeerWelcome(self._arena.id))
 
-    async def _offers(self, choice: MoverChoice) -> dict[str, bytes]:
-        offers = {"tcp": b""}
-        for mover in self._movers:
-            if choice in ("auto", mover.name) and (offer := await mover.offer(wait=choice == mover.name)) is not None:
-                offers[mover.name] = offer
-        return offers
-
-    def _answer(
-        self, message: object, connection: _Connection, on_loop: Callable[[Coroutine[Any, Any, Any]], Any]
-    ) -> None:
+    def _answer(self, message: ToSource, connection: _Connection) -> None:
         peer, lease = connection.socket, connection.lease
         match message:
             case OpenEntry(entry) if lease is None:
-                connection.deadline = time.monotonic() + longest_hold_s(entry.range.nbytes)
-                peer.send(on_loop(self._opened(connection, entry)))
-            case SendPayload() if lease is not None and self._file is not None:
-                found = lease.range
-                first = found.offset + ENTRY_HEADER_BYTES
-                peer.send_file(self._file, first, found.nbytes - ENTRY_HEADER_BYTES)
+                peer.send(self._on_loop(self._opened_with_offers(connection, entry)))
+            case SendPayload(start, stop) if lease is not None and self._file is not None:
+                if not 0 <= start <= stop <= lease.range.nbytes - ENTRY_HEADER_BYTES:
+                    raise ProtocolViolation("the part is not one of the payload")
+                peer.send_file(self._file, lease.range.offset + ENTRY_HEADER_BYTES + start, stop - start)
             case SendPayload() if lease is None:
                 pass  # sent with an OpenEntry that was refused
             case CloseEntry() if lease is not None:
@@ -229,15 +269,37 @@ class PeerServer:
             case _:
                 raise ProtocolViolation(f"unexpected {type(message).__name__}")
 
-    async def _opened(self, connection: _Connection, entry: RemoteEntry) -> EntryOpened | PeerRefused:
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the event loop, for a thread. Raises HandoverFailed if it takes too long."""
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return running.result(LOOP_TIMEOUT_S)
+        except TimeoutError:
+            running.cancel()
+            raise HandoverFailed("the entry could not be opened in time") from None
+
+    async def _opened_with_offers(self, connection: _Connection, entry: RemoteEntry) -> EntryOpened | PeerRefused:
+        offers = {"tcp": b""}
+        reply = self._opened(connection, entry, offers)
+        if isinstance(reply, EntryOpened):
+            for mover in self._movers:
+                wait = entry.mover == mover.name
+                if (wait or entry.mover == "auto") and (offer := await mover.offer(wait=wait)) is not None:
+                    offers[mover.name] = offer
+        return reply
+
+    def _opened(
+        self, connection: _Connection, entry: RemoteEntry, offers: dict[str, bytes]
+    ) -> EntryOpened | PeerRefused:
         """Hold the entry for this connection; return the reply."""
+        connection.deadline = time.monotonic() + longest_hold_s(entry.range.nbytes)
         try:
             lease = self._lease(entry)
         except MedialaneError as error:
             return PeerRefused(to_report(error))
         if not connection.own(lease):
             raise HandoverFailed("the connection has ended")
-        value, offers = lease.value, await self._offers(entry.mover)
+        value = lease.value
         if isinstance(value, EncodedMedia):
             return EntryOpened(encoded=value, offers=offers)
         return EntryOpened(feature=value, offers=offers)
@@ -254,17 +316,24 @@ class PeerServer:
 
 
 class _Connection:
-    """One connection, at most one lease for it. While its thread runs, only that ends the lease, on the event loop.
+    """One connection, at most one lease for it. While a thread serves it, only that ends the lease, on the event loop.
     Other attributes that it writes: `deadline`, by time.monotonic, and `is_registered`."""
 
-    served: asyncio.Future[None]
-
-    def __init__(self, peer: PeerSocket, deadline: float) -> None:
+    def __init__(self, peer: PeerSocket, ip: str, deadline: float) -> None:
         self.socket = peer
+        self.ip = ip
         self.deadline = deadline
         self.lease: Lease[Cached] | None = None
+        self.served: asyncio.Future[None] | None = None
+        """the work of its thread; None if it is idle"""
         self.is_registered = False
+        self.is_aborted = False
         self._ended = False
+
+    def abort(self) -> None:
+        """Make its thread return, or its next request an error."""
+        self.is_aborted = True
+        self.socket.abort()
 
     def own(self, lease: Lease[Cached]) -> bool:
         """Own `lease`; release it and return False if the connection has ended."""
@@ -275,8 +344,9 @@ class _Connection:
         return True
 
     def end(self) -> None:
-        """Release what is held, now and later."""
+        """Close it; release what is held, now and later."""
         self._ended = True
+        self.socket.close()
         lease, self.lease = self.lease, None
         if lease is not None:
             lease.release()
@@ -297,7 +367,7 @@ def _bind(address: str, target: TcpAddress, security: Security) -> socket.socket
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
-        sock.listen(MAX_CONNECTIONS)
+        sock.listen(socket.SOMAXCONN)
     except OSError as error:
         sock.close()
         raise StartupFailed(f"cannot listen at {address}: {error.strerror}") from error

@@ -17,7 +17,7 @@ from contextlib import suppress
 import msgspec
 
 from medialane.core.errors import ProtocolViolation, TransferFailed
-from medialane.rpc.blocking import authenticate_socket
+from medialane.rpc.blocking import authenticate_socket, encrypted
 from medialane.rpc.framing import HEADER, append_frame
 from medialane.rpc.security import Authentication
 from medialane.store.peer_messages import MAX_MESSAGE_BYTES
@@ -25,8 +25,9 @@ from medialane.store.peer_messages import MAX_MESSAGE_BYTES
 #: Closes without waiting, and drops what was not sent (socket(7), SO_LINGER).
 _NO_LINGER = struct.pack("ii", 1, 0)
 
-
 _TLS_PIECE_BYTES = 1 << 20
+#: Requests are smaller, replies may be larger.
+_SMALL_BYTES = 4096
 _AT_ONCE_BYTES = 256 << 10
 
 
@@ -41,10 +42,14 @@ class PeerSocket:
         self._is_tls = False
 
     def authenticate(self, authentication: Authentication, *, dialled_host: str | None = None) -> None:
-        """Authenticate the peer, over TLS if configured. Raises AuthenticationFailed. Ends with a deadline of its own,
-        and not by `abort`."""
-        self._sock = authenticate_socket(self._sock, authentication, dialled_host=dialled_host)
+        """Authenticate the peer, over TLS if configured. Raises AuthenticationFailed. Ends with a deadline of its
+        own."""
+        try:
+            self._sock = encrypted(self._sock, authentication, dialled_host=dialled_host)
+        except OSError as error:
+            raise _lost(error) from error
         self._is_tls = isinstance(self._sock, ssl.SSLSocket)
+        authenticate_socket(self._sock, authentication, dialled_host=dialled_host)
 
     def send(self, *messages: msgspec.Struct) -> None:
         buffer = bytearray()
@@ -59,12 +64,38 @@ class PeerSocket:
         """Return the next frame. Raises ProtocolViolation if it is larger than `max_bytes`."""
         header = bytearray(HEADER.size)
         self.receive_into(memoryview(header))
-        (length,) = HEADER.unpack(header)
-        if length > max_bytes:
-            raise ProtocolViolation(f"a frame of {length} bytes was announced, {max_bytes} are allowed")
-        frame = bytearray(length)
+        frame = bytearray(_length(header, max_bytes))
         self.receive_into(memoryview(frame))
         return bytes(frame)
+
+    def receive_at_once(self, max_bytes: int) -> bytes | None:
+        """Return the next frame if it has arrived and is small. Does not block; None also if it is encrypted. Raises as
+        `receive`."""
+        if self._is_tls:
+            return None
+        try:
+            found = self._sock.recv(_SMALL_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            if not found:
+                raise TransferFailed("the connection to the other store was closed")
+            if len(found) < HEADER.size:
+                return None
+            end = HEADER.size + _length(found[: HEADER.size], max_bytes)
+            return self._sock.recv(end)[HEADER.size :] if end <= len(found) else None
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise _lost(error) from error
+
+    @property
+    def has_decrypted(self) -> bool:
+        """Whether a part of the next frame has been read from the connection: selectors do not see it."""
+        return isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def set_blocking(self) -> None:
+        self._sock.settimeout(None)
 
     def receive_into(self, target: memoryview) -> None:
         """Fill `target`."""
@@ -135,6 +166,13 @@ class PeerSocket:
         piece = os.pread(file, min(nbytes, _TLS_PIECE_BYTES), offset)
         self._sock.sendall(piece)
         return len(piece)
+
+
+def _length(header: bytes | bytearray, max_bytes: int) -> int:
+    (length,) = HEADER.unpack(header)
+    if length > max_bytes:
+        raise ProtocolViolation(f"a frame of {length} bytes was announced, {max_bytes} are allowed")
+    return int(length)
 
 
 def _lost(error: OSError) -> TransferFailed:

@@ -3,6 +3,9 @@
 Blocking work runs in threads. A call that is cancelled or reaches its deadline aborts its connection and waits for the
 thread, so that when it has ended, nothing is received any more: the socket is closed, and what still arrives has no
 destination.
+
+A large payload is received in parts over several connections at the same time: one connection is limited by its window
+and by the core that copies its bytes. If one part fails, all of them have ended before the error is raised.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import TypeVar
 
 import msgspec
@@ -46,19 +49,23 @@ CONNECT_TIMEOUT_S = 3.0
 #: Shorter than the source keeps an idle connection.
 MAX_IDLE_S = 60.0
 #: Idle connections that are kept per peer.
-MAX_IDLE = 4
+MAX_IDLE = 8
+#: Smallest part of a payload that gets a connection of its own.
+MIN_PART_BYTES = 8 << 20
 #: How long a peer that could not be reached is not tried again: every request would wait.
 UNREACHABLE_S = 2.0
 _MAX_UNREACHABLE = 1024
 
 
 class Peers:
-    """Connects to the stores of other hosts. `arena` is the id of ours. The owner calls `close`."""
+    """Connects to the stores of other hosts, for at most `max_pulls` entries at the same time, each over at most
+    `max_streams` connections. `arena` is the id of ours. The owner calls `close`."""
 
-    def __init__(self, arena: str, security: Security, *, max_threads: int) -> None:
+    def __init__(self, arena: str, security: Security, *, max_pulls: int, max_streams: int) -> None:
         self._arena = arena
         self._security = security
-        self._threads = ThreadPoolExecutor(max_threads, "medialane-pull")
+        self._max_streams = max_streams
+        self._threads = ThreadPoolExecutor(max_pulls * (max_streams + 1), "medialane-pull")
         self._idle: dict[str, list[_Connection]] = {}
         self._unreachable: TTLCache[str, bool] = TTLCache(_MAX_UNREACHABLE, UNREACHABLE_S)
 
@@ -84,12 +91,37 @@ class Peers:
                 connection.socket.close()
 
     async def fetch(self, entry: RemoteEntry, payload: memoryview, *, deadline: float) -> Cached:
-        """Receive an entry by tcp into `payload` and return its description, in one step of one thread: for a small
-        entry, waking a thread takes as long as the copy. Raises TransferFailed; nothing is written afterwards."""
+        """Receive an entry by tcp into `payload` and return its description. Raises TransferFailed; nothing is written
+        afterwards."""
+        async with self.first_part(entry, payload, deadline=deadline) as first:
+            return await self._fetch(entry, first, 0, deadline)
+
+    @asynccontextmanager
+    async def first_part(
+        self, entry: RemoteEntry, payload: memoryview, *, deadline: float
+    ) -> AsyncIterator[memoryview]:
+        """Receive all parts of `payload` but the first one, while the block receives that. Raises TransferFailed;
+        nothing is written afterwards."""
+        num_parts = max(1, min(self._max_streams, len(payload) // MIN_PART_BYTES))
+        size = -(-len(payload) // num_parts)
+        with ExitStack() as views:  # released: a traceback would keep the arena mapped
+            parts = [views.enter_context(payload[n * size : (n + 1) * size]) for n in range(num_parts)]
+            try:
+                async with asyncio.TaskGroup() as others:
+                    for number, part in enumerate(parts[1:], 1):
+                        others.create_task(self._fetch(entry, part, number * size, deadline))
+                    yield parts[0]
+            except BaseExceptionGroup as group:  # the errors after the first are those of aborted connections
+                raise group.exceptions[0] from None
+
+    async def _fetch(self, entry: RemoteEntry, part: memoryview, start: int, deadline: float) -> Cached:
+        """Open the entry, receive the part of the payload that begins at `start`, and close it. The request is sent
+        here and all the rest done in one thread: waking one takes as long as copying a small entry."""
         connection = await self._connect(entry.address, deadline)
         opened = PeerEntry(self, entry, connection)
         try:
-            await self.in_thread(connection, lambda: opened.fetch(payload), deadline)
+            connection.socket.send(OpenEntry(entry), SendPayload(start, start + len(part)))
+            await self.in_thread(connection, lambda: opened.finish(part), deadline)
         except BaseException:  # cancellation included: the connection has no other owner
             connection.socket.close()
             raise
@@ -135,9 +167,12 @@ class Peers:
     async def _new_connection(self, address: str, deadline: float) -> _Connection:
         dialing = asyncio.get_running_loop().run_in_executor(self._threads, _dial, address, self._security)
         try:
-            sock = await asyncio.shield(dialing)
-        except asyncio.CancelledError:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                sock = await asyncio.shield(dialing)
+        except (TimeoutError, asyncio.CancelledError) as error:
             dialing.add_done_callback(_close_result)
+            if isinstance(error, TimeoutError):
+                raise TransferFailed("the other store could not be reached in time") from None
             raise
         connection = _Connection(address, sock)
         try:
@@ -191,22 +226,27 @@ class PeerEntry:
         return self._offers
 
     async def receive(self, payload: memoryview, deadline_s: float) -> None:
-        def receive() -> None:
-            self._connection.socket.send(SendPayload())
-            self._connection.socket.receive_into(payload)
-            self.close()  # in this thread: waking another one takes longer than the round trip
+        deadline = time.monotonic() + deadline_s
+        async with self._peers.first_part(self._entry, payload, deadline=deadline) as part:
 
-        await self._peers.in_thread(self._connection, receive, time.monotonic() + deadline_s)
+            def receive() -> None:
+                self._connection.socket.send(SendPayload(0, len(part)))
+                self._connection.socket.receive_into(part)
+                self.close()  # in this thread: waking another one takes longer than the round trip
 
-    def fetch(self, payload: memoryview) -> None:
-        """Open, receive and close. Blocking. Raises TransferFailed."""
-        self.open(SendPayload())
-        self._connection.socket.receive_into(payload)
+            await self._peers.in_thread(self._connection, receive, deadline)
+
+    def open(self) -> None:
+        """Blocking. Raises TransferFailed."""
+        self._opened(self._connection.ask(OpenEntry(self._entry), EntryOpened))
+
+    def finish(self, part: memoryview) -> None:
+        """Receive the replies to OpenEntry and SendPayload, and close. Blocking. Raises TransferFailed."""
+        self._opened(self._connection.reply(EntryOpened))
+        self._connection.socket.receive_into(part)
         self.close()
 
-    def open(self, *also: msgspec.Struct) -> None:
-        """Blocking. Raises TransferFailed."""
-        opened = self._connection.ask(OpenEntry(self._entry), EntryOpened, *also)
+    def _opened(self, opened: EntryOpened) -> None:
         value = opened.feature or opened.encoded
         if value is None:
             raise TransferFailed("the other store has sent an entry without its description")
@@ -236,12 +276,14 @@ class _Connection:
         """Blocking. Raises TransferFailed."""
         self.ask(PeerHello(arena), PeerWelcome)
 
-    def ask(self, message: msgspec.Struct, reply: type[M], *also: msgspec.Struct) -> M:
-        """Send `message`, and what is to follow it, and return the reply to it.
+    def ask(self, message: msgspec.Struct, reply: type[M]) -> M:
+        """Send `message` and return the reply to it. Blocking. Raises TransferFailed, or the error that the other store
+        reports as one."""
+        self.socket.send(message)
+        return self.reply(reply)
 
-        Blocking. Raises TransferFailed, or the error that the other store reports as one.
-        """
-        self.socket.send(message, *also)
+    def reply(self, reply: type[M]) -> M:
+        """Receive what must be a `reply`, or an error. As `ask`."""
         found: FromSource = decode_from_source(self.socket.receive(MAX_MESSAGE_BYTES))
         if isinstance(found, PeerRefused):
             raise TransferFailed(from_report(found.error).message)

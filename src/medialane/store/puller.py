@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 
 import msgspec
@@ -34,13 +34,13 @@ class Puller:
     """`movers` are in the order of preference; the last one, tcp, is always usable. The owner calls `close`, when no
     caller of `pull` is left."""
 
-    def __init__(self, arena: Arena, security: Security, movers: Sequence[Mover]) -> None:
+    def __init__(self, arena: Arena, security: Security, movers: Sequence[Mover], *, max_streams: int) -> None:
         self._arena = arena
         self._movers = {mover.name: mover for mover in movers}
         self._last = movers[-1].name
         self._health = MoverHealth(tuple(self._movers))
         self._speed = MoverSpeed()
-        self._peers = Peers(arena.id, security, max_threads=2 * MAX_PULLS)
+        self._peers = Peers(arena.id, security, max_pulls=MAX_PULLS, max_streams=max_streams)
         self._pulling: SingleFlight[tuple[EntryKind, str], Lease[Cached]] = SingleFlight(
             share=Lease.duplicate, release=Lease.release
         )
@@ -70,6 +70,19 @@ class Puller:
             found.release()
             raise TransferFailed("this host has another entry of the same key")
         return found
+
+    async def fill(self, reservation: Reservation, read: Callable[[], Awaitable[None]]) -> None:
+        """Fill a range by `read`, which raises what `Mover.read` raises. The caller owns the reservation if it returns;
+        otherwise it ends when nothing writes to the range any more. Raises TransferFailed, StillWriting."""
+        try:
+            async with self._slots:
+                await read()
+        except StillWriting as error:
+            self._set_aside(reservation, error)
+            raise
+        except BaseException:  # cancellation included: the range has no other owner, and nothing writes to it
+            reservation.abandon()
+            raise
 
     async def close(self) -> None:
         """End all reads. A range that may still be written stays allocated until this process exits."""

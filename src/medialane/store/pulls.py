@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
-from medialane.arena import Arena, Cached, Lease
+from medialane.arena import Arena, Cached, Lease, Reservation
 from medialane.core.errors import HandoverFailed
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.stats import PullStats
 from medialane.core.tensor import ArenaRange
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.security import Security
+from medialane.store.config import StoreConfig
 from medialane.store.peer_server import PeerServer
 from medialane.store.puller import Puller
 from medialane.transfer import Mover, TcpMover
 
 
 class Pulls:
-    """Owns the movers, best first, to which tcp is added. Entries can be granted after `serve`. `close` in any case,
-    after the sessions of the store's clients."""
+    """Owns the movers, best first, to which tcp is added, with at most `max_streams` connections for an entry. Entries
+    can be granted after `serve`. `close` in any case, after the sessions of the store's clients."""
 
-    def __init__(self, arena: Arena, rpc: RpcConfig, movers: Sequence[Mover] = ()) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        rpc: RpcConfig,
+        movers: Sequence[Mover] = (),
+        *,
+        max_streams: int = StoreConfig().peer_streams,
+    ) -> None:
         """Raises StartupFailed for unusable files of the settings."""
         security = Security.load(rpc)
         self._arena = arena
-        self._puller = Puller(arena, security, [*movers, TcpMover()])
+        self._puller = Puller(arena, security, [*movers, TcpMover()], max_streams=max_streams)
         self._server = PeerServer(arena, security, movers)
 
     async def serve(self, address: str) -> str:
@@ -63,6 +71,10 @@ class Pulls:
                 if isinstance(result, Lease):
                     result.release()
             raise
+
+    async def fill(self, reservation: Reservation, read: Callable[[], Awaitable[None]]) -> None:
+        """See `Puller.fill`."""
+        await self._puller.fill(reservation, read)
 
     def _grant(self, found: ArenaRange) -> RemoteEntry:
         capabilities, key = self._server.capabilities, self._arena.key_of(found)

@@ -16,7 +16,7 @@ from medialane.rpc.connection import Connection
 from medialane.rpc.listener import Listener
 from medialane.store.client_use import ClientUse
 from medialane.store.items import Items
-from medialane.store.messages import PROTOCOL_VERSION, StoreHello, StoreStatus, StoreWelcome
+from medialane.store.messages import PROTOCOL_VERSION, PassHolds, StoreHello, StoreStatus, StoreWelcome
 from medialane.store.pulls import Pulls
 from medialane.store.session import StoreSession
 
@@ -93,6 +93,7 @@ class StoreServer:
             pulls=self._pulls,
             register=self._register,
             status=self._status,
+            pass_holds=self._pass_holds,
             reclaim=self._reclaim,
             on_open=self._admit,
             on_lost=self._lost,
@@ -121,6 +122,12 @@ class StoreServer:
             name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
             here, there = ours.get(name), theirs.get(name)
             raise StartupFailed(f"processor setting {name} is {here} in the media store and {there} in this gateway")
+
+    def _pass_holds(self, passed: PassHolds) -> None:
+        """Have the client that is named hold entries, if it is connected: otherwise it asks itself."""
+        for session in self._sessions:
+            if session.hello is not None and session.hello.client_id == passed.to:
+                session.receive_holds(passed)
 
     async def _reclaim(self) -> bool:
         """Have clients release what they hold without using it. Return whether any hold has ended meanwhile."""

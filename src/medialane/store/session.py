@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from medialane.arena import Arena, Lease
@@ -20,6 +21,7 @@ from medialane.core.errors import (
 from medialane.core.feature import Feature
 from medialane.core.hashing import digest
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.tensor import ArenaRange
 from medialane.observability.timeline import StageTimeline
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
@@ -36,9 +38,13 @@ from medialane.store.messages import (
     FindItem,
     GrantPulls,
     HoldEntries,
+    HoldsPassed,
+    ImagePublished,
     ImageSize,
     ItemFound,
+    PassHolds,
     Proceed,
+    PublishImage,
     PullEntries,
     PullsGranted,
     Question,
@@ -77,6 +83,7 @@ class StoreSession:
         pulls: Pulls,
         register: Callable[[StoreSession, StoreHello], StoreWelcome],
         status: Callable[[], StoreStatus],
+        pass_holds: Callable[[PassHolds], None],
         reclaim: Callable[[], Awaitable[bool]],
         on_open: Callable[[StoreSession], None],
         on_lost: Callable[[StoreSession], None],
@@ -86,6 +93,7 @@ class StoreSession:
         self._pulls = pulls
         self._register = register
         self._status = status
+        self._pass_holds = pass_holds
         self._reclaim_all = reclaim
         self._reclaimed = asyncio.Event()
         self._on_open = on_open
@@ -112,8 +120,14 @@ class StoreSession:
         self.connection.end(StoreUnavailable("the client has connected again"))
         return use
 
+    def receive_holds(self, passed: PassHolds) -> None:
+        """Have this client hold entries, if they are still held: otherwise it asks, and is told."""
+        with suppress(HandoverFailed):
+            hold_ids = [self.use.hold([lease]) for lease in self._share(passed.ranges)]
+            self.connection.send(HoldsPassed(passed.request_id, passed.ranges, hold_ids), at_once=True)
+
     async def reclaim(self) -> None:
-        """Have the client release what it does not use, and wait until it has."""
+        """Have the client release what it does not use, and wait until it has, or is lost."""
         self._reclaimed.clear()
         self.connection.send(Reclaim(), at_once=True)
         await self._reclaimed.wait()
@@ -138,18 +152,19 @@ class StoreSession:
 
     def lost(self, error: MedialaneError) -> None:
         self._cancel()
+        self._reclaimed.set()
         if self.hello is not None:
             logger.info("client %s disconnected: %s", self.hello.client_id, error.message)
         self._on_lost(self)
 
     def _act(self, message: ToStore) -> None:
         match message:
-            case FindItem() | ResolveAlias() | HoldEntries() | GrantPulls() | PullEntries():
+            case FindItem() | ResolveAlias() | HoldEntries() | GrantPulls() | PullEntries() | PublishImage():
                 self._start(message)
+            case PassHolds():
+                self._pass_holds(message)
             case Proceed(call_id):
-                question = self._questions.pop(call_id, None)
-                if question is not None and not question.done():  # its task may just have been cancelled
-                    question.set_result(None)
+                self._proceed(call_id)
             case Cancel(call_id):
                 if (task := self._tasks.get(call_id)) is not None:
                     task.cancel()
@@ -160,6 +175,11 @@ class StoreSession:
                 self._reclaimed.set()
             case StorePing():
                 self.connection.send(self._status())
+
+    def _proceed(self, call_id: int) -> None:
+        question = self._questions.pop(call_id, None)
+        if question is not None and not question.done():  # its task may just have been cancelled
+            question.set_result(None)
 
     def _cancel(self) -> None:
         for task in self._tasks.values():
@@ -182,7 +202,7 @@ class StoreSession:
         if call.call_id <= self._last_call_id:
             raise ProtocolViolation(f"call {call.call_id} after call {self._last_call_id}")
         self._last_call_id = call.call_id
-        if isinstance(call, FindItem | PullEntries):
+        if isinstance(call, FindItem | PullEntries | PublishImage):
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._tasks[call.call_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(call.call_id, None))
@@ -202,10 +222,16 @@ class StoreSession:
             case ResolveAlias(call_id, ref):
                 return AliasResolved(call_id, self._items.resolve(ref))
 
-    async def _answer(self, call: FindItem | PullEntries) -> None:
+    async def _answer(self, call: FindItem | PullEntries | PublishImage) -> None:
         reply: Reply
         try:
-            reply = await (self._find(call) if isinstance(call, FindItem) else self._pull(call))
+            match call:
+                case FindItem():
+                    reply = await self._find(call)
+                case PullEntries():
+                    reply = await self._pull(call)
+                case PublishImage(call_id, entry):
+                    reply = ImagePublished(call_id, await self._items.publish(entry))
         except MedialaneError as error:
             reply = CallFailed(call.call_id, to_report(error))
         except Exception:  # the supervisor of one call: it fails, and no other
@@ -245,15 +271,19 @@ class StoreSession:
         )
 
     def _hold(self, call: HoldEntries) -> Reply:
-        """Hold entries that are held already, by the gateway that has sent them. All or none: raises HandoverFailed."""
+        """Raises HandoverFailed."""
+        return EntriesHeld(call.call_id, [self.use.hold([lease]) for lease in self._share(call.ranges)])
+
+    def _share(self, ranges: Sequence[ArenaRange]) -> list[Lease[None]]:
+        """Lease entries that their gateway holds. All or none: raises HandoverFailed."""
         leases: list[Lease[None]] = []
-        for found in call.ranges:
+        for found in ranges:
             if (lease := self._arena.share(found)) is None:
                 for taken in leases:
                     taken.release()
                 raise HandoverFailed("the request's media are no longer held")
             leases.append(lease)
-        return EntriesHeld(call.call_id, [self.use.hold([lease]) for lease in leases])
+        return leases
 
     async def _pull(self, call: PullEntries) -> Reply:
         """Hold copies of the entries. All or none."""

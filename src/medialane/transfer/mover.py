@@ -58,7 +58,7 @@ class OpenedEntry(Protocol):
         ...
 
     async def receive(self, payload: memoryview, deadline_s: float) -> None:
-        """Receive the payload over the connection on which the entry was opened, for the tcp mover.
+        """Receive the payload over the connection on which the entry was opened, and others, for the tcp mover.
 
         The entry is closed then: its source has confirmed that it was held. Raises TransferFailed; however it ends,
         also if cancelled, nothing is written to `payload` afterwards.

@@ -1,4 +1,5 @@
-"""The tcp mover: the source sends the payload over the connection on which the entry was opened."""
+"""The tcp mover: the source sends the payload over the connection on which the entry was opened, and over others if it
+is large."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from medialane.transfer.mover import Destination, OpenedEntry
 
 
 class TcpMover:
-    """No late landing: only the thread in `receive` writes to the destination, and `receive` waits for it."""
+    """No late landing: only threads in `receive` write to the destination, and `receive` waits for them."""
 
     name: MoverName = "tcp"
 

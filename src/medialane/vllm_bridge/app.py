@@ -48,6 +48,9 @@ TASKS = ("generate",)
 #: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
 Page = Callable[[Mapping[str, str]], bytes]
 
+#: Serves a POST with JSON, from the scope of the request. Raises MedialaneError.
+Action = Callable[[], Awaitable[bytes]]
+
 #: Returns HTTP status and body of `/health`.
 Probe = Callable[[], tuple[int, bytes]]
 
@@ -109,11 +112,12 @@ class Frontend:
         outer: Middleware,
         inner: Sequence[Middleware],
         pages: Mapping[str, Page] | None = None,
+        actions: Mapping[str, Action] | None = None,
         health: Probe | None = None,
     ) -> Any:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `inner` runs
-        inside vLLM's own middleware and responds to requests that fail by an error recorded in `backend`. `pages` are
-        medialane's, by path; `health` replaces vLLM's `/health`, which assumes one engine."""
+        inside vLLM's own middleware and responds to requests that fail by an error recorded in `backend`. `pages` and
+        `actions` are medialane's, by path; `health` replaces vLLM's `/health`, which assumes one engine."""
         if self.takes_media:
             renderer_hook.install(self.renderer, backend)
         client = RoutedEngineClient(self.config, self.renderer, backend, TASKS)
@@ -128,7 +132,11 @@ class Frontend:
 
         app.add_exception_handler(MedialaneError, record_error)
         for path, page in (pages or {}).items():
-            app.add_api_route(path, _guarded(self.args, page), **_described(page))
+            app.add_api_route(path, _guarded(self.args, _serving(page)), **_described(page))
+        for path, action in (actions or {}).items():
+            summary = (action.__doc__ or "").partition("\n")[0]
+            handler = _guarded(self.args, _doing(action))
+            app.add_api_route(path, handler, methods=["POST"], tags=["medialane"], summary=summary)
         if health is not None:
             _add_health(app, health)
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
@@ -164,8 +172,25 @@ class _NoAssembler:
         return None
 
 
-def _guarded(args: Namespace, page: Page) -> Callable[[Request], Awaitable[Response]]:
-    """Return the page's handler, which requires the API key if there is one: vLLM's own middleware only guards vLLM's
+Answer = Callable[[Request], Awaitable[bytes]]
+
+
+def _serving(page: Page) -> Answer:
+    async def answer(request: Request) -> bytes:
+        return page(request.query_params)
+
+    return answer
+
+
+def _doing(action: Action) -> Answer:
+    async def answer(request: Request) -> bytes:
+        return await action()
+
+    return answer
+
+
+def _guarded(args: Namespace, produce: Answer) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler of JSON which requires the API key if there is one: vLLM's own middleware only guards vLLM's
     paths."""
     tokens = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
     guard = AuthenticationMiddleware(None, tokens) if tokens else None
@@ -173,7 +198,7 @@ def _guarded(args: Namespace, page: Page) -> Callable[[Request], Awaitable[Respo
     async def answer(request: Request) -> Response:
         if guard is not None and not guard.verify_token(request.headers):
             return JSONResponse({"error": "Unauthorized"}, 401)
-        return Response(page(request.query_params), media_type="application/json")
+        return Response(await produce(request), media_type="application/json")
 
     return answer
 

@@ -194,9 +194,7 @@ class VllmEngine:
         return all(found)
 
     async def detach_arena(self, arena: str) -> None:
-        if arena not in self._arenas:
-            return
-        self._arenas.discard(arena)
+        self._arenas.discard(arena)  # perhaps absent: EngineCore also maps it if `attach_arena` has timed out
         try:
             await self._ask("medialane_detach", arena, timeout_s=ATTACH_TIMEOUT_S)
         except GenerationFailed as error:

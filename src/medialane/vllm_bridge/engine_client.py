@@ -18,6 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from medialane.core import admin
 from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected
+from medialane.core.loop_fairness import FewPerIteration
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.adapters import with_own_id
 from medialane.vllm_bridge.outputs import to_request_output
@@ -62,6 +63,8 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         self._backend = backend
         self._tasks = tasks
         self._encoder = MsgpackEncoder()
+        #: vLLM's app handles all prompts of a request in one iteration of the event loop, unless it waits here.
+        self._pieces = FewPerIteration()
 
     @property
     def is_running(self) -> bool:
@@ -105,6 +108,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         reasoning_ended: bool | None = None,
         reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        await self._pieces.next_piece()
         with self._bridged():
             request = EngineRequest(
                 request_id=request_id,
@@ -165,6 +169,8 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         _unsupported("KV transfer")
 
     async def is_tracing_enabled(self) -> bool:
+        """Called by the app before it makes the request of each prompt."""
+        await self._pieces.next_piece()
         return self.vllm_config.observability_config.otlp_traces_endpoint is not None
 
     async def do_log_stats(self) -> None:

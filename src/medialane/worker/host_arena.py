@@ -19,9 +19,15 @@ class HostArena(Protocol):
         Called on the event loop; must not block."""
         ...
 
-    async def hold(self, ranges: Sequence[ArenaRange]) -> Hold:
-        """Hold entries until the result is released. Raises HandoverFailed if one is not held by the gateway any more,
-        StoreUnavailable if the store is lost."""
+    @property
+    def client_id(self) -> str:
+        """This worker's name at the store; empty without a store."""
+        ...
+
+    async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> Hold:
+        """Hold entries until the result is released. `passed_with` is the id of the request if its gateway has passed
+        holds on some of them. Raises HandoverFailed if one is not held by the gateway any more, StoreUnavailable if the
+        store is lost."""
         ...
 
     async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[ArenaRange]]:
@@ -33,10 +39,12 @@ class HostArena(Protocol):
 class NoArena:
     """For a worker without a store on its host: media arrive in messages."""
 
+    client_id = ""
+
     def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
         """There is nothing to watch."""
 
-    async def hold(self, ranges: Sequence[ArenaRange]) -> Hold:
+    async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> Hold:
         raise HandoverFailed(_NO_STORE)
 
     async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[ArenaRange]]:

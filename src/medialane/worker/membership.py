@@ -16,7 +16,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from medialane.core.backoff import Backoff
-from medialane.core.errors import AlreadyJoined, MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
+from medialane.core.errors import (
+    AlreadyJoined,
+    AuthenticationFailed,
+    MedialaneError,
+    NoWorkerReady,
+    ProtocolViolation,
+    WorkerLost,
+)
 from medialane.rpc import Hello
 from medialane.rpc.address import TcpAddress, format_tcp
 from medialane.worker.config import WorkerConfig
@@ -153,7 +160,8 @@ class Membership:
             self._log_once(target, logging.INFO, f"gateway {target}: {why}")
         except MedialaneError as error:
             self._log_once(target, logging.ERROR, f"gateway {target} refuses this worker: {error.message}")
-            return True
+            # A handshake also fails if either side stalls, or while the secret is being replaced.
+            return not isinstance(error, AuthenticationFailed)
         except Exception:  # the supervisor of one connection: its failure must not end the others
             logger.exception("gateway %s: joining failed and is retried", target)
         return False

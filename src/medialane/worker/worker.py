@@ -6,8 +6,10 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import aclosing, contextmanager
 
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -72,6 +74,7 @@ class Worker:
         self._offer: ArenaOffer | None = None
         self._mapped: str | None = None  # here and in the engine
         self._in_engine: set[str] = set()
+        self._readers: Counter[str] = Counter()  # requests in the engine, by the arena that they read
         self._unmappable: set[str] = set()
         self._arena_listeners: dict[Callable[[str | None], None], None] = {}
         self._host_arena.watch(self._arena_changed)
@@ -97,15 +100,16 @@ class Worker:
 
     async def register(self, hello: Hello) -> Welcome:
         self._compare(hello)
-        return Welcome(self.worker_id, os.getpid(), self._engine.card)
+        return Welcome(self.worker_id, os.getpid(), self._engine.card, self._host_arena.client_id)
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Run one request. Raises HandoverFailed if its tensors cannot be read, otherwise like `Engine.generate`."""
         request, hold = await self._hold(request)
         try:
-            async with aclosing(self._engine.generate(request, self._tensors(request.prompt))) as deltas:
-                async for delta in deltas:
-                    yield delta
+            with self._reading({found.arena for found in _ranges(request.prompt)}):
+                async with aclosing(self._engine.generate(request, self._tensors(request.prompt))) as deltas:
+                    async for delta in deltas:
+                        yield delta
         except (GenerationFailed, WorkerLost):
             self._ping_requested.set()
             raise
@@ -186,9 +190,9 @@ class Worker:
 
     async def _map_arena(self) -> None:
         """Map the current arena in this process and in the engine's, which may have a different /dev/shm, and unmap
-        others."""
+        others that no request reads any more: vLLM frees an item that it read only when `detach_arena` follows."""
         offer = self._offer
-        for arena in self._in_engine - {offer.id if offer is not None else None}:
+        for arena in self._in_engine - {offer.id if offer is not None else None} - self._readers.keys():
             self._in_engine.discard(arena)
             await self._engine.detach_arena(arena)
         if offer is None or offer.id == self._mapped or offer.id in self._unmappable:
@@ -207,6 +211,18 @@ class Worker:
         for listener in list(self._arena_listeners):
             listener(arena)
 
+    @contextmanager
+    def _reading(self, arenas: AbstractSet[str]) -> Iterator[None]:
+        """Count a request that reads `arenas` in the engine. The last reader of an earlier arena has it unmapped."""
+        self._readers.update(arenas)
+        try:
+            yield
+        finally:
+            self._readers.subtract(arenas)
+            self._readers += Counter()  # without those of zero
+            if arenas - self._readers.keys() - {self._mapped}:
+                self._ping_requested.set()
+
     async def _hold(self, request: EngineRequest) -> tuple[EngineRequest, Hold | None]:
         """Hold the entries that the request reads, after those of another host were copied to the arena of this one.
 
@@ -214,12 +230,13 @@ class Worker:
         """
         media = request.prompt.media
         remote = {item.remote.range: item.remote for item in media if item.remote is not None}
-        ranges = {t.range for item in media for t in item.tensors if isinstance(t, TensorDescriptor)}
+        ranges = _ranges(request.prompt)
         try:
             if remote:
                 hold, copies = await self._host_arena.pull(list(remote.values()))
                 return _moved(request, dict(zip(remote, copies, strict=True))), hold
-            return request, await self._host_arena.hold(list(ranges)) if ranges else None
+            passed_with = request.request_id if request.has_passed_holds else None
+            return request, await self._host_arena.hold(list(ranges), passed_with=passed_with) if ranges else None
         except Unavailable as error:
             if isinstance(error, StoreUnavailable) and not remote:
                 raise MediaLost(error.message) from error
@@ -252,3 +269,8 @@ def _moved(request: EngineRequest, copies: Mapping[ArenaRange, ArenaRange]) -> E
     replace = msgspec.structs.replace
     media = [replace(item, tensors=tuple(map(moved, item.tensors)), remote=None) for item in request.prompt.media]
     return replace(request, prompt=request.prompt.with_media(media))
+
+
+def _ranges(prompt: Prompt) -> set[ArenaRange]:
+    """Return the entries of arenas that a request reads."""
+    return {t.range for item in prompt.media for t in item.tensors if isinstance(t, TensorDescriptor)}

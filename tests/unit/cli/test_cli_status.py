@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.cli import gateway_state
-from medialane.cli.gateway_state import Gateway, Link, parse_state, read_state, worker_host
+from medialane.cli.gateway_state import Gateway, Host, Link, parse_state, read_state, worker_host
 from medialane.cli.main import main
 from medialane.core.errors import StartupFailed
 from medialane.core.request import Endpoint, WorkerLoad
@@ -20,8 +20,8 @@ from medialane.observability.metrics import Metrics
 URL = "http://gateway:8000"
 
 
-def endpoint(name, *, ready=True, rank=0):
-    return Endpoint(name, name, ready=ready, load=WorkerLoad(1, 2, 0.25), num_in_flight=3, rank=rank)
+def endpoint(name, *, ready=True, **rest):
+    return Endpoint(name, name, ready=ready, load=WorkerLoad(1, 2, 0.25), num_in_flight=3, **rest)
 
 
 def store_stats():
@@ -42,13 +42,21 @@ def page(*endpoints, store=None):
 def test_state_has_workers_links_and_store():
     state = parse_state(URL, b"", page(endpoint("host-a/0"), endpoint("host-b/1"), store=store_stats()))
     assert (state.health, state.is_well) == ("ok", True)
-    assert state.hosts() == {"host-a": (1, 1), "host-b": (1, 1)}
+    assert state.hosts() == [Host("host-a", 1, 1, "none"), Host("host-b", 1, 1, "none")]
     assert state.gateways == (Gateway("0", True),)
-    assert state.links == (Link("0", "host-a/0", True, 3), Link("0", "host-b/1", True, 3))
+    assert state.links == (Link("0", "host-a/0", True, 3, "inline"), Link("0", "host-b/1", True, 3, "inline"))
     first = state.workers[0]
     assert (first.num_running, first.num_waiting, first.kv_usage) == (1, 2, 0.25)
     assert (state.store.size_bytes, state.store.free_bytes, state.store.num_preparers) == (1 << 30, 1 << 29, 2)
     assert state.connected_workers() == {"host-a/0", "host-b/1"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "store"), [({"same_host": True}, "gateway's"), ({"can_pull": True}, "own"), ({"ready": False}, "")]
+)
+def test_host_has_the_store_from_which_its_workers_get_media(flags, store):
+    (host,) = parse_state(URL, b"", page(endpoint("host-a/0", **flags))).hosts()
+    assert host.store == store
 
 
 def test_ranks_of_a_worker_are_one_worker():
@@ -147,9 +155,26 @@ async def test_json_has_the_same(serve, capsys):
     assert found["workers"][0] | {"name": "host-a/0", "host": "host-a", "ready": True} == found["workers"][0]
 
 
+async def test_gateways_of_several_hosts_are_shown_together(serve, capsys):
+    urls = [await serve(metrics=page(endpoint(name, ready=name == "a/0"))) for name in ("a/0", "b/1")]
+    assert await status("--gateway", urls[0], "--gateway", urls[1], "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(each["url"], each["ok"]) for each in found] == [(urls[0], True), (urls[1], False)]
+    assert [host["name"] for each in found for host in each["hosts"]] == ["a", "b"]
+
+
 async def test_gateway_that_is_not_there_is_one_clear_error(capsys):
     assert await status("--gateway", "http://127.0.0.1:1") == 2
     assert "medialane: error: no gateway answers at http://127.0.0.1:1: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+async def test_one_of_several_gateways_that_is_not_there_does_not_hide_the_others(serve, capsys, flags):
+    url = await serve(metrics=page(endpoint("host-a/0")))
+    assert await status("--gateway", "http://127.0.0.1:1", "--gateway", url, *flags) == 2
+    shown = capsys.readouterr().out
+    assert "no gateway answers at http://127.0.0.1:1: " in shown
+    assert "host-a/0" in shown
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,23 @@ import signal
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from medialane.cli import store
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.config import Config, load_config
+from medialane.core.media import MediaRef
+from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
 from medialane.rpc import RpcConfig
 from medialane.store import StoreLink
+from medialane.store.messages import FindItem
+from medialane.transfer.nixl import NixlMover, RdmaMetadata
+from medialane.transfer.nixl.fake import FakeMetadata
+from medialane.transfer.nixl.rdma_metadata import Descriptor, pack_agent_metadata
+from nixl_hosts import FAKE
+from published import published_url
 from waiting import eventually
 
 SETTINGS = {"arena-size": "64MiB", "preparers": "1"}
@@ -67,6 +76,38 @@ async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(c
     assert await asyncio.wait_for(serving, 30) == 0
     running.cancel()
     await asyncio.wait([running])
+
+
+class FakedNixlMover(NixlMover):
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings, factory=FAKE)
+
+
+async def test_store_reads_published_images_if_the_operator_allows_it(config, address, monkeypatch):
+    monkeypatch.setattr(store, "NixlMover", FakedNixlMover)
+    settings = {**SETTINGS, "stage": "url", "allow-media-rdma": "true", "peer-nixl": "on"}
+    config = load_config({**settings, "arena-directory": config.arena.directory}, environ={})
+    serving = asyncio.create_task(store._serve(config, "model", [], address))
+    link = StoreLink(address, rpc=RpcConfig(), arena_directory=config.arena.directory, wait_timeout_s=5)
+    running = asyncio.create_task(link.run())
+    await asyncio.wait_for(link.ready(), 30)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    agent = msgspec.msgpack.encode(FakeMetadata("client", os.getpid()))
+    descriptor = Descriptor("cpu", pixels.ctypes.data, pixels.nbytes)
+    metadata = RdmaMetadata([descriptor], pack_agent_metadata(agent), "key")
+    ref = MediaRef("image", "p", url=published_url(metadata.encode(), 40, 60))
+    reply = await asyncio.wait_for(link.call(lambda call_id: FindItem(call_id, ref, "encoded"), _proceed), 30)
+    spec = TensorSpec("uint8", (reply.encoded.num_bytes,))
+    assert bytes(link.tensor(TensorDescriptor(spec, reply.range, reply.encoded.data_offset)))[64:] == pixels.tobytes()
+    link.release(reply.hold_id, reply.range.arena)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(serving, 30) == 0
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def _proceed(question) -> None:
+    assert (question.width, question.height) == (60, 40)
 
 
 def _free(link: StoreLink) -> int:

@@ -3,9 +3,12 @@ import logging
 
 import pytest
 
-from medialane.cli.store import movers
+from medialane.cli.store import movers, published_images
 from medialane.config import Config
+from medialane.core.errors import StartupFailed
+from medialane.media import MediaConfig
 from medialane.rpc import RpcConfig
+from medialane.store import PublishedImages
 from medialane.store.config import StoreConfig
 
 TLS = RpcConfig(tls_cert="cert.pem", tls_key="key.pem", tls_ca="ca.pem")
@@ -36,3 +39,12 @@ def test_missing_nixl_is_logged_once(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         assert movers(Config(store=StoreConfig(nixl="on")), "0" * 32) == []
     assert len(caplog.records) == 1
+
+
+def test_published_images_need_nixl():
+    config = Config(media=MediaConfig(allow_rdma=True), store=StoreConfig(nixl="on"))
+    found = movers(config, "0" * 32)
+    assert isinstance(published_images(config.media, None, None, found), PublishedImages)
+    assert published_images(MediaConfig(), None, None, found) is None
+    with pytest.raises(StartupFailed, match="--peer-nixl on"):
+        published_images(config.media, None, None, [])

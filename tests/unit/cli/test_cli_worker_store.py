@@ -61,6 +61,20 @@ async def test_store_is_started_restarted_and_stopped_with_the_worker(address):
     await eventually(lambda: not any(map(is_alive, pids(address))))
 
 
+async def test_one_of_several_workers_starts_the_store_and_another_takes_over(address):
+    first, second = (worker_store.host_store(Config(), "model", address) for _ in range(2))
+    async with second:
+        async with first:
+            await eventually(lambda: worker_store.has_listener(address))
+            await eventually(lambda: len(pids(address)) == 1)
+            (pid,) = pids(address)
+            os.kill(pid, signal.SIGKILL)
+            await eventually(lambda: len(pids(address)) == 2 and worker_store.has_listener(address))
+        await eventually(lambda: is_alive(pids(address)[-1]) and worker_store.has_listener(address))
+    assert 2 <= len(pids(address)) <= 3
+    await eventually(lambda: not any(map(is_alive, pids(address))))
+
+
 async def test_workers_that_start_together_start_one_store(address, caplog):
     async with (
         worker_store.host_store(Config(), "model", address),

@@ -1,9 +1,15 @@
 import socket
+import stat
 import sys
+import tempfile
+from pathlib import Path
 
 import msgspec
+import pytest
 
+from medialane.cluster import remote
 from medialane.cluster.remote import RemoteProcess, RemoteSpec, remote_argv, remote_environ
+from medialane.core.errors import StartupFailed
 
 SECRET = "0123456789abcdef" * 2
 HOST = socket.gethostname()
@@ -14,15 +20,49 @@ def spec(**changes):
 
 
 def test_command_runs_on_the_host_under_its_name():
-    found = remote_argv(spec(vllm_args=("--enforce-eager",)), "node a")
+    found = remote_argv(spec(vllm_args=("--enforce-eager",)), "10.0.0.1")
     expected = [sys.executable, "-m", "medialane", "worker", "m", "--worker-name", f"{HOST}/0"]
     assert found == [*expected, "--", "--enforce-eager"]
 
 
-def test_flags_of_a_node_are_used_only_there():
-    placed = spec(node_flags={"node a": ("--store", "unix:/run/store.sock")})
-    assert remote_argv(placed, "node a")[-2:] == ["--store", "unix:/run/store.sock"]
-    assert "--store" not in remote_argv(placed, "node b")
+def test_flags_of_a_host_are_used_only_there():
+    placed = spec(node_flags={"10.0.0.1": ("--store", "unix:/run/store.sock"), "": ("--start-store",)})
+    assert "unix:/run/store.sock" in remote_argv(placed, "10.0.0.1")
+    assert "--start-store" not in remote_argv(placed, "10.0.0.1")
+    assert "--store" not in remote_argv(placed, "10.0.0.2")
+    assert "--start-store" in remote_argv(placed, "10.0.0.2")
+
+
+def test_gateways_of_a_host_have_no_worker_name():
+    assert "--worker-name" not in remote_argv(spec(joins_as="", node="10.0.0.1"), "10.0.0.1")
+
+
+@pytest.fixture
+def runtime_directory(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as paths of sockets must be
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder)
+
+
+def test_processes_of_a_host_name_the_same_folder(runtime_directory):
+    words = ("--store", "unix:{folder}/store.sock")
+    found = remote_argv(spec(shared_folder="abc", node_flags={"": words}), "10.0.0.2")
+    assert f"unix:{runtime_directory}/medialane-node-abc/store.sock" in found
+
+
+async def test_shared_folder_is_private_and_removed_with_its_last_process(runtime_directory, monkeypatch):
+    seen = []
+
+    def argv(spec, _node):
+        folder = remote.shared_path(spec)
+        seen.append(stat.S_IMODE(folder.stat().st_mode))
+        return ["true"]
+
+    monkeypatch.setattr(remote, "remote_argv", argv)
+    process = RemoteProcess(spec(shared_folder="abc"), node="10.0.0.2")
+    assert (await process.run()).how == "exit status 0"
+    assert seen == [0o700]
+    assert not list(runtime_directory.glob("medialane-node-*"))
 
 
 def test_secret_is_that_of_the_host():
@@ -38,8 +78,33 @@ def test_worker_without_reserved_gpus_sees_none():
     assert remote_environ(spec(), {"CUDA_VISIBLE_DEVICES": "0,1"})["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_worker_sees_the_gpus_that_are_reserved_for_it():
-    assert remote_environ(spec(num_gpus=2), {"CUDA_VISIBLE_DEVICES": "4,5"})["CUDA_VISIBLE_DEVICES"] == "4,5"
+@pytest.mark.parametrize(("is_for_cpu", "reason"), [(True, "vLLM's build is for CPUs"), (False, "is empty")])
+def test_reserved_gpus_that_vllm_cannot_use_are_an_error(monkeypatch, is_for_cpu, reason):
+    monkeypatch.setattr(remote, "vllm_is_for_cpu", lambda: is_for_cpu)
+    monkeypatch.setattr(remote, "find_hardware", lambda _: remote_hardware())
+    with pytest.raises(StartupFailed, match=f"1 GPU reserved on {HOST}, but .*{reason}"):
+        remote_environ(spec(num_gpus=1), {"CUDA_VISIBLE_DEVICES": "4"})
+
+
+def remote_hardware(*gpus):
+    from medialane.cluster.placement import Hardware
+
+    return Hardware(gpus, 2)
+
+
+def test_gateways_of_a_host_see_its_gpus():
+    found = remote_environ(spec(node="10.0.0.1"), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert found == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_worker_sees_the_gpus_that_are_reserved_for_it(monkeypatch):
+    monkeypatch.setattr(remote, "find_hardware", lambda _: remote_hardware("4", "5"))
+    assert (
+        remote_environ(spec(num_gpus=2, vllm_args=("-tp", "2")), {"CUDA_VISIBLE_DEVICES": "4,5"})[
+            "CUDA_VISIBLE_DEVICES"
+        ]
+        == "4,5"
+    )
 
 
 def test_spec_is_a_plain_message():
@@ -48,7 +113,7 @@ def test_spec_is_a_plain_message():
 
 
 async def test_run_that_fails_reports_the_cause():
-    process = RemoteProcess(spec(command=("no-such-command",)), node_id="node a")
+    process = RemoteProcess(spec(command=("no-such-command",)), node="10.0.0.1")
     assert process.location is None
     end = await process.run()
     assert end.how == "exit status 2"
@@ -57,4 +122,4 @@ async def test_run_that_fails_reports_the_cause():
 
 
 async def test_stop_before_the_start_is_possible():
-    await RemoteProcess(spec(), node_id="node a").stop()
+    await RemoteProcess(spec(), node="10.0.0.1").stop()

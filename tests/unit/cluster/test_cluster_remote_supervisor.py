@@ -17,13 +17,16 @@ class FakeCluster:
         self.calls = calls
         self.runs = {}
         self.incarnations = {}
+        self.answering = set()
 
     async def spawn(self, specs, *, timeout_s):
         for spec in specs:
             self._start(spec.name)
 
     async def resolve(self, name):
-        return Location("host-a", "node a", 7, str(self.incarnations[name])) if not self.runs[name].done() else None
+        if self.runs[name].done():
+            return None
+        return Location("host-a", "10.0.0.1", 7, str(self.incarnations[name]), name in self.answering)
 
     async def watch(self, name):
         return await asyncio.shield(self.runs[name])
@@ -69,11 +72,14 @@ class FakeLocal:
 
 
 class Running:
-    def __init__(self, **settings):
+    def __init__(self, others=(), **settings):
         self.calls = []
         self.cluster, self.local, self.observer = FakeCluster(self.calls), FakeLocal(self.calls), Recorder()
         self.connected = set()
         specs = [RemoteSpec(name=f"worker {i}", command=("worker", "m"), joins_as=f"{{host}}/{i}") for i in range(2)]
+        specs += [
+            RemoteSpec(name=each, command=("serve", "m"), ready_url="http://x", node="10.0.0.1") for each in others
+        ]
 
         async def connected():
             return self.connected
@@ -102,8 +108,8 @@ def quick_polls(monkeypatch):
 async def run():
     runs = []
 
-    def make(**settings):
-        runs.append(Running(**settings))
+    def make(others=(), **settings):
+        runs.append(Running(others, **settings))
         return runs[-1]
 
     yield make
@@ -120,6 +126,17 @@ async def test_start_ends_when_every_worker_has_joined(run):
     running.connected = {"host-a/0", "host-a/1"}
     await starting
     assert running.observer.count("ready") == 2
+
+
+async def test_start_waits_for_the_gateways_of_other_hosts(run):
+    running = run(["gateways of 10.0.0.1"])
+    running.connected = {"host-a/0", "host-a/1"}
+    starting = asyncio.create_task(running.supervisor.start())
+    await eventually(lambda: running.observer.count("ready") == 2)
+    assert not starting.done()
+    running.cluster.answering.add("gateways of 10.0.0.1")
+    await starting
+    assert running.observer.count("ready", "gateways of 10.0.0.1") == 1
 
 
 async def test_worker_that_ends_during_the_start_fails_it_with_its_report(run):
@@ -142,7 +159,7 @@ async def test_process_of_this_host_that_fails_fails_the_start(run):
 async def test_worker_that_never_joins_is_named(run):
     running = run(start_timeout_s=0.1)
     running.connected = {"host-a/0"}
-    with pytest.raises(StartupFailed, match=r"^worker 1: not joined after 0\.1 s; can its host reach --join-listen\?"):
+    with pytest.raises(StartupFailed, match=r"^worker 1: not ready after 0\.1 s; can its host reach --join-listen\?"):
         await running.supervisor.start()
 
 

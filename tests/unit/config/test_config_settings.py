@@ -38,14 +38,14 @@ def test_every_setting_has_a_unique_name_and_a_description():
 
 
 def test_validation_error_uses_the_flag_name():
-    with pytest.raises(StartupFailed, match="--workers must be at least 1"):
-        load({"workers": "0"}, sections=("cluster",))
+    with pytest.raises(StartupFailed, match="--workers must not be negative"):
+        load({"workers": "-1"}, sections=("cluster",))
     with pytest.raises(StartupFailed, match="--restart-initial must be positive and at most --restart-max"):
         load({"restart-initial": "0"}, sections=("cluster",))
 
 
 def test_sections_not_used_by_a_command_are_not_validated():
-    assert load({"workers": "0"}, sections=("server",)).cluster.num_workers == 0
+    assert load({"workers": "-1"}, sections=("server",)).cluster.num_workers == -1
 
 
 def test_configuration_is_frozen():

@@ -3,7 +3,13 @@ import threading
 
 import pytest
 
-from medialane.core.loop_fairness import LARGE_BYTES, SMALL_BYTES, LoopFairness
+from medialane.core.loop_fairness import (
+    LARGE_BYTES,
+    PIECES_PER_ITERATION,
+    SMALL_BYTES,
+    FewPerIteration,
+    LoopFairness,
+)
 
 
 class LoopTurns:
@@ -130,3 +136,47 @@ async def test_error_in_the_thread_reaches_the_caller_and_ends_its_step():
         await fairness.run(LARGE_BYTES, lambda: 1 // 0)
     assert await fairness.run(LARGE_BYTES, lambda: 7) == 7
     fairness.close()
+
+
+async def test_many_pieces_of_one_task_are_spread_over_iterations(loop_turns):
+    few, pieces = FewPerIteration(), []
+    for _ in range(10 * PIECES_PER_ITERATION):
+        await few.next_piece()
+        pieces.append(loop_turns.number)
+    assert max(map(pieces.count, pieces)) <= PIECES_PER_ITERATION + 1
+
+
+async def test_pieces_of_many_tasks_are_spread_over_iterations_fifo(loop_turns):
+    few, pieces = FewPerIteration(), []
+
+    async def work(number):
+        await few.next_piece()
+        pieces.append((loop_turns.number, number))
+
+    await asyncio.gather(*map(work, range(10 * PIECES_PER_ITERATION)))
+    iterations = [iteration for iteration, _ in pieces]
+    assert max(map(iterations.count, iterations)) <= PIECES_PER_ITERATION
+    assert [number for _, number in pieces] == list(range(10 * PIECES_PER_ITERATION))
+
+
+async def test_a_few_pieces_do_not_wait(loop_turns):
+    few = FewPerIteration()
+    for _ in range(3):
+        before = loop_turns.number
+        for _ in range(PIECES_PER_ITERATION):
+            await few.next_piece()
+        assert loop_turns.number == before
+        await asyncio.sleep(0)
+
+
+async def test_cancelled_piece_does_not_delay_the_others(loop_turns):
+    few = FewPerIteration()
+    tasks = [asyncio.create_task(few.next_piece()) for _ in range(3 * PIECES_PER_ITERATION)]
+    await asyncio.sleep(0)
+    for task in tasks[PIECES_PER_ITERATION:-1]:
+        task.cancel()
+    await asyncio.sleep(0)
+    before = loop_turns.number
+    await tasks[-1]
+    assert loop_turns.number - before <= 2
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from medialane.core.errors import StartupFailed
-from medialane.core.owner_lock import OwnedFolder, abandoned, reap_folders, try_lock
+from medialane.core.owner_lock import OwnedFolder, SharedFolder, abandoned, reap_folders, try_lock
 
 PREFIX = "medialane-test-"
 
@@ -102,3 +102,50 @@ def test_file_replaced_after_the_open_is_not_considered_abandoned(tmp_path, monk
     monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
     with abandoned(path) as found:
         assert found is None
+
+
+def test_shared_folder_is_private_and_removed_by_the_last_of_its_users(tmp_path):
+    path = tmp_path / f"{PREFIX}shared"
+    first, second = SharedFolder.join(path), SharedFolder.join(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    first.close()
+    first.close()
+    assert path.is_dir()
+    assert reap_folders(tmp_path, PREFIX) == []
+    second.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shared_folder_of_killed_users_is_removed(tmp_path):
+    path = tmp_path / f"{PREFIX}shared"
+    script = (
+        "import os, pathlib, signal, sys; from medialane.core.owner_lock import SharedFolder;"
+        "f = SharedFolder.join(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    assert path.is_dir()
+    assert reap_folders(tmp_path, PREFIX) == [path]
+
+
+def test_shared_folder_that_is_removed_meanwhile_is_made_again(tmp_path, monkeypatch):
+    path = tmp_path / f"{PREFIX}shared"
+    before = SharedFolder.join(path)
+    lock = fcntl.flock
+
+    def removed_meanwhile(descriptor, operation):
+        monkeypatch.setattr(fcntl, "flock", lock)
+        before.close()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    folder = SharedFolder.join(path)
+    assert (path / "owner.lock").exists()
+    folder.close()
+    assert not path.exists()
+
+
+def test_folder_of_another_user_is_not_shared(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "folder").stat().st_uid + 1)
+    with pytest.raises(StartupFailed, match="belongs to another user"):
+        SharedFolder.join(tmp_path / "folder")

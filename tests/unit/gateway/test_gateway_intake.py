@@ -21,13 +21,17 @@ from medialane.core.errors import (
     InvalidRequest,
     MedialaneError,
     MediaTooLarge,
+    MediaUrlForbidden,
     TooManyMediaItems,
+    UnsupportedMediaType,
 )
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake import Intake, extract
 from medialane.gateway.intake.json_scan import scan_json
 from medialane.gateway.intake.text_encoding import as_utf8
 from medialane.media import MediaConfig
+from medialane.media.published_image import MAX_URL_BYTES
+from published import published_url
 
 CONFIG = MediaConfig()
 PIXELS = bytes(range(256)) * 20
@@ -60,6 +64,36 @@ def test_payload_becomes_a_reference_and_its_bytes():
 def test_url_is_kept_for_fetching():
     (ref,) = extracted(chat(image(HTTP))).refs
     assert (ref.url, ref.data, ref.salt) == (HTTP, None, "")
+
+
+@pytest.mark.parametrize("padding", [0, 150_000])
+def test_published_image_is_left_to_the_store(padding):
+    url = published_url(json.dumps("x" * padding).encode(), 7, 5)
+    found = extracted(chat(image(url)), MediaConfig(allow_rdma=True))
+    (ref,) = found.refs
+    assert (ref.modality, ref.url, ref.data) == ("image", url, None)
+    assert json.loads(found.body) == chat(image("medialane:0"))
+
+
+@pytest.mark.parametrize(
+    ("part", "allowed", "error"),
+    [
+        ("image_url", False, MediaUrlForbidden),
+        ("video_url", True, UnsupportedMediaType),
+        ("audio_url", True, UnsupportedMediaType),
+    ],
+)
+def test_published_media_are_refused_unless_they_are_images_and_the_operator_allows_it(part, allowed, error):
+    body = chat({"type": part, part: {"url": published_url(b"{}", 7, 5)}})
+    with pytest.raises(error) as raised:
+        extracted(body, MediaConfig(allow_rdma=allowed))
+    assert raised.value.param == f"messages[0].content[0].{part}"
+
+
+def test_large_description_of_a_published_image_is_refused():
+    url = published_url(json.dumps("x" * MAX_URL_BYTES).encode(), 7, 5)
+    with pytest.raises(MediaTooLarge):
+        extracted(chat(image(url)), MediaConfig(allow_rdma=True))
 
 
 def test_references_are_numbered_in_prompt_order():
@@ -644,6 +678,44 @@ def test_body_with_too_many_tools_is_rejected(tools):
 def test_body_with_as_many_tools_as_permitted_is_accepted(tools):
     body = json.dumps({**NO_MEDIA, "tools": tools}).encode()
     assert extract(body, CONFIG).body == body
+
+
+CONVERSATION = [{"role": "user", "content": "x"}]
+FEW_PROMPTS = GatewayConfig(max_prompts=256)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("prompt", {"prompt": ["x"] * 257}),
+        ("prompt", {"prompt": [[1, 2]] * 257}),
+        ("prompt_embeds", {"prompt_embeds": ["x"] * 257}),
+        ("messages", {"messages": [CONVERSATION] * 257}),
+        ("items", {"query": "x", "items": ["x"] * 257}),
+        ("items", {"query": [1], "items": [[1]] * 257}),
+    ],
+)
+def test_body_with_too_many_prompts_is_rejected(name, body):
+    with pytest.raises(InvalidBody, match="more than 256 prompts") as raised:
+        extract(json.dumps(body, indent=1).encode(), CONFIG, FEW_PROMPTS)
+    assert raised.value.param == name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["x"] * 256},
+        {"prompt": [1] * 300},
+        {"prompt": [[1] * 300]},
+        {"messages": [CONVERSATION] * 256},
+        {"messages": CONVERSATION * 300},
+        {"messages": CONVERSATION, "items": ["x"] * 300},
+        {"query": "x", "items": {"a": ["x"] * 300}},
+    ],
+)
+def test_body_with_as_many_prompts_as_permitted_is_accepted(body):
+    sent = json.dumps(body).encode()
+    assert extract(sent, CONFIG, FEW_PROMPTS).body == sent
 
 
 @pytest.mark.parametrize("body", [b"[" * 101, b'{"a":' * 101, b"[1," * 30_000, b'{"a":1' + b"1" * 4300 + b"}"])

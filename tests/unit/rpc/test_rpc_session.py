@@ -1,6 +1,8 @@
 """Requests on a connection, over real sockets."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 from rpc_requests import engine_request, raw_frame, tokens_of
@@ -108,6 +110,53 @@ async def test_abort_cancels_the_generator_and_is_confirmed_by_released(net):
     assert handler.num_active == 1
     await eventually(lambda: client.num_in_flight == 0)
     assert (handler.num_active, handler.num_cancelled) == (0, 1)
+
+
+class Tensors(bytearray):
+    """What a request reads."""
+
+
+class ReadingHandler(FakeHandler):
+    """Its requests fail, or are cancelled, while they read tensors."""
+
+    def __init__(self, *, fails):
+        super().__init__()
+        self.read = []
+        self._fails = fails
+
+    async def run(self, request):
+        tensors = Tensors(b"pixels")
+        self.read.append(weakref.ref(tensors))
+        try:
+            yield OutputDelta(request.request_id, [CompletionDelta(0, "x", [1])], finished=False)
+            if self._fails:
+                raise GenerationFailed("x")
+            await asyncio.Event().wait()
+        finally:
+            assert tensors
+
+
+@pytest.mark.parametrize("end", ["error", "abort", "loss"])
+async def test_nothing_that_a_request_has_read_is_kept_when_it_has_ended(net, end):
+    """A cancelled task keeps its exception, whose frames have what the request was reading: shared memory that stays
+    mapped. An idle worker collects no garbage."""
+    handler = ReadingHandler(fails=end == "error")
+    server = await net.serve(handler)
+    client = await net.connect()
+    gc.collect()
+    gc.disable()
+    try:
+        remote = client.submit(engine_request("r"))
+        await eventually(lambda: handler.read)
+        if end == "abort":
+            remote.abort()
+        elif end == "loss":
+            await client.close()
+        await eventually(lambda: server.num_in_flight == 0)
+        await iterations(10)
+        assert [tensors() for tensors in handler.read] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_release_comes_after_the_generator_has_released(net):

@@ -12,6 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from store_world import ITEM_BYTES, World, pattern
 
 from medialane.core.errors import HandoverFailed
+from medialane.store import hold_passing
+from medialane.store.hold_cache import HoldCache
+from medialane.store.hold_passing import HoldPasser
 from medialane.store.holds import StoreEntries
 from waiting import eventually
 
@@ -28,10 +31,13 @@ class Holding(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.patches = pytest.MonkeyPatch()
+        self.patches.setattr(hold_passing, "MAX_AGE_S", 60)  # a request may take any number of steps to arrive
         self.world = self.loop.run_until_complete(self._start())
         self.clients = []
         self.sent = []  # (content, entry) of requests that no worker has received yet
+        self.passed_ahead = {}  # request id: (worker, content, entry) of requests that arrive after their holds
         self.passed = []  # (worker, hold, content, entry)
+        self.num_sent = 0
 
     async def _start(self) -> World:
         return await World(self.patches).start()
@@ -44,6 +50,7 @@ class Holding(RuleBasedStateMachine):
 
     def held(self):
         found = [found for client in self.clients for found in client.holds.values()]
+        found += [(content, entry) for _, content, entry in self.passed_ahead.values()]
         return found + [(content, entry) for _, _, content, entry in self.passed]
 
     has_client = precondition(lambda self: self.clients)
@@ -67,6 +74,30 @@ class Holding(RuleBasedStateMachine):
         if gateway.holds:
             self.sent.append(list(gateway.holds.values())[hold % len(gateway.holds)])
 
+    @has_client
+    @rule(which=number, hold=number, to=number)
+    def pass_on(self, which, hold, to):
+        """A gateway passes a hold to the worker that it sends a request to."""
+        gateway, worker = self.pick(which), self.pick(to)
+        if gateway.holds:
+            content, entry = list(gateway.holds.values())[hold % len(gateway.holds)]
+            self.num_sent += 1
+            self.run(self._passed(gateway, entry, worker, str(self.num_sent)))
+            self.passed_ahead[str(self.num_sent)] = worker, content, entry
+
+    async def _passed(self, gateway, entry, worker, request_id) -> None:
+        arrived = self.entries(worker)._passed._arrived
+        HoldPasser(gateway.link, retention_s=0).pass_on([entry], to=worker.link.client_id, request_id=request_id)
+        await eventually(lambda: request_id in arrived)
+
+    @precondition(lambda self: self.passed_ahead)
+    @rule(request=number)
+    def receive_after_its_hold(self, request):
+        request_id = list(self.passed_ahead)[request % len(self.passed_ahead)]
+        worker, content, entry = self.passed_ahead.pop(request_id)
+        hold = self.run(self.entries(worker).hold([entry], passed_with=request_id))
+        self.passed.append((worker, hold, content, entry))
+
     @precondition(lambda self: self.clients and self.sent)
     @rule(to=number, request=number)
     def receive(self, to, request):
@@ -84,11 +115,12 @@ class Holding(RuleBasedStateMachine):
             assert is_held or self.retention_s
 
     def entries(self, worker) -> StoreEntries:
-        """Return the worker's view of the arena: always the same if it retains holds, otherwise nothing is shared."""
-        if not self.retention_s:
-            return StoreEntries(worker.link)
+        """Return the worker's view of the arena: always the same if it retains holds, otherwise only what was passed
+        is shared."""
         if not hasattr(worker, "entries"):
             worker.entries = StoreEntries(worker.link, retention_s=self.retention_s)
+        if not self.retention_s:
+            worker.entries._holds = HoldCache(worker.link, retention_s=0)
         return worker.entries
 
     @has_client
@@ -108,7 +140,9 @@ class Holding(RuleBasedStateMachine):
     @has_client
     @rule(which=number)
     def lose_connection(self, which):
-        self.run(self.world.lose_connection(self.pick(which)))
+        client = self.pick(which)
+        self._forget_passed(client)
+        self.run(self.world.lose_connection(client))
 
     @has_client
     @rule(which=number)
@@ -116,7 +150,11 @@ class Holding(RuleBasedStateMachine):
         client = self.pick(which)
         self.clients.remove(client)
         self.passed = [found for found in self.passed if found[0] is not client]
+        self._forget_passed(client)
         self.run(client.die())
+
+    def _forget_passed(self, worker) -> None:
+        self.passed_ahead = {name: found for name, found in self.passed_ahead.items() if found[0] is not worker}
 
     @rule()
     def evict(self):

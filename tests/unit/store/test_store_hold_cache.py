@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
 
 import pytest
-from store_world import ITEM_BYTES, World, pattern
+from store_world import ITEM_BYTES, pattern
 
-from medialane.core.errors import ArenaFull
+from medialane.core.errors import ArenaFull, StoreUnavailable
 from medialane.store.holds import StoreEntries
 from waiting import eventually
-
-
-@pytest.fixture
-async def world(monkeypatch):
-    world = await World(monkeypatch).start()
-    yield world
-    await world.close()
 
 
 @pytest.fixture
@@ -136,6 +130,15 @@ async def test_client_that_does_not_answer_delays_a_refusal_only_briefly(world, 
     retained = await StoreEntries(worker.link, retention_s=60).hold([await sent(gateway, "a")])
     retained.release()
     assert await fill(gateway) > 20
+
+
+async def test_client_that_is_lost_while_it_is_asked_does_not_delay_a_refusal(world, gateway, worker, monkeypatch):
+    monkeypatch.setattr("medialane.store.server.RECLAIM_TIMEOUT_S", 60.0)
+    client = worker.link._client
+    client._on_reclaim = lambda: client._connection.end(StoreUnavailable("the process is killed"))
+    async with asyncio.timeout(10):
+        assert await fill(gateway) > 20
+    await eventually(lambda: worker.link._client not in (client, None))
 
 
 async def test_lost_connection_ends_retained_holds_and_keeps_those_in_use(world, gateway, worker):

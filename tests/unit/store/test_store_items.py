@@ -221,6 +221,17 @@ async def test_bytes_that_are_evicted_at_once_are_fetched_a_few_times_only(world
     assert 2 <= world.fetcher.num_fetches <= 4
 
 
+async def test_item_that_is_found_at_the_second_attempt_is_one_miss(world):
+    """The store tries again when its clients have released what they do not use."""
+    timeline = StageTimeline()
+    world.pool.error = ArenaFull("full")
+    with pytest.raises(ArenaFull):
+        await world.items.find(by_url(), "processed", PLAIN, timeline=timeline)
+    world.pool.error = None
+    (await world.items.find(by_url(), "processed", PLAIN, timeline=timeline)).lease.release()
+    assert (timeline.num_hits, timeline.num_misses, timeline.cache) == (0, 1, "miss")
+
+
 async def test_feature_that_can_never_fit_is_prepared_once(world):
     world.pool.error = MediaTooLarge("larger than the arena")
     for _ in range(3):

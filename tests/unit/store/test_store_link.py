@@ -6,7 +6,6 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from store_world import World
 
 from medialane.core.errors import StartupFailed, StoreUnavailable
 from medialane.core.hashing import content_hash
@@ -20,13 +19,6 @@ from waiting import eventually
 
 SETTINGS = {"model": "a", "dtype": "float16"}
 OTHER_SETTINGS = {"model": "b", "dtype": "float16"}
-
-
-@pytest.fixture
-async def world(monkeypatch):
-    world = await World(monkeypatch).start()
-    yield world
-    await world.close()
 
 
 @pytest.fixture

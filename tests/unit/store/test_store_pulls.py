@@ -14,7 +14,7 @@ from medialane.arena import ENTRY_HEADER_BYTES
 from medialane.core.errors import ArenaFull, HandoverFailed, StartupFailed, TransferFailed
 from medialane.core.media import EncodedMedia
 from medialane.rpc import RpcConfig
-from medialane.store import peer_server, puller
+from medialane.store import peer_server, peers, puller
 from medialane.store.peer_messages import (
     MAX_MESSAGE_BYTES,
     CloseEntry,
@@ -194,6 +194,66 @@ async def test_entry_is_copied_over_tls_where_both_sides_have_it(tmp_path, sourc
         await pull(other, source.grant(stored))
     await other.close()
     await one.close()
+
+
+# Large entries.
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(peers, "MIN_PART_BYTES", MIB // 2)
+
+
+@pytest.fixture(params=["plain", "TLS"])
+async def hosts(request, tmp_path):
+    """A source and a destination, perhaps with TLS."""
+    files = tls_settings(tmp_path, trustme.CA()) if request.param == "TLS" else {}
+    config = RpcConfig(shared_secret="a secret for this test alone", **files)
+    made = [Host(config), Host(config)]
+    await made[0].serve()
+    yield made
+    for host in reversed(made):
+        await host.close()
+
+
+@pytest.mark.parametrize(("num_bytes", "num_streams"), [(MIB - 1000, 1), (MIB + 5, 2), (9 * MIB // 2 + 7, 3)])
+async def test_large_entry_is_copied_over_several_connections(hosts, small_parts, num_bytes, num_streams):
+    source, destination = hosts
+    destination.pulls._puller._peers._max_streams = 3
+    with source.store("key", num_bytes) as stored, await pull(destination, source.grant(stored)) as copied:
+        assert destination.payload(copied) == source.payload(stored)
+        assert source.pulls._server.num_connections == num_streams
+        assert destination.pulls.stats.num_pulls == {"tcp": 1}
+        await eventually(lambda: source.arena.stats().num_leases == 1, "every connection has released its hold")
+
+
+async def test_failure_of_one_part_ends_all_of_them_before_the_range_is_free(
+    destination, scripted, source, small_parts
+):
+    stopped = []
+
+    def script(peer):
+        opening(peer, stored.value)
+        if not stopped:
+            stopped.append(peer)  # sends nothing
+            peer.receive(9)
+
+    with source.store("k", 4 * MIB) as stored:
+        with pytest.raises(TransferFailed, match=r"closed|lost"):
+            await pull(destination, scripted(script).entry("k", stored))
+        assert stopped
+        assert destination.arena.stats().num_reservations == 0
+        with pytest.raises(TransferFailed):
+            stopped[0].receive(9)  # its connection has been closed
+
+
+async def test_large_entry_is_copied_over_several_connections_when_another_mover_fails(two_hosts, small_parts):
+    source, destination, mover = two_hosts
+    mover.errors = [TransferFailed("broken")]
+    with source.store("key", 3 * MIB) as stored, await pull(destination, source.grant(stored)) as copied:
+        assert destination.payload(copied) == source.payload(stored)
+    assert source.pulls._server.num_connections == 4
+    assert destination.pulls.stats.num_pulls == {"tcp": 1}
 
 
 # Sources that fail. The deadline of a pull is shortened where it is waited for.
@@ -393,7 +453,7 @@ async def test_destination_that_dies_ends_its_hold(source):
     with source.store("k") as stored:
         entry = source.grant(stored)
     peer = await asyncio.to_thread(connect, entry.address)
-    await held_by(source, peer, entry, SendPayload())
+    await held_by(source, peer, entry, SendPayload(0, 16))
     peer.close()
     await eventually(lambda: source.arena.stats().num_leases == 0)
 
@@ -402,7 +462,7 @@ async def test_hold_of_a_destination_that_stops_reading_ends_and_is_not_confirme
     with source.store("k", 15 * MIB) as stored:
         entry = source.grant(stored)
     peer = await asyncio.to_thread(connect, entry.address)
-    await held_by(source, peer, entry, SendPayload())
+    await held_by(source, peer, entry, SendPayload(0, entry.range.nbytes - ENTRY_HEADER_BYTES))
     await eventually(lambda: source.arena.stats().num_leases == 0)
 
     def resume():
@@ -432,20 +492,17 @@ def address_of(source) -> str:
     return source.pulls._server.capabilities.address
 
 
-async def test_silent_and_garbage_peers_are_disconnected_while_pulls_go_on(source, destination, monkeypatch):
-    monkeypatch.setattr(peer_server, "MAX_UNREGISTERED", 4)
-    host, port = "127.0.0.1", int(address_of(source).rpartition(":")[2])
-    writers = []
-    for number in range(200):
-        _, writer = await asyncio.open_connection(host, port)
-        writers.append(writer)
-        if number % 2:
-            writer.write(b"GET / HTTP/1.1\r\n" * number)
+async def test_part_that_is_not_one_of_the_payload_is_not_sent(source):
     with source.store("k") as stored:
-        (await pull(destination, source.grant(stored))).release()
-    for writer in writers:
-        writer.transport.abort()
-    await eventually(lambda: source.pulls._server.num_connections == 1)
+        entry = source.grant(stored)
+    for start, stop in ((0, entry.range.nbytes), (-1, 5), (9, 5)):
+        peer = await asyncio.to_thread(connect, entry.address)
+        await held_by(source, peer, entry)
+        peer.send(SendPayload(start, stop))
+        with pytest.raises(TransferFailed):
+            await asyncio.to_thread(peer.receive, MAX_MESSAGE_BYTES)
+        peer.close()
+        await eventually(lambda: source.arena.stats().num_leases == 0)
 
 
 async def test_store_that_stops_ends_its_connections_and_holds(source):

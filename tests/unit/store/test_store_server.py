@@ -108,7 +108,7 @@ async def test_second_connection_of_a_client_takes_over_what_it_holds(world):
 
     async def connect(*holds):
         hello = StoreHello(client_id="one", arena=world.arena.id, holds=list(holds))
-        return await StoreClient.connect(world.address, hello, RPC, holds=set(holds), on_reclaim=list)
+        return await StoreClient.connect(world.address, hello, RPC, holds=set(holds), on_passed=list, on_reclaim=list)
 
     async def find(client, content):
         return await client.call(lambda call_id: FindItem(call_id, reference(content), "processed"))
@@ -218,7 +218,7 @@ async def test_socket_is_private_and_a_client_of_another_release_is_refused(worl
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     with pytest.raises(StartupFailed, match="same release"):
         await StoreClient.connect(
-            world.address, StoreHello(version=0, client_id="x"), RPC, holds=set(), on_reclaim=list
+            world.address, StoreHello(version=0, client_id="x"), RPC, holds=set(), on_passed=list, on_reclaim=list
         )
 
 

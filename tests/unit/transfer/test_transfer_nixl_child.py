@@ -30,3 +30,8 @@ def test_operators_own_variables_are_kept():
     found = environment({"UCX_TCP_TX_SEG_SIZE": "8k", "UCX_NET_DEVICES": "eth1"})
     assert found["UCX_TCP_TX_SEG_SIZE"] == "8k"
     assert found["UCX_NET_DEVICES"] == "eth1"
+
+
+def test_segments_sent_over_tcp_are_not_larger_than_any_peer_receives():
+    """A peer with UCX's defaults, such as Dynamo's, has a buffer of 8 KiB for each."""
+    assert "UCX_TCP_TX_SEG_SIZE" not in environment({})

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 
+import msgspec
 import pytest
 
 from medialane.core.errors import TransferFailed
@@ -248,6 +249,19 @@ async def test_invalid_offer_fails_the_read(owner, reader, offer):
     opened.offers["nixl"] = offer
     with pytest.raises(TransferFailed):
         await reader.read(opened)
+
+
+@pytest.mark.parametrize("address", [-5, 0, 1, 64, 1 << 64])
+async def test_offer_of_an_impossible_address_fails_the_read_and_not_the_process(owner, reader, address):
+    """`address` is that of the payload; its header is 64 bytes before it."""
+    opened = await owner.opened(DATA)
+    await reader.read(opened)
+    pid = reader.mover.pid
+    base = address - 64 - opened.entry.range.offset
+    opened.offers["nixl"] = msgspec.msgpack.encode({"metadata": b"x", "base": base})
+    with pytest.raises(TransferFailed):
+        await reader.read(opened)
+    assert reader.mover.pid == pid
 
 
 async def test_source_without_an_offer_fails_the_read(owner, reader):

@@ -1,7 +1,9 @@
 """vLLM's EngineClient over a request backend: requests, outputs and errors. No model, no engine."""
 
+import asyncio
 from contextlib import aclosing
 from http import HTTPStatus
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import get_args
 
@@ -19,6 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from medialane.core import admin
 from medialane.core.errors import AdminCallIncomplete, ArenaFull, NoWorkerReady
 from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.core.loop_fairness import PIECES_PER_ITERATION
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import CompletionDelta, OutputDelta, TokenLogprob
 from medialane.vllm_bridge.administration import ACTIONS
@@ -333,3 +336,35 @@ async def test_command_line_adapters_do_not_wait_for_workers():
 async def test_unsupported_call_raises(name):
     with pytest.raises(NotImplementedError, match="several"):
         await getattr(client(RequestBackend()), name)("r")
+
+
+async def test_prompts_of_one_request_are_started_a_few_per_iteration_of_the_loop():
+    """vLLM's app starts them all in one: a thousand prompts would block the loop for 0.1 s."""
+    backend = RequestBackend()
+    engine = client(backend)
+    tasks = [
+        asyncio.create_task(outputs(engine.generate(tokens_input([1, 2]), SamplingParams(), str(number))))
+        for number in range(10 * PIECES_PER_ITERATION)
+    ]
+    started = [0]
+    while started[-1] < len(tasks):
+        await asyncio.sleep(0)
+        started.append(len(backend.requests))
+    assert max(later - earlier for earlier, later in pairwise(started)) <= PIECES_PER_ITERATION
+    await asyncio.gather(*tasks)
+
+
+async def test_app_lets_the_loop_run_while_it_makes_the_requests_of_many_prompts():
+    engine, num_iterations = client(RequestBackend()), 0
+
+    async def count():
+        nonlocal num_iterations
+        while True:
+            await asyncio.sleep(0)
+            num_iterations += 1
+
+    counting = asyncio.create_task(count())
+    for _ in range(10 * PIECES_PER_ITERATION):
+        assert not await engine.is_tracing_enabled()
+    counting.cancel()
+    assert num_iterations >= 8

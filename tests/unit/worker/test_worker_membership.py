@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from medialane.core.errors import AlreadyJoined, NoWorkerReady, StartupFailed, WorkerLost
+from medialane.core.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.rpc import Hello
 from medialane.rpc.address import TcpAddress
 from medialane.worker import WorkerConfig
@@ -25,6 +25,7 @@ class Network:
         self.open = {}
         self.attempts = []
         self.refusal = None
+        self.down = set()
         self.num_lookups = 0
         self.resolve_now = None
 
@@ -39,6 +40,8 @@ class Network:
 
     async def connect(self, address, *, on_hello):
         self.attempts.append(address)
+        if address in self.down:
+            raise NoWorkerReady("no process listens there")
         if self.refusal is not None:
             raise self.refusal
         assert address not in self.open, "connected twice"
@@ -102,6 +105,14 @@ async def test_address_that_appears_is_joined_and_connections_stay(net):
 async def test_other_gateways_of_the_host_are_joined(net):
     net.ports = [7100, 7101, 7102]
     net.start()
+    await eventually(lambda: set(net.open) == {f"tcp://10.0.0.1:{port}" for port in net.ports})
+
+
+async def test_any_gateway_that_is_named_tells_of_the_others_of_its_host(net):
+    net.ports, net.down = [7100, 7101, 7102], {"tcp://10.0.0.1:7100"}
+    net.start(NAME, TcpAddress(NAME.host, 7101))
+    await eventually(lambda: set(net.open) == {"tcp://10.0.0.1:7101", "tcp://10.0.0.1:7102"})
+    net.down.clear()
     await eventually(lambda: set(net.open) == {f"tcp://10.0.0.1:{port}" for port in net.ports})
 
 
@@ -180,9 +191,14 @@ async def test_refusal_is_logged_once_and_may_end(net, caplog):
 
 
 @pytest.mark.parametrize(
-    ("error", "text"), [(NoWorkerReady("x"), "no process listens there"), (WorkerLost("cut"), "cut")]
+    ("error", "text"),
+    [
+        (NoWorkerReady("x"), "no process listens there"),
+        (WorkerLost("cut"), "cut"),
+        (AuthenticationFailed("another secret"), "another secret"),
+    ],
 )
-async def test_unreachable_gateway_is_tried_again_and_logged_once(net, caplog, error, text):
+async def test_gateway_that_may_soon_be_reachable_is_tried_again_and_logged_once(net, caplog, error, text):
     caplog.set_level(logging.INFO)
     net.refusal = error
     net.start()

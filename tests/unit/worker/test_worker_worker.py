@@ -70,7 +70,7 @@ class Host:
     def offer(self, offer):
         self._listener(offer)
 
-    async def hold(self, ranges):
+    async def hold(self, ranges, *, passed_with=None):
         if self.error is not None:
             raise self.error
         (found,) = ranges
@@ -416,6 +416,34 @@ async def test_running_request_reads_on_when_the_store_is_lost(arena, host, shar
     async for delta in deltas:
         tokens += delta.completions[0].token_ids
     assert tokens == expected
+    lease.release()
+
+
+async def test_engine_unmaps_the_arena_of_a_lost_store_only_when_no_request_reads_it(arena, host, sharing, engine):
+    """vLLM's requests are reference cycles: what one has read is unmapped only if `detach_arena` follows its end."""
+    await shared(sharing, host, arena)
+    tensor, lease = put(arena, b"abcdef")
+    ends_first, ends_last = [sharing.run(request(feature(tensor), max_tokens=9)) for _ in range(2)]
+    await anext(ends_first)
+    await anext(ends_last)
+    num_pings = engine.num_pings
+    host.offer(None)
+    await eventually(lambda: engine.num_pings > num_pings)
+    await ends_first.aclose()
+    await iterations(50)
+    assert engine.arenas == [arena.id]
+    await ends_last.aclose()
+    await eventually(lambda: engine.arenas == [])
+    lease.release()
+
+
+async def test_engine_keeps_the_arena_of_a_connected_store_when_its_last_reader_ends(arena, host, sharing, engine):
+    await shared(sharing, host, arena)
+    tensor, lease = put(arena, b"abcdef")
+    num_pings = engine.num_pings
+    await answer(sharing, request(feature(tensor)))
+    await iterations(50)
+    assert (engine.arenas, engine.num_pings) == ([arena.id], num_pings)
     lease.release()
 
 

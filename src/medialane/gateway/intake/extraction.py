@@ -16,6 +16,7 @@ from medialane.gateway.intake.request_body import (
     ABSENT,
     UNREADABLE,
     check_num_parts,
+    check_num_prompts,
     check_num_tools,
     decode_body,
     string_or_none,
@@ -75,6 +76,7 @@ def extract(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS
         check_num_values(parsed, scan.num_values, limits)
         check_num_parts(parsed, scan.num_values, limits.max_messages)
         check_num_tools(parsed, limits.max_tools)
+        check_num_prompts(parsed, scan.num_values, limits.max_prompts)
         places = media_places(parsed)
         cache_salt = string_or_none(parsed.cache_salt)
     except UNREADABLE as error:

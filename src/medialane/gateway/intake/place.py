@@ -13,7 +13,7 @@ from itertools import islice
 
 import msgspec
 
-from medialane.core.errors import InvalidMediaUrl, MedialaneError
+from medialane.core.errors import InvalidMediaUrl, MedialaneError, MediaTooLarge
 from medialane.core.media import Alias, MediaRef, Modality
 from medialane.gateway.intake.edits import Edit, reference
 from medialane.gateway.intake.request_body import ABSENT, QUOTE, first_byte
@@ -23,6 +23,7 @@ from medialane.gateway.scope import REFERENCE_SCHEME
 from medialane.media import DataUrl, MediaConfig, decode_base64
 from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url
 from medialane.media.embeds import MAX_FIELDS, read_embeds
+from medialane.media.published_image import MAX_URL_BYTES, RDMA_TYPE, check_published
 
 
 class UrlPlace(msgspec.Struct, frozen=True, gc=False):
@@ -42,7 +43,7 @@ class UrlPlace(msgspec.Struct, frozen=True, gc=False):
         located = skeleton.locate(self.string)
         url = data = media_type = None
         try:
-            if (found := _data(located, self.modality, config.max_data_url_bytes)) is None:
+            if (found := _data(located, self.modality, config)) is None:
                 url = _url(located)
             else:
                 data, media_type = found.data, found.media_type
@@ -144,13 +145,19 @@ class UuidPlace(msgspec.Struct, frozen=True, gc=False):
 Place = UrlPlace | Base64Place | EmbedsPlace | UuidPlace
 
 
-def _data(located: Located, modality: Modality, max_bytes: int) -> DataUrl | None:
-    """Return the media in a data: URL; None for other URLs."""
+def _data(located: Located, modality: Modality, config: MediaConfig) -> DataUrl | None:
+    """Return the media in a data: URL; None for other URLs, and for a published image, which the store reads."""
     head = located.head()
     if bytes(head[:5]).lower() != b"data:":
         return None
     header, payload = _split(located, head)
     media_type = parse_header(header)
+    if media_type == RDMA_TYPE:
+        check_published(modality, config)
+        if len(payload) > MAX_URL_BYTES:
+            raise MediaTooLarge(f"the description of a published image has more than {MAX_URL_BYTES} bytes")
+        return None
+    max_bytes = config.max_data_url_bytes
     if modality == "video" and media_type == "video/jpeg":
         return DataUrl(media_type, read_jpeg_frames(payload, max_bytes))
     return DataUrl(media_type, decode_base64(payload, max_bytes))

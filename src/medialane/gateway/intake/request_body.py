@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 from msgspec.structs import astuple
 
@@ -17,6 +19,9 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 #: First bytes of JSON strings, objects and arrays.
 QUOTE, BRACE, BRACKET = b'"{['
+
+#: The beginning of an array whose first element is a string or an array.
+_SEVERAL_PROMPTS = re.compile(rb'\[\s*["\[]')
 
 #: JSON values other than objects and arrays.
 _Scalar = str | int | float | bool | None
@@ -67,13 +72,17 @@ _HOLDS_NOTHING = astuple(Part())[:_NUM_HOLDERS]
 class RequestBody(msgspec.Struct):
     """Chat completions have `messages` (batches: lists of messages), responses have `input`; all may have `tools`.
 
-    Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate).
+    Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate). A request to score
+    `items` has a `query`.
     """
 
     messages: _Conversations = None
     input: _Messages = None
     tools: list[Tool | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
     prompt: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
+    query: msgspec.Raw = ABSENT
+    items: msgspec.Raw = ABSENT
     tokens: msgspec.Raw = ABSENT
     token_ids: msgspec.Raw = ABSENT
     cache_salt: msgspec.Raw = ABSENT
@@ -83,6 +92,7 @@ class RequestBody(msgspec.Struct):
 #: These raise the exceptions in UNREADABLE.
 decode_body = msgspec.json.Decoder(RequestBody).decode
 decode_string = msgspec.json.Decoder(str).decode
+_decode_values = msgspec.json.Decoder(list[msgspec.Raw]).decode
 decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -107,6 +117,28 @@ def check_num_tools(body: RequestBody, max_tools: int) -> None:
     nested = [tool.tools for tool in tools if isinstance(tool, Tool) and isinstance(tool.tools, list)]
     if len(tools) + sum(map(len, nested)) > max_tools:
         raise InvalidBody(f"the request has more than {max_tools} tools", param="tools")
+
+
+def check_num_prompts(body: RequestBody, num_values: int, max_prompts: int) -> None:
+    """Raise InvalidBody if there are more than `max_prompts` prompts: vLLM's app makes a request of each, on the event
+    loop. `num_values` are the JSON's values."""
+    if num_values <= max_prompts:
+        return
+    messages = body.messages if isinstance(body.messages, list) else []
+    numbers = {
+        "messages": sum(isinstance(conversation, list) for conversation in messages),
+        "prompt": _num_prompts(body.prompt),
+        "prompt_embeds": _num_prompts(body.prompt_embeds),
+        "items": 0 if body.query is ABSENT else _num_prompts(body.items),
+    }
+    for name, number in numbers.items():
+        if number > max_prompts:
+            raise InvalidBody(f"the request has more than {max_prompts} prompts", param=name)
+
+
+def _num_prompts(value: msgspec.Raw) -> int:
+    """Return the length of a list of strings or lists; 1 for any other value, such as a list of token ids."""
+    return len(_decode_values(value)) if _SEVERAL_PROMPTS.match(value) else 1
 
 
 def parts_with_media(content: object) -> list[tuple[int, Part]]:

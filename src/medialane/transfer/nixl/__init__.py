@@ -4,7 +4,7 @@ NIXL runs in a process of its own beside the store (`process`), because UCX abor
 peer, and because only the end of the process stops a read for certain. `NixlMover` is the store's side.
 """
 
-from medialane.transfer.nixl.mover import NixlMover
+from medialane.transfer.nixl.mover import NixlMover, Published
 from medialane.transfer.nixl.rdma_metadata import RdmaMetadata
 
-__all__ = ["NixlMover", "RdmaMetadata"]
+__all__ = ["NixlMover", "Published", "RdmaMetadata"]

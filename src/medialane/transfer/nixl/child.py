@@ -261,10 +261,11 @@ class MoverChild:
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a mover process.
 
-    UCX cannot detect the failure of a peer without tcp, and NIXL then refuses to start. Larger segments halve the time
-    of a read over tcp.
+    UCX cannot detect the failure of a peer without tcp, and NIXL then refuses to start. Over tcp, a segment larger than
+    the peer receives corrupts the peer's heap: we receive large ones, but send UCX's default, as not all peers are ours
+    (Dynamo's). Sending 512k, too, would halve the time of a read.
     """
-    found = {"NIXL_LOG_LEVEL": "WARN", "UCX_TCP_TX_SEG_SIZE": "512k", "UCX_TCP_RX_SEG_SIZE": "512k", **inherited}
+    found = {"NIXL_LOG_LEVEL": "WARN", "UCX_TCP_RX_SEG_SIZE": "512k", **inherited}
     if "UCX_TLS" in found:
         found["UCX_TLS"] = with_tcp(found["UCX_TLS"])
     return found

@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -35,10 +35,13 @@ MAX_GIVEN_UP = MAX_READS // 2
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What others need to read from our arena: our agent, and the address of the arena's file in its process."""
+    """What others need to read from our arena: our agent, and the address of the arena's file in its process.
+
+    The header before an entry's payload must have a valid address, too.
+    """
 
     metadata: bytes
-    base: int
+    base: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Published(NamedTuple):

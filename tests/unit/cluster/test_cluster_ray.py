@@ -1,0 +1,105 @@
+"""What is said about a cluster that cannot be used; Ray itself is in tests/seams/test_ray_workers.py."""
+
+import socket
+
+import pytest
+
+from medialane.cluster.remote import RemoteSpec
+from medialane.core.errors import StartupFailed
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'medialane[ray]'")
+
+from medialane.cluster import ray
+
+
+def node(address, *, alive=True, **resources):
+    return {"NodeManagerAddress": address, "Alive": alive, "Resources": resources}
+
+
+def shortage(nodes, number=2, **free):
+    spec = RemoteSpec(name="worker 0", command=(), num_cpus=1, num_gpus=4)
+    return ray.shortage([spec] * number, nodes, free)
+
+
+def test_nodes_that_are_too_small_are_named():
+    found = shortage([node("10.0.0.1", CPU=8, GPU=2), node("10.0.0.2", CPU=8, GPU=2)], CPU=16, GPU=4)
+    assert "2 workers of 1 CPU, 4 GPU each, free in the cluster: 16 CPU, 4 GPU" in found
+    assert "its nodes can hold 0 of them if nothing else runs" in found
+    assert "(10.0.0.1 has 8 CPU, 2 GPU, 10.0.0.2 has 8 CPU, 2 GPU)" in found
+
+
+def test_nodes_that_are_in_use_are_told_from_those_that_are_too_small():
+    found = shortage([node("10.0.0.1", CPU=8, GPU=8), node("10.0.0.2", alive=False, CPU=8, GPU=8)], CPU=8)
+    assert "free in the cluster: 8 CPU, 0 GPU; its nodes can hold 2 of them" in found
+    assert "10.0.0.2" not in found
+
+
+def test_large_clusters_are_not_listed_whole():
+    found = shortage([node(f"10.0.0.{i}", CPU=1) for i in range(20)])
+    assert "10.0.0.7 has" in found
+    assert "10.0.0.8 has" not in found
+    assert "and 12 more nodes" in found
+
+
+def test_address_without_a_listener_is_one_clear_error():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(StartupFailed, match=f"^cannot connect to Ray at {address}: Connection refused; --address is"):
+        ray.RayCluster(address)
+
+
+def test_address_that_does_not_answer_is_given_up(monkeypatch):
+    def connect(_address, timeout):
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(StartupFailed, match=r"^cannot connect to Ray at 10\.0\.0\.1:6379: no answer"):
+        ray.RayCluster("10.0.0.1:6379")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            "Version mismatch: The cluster was started with:\n  Ray: 2.59.0\n  Python: 3.11.7\nThis process:\n  2.60",
+            "Version mismatch: The cluster was started with: Ray: 2.59.0 Python: 3.11.7 This process: 2.60",
+        ),
+        (
+            "The actor died because of an error raised in its creation task, ray::SupervisingActor.__init__()\n"
+            "  File ...\nModuleNotFoundError: No module named 'medialane'",
+            "The actor died because of an error raised in its creation task, ray::SupervisingActor.__init__(); "
+            "ModuleNotFoundError: No module named 'medialane'",
+        ),
+    ],
+)
+def test_errors_of_ray_are_one_line_with_the_reason(monkeypatch, error, text):
+    def init(*_words, **_settings):
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(ray.ray, "init", init)
+    with pytest.raises(StartupFailed) as found:
+        ray.RayCluster("auto")
+    assert found.value.message == f"cannot connect to Ray at auto: {text}"
+
+
+def test_cluster_that_refuses_us_may_need_its_token(monkeypatch):
+    def init(*_words, **_settings):
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray.ray, "init", init)
+    with pytest.raises(StartupFailed, match="RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"):
+        ray.RayCluster("auto")
+
+
+def test_node_that_is_started_here_keeps_little_shared_memory(monkeypatch):
+    calls = []
+
+    def init(address, **settings):
+        calls.append((address, settings.get("object_store_memory")))
+        if address == "auto":
+            raise ConnectionError("no Ray here")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray.ray, "init", init)
+    ray.RayCluster()
+    assert calls == [("auto", None), ("local", 80 << 20)]

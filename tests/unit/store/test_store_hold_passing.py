@@ -1,0 +1,181 @@
+"""Holds that a gateway passes to a worker with a request, over a real store."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from store_world import ITEM_BYTES, World, pattern
+
+from medialane.core.errors import HandoverFailed, StoreUnavailable
+from medialane.store import hold_passing
+from medialane.store.hold_passing import HoldPasser
+from medialane.store.holds import StoreEntries
+from waiting import eventually
+
+
+@pytest.fixture
+async def world(monkeypatch):
+    world = await World(monkeypatch).start()
+    yield world
+    await world.close()
+
+
+@pytest.fixture
+async def gateway(world):
+    client = await world.client()
+    client.passer = HoldPasser(client.link, retention_s=0.0)
+    yield client
+    await client.disconnect()
+
+
+class Worker:
+    """A client whose calls are counted."""
+
+    def __init__(self, client) -> None:
+        self.client = client
+        self.link = client.link
+        self.num_calls = 0
+        self.entries = StoreEntries(client.link)
+        self._call_at = client.link.call_at
+        client.link.call_at = self._counted
+
+    async def _counted(self, *args):
+        self.num_calls += 1
+        return await self._call_at(*args)
+
+
+@pytest.fixture
+async def worker(world):
+    client = await world.client()
+    yield Worker(client)
+    await client.disconnect()
+
+
+async def found(gateway, content="a"):
+    hold_id = await gateway.find(content)
+    return hold_id, gateway.holds[hold_id][1]
+
+
+def num_leases(world):
+    return world.arena.stats().num_leases
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+async def test_passed_hold_needs_no_call_and_outlives_its_gateway(world, gateway, worker, is_early):
+    _, entry = await found(gateway)
+    waiting = None if is_early else asyncio.create_task(worker.entries.hold([entry], passed_with="r"))
+    await asyncio.sleep(0)
+    assert gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
+    await eventually(lambda: num_leases(world) == 2)
+    held = await (waiting or worker.entries.hold([entry], passed_with="r"))
+    await gateway.die()
+    await eventually(lambda: num_leases(world) == 1)
+    world.arena.clear()
+    assert worker.num_calls == 0
+    assert world.bytes_of(entry) == pattern("a") * ITEM_BYTES
+    held.release()
+    await eventually(lambda: num_leases(world) == 0)
+
+
+async def test_entries_that_were_not_passed_are_asked_for(world, gateway, worker):
+    (_, passed), (_, other) = await found(gateway), await found(gateway, "b")
+    gateway.passer.pass_on([passed], to=worker.link.client_id, request_id="r")
+    held = await worker.entries.hold([passed, other], passed_with="r")
+    assert (worker.num_calls, num_leases(world)) == (1, 4)
+    held.release()
+    await eventually(lambda: num_leases(world) == 2)
+
+
+async def test_hold_that_no_request_comes_for_ends(world, gateway, worker, monkeypatch):
+    monkeypatch.setattr(hold_passing, "MAX_AGE_S", 0.05)
+    _, entry = await found(gateway)
+    gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
+    await eventually(lambda: num_leases(world) == 2)
+    await eventually(lambda: num_leases(world) == 1)
+
+
+async def test_worker_asks_if_no_hold_arrives(gateway, worker, monkeypatch):
+    monkeypatch.setattr(hold_passing, "MAX_WAIT_S", 0.01)
+    _, entry = await found(gateway)
+    assert gateway.passer.pass_on([entry], to="not connected", request_id="r")
+    (await worker.entries.hold([entry], passed_with="r")).release()
+    assert worker.num_calls == 1
+
+
+async def test_hold_that_arrives_too_late_ends(world, gateway, worker, monkeypatch):
+    monkeypatch.setattr(hold_passing, "MAX_WAIT_S", 0.0)
+    monkeypatch.setattr(hold_passing, "MAX_AGE_S", 0.05)
+    _, entry = await found(gateway)
+    held = await worker.entries.hold([entry], passed_with="r")
+    gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
+    await eventually(lambda: num_leases(world) == 3)
+    await eventually(lambda: num_leases(world) == 2)
+    held.release()
+
+
+async def test_entry_that_is_no_longer_held_is_not_passed(world, gateway, worker, monkeypatch):
+    monkeypatch.setattr(hold_passing, "MAX_WAIT_S", 0.05)
+    hold_id, entry = await found(gateway)
+    gateway.release(hold_id)
+    await eventually(lambda: num_leases(world) == 0)
+    gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
+    with pytest.raises(HandoverFailed):
+        await worker.entries.hold([entry], passed_with="r")
+
+
+async def test_cancelled_request_leaves_no_hold(world, gateway, worker):
+    _, entry = await found(gateway)
+    waiting = asyncio.create_task(worker.entries.hold([entry], passed_with="r"))
+    await asyncio.sleep(0)
+    worker.link._on_passed, arrive = (lambda passed: (arrive(passed), waiting.cancel())), worker.link._on_passed
+    gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    await eventually(lambda: num_leases(world) == 1)
+
+
+async def test_lost_store_ends_the_wait_at_once(world, gateway, worker, monkeypatch):
+    monkeypatch.setattr(hold_passing, "MAX_WAIT_S", 60)
+    _, entry = await found(gateway)
+    waiting = asyncio.create_task(worker.entries.hold([entry], passed_with="r"))
+    await asyncio.sleep(0)
+    await world.server.close()
+    with pytest.raises(StoreUnavailable):
+        await asyncio.wait_for(waiting, 5)
+    with pytest.raises(StoreUnavailable):
+        await worker.entries.hold([entry], passed_with="later")
+
+
+async def test_connection_lost_after_the_pass_leaves_no_hold(world, gateway, worker):
+    _, entry = await found(gateway)
+    gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
+    await eventually(lambda: num_leases(world) == 2)
+    await world.lose_connection(worker.client)
+    await eventually(lambda: num_leases(world) == 1)
+
+
+async def test_client_that_takes_no_holds_releases_them(world, gateway):
+    other = await world.client()
+    _, entry = await found(gateway)
+    gateway.passer.pass_on([entry], to=other.link.client_id, request_id="r")
+    (await StoreEntries(gateway.link).hold([entry])).release()  # the store has handled the message before
+    await eventually(lambda: num_leases(world) == 1)
+    await other.disconnect()
+
+
+async def test_what_a_worker_retains_is_not_passed_again(gateway, worker):
+    _, entry = await found(gateway)
+    passer = HoldPasser(gateway.link, retention_s=60)
+    to = worker.link.client_id
+    assert passer.pass_on([entry], to=to, request_id="1")
+    assert not passer.pass_on([entry], to=to, request_id="2")
+    assert passer.pass_on([entry], to="another", request_id="3")
+    assert not passer.pass_on([entry], to="", request_id="4"), "a worker without a store"
+
+
+async def test_nothing_is_passed_without_a_store(world, gateway, worker):
+    _, entry = await found(gateway)
+    await world.server.close()
+    await eventually(lambda: gateway.link.arena is None)
+    assert not gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
