@@ -27,7 +27,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """TCP address at which other hosts' stores copy entries from this one: tcp://HOST:PORT, an address of this host
     that they can connect to; none by default"""
     peer_streams: PositiveInt = field(default=4, name="peer-streams")
-    """most TCP connections over which one entry is copied from another host, with at least 8 MiB each"""
+    """most TCP connections over which one entry is copied from another host, with at least 16 MiB each"""
     nixl: Literal["auto", "on", "off"] = field(default="auto", name="peer-nixl")
     """whether entries may be copied between hosts by NIXL, which neither encrypts nor authenticates: auto (if the host
     has RDMA devices and TLS is not configured), on, off"""

@@ -51,7 +51,7 @@ MAX_IDLE_S = 60.0
 #: Idle connections that are kept per peer.
 MAX_IDLE = 8
 #: Smallest part of a payload that gets a connection of its own.
-MIN_PART_BYTES = 8 << 20
+MIN_PART_BYTES = 16 << 20
 #: How long a peer that could not be reached is not tried again: every request would wait.
 UNREACHABLE_S = 2.0
 _MAX_UNREACHABLE = 1024
