@@ -31,14 +31,13 @@ class Namespaces(NamedTuple):
         _ip(self.names[index], "link", "set", self.device(index, 0), state)
 
     def limit_rate(self, rate: str) -> None:
-        """Limit what the first host sends, for example to `100mbit`."""
+        """Limit what host 0 sends to host 1, for example to `100mbit`."""
         words = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-        _ip("netns", "exec", self.names[0], "tc", "qdisc", "replace", "dev", "veth0", *words)
+        _run(*self.prefix(0), "tc", "qdisc", "replace", "dev", self.device(0, 1), *words)
 
     def num_sent_bytes(self) -> int:
-        """Return what the first host has sent over its link."""
-        command = [*self.prefix(0), "cat", "/sys/class/net/veth0/statistics/tx_bytes"]
-        return int(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout)
+        """Return what host 0 has sent to host 1."""
+        return int(_run(*self.prefix(0), "cat", f"/sys/class/net/{self.device(0, 1)}/statistics/tx_bytes"))
 
 
 @contextmanager
@@ -79,7 +78,11 @@ def _link(found: Namespaces, index: int, mtu: int) -> None:
 
 
 def _ip(namespace: str, *words: str) -> None:
-    command = ["ip", *(["-n", namespace] if namespace else []), *words]
+    _run("ip", *(["-n", namespace] if namespace else []), *words)
+
+
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import hashlib
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ async def test_entry_is_read_over_the_transport_that_ucx_is_given(hosts, capfd, 
     for _ in range(2):
         assert await reader.read(opened, deadline_s=30) == data
     found = chosen(capfd)
-    assert "tcp/lo" in found, "UCX logs what it uses"
+    assert re.search(r"\btcp/\w+", found), "UCX logs what it uses, over any device: hosts may be linked to this one"
     assert ("cma/memory" in found) == (transports != "tcp")
 
 

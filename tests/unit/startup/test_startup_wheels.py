@@ -55,5 +55,5 @@ def test_make_passes_the_hook_folder_to_pip(extra, expected):
     words = ["make", "--dry-run", "--always-make", f"EXTRA={extra}", "venv"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=15)
     (install,) = (line for line in done.stdout.splitlines() if " pip install " in line)
-    assert f"'.[{extra},dev]'" in install
+    assert f"'.[{extra},nixl,ray,dev]'" in install
     assert ("./packages/medialane-cpu-torch" in install) == expected
