@@ -49,6 +49,7 @@ class FakeBackend:
         """A medialane endpoint with a body, as `Frontend.app` expects it."""
         if not current_scope().extracted.refs:
             raise InvalidRequest("no images", param="messages")
+        self._fail_at("prepare")
         return b'{"images":[]}'
 
     def resolve(self, url):

@@ -55,6 +55,7 @@ MEDIA = {
     "/v1/messages/render": messages,
     "/invocations": chat,
     "/tokenize": chat,
+    "/medialane/publish": chat,
 }
 #: Endpoints whose media intake does not extract: rejected with our error.
 NOT_LIFTED = {
