@@ -12,7 +12,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -124,10 +123,8 @@ def starting_serve(
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def plain_vllm(request, tiny_model, vllm_environ, tmp_path_factory):
     """Plain vLLM with the tiny model: `base_url`, `model`. The reference for outputs."""
-    for others in ("starting_serve", "starting_hosts"):  # side by side
-        if any(others in item.fixturenames for item in request.session.items):
-            with suppress(pytest.skip.Exception):  # of the tests that need them, not of all others
-                request.getfixturevalue(others)
+    if any("starting_serve" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("starting_serve")  # side by side
     log = tmp_path_factory.mktemp("plain_vllm") / "server.log"
     flags = (*SERVER_FLAGS, ONE_PROCESS_ENGINE)
     async with start_plain_vllm(str(tiny_model), flags, environ=vllm_environ, log=log) as server:
