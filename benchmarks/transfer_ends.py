@@ -26,12 +26,13 @@ from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.rpc import RpcConfig
 from medialane.store import Pulls, capabilities
+from medialane.transfer.mover_speed import NUM_TRIALS
 from medialane.transfer.nixl import NixlMover
 
 ARENA_BYTES = 512 << 20
 MODES = ("raw", "tcp", "nixl")
 #: Copies by `auto`: until it has measured each mover, then those that are counted.
-NUM_MEASURED, NUM_AUTO = 8, 5
+NUM_MEASURED, NUM_AUTO = 2 * (NUM_TRIALS + 1), 5
 
 _REQUEST = struct.Struct("<QQ")
 

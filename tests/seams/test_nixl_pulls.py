@@ -14,7 +14,7 @@ from medialane.core.media import MediaSize
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.rpc import RpcConfig
 from medialane.store import Pulls, pull_time
-from medialane.transfer.mover_speed import NUM_SAMPLES
+from medialane.transfer.mover_speed import NUM_TRIALS
 from nixl_hosts import FAKE, MIB, Host
 from waiting import eventually
 
@@ -91,10 +91,10 @@ async def test_auto_uses_tcp_until_nixl_is_ready_and_then_measures_both(stores):
     await eventually(lambda: source.host.mover.pid)
     assert await destination.pull(source.granted("1", data, "auto")) == data
     await eventually(lambda: destination.host.mover.pid)
-    for number in range(2 * (NUM_SAMPLES + 1)):
+    for number in range(2 * (NUM_TRIALS + 1)):
         assert await destination.pull(source.granted(f"auto {number}", data[: MIB + number], "auto"))
         destination.host.arena.clear()
-    assert destination.num_pulls["nixl"] >= NUM_SAMPLES + 1
+    assert destination.num_pulls["nixl"] >= NUM_TRIALS + 1
 
 
 @pytest.mark.parametrize("agents", [(FAKE, MISSING), (MISSING, FAKE), (MISSING, MISSING)])

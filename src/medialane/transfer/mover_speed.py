@@ -1,77 +1,108 @@
 """Which mover is the fastest for a peer, by the copies that it has made. Pure: durations are passed in.
 
-tcp is the reference: it is used until another mover has proved to be faster. To find out, large entries are copied by
-each mover in turn a few times, and now and then later.
+tcp is the reference: another mover is used where it has proved to be faster. To find out, entries are copied by each
+mover in turn: a trial. Only copies of one trial are compared, since the load of hosts and network varies; and trials
+are counted, not averaged, since a copy that was interrupted takes many times as long.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from cachetools import LRUCache
 
 from medialane.core.remote_entry import MoverName
 
-#: Smaller entries take about as long by any mover, so that they are neither measured nor used to measure.
+#: Smaller entries are copied by the reference: starting a copy takes longest of all, and the longer by other movers.
 MIN_BYTES = 1 << 20
-#: Measurements of each mover before one is chosen. The first one, which includes connecting, does not count.
-NUM_SAMPLES = 3
-#: Of so many large entries, one is copied by the mover that was measured the longest ago.
-REFRESH_INTERVAL = 50
-#: How much faster than the reference a mover must be. Measurements vary, and others cost more CPU time.
+#: Trials that decide, the latest ones. One before the first of them includes connecting, and does not count.
+NUM_TRIALS = 8
+#: How many of them a mover must win. One of 0.8 times the reference's speed wins so many by chance in 2 of 1000 cases,
+#: if the speed of each copy varies by 30 %.
+MIN_WINS = 6
+#: How much faster than the reference a mover must be to win a trial. Others cost more CPU time.
 MIN_GAIN = 1.1
-#: Weight of a new measurement.
-_WEIGHT = 0.25
-#: Pairs of peer and mover that are remembered.
-MAX_PAIRS = 4096
-
-
-class _Measured(NamedTuple):
-    num_samples: int = -1
-    bytes_per_s: float = 0.0
-    num_entries: int = 0
-    """large entries copied from the peer since the last one by this mover"""
+#: Entries between two trials, and after one that contradicts the choice.
+TRIAL_INTERVAL = 50
+REPEAT_INTERVAL = 10
+#: Sizes within a factor of 4 are one class, up to that of 64 MiB and more.
+_NUM_CLASSES = 4
+#: Pairs of peer and class of sizes that are remembered.
+MAX_CLASSES = 4096
 
 
 class MoverSpeed:
-    """By peer. A mover that is not used (any more) is not in the `names` that are passed in."""
+    """By peer and class of sizes. A mover that is not used (any more) is not in the `names` that are passed in."""
 
     def __init__(self) -> None:
-        self._measured: LRUCache[tuple[str, MoverName], _Measured] = LRUCache(MAX_PAIRS)
+        self._trials: LRUCache[tuple[str, int], _Trials] = LRUCache(MAX_CLASSES)
 
     def order(self, peer: str, names: Sequence[MoverName], num_bytes: int) -> list[MoverName]:
         """Return `names`, whose last one is the reference, the one to try first in front."""
-        if len(names) < 2:
-            return list(names)
-        found = {name: self._measured.get((peer, name), _Measured()) for name in names}
-        gain = {names[-1]: MIN_GAIN}
-        ranked = sorted(names, key=lambda name: gain.get(name, 1.0) * found[name].bytes_per_s, reverse=True)
-        unknown = [name for name in names if found[name].num_samples < NUM_SAMPLES]
-        if unknown:
-            ranked = [names[-1], *names[:-1]]
-        if num_bytes < MIN_BYTES:
-            return ranked
-        stale = max(names, key=lambda name: found[name].num_entries)
-        if unknown:
-            first = min(unknown, key=lambda name: found[name].num_samples)
-        elif found[stale].num_entries >= REFRESH_INTERVAL:
-            first = stale
-        else:
-            return ranked
-        return [first, *(name for name in ranked if name != first)]
+        if not names:
+            return []
+        first = names[-1]
+        if len(names) > 1 and num_bytes >= MIN_BYTES:
+            first = self._of(peer, num_bytes).first(names)
+        return [first, *(name for name in (names[-1], *names[:-1]) if name != first)]
 
     def copied(
         self, peer: str, names: Sequence[MoverName], name: MoverName, *, num_bytes: int, duration_s: float
     ) -> None:
         """Note that `name`, one of the movers `names` that could have been used, has copied an entry."""
-        if num_bytes < MIN_BYTES:
+        if num_bytes >= MIN_BYTES:
+            self._of(peer, num_bytes).copied(names, name, num_bytes / max(duration_s, 1e-9))
+
+    def _of(self, peer: str, num_bytes: int) -> _Trials:
+        size_class = min(_NUM_CLASSES - 1, (num_bytes // MIN_BYTES).bit_length() - 1 >> 1)
+        return self._trials.setdefault((peer, size_class), _Trials())
+
+
+class _Trials:
+    """Of one peer and class of sizes."""
+
+    def __init__(self) -> None:
+        self._speeds: dict[MoverName, float] = {}
+        """of the trial in progress, in bytes/s"""
+        self._wins: dict[MoverName, deque[bool]] = {}
+        """whether the mover has won, of the latest trials, the oldest first"""
+        self._turn = 0
+        self._num_trials = -1
+        self._num_until_next = 0
+
+    def first(self, names: Sequence[MoverName]) -> MoverName:
+        if self._num_until_next:
+            return self._choice(names)
+        self._turn += 1  # by entry, not by copy: concurrent ones are distributed as well
+        return names[(self._turn - 1) % len(names)]
+
+    def copied(self, names: Sequence[MoverName], name: MoverName, speed: float) -> None:
+        if self._num_until_next:
+            self._num_until_next -= 1
             return
-        for other in names:
-            found = self._measured.get((peer, other), _Measured())
-            self._measured[peer, other] = found._replace(num_entries=found.num_entries + 1)
-        found = self._measured.get((peer, name), _Measured())
-        speed = num_bytes / max(duration_s, 1e-9)
-        if found.num_samples > 0:
-            speed = _WEIGHT * speed + (1 - _WEIGHT) * found.bytes_per_s
-        self._measured[peer, name] = _Measured(found.num_samples + 1, 0.0 if found.num_samples < 0 else speed)
+        self._speeds[name] = speed
+        if len(names) < 2:
+            self._speeds.clear()  # the others are compared with a later copy
+        elif self._speeds.keys() >= set(names):
+            self._end_trial(names)
+
+    def _end_trial(self, names: Sequence[MoverName]) -> None:
+        speeds, self._speeds = self._speeds, {}
+        self._num_trials += 1
+        if not self._num_trials:
+            return
+        is_confirmed = True
+        chosen, reference = self._choice(names), names[-1]
+        for name in names[:-1]:
+            has_won = speeds[name] >= MIN_GAIN * speeds[reference]
+            self._wins.setdefault(name, deque(maxlen=NUM_TRIALS)).append(has_won)
+            is_confirmed &= has_won == (name == chosen)
+        if self._num_trials >= NUM_TRIALS:
+            self._num_until_next = TRIAL_INTERVAL if is_confirmed else REPEAT_INTERVAL
+
+    def _choice(self, names: Sequence[MoverName]) -> MoverName:
+        """Return the mover that has won most, if often enough, or the reference."""
+        wins = {name: sum(self._wins.get(name, ())) for name in names[:-1]}
+        best = max(wins, key=lambda name: wins[name])
+        return best if wins[best] >= MIN_WINS else names[-1]
