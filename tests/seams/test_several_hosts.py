@@ -153,7 +153,8 @@ async def test_killed_process_of_any_host_costs_at_most_its_own_requests(hosts, 
     hosts.open(step)
     results = await asyncio.gather(*tasks)
     if (kind, step) == ("store of the gateways", PULL):
-        assert results == ["media_store_unavailable"] * len(tasks), "what they need is gone"
+        # What they need is gone; the next store may be up before the gateway has given up, and prepare it again.
+        assert all(found in ("media_store_unavailable", wanted) for found, wanted in zip(results, right, strict=True))
         return
     if kind == "gateway":
         assert results.pop(0) == "connection lost"
