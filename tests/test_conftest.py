@@ -42,7 +42,8 @@ CASES = {
 
 
 @pytest.fixture
-def run(pytester):
+def run(pytester, monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # no others run beside the test
     folder, shared_memory = (
         pytester.mkdir("unit"),
         str(pytester.mkdir("shm")),
