@@ -1,8 +1,8 @@
 """Holds that a gateway passes to the worker that it sends a request to, so that the worker need not ask the store.
 
 The gateway tells the store before it sends the request, and the store tells the worker while the request is on its way.
-A hold that does not arrive in time is not lost: the worker asks for one itself (`HoldEntries`), and the store ends one
-that arrives for no request.
+If a hold does not arrive in time, the worker asks for one itself (`HoldEntries`); it releases one that arrives for no
+request.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class HoldPasser:
         """Pass holds on entries, which the caller holds, to the store's client `to`. Return False if none is passed:
         the client may hold them already."""
         new = [entry for entry in ranges if (to, entry) not in self._recent]
-        for entry in ranges:
-            self._recent[to, entry] = None
-        return bool(to and new) and self._link.notify(new[0].arena, PassHolds(to, request_id, new))
+        is_passed = bool(to and new) and self._link.notify(new[0].arena, PassHolds(to, request_id, new))
+        if is_passed or not new:
+            for entry in ranges:
+                self._recent[to, entry] = None
+        return is_passed
 
 
 class PassedHolds:

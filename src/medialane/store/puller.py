@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 
@@ -74,15 +74,9 @@ class Puller:
     async def fill(self, reservation: Reservation, read: Callable[[], Awaitable[None]]) -> None:
         """Fill a range by `read`, which raises what `Mover.read` raises. The caller owns the reservation if it returns;
         otherwise it ends when nothing writes to the range any more. Raises TransferFailed, StillWriting."""
-        try:
+        with self._freed_on_errors(reservation):
             async with self._slots:
                 await read()
-        except StillWriting as error:
-            self._set_aside(reservation, error)
-            raise
-        except BaseException:  # cancellation included: the range has no other owner, and nothing writes to it
-            reservation.abandon()
-            raise
 
     async def close(self) -> None:
         """End all reads. A range that may still be written stays allocated until this process exits."""
@@ -149,16 +143,9 @@ class Puller:
         entry = opened.entry
         reservation = self._arena.reserve(entry.range.nbytes - ENTRY_HEADER_BYTES, entry.kind)
         started = time.monotonic()
-        try:
-            with reservation.buffer as payload:
-                destination = Destination(reservation.range, payload)
-                await mover.read(opened, destination, deadline_s=max(0.0, deadline - started))
-        except StillWriting as error:
-            self._set_aside(reservation, error)
-            raise
-        except BaseException:  # cancellation included: the range has no other owner, and nothing writes to it
-            reservation.abandon()
-            raise
+        with self._freed_on_errors(reservation), reservation.buffer as payload:
+            destination = Destination(reservation.range, payload)
+            await mover.read(opened, destination, deadline_s=max(0.0, deadline - started))
         self._health.succeeded(entry.address, mover.name)
         self._num_pulls[mover.name] += 1
         self._num_bytes[mover.name] += entry.range.nbytes
@@ -169,6 +156,18 @@ class Puller:
         logger.warning("pulling from %s by %s failed: %s", peer, name, error.message)
         if self._health.failed(peer, name) and name != self._last:
             logger.warning("entries of %s are not pulled by %s for a while", peer, name)
+
+    @contextmanager
+    def _freed_on_errors(self, reservation: Reservation) -> Iterator[None]:
+        """Free the range after an error, once nothing writes to it any more."""
+        try:
+            yield
+        except StillWriting as error:
+            self._set_aside(reservation, error)
+            raise
+        except BaseException:  # cancellation included: the range has no other owner, and nothing writes to it
+            reservation.abandon()
+            raise
 
     def _set_aside(self, reservation: Reservation, error: StillWriting) -> None:
         """Free the range when no write can follow."""
