@@ -51,7 +51,7 @@ from vllm.v1.serial_utils import UtilityResult
 from local_store import host_store, store_link
 from medialane.arena import Arena, ArenaConfig, Lease, describe, layout
 from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.feature import Feature, MediaPayload
+from medialane.core.feature import EmbeddingUse, Feature, MediaPayload
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.media import MediaSize
 from medialane.core.request import CompletionDelta, EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, WorkerLoad
@@ -286,7 +286,10 @@ class FrontEnd:
         """Nothing to do: the process exits with the run."""
 
     async def generate(
-        self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
+        self,
+        request: EngineRequest,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
         """Do what `VllmEngine.generate` does with tensors, with the same encoder."""
         prompt = request.prompt

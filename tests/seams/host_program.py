@@ -22,7 +22,7 @@ from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor, running
 from medialane.cluster.process_spec import SocketExists
 from medialane.config import load_config
 from medialane.core.errors import MedialaneError
-from medialane.core.feature import Feature, FoundItem, MediaPrompt
+from medialane.core.feature import EmbeddingUse, Feature, FoundItem, MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.rpc import RpcConfig
@@ -153,11 +153,14 @@ async def worker(folder: Path, name: str) -> int:
 
     class GatedEngine(FakeEngine):
         async def generate(
-            self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
+            self,
+            request: EngineRequest,
+            tensors: Sequence[Sequence[memoryview]],
+            embeddings: Sequence[EmbeddingUse | None] = (),
         ) -> AsyncGenerator[OutputDelta, None]:
             await gates.passed("before first token")
             num_sent = 0
-            async with aclosing(super().generate(request, tensors)) as deltas:
+            async with aclosing(super().generate(request, tensors, embeddings)) as deltas:
                 async for delta in deltas:
                     yield delta
                     num_sent += 1

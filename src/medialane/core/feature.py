@@ -20,12 +20,32 @@ V = TypeVar("V")
 MAX_HEADER_BYTES = 4 * 1024 * 1024
 
 
-class Feature(msgspec.Struct, frozen=True):
+class Embedding(msgspec.Struct, frozen=True):
+    """The output of the model's encoder for one media item, in an arena.
+
+    `key` is its key there (`hashing.embedding_key`). `tensor` has one row per embedding of the item, in the encoder's
+    output width and dtype.
+    """
+
+    key: str
+    tensor: TensorDescriptor
+
+
+class EmbeddingUse(NamedTuple):
+    """What the engine does with the embedding of an item: load it, or, if not `is_filled`, write it there if it encodes
+    the item."""
+
+    tensor: TensorDescriptor
+    is_filled: bool
+
+
+class Feature(msgspec.Struct, frozen=True, omit_defaults=True):
     """The processed tensors of one media item, or the single tensor of another stage: decoded media or encoded bytes.
 
     `mm_hash` identifies it (64 hex digits: blake3-256 over model, processor settings, content, options and salt; the
     decoded form has its own key in the arena). `header` is opaque except to the engine's bridge: field names and kinds,
-    small tensors. `tensors` are the large ones, in the header's order.
+    small tensors. `tensors` are the large ones, in the header's order; there are none if there is an `embedding`, with
+    which the engine does not need them.
     """
 
     modality: Modality
@@ -33,9 +53,13 @@ class Feature(msgspec.Struct, frozen=True):
     header: bytes
     tensors: tuple[TensorDescriptor, ...]
     size: MediaSize
+    embedding: Embedding | None = None
 
     @property
     def nbytes(self) -> int:
+        """Bytes of what is transferred to a worker: its large tensors, or its embedding."""
+        if self.embedding is not None:
+            return self.embedding.tensor.spec.nbytes
         return sum(t.spec.nbytes for t in self.tensors)
 
     def __repr__(self) -> str:
@@ -78,6 +102,7 @@ class MediaSpan(msgspec.Struct, frozen=True):
     """Position of a media item in a prompt: tokens [offset, offset + length).
 
     `num_embeds` is the number of embeddings that the encoder computes for it (its tokens minus separators).
+    `embedding_bytes` is their size if they are in the arena of the gateway's host: no worker need encode the item.
     """
 
     mm_hash: str
@@ -85,6 +110,7 @@ class MediaSpan(msgspec.Struct, frozen=True):
     length: int
     modality: str = "image"
     num_embeds: int = 0
+    embedding_bytes: int = 0
 
     @property
     def end(self) -> int:
@@ -183,6 +209,9 @@ class MediaPayload(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `mm_hash` is the item's identifier in the engine, `param` its field in the client's request. `remote` is the
     entry of the tensors if it is in another host's arena: the worker has its own store copy it.
+
+    In stage `features` an item may have an `embedding` instead of tensors. Otherwise, `embedding_wait_ms` is how long
+    the worker may wait for another to encode the item, about the time of encoding it.
     """
 
     modality: Modality
@@ -195,6 +224,8 @@ class MediaPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     io: bytes = b"{}"
     param: str | None = None
     remote: RemoteEntry | None = None
+    embedding: Embedding | None = None
+    embedding_wait_ms: float = 0.0
 
     def __repr__(self) -> str:
         return f"MediaPayload({self.modality}, {self.mm_hash[:12]}, {[t.spec for t in self.tensors]}, {self.size})"

@@ -47,6 +47,12 @@ def feature_key(*, processor: str, content: str, io: bytes, options: bytes, salt
     return blake3(msgspec.msgpack.encode(parts)).hexdigest()
 
 
+def embedding_key(*, mm_hash: str, encoder: str) -> str:
+    """Return the key of an item's embedding, 64 hex digits. `mm_hash` is its feature key, `encoder` the digest of all
+    else that the encoder's output depends on (`request.EncoderCard`)."""
+    return blake3(msgspec.msgpack.encode(("medialane-embedding-1", mm_hash, encoder))).hexdigest()
+
+
 def digest(settings: Mapping[str, object]) -> str:
     """Return the digest of a mapping of settings, 64 hex digits."""
     return blake3(canonical_options(settings)).hexdigest()

@@ -8,8 +8,8 @@ import msgspec
 
 from medialane.core.tensor import ArenaRange
 
-#: The kind of an arena entry: encoded bytes as received, decoded media, processed features.
-EntryKind = Literal["encoded", "decoded", "processed"]
+#: The kind of an arena entry: encoded bytes as received, decoded media, processed features, outputs of the encoder.
+EntryKind = Literal["encoded", "decoded", "processed", "embedded"]
 
 #: What copies an entry from one store's arena to another's.
 MoverName = Literal["nixl", "tcp"]

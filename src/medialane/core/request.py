@@ -8,6 +8,7 @@ import msgspec
 
 from medialane.core.feature import MediaPayload, MediaSpan
 from medialane.core.stage import STAGES, StageName
+from medialane.core.tensor import Dtype
 
 
 class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
@@ -117,7 +118,8 @@ class EngineTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Output of one step of a request. The first one also has the token ids of a prompt that the worker expanded
-    (stages `decoded` and `url`), and the positions of its items (`placed`)."""
+    (stages `decoded` and `url`), the positions of its items (`placed`), and the hashes of items whose embeddings are
+    now in the arena of the worker's host (`embedded`)."""
 
     request_id: str
     completions: list[CompletionDelta]
@@ -128,6 +130,7 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     num_cache_creation_tokens: int | None = None
     times: EngineTimes | None = None
     placed: tuple[MediaSpan, ...] = ()
+    embedded: tuple[str, ...] = ()
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
@@ -144,6 +147,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         prompt_logprobs=first.prompt_logprobs,
         times=first.times,
         placed=first.placed,
+        embedded=first.embedded,
     )
 
 
@@ -167,12 +171,22 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     kv_usage: float = 0.0
 
 
+class EncoderCard(msgspec.Struct, frozen=True):
+    """The encoder of a worker whose embeddings are kept. `digest` is that of everything that its output depends on
+    besides the feature: weights, dtype, quantization, versions; `widths` are the columns of its output by modality."""
+
+    digest: str
+    dtype: Dtype
+    widths: dict[str, int]
+
+
 class ModelCard(msgspec.Struct, frozen=True):
     """Description of a worker's model and engine. `processor` are the settings that must match for features to be
     interchangeable: model, dtype, processor class and backend, device-side normalisation, versions.
 
     `encoder_cache_tokens` is the encoder cache's size in embeddings, `num_kv_blocks` the KV cache's size per rank in
     blocks. Sizes are 0 if the engine does not report them. `max_loras` is 0 if LoRA is disabled, None if not reported.
+    `encoder` is None if embeddings are not kept.
     """
 
     model: str
@@ -185,6 +199,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int = 0
     data_parallel_size: int = 1
     max_loras: int | None = None
+    encoder: EncoderCard | None = None
 
 
 class Endpoint(msgspec.Struct, frozen=True):

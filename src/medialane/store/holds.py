@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import cast
 
+from medialane.core.feature import Feature
 from medialane.core.remote_entry import RemoteEntry
-from medialane.core.tensor import ArenaOffer, ArenaRange
+from medialane.core.tensor import ArenaOffer, ArenaRange, TensorSpec
 from medialane.store.hold_cache import HoldCache
 from medialane.store.hold_passing import PassedHolds
 from medialane.store.link import StoreLink
@@ -87,6 +88,9 @@ class StoreEntries:
                     holds.callback(self._copies.add(entry.range, hold_id, copy, copy).release)
                     copies[entry.range] = copy
             return EntriesHold(holds.pop_all()), [copies[entry.range] for entry in entries]
+
+    async def embedding(self, key: str, feature: Feature, spec: TensorSpec, *, wait_s: float) -> None:
+        return None  # until the store keeps embeddings
 
     def _use(self, entry: ArenaRange, holds: ExitStack) -> bool:
         if (hold := self._holds.use(entry)) is None:

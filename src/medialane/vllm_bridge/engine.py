@@ -34,6 +34,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import GenerationFailed, HandoverFailed, MedialaneError, StartupFailed, WorkerLost
+from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, SourcePrompt, WorkerLoad
 from medialane.vllm_bridge import administration
@@ -201,7 +202,10 @@ class VllmEngine:
             logger.warning("EngineCore has not confirmed that it has unmapped an arena: %s", error.message)
 
     async def generate(
-        self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
+        self,
+        request: EngineRequest,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
         with mapped_errors():
             engine_input = await self._reader.engine_input(request, tensors)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from medialane.core.admin import AdminCall, AdminResult
+from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
@@ -44,9 +45,13 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
+        self,
+        request: EngineRequest,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Validate the request, then generate. `tensors[i]` are the large tensors of the prompt's media item i.
+        """Validate the request, then generate. `tensors[i]` are the large tensors of the prompt's media item i,
+        `embeddings[i]` is its embedding, if any; an item whose embedding is loaded has no large tensors.
 
         Raises InvalidFeature, PromptRejected, another InvalidRequest or Unavailable before the request reaches the
         engine core; HandoverFailed if the engine core cannot read the tensors; GenerationFailed if it fails the

@@ -20,6 +20,7 @@ from medialane.core.admin import (
     WakeUp,
 )
 from medialane.core.errors import InvalidFeature, MedialaneError, PromptRejected, WorkerLost
+from medialane.core.feature import EmbeddingUse
 from medialane.core.hashing import content_hash
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
@@ -99,7 +100,10 @@ class FakeEngine:
             self.arenas.remove(arena)
 
     async def generate(
-        self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
+        self,
+        request: EngineRequest,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
         params = _params(request)
         self._check(request, tensors)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Hold
+from medialane.core.feature import Embedding, Feature, Hold
 from medialane.core.remote_entry import RemoteEntry
-from medialane.core.tensor import ArenaOffer, ArenaRange
+from medialane.core.tensor import ArenaOffer, ArenaRange, TensorSpec
 
 _NO_STORE = "this worker has no store on its host"
 
@@ -35,6 +35,22 @@ class HostArena(Protocol):
         released, and return their ranges. Raises MedialaneError."""
         ...
 
+    async def embedding(self, key: str, feature: Feature, spec: TensorSpec, *, wait_s: float) -> FoundEmbedding | None:
+        """Find the embedding of `feature`, or reserve memory for it. None if another client is writing it and does not
+        finish within `wait_s`, or if there is no memory; the caller encodes the item then. Raises StoreUnavailable."""
+        ...
+
+
+class FoundEmbedding(NamedTuple):
+    """An item's embedding in the arena of this host. If not `is_filled`, the engine is to write it there.
+
+    Releasing `hold` ends the reading, or the writing: then what has been written is cached, and anything else freed.
+    """
+
+    embedding: Embedding
+    hold: Hold
+    is_filled: bool
+
 
 class NoArena:
     """For a worker without a store on its host: media arrive in messages."""
@@ -49,3 +65,6 @@ class NoArena:
 
     async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[ArenaRange]]:
         raise HandoverFailed(_NO_STORE)
+
+    async def embedding(self, key: str, feature: Feature, spec: TensorSpec, *, wait_s: float) -> FoundEmbedding | None:
+        return None

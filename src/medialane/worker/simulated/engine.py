@@ -17,6 +17,7 @@ import msgspec
 
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import GenerationFailed, InvalidRequest, PromptRejected, WorkerLost
+from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
     CompletionDelta,
@@ -159,7 +160,10 @@ class SimulatedEngine:
         """There is nothing to unmap."""
 
     async def generate(
-        self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]
+        self,
+        request: EngineRequest,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
         self._check_alive()
         sequence, params = self._sequence(request)
