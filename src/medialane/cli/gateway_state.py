@@ -37,6 +37,7 @@ class Worker(msgspec.Struct, frozen=True):
     num_running: int
     num_waiting: int
     kv_usage: float
+    role: str = "worker"
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -50,8 +51,8 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A host of workers. `store` is where they get media from: the `gateway's` store, one of their `own`, which copies
-    from it, or `none`; empty if no worker is connected."""
+    """A host of workers, encoders not counted. `store` is where they get media from: the `gateway's` store, one of
+    their `own`, which copies from it, or `none`; empty if no worker is connected."""
 
     name: str
     num_ready: int
@@ -94,7 +95,8 @@ class GatewayState(msgspec.Struct, frozen=True):
         return [self._host(name) for name in dict.fromkeys(worker.host for worker in self.workers)]
 
     def _host(self, name: str) -> Host:
-        workers = {worker.name: worker.ready for worker in self.workers if worker.host == name}
+        found = (worker for worker in self.workers if worker.host == name and worker.role == "worker")
+        workers = {worker.name: worker.ready for worker in found}
         transports = {link.transport for link in self.links if link.worker in workers and link.transport}
         store = " or ".join(sorted(_STORES[transport] for transport in transports))
         return Host(name, sum(workers.values()), len(workers), store)
@@ -175,6 +177,7 @@ def _workers(samples: _Samples) -> tuple[Worker, ...]:
     running, waiting, usage = (
         _by_label(samples, f"medialane_worker_{name}", "worker") for name in ("running", "waiting", "kv_usage_ratio")
     )
+    roles = {labels["worker"]: labels["role"] for labels, _ in samples.get("medialane_worker_role", [])}
     states = {  # one for all ranks
         labels["worker"]: value == 1
         for labels, value in samples.get("medialane_worker_state", [])
@@ -188,6 +191,7 @@ def _workers(samples: _Samples) -> tuple[Worker, ...]:
             int(running.get(name, 0)),
             int(waiting.get(name, 0)),
             round(usage.get(name, 0.0), 4),
+            roles.get(name, "worker"),
         )
         for name, ready in sorted(states.items())
     )

@@ -30,9 +30,9 @@ if TYPE_CHECKING:  # imports ray
 
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
-    "workers", "gateways", "preparers", "host", "port", "join-listen", "arena-size", "stage", "transport", "router",
-    "single-gpu", "ray", "address", "gateway-nodes", "gpus-per-worker", "cpus-per-worker", "rpc-secret-file", "join",
-    "metrics-port", "log-level",
+    "workers", "encoders", "gateways", "preparers", "host", "port", "join-listen", "arena-size", "stage", "transport",
+    "router", "single-gpu", "encoder-gpu-share", "ray", "address", "gateway-nodes", "gpus-per-worker",
+    "cpus-per-worker", "rpc-secret-file", "join", "metrics-port", "log-level",
 )  # fmt: skip
 _TICK_S = 0.25
 _EXIT_KILLED = 130
@@ -45,6 +45,7 @@ examples:
   medialane serve Qwen/Qwen2.5-VL-3B-Instruct --workers 2
   medialane serve ./model --port 9000 -- --max-model-len 8192 --limit-mm-per-prompt '{"image": 8}'
   medialane serve /models/m --ray --address 10.0.0.1:6379 --workers 8 --rpc-secret-file /etc/medialane/rpc-secret
+  medialane serve ./model --workers 3 --encoders 1       # 4 GPUs; new media do not hold up the tokens of others
   medialane serve ./model --workers 2 --single-gpu -- --api-key secret --served-model-name vision
 
 With --ray, run it on a node of the Ray cluster: gateways and a media store run there (--gateway-nodes each: on every
@@ -196,5 +197,11 @@ def announce(config: Config, model: str, vllm_args: Sequence[str]) -> str:
     if flag_value(vllm_args, "--api-key") or has_flag(vllm_args, "--api-key"):
         words += ["-H", "Authorization: Bearer <your --api-key>"]
     command = shlex.join([*words, "-d", json.dumps(body)])
-    workers = "1 worker" if config.cluster.num_workers == 1 else f"{config.cluster.num_workers} workers"
+    workers = _counted(config.cluster.num_workers, "worker")
+    if config.cluster.num_encoders:
+        workers += f" and {_counted(config.cluster.num_encoders, 'encoder')}"
     return f"\nmedialane serves {body['model']} with {workers} at {url}/v1\n\n  {command}\n\nCtrl-C stops it."
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

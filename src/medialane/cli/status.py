@@ -94,10 +94,10 @@ def _show(console: Console, state: GatewayState) -> None:
         connected = f"{sum(link.connected for link in links)} of {len(links)}"
         in_flight = str(sum(link.num_in_flight for link in links))
         gateways.add_row(escape(gateway.index), _up(gateway.up, "does not respond"), connected, in_flight)
-    workers = Table("worker", "state", "running", "waiting", "KV cache")
+    workers = Table("worker", "role", "state", "running", "waiting", "KV cache")
     for worker in state.workers:
         load = (str(worker.num_running), str(worker.num_waiting), f"{worker.kv_usage:.0%}")
-        workers.add_row(escape(worker.name), _up(worker.ready, "lost"), *load)
+        workers.add_row(escape(worker.name), worker.role, _up(worker.ready, "lost"), *load)
     for table in (hosts, gateways, workers):
         if table.row_count:
             console.print(table)

@@ -10,7 +10,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 import uvloop
 
@@ -22,6 +22,7 @@ from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
+from medialane.core.request import WorkerRole
 from medialane.observability.logging import configure
 from medialane.rpc.security import check_address
 from medialane.store import StoreEntries, StoreLink
@@ -39,6 +40,7 @@ _EPILOG = """\
 examples:
   medialane worker ./model --listen unix:/run/medialane/worker-0.sock
   medialane worker ./model --join gateways.example:7100 --metrics-port 8001       # and --rpc-secret-file FILE
+  medialane worker ./model --role encoder --listen unix:/run/medialane/encoder-0.sock --store unix:/run/store.sock
   CUDA_VISIBLE_DEVICES=0,1 medialane worker ./model --listen tcp://0.0.0.0:7000 -- --tensor-parallel-size 2
   medialane worker ./model --engine simulated --simulated-workers 64 --listen unix:/tmp/worker-{}.sock --speedup 4"""
 
@@ -66,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="simulated: no model, meaningless tokens; caches, queues and timing are those of a real worker"
         " (default vllm)",
     )
+    parser.add_argument(
+        "--role",
+        choices=get_args(WorkerRole),
+        default="worker",
+        help="encoder: only encode media, without a language model, and keep the embeddings in this host's store, from"
+        " which workers load them; for gateways and workers of the same host (default worker)",
+    )
     add_settings(parser, (*SECTIONS, "arena"), common=_COMMON)
 
 
@@ -83,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     check_join(config)
     if args.listen is not None:
         _check_listen(args.listen, config)
+    if args.role == "encoder":
+        _check_encoder(config, args)
     if args.engine == "simulated":
         return _run_simulated(config, args)
     environ = process_environ()
@@ -159,6 +170,16 @@ async def _wait_for(link: StoreLink, timeout_s: float) -> None:
         logger.warning("the store of this host is not ready after %g s: joining without it", timeout_s)
     except StartupFailed:
         pass  # logged by the link, which tries again
+
+
+def _check_encoder(config: Config, args: argparse.Namespace) -> None:
+    """Raise StartupFailed if an encoder could not keep what it encodes."""
+    if args.store is None:
+        raise StartupFailed("--role encoder needs --store unix:/path: embeddings are kept in the arena of that store")
+    if config.worker.encode_cache == "off":
+        raise StartupFailed("--role encoder needs --encode-cache auto or on: encoders write to that cache")
+    if args.engine == "simulated":
+        raise StartupFailed("--role encoder is for --engine vllm")
 
 
 def _leave(number: int, _frame: FrameType | None) -> NoReturn:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.errors import StartupFailed
-from medialane.core.setting import NonNegativeInt, PositiveFloat, check_bounds
+from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_bounds
 
 MIB = 1 << 20
 
@@ -22,6 +22,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_workers: NonNegativeInt = field(default=1, name="workers")
     """vLLM workers on this machine, with --ray in the cluster; 0: only those that join (--join-listen)"""
+    num_encoders: NonNegativeInt = field(default=0, name="encoders")
+    """vLLM workers on this machine, besides --workers, that only encode new media for the others; without KV cache"""
+    encoder_gpu_share: NonNegativeFloat = field(default=0.0, name="encoder-gpu-share")
+    """part of a worker's GPU memory for the encoders that share its GPUs, such as 0.2; 0: encoders have GPUs of their
+    own, with --single-gpu an equal part"""
     num_gateways: int | Literal["auto"] = field(default=1, name="gateways")
     """gateway processes that share the port; auto is one for four cores, at most 8"""
     single_gpu: bool = field(default=False, name="single-gpu")
@@ -57,6 +62,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed("num_gateways must be at least 1, or auto")
         if self.gpus_per_worker != "auto" and self.gpus_per_worker < 0:
             raise StartupFailed("gpus_per_worker must not be negative")
+        self._check_ray()
+        self._check_encoders()
+        if not 0 < self.restart_initial_s <= self.restart_max_s:
+            raise StartupFailed("restart_initial_s must be positive and at most restart_max_s")
+        if self.max_log_bytes < MIB:
+            raise StartupFailed("max_log_bytes must be at least 1MiB")
+
+    def _check_ray(self) -> None:
         if self.ray and self.single_gpu:
             raise StartupFailed("single_gpu is for workers of this host, without --ray")
         if self.ray_address and not self.ray:
@@ -65,10 +78,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed("gateway_nodes needs --ray")
         if self.ray and not self.num_workers:
             raise StartupFailed("num_workers must be at least 1 with --ray")
-        if not 0 < self.restart_initial_s <= self.restart_max_s:
-            raise StartupFailed("restart_initial_s must be positive and at most restart_max_s")
-        if self.max_log_bytes < MIB:
-            raise StartupFailed("max_log_bytes must be at least 1MiB")
+
+    def _check_encoders(self) -> None:
+        if self.ray and self.num_encoders:
+            raise StartupFailed("num_encoders is for this host, without --ray: encoders write to the gateway's arena")
+        if self.encoder_gpu_share >= 1:
+            raise StartupFailed("encoder_gpu_share must be less than 1")
+        if self.encoder_gpu_share and not self.num_encoders:
+            raise StartupFailed("encoder_gpu_share needs --encoders")
 
     def resolved_num_gateways(self, num_cores: int) -> int:
         """Return the number of gateways on a host with this many cores."""

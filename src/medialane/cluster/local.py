@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from medialane.cluster.config import ClusterConfig
-from medialane.cluster.placement import Hardware, place_workers, usable_cores
+from medialane.cluster.placement import Engines, Hardware, Placement, place_engines, usable_cores
 from medialane.cluster.preflight import check_start
 from medialane.cluster.process_spec import HttpAnswers, ProcessSpec, SocketExists
 from medialane.cluster.vllm_flags import flag_value, has_flag, ranks_per_worker
@@ -44,6 +43,7 @@ def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping
     elif not config.cluster.num_workers:
         raise StartupFailed("--workers 0: workers must be able to join: --join-listen tcp://HOST:PORT")
     check_join(config)
+    check_encoders(config)
     check_start(model, vllm_args, environ)
 
 
@@ -64,6 +64,21 @@ def check_join(config: Config) -> None:
             check_address(format_tcp(*gateway), config.rpc)
         except StartupFailed as error:
             raise StartupFailed(f"--join: {error.message}") from error
+
+
+def check_encoders(config: Config) -> None:
+    """Raise StartupFailed if encoders could have nothing to do: their embeddings are kept in the arena, and they are
+    sent features of it."""
+    if not config.cluster.num_encoders:
+        return
+    if config.worker.encode_cache == "off":
+        raise StartupFailed("--encoders needs --encode-cache auto or on: encoders write to that cache")
+    if config.gateway.stage not in ("auto", "features"):
+        raise StartupFailed(
+            f"--encoders needs --stage auto or features: in stage {config.gateway.stage} workers process"
+        )
+    if config.transfer.transport not in ("auto", "shm"):
+        raise StartupFailed(f"--encoders needs --transport auto or shm, not {config.transfer.transport}")
 
 
 def check_port(host: str, port: int) -> None:
@@ -159,19 +174,13 @@ def parts(
     listener: socket.socket | None = None,
     store_socket: Path | None = None,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the store, the workers and the gateways, with their sockets in `folder`, but for
-    `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`. With `config.cluster.ray`
-    there are no workers here, and the gateways let them join. Raises StartupFailed."""
-    num_workers = 0 if config.cluster.ray else config.cluster.num_workers
+    """Return the specifications of the store, the workers, the encoders and the gateways, with their sockets in
+    `folder`, but for `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`. With
+    `config.cluster.ray` there are no workers here, and the gateways let them join. Raises StartupFailed."""
+    engines = _engines(config)
     placements = (
-        place_workers(
-            hardware,
-            vllm_args,
-            num_workers=num_workers,
-            single_gpu=config.cluster.single_gpu,
-            environ=environ,
-        )
-        if num_workers
+        place_engines(hardware, vllm_args, engines, single_gpu=config.cluster.single_gpu, environ=environ)
+        if engines.total
         else []
     )
     inherited = child_environ(
@@ -192,21 +201,28 @@ def parts(
         not_needed="not needed: this model takes no media",
     )
     store_flags = ["--store", f"unix:{store_socket}"]
-    sockets = [folder / f"worker-{i}.sock" for i in range(num_workers)]
+    names = [f"worker {i}" for i in range(engines.num_workers)] + [f"encoder {i}" for i in range(engines.num_encoders)]
+    sockets = [folder / f"{name.replace(' ', '-')}.sock" for name in names]
     workers = [
         _worker(
-            i,
+            name,
             path,
             argv=_command(
                 "worker",
                 model,
-                ["--listen", f"unix:{path}", *store_flags, *own_flags(config, vllm_args, i)],
-                [*vllm_args, *placement.vllm_args],
+                [
+                    *("--listen", f"unix:{path}"),
+                    *(("--role", "encoder") if i >= engines.num_workers else ()),
+                    *store_flags,
+                    *own_flags(config, vllm_args, i),
+                ],
+                [*vllm_args, *placements[i].vllm_args],
             ),
-            environ={**inherited, **placement.environ},
-            config=config.cluster,
+            environ={**inherited, **placements[i].environ},
+            after=_same_gpus(placements, names, i),
+            stop_timeout_s=config.cluster.stop_timeout_s,
         )
-        for i, (path, placement) in enumerate(zip(sockets, placements, strict=True))
+        for i, (name, path) in enumerate(zip(names, sockets, strict=True))
     ]
     addresses = [word for path in sockets for word in ("--worker", f"unix:{path}")]
     gateway = ProcessSpec(
@@ -254,17 +270,36 @@ def _sharing(gateway: ProcessSpec, listener: socket.socket, folder: Path, *, num
     ]
 
 
+def _engines(config: Config) -> Engines:
+    """Return the engines of this host."""
+    cluster = config.cluster
+    num_workers = 0 if cluster.ray else cluster.num_workers
+    return Engines(num_workers, cluster.num_encoders, cluster.encoder_gpu_share)
+
+
+def _same_gpus(placements: Sequence[Placement], names: Sequence[str], number: int) -> str | None:
+    """Return the engine after which another one starts: the last one before it on the same GPUs, since vLLM measures
+    their free memory during start-up."""
+    own = placements[number].gpus
+    return next((names[i] for i in reversed(range(number)) if own and placements[i].gpus == own), None)
+
+
 def _worker(
-    number: int, path: Path, *, argv: tuple[str, ...], environ: Mapping[str, str], config: ClusterConfig
+    name: str,
+    path: Path,
+    *,
+    argv: tuple[str, ...],
+    environ: Mapping[str, str],
+    after: str | None,
+    stop_timeout_s: float,
 ) -> ProcessSpec:
     return ProcessSpec(
-        name=f"worker {number}",
+        name=name,
         argv=argv,
         environ=environ,
         ready=SocketExists(path),
-        # vLLM measures the GPU's free memory during start-up: on a shared GPU workers start one after another.
-        after=f"worker {number - 1}" if config.single_gpu and number else None,
-        stop_timeout_s=config.stop_timeout_s,
+        after=after,
+        stop_timeout_s=stop_timeout_s,
     )
 
 

@@ -1,4 +1,4 @@
-"""Assigns GPUs or cores to each worker, without loading torch."""
+"""Assigns GPUs or cores to each worker and encoder, without loading torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from medialane.cluster.vllm_flags import flag_value, gpus_per_worker
 from medialane.core.errors import StartupFailed
@@ -18,6 +19,7 @@ from medialane.core.errors import StartupFailed
 #: vLLM's default of --gpu-memory-utilization, which workers on one GPU share.
 _GPU_MEMORY_UTILIZATION = 0.92
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUERY_TIMEOUT_S = 20
 _GPU_LINE = re.compile(r"GPU (\d+): ")
 _MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w-]+)\)")
@@ -31,12 +33,30 @@ class Hardware:
     num_cores: int
 
 
+class Engines(NamedTuple):
+    """The engines of a host. `encoder_share` is the part of a worker's GPU memory that encoders on its GPUs get
+    together; 0: they have GPUs of their own."""
+
+    num_workers: int
+    num_encoders: int = 0
+    encoder_share: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return self.num_workers + self.num_encoders
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Environment variables and vLLM flags of one worker, besides those of all workers."""
+    """Environment variables and vLLM flags of one engine, besides those of all."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
     vllm_args: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> str:
+        """Names of its GPUs; empty if none were assigned."""
+        return self.environ.get(_VISIBLE, "")
 
 
 def find_hardware(environ: Mapping[str, str]) -> Hardware:
@@ -59,7 +79,7 @@ def installed_version(distribution: str) -> str | None:
 
 def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the GPUs that we may use: those of an inherited CUDA_VISIBLE_DEVICES, else all that the driver reports."""
-    outer = environ.get("CUDA_VISIBLE_DEVICES")
+    outer = environ.get(_VISIBLE)
     if outer is not None:
         return tuple(name.strip() for name in outer.split(",") if name.strip())
     return _query_driver() or _count_devices(Path("/dev"))
@@ -76,57 +96,96 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
-def place_workers(
-    hardware: Hardware,
-    vllm_args: Sequence[str],
-    *,
-    num_workers: int,
-    single_gpu: bool,
-    environ: Mapping[str, str],
+def place_engines(
+    hardware: Hardware, vllm_args: Sequence[str], engines: Engines, *, single_gpu: bool, environ: Mapping[str, str]
 ) -> list[Placement]:
-    """Return one placement per worker. What the user has set in `environ` is not changed. Raises StartupFailed."""
+    """Return one placement per worker, then one per encoder. What the user has set in `environ` is not changed. Raises
+    StartupFailed."""
     if not hardware.gpus:
         if single_gpu:
             raise StartupFailed("--single-gpu: no GPU was found that vLLM can use (see `medialane doctor`)")
-        return [_on_cores(hardware.num_cores, num_workers, environ)] * num_workers
+        if engines.encoder_share:
+            raise StartupFailed("--encoder-gpu-share: no GPU was found that vLLM can use (see `medialane doctor`)")
+        return [_on_cores(hardware.num_cores, engines.total, environ)] * engines.total
     each = gpus_per_worker(vllm_args)
     if single_gpu:
-        return _on_one_gpu(hardware.gpus[0], each, vllm_args, num_workers)
-    if num_workers * each > len(hardware.gpus):
+        return _on_one_gpu(hardware.gpus[0], each, vllm_args, engines)
+    num_own = engines.num_workers if _shares_gpus(engines) else engines.total
+    if num_own * each > len(hardware.gpus):
         raise StartupFailed(
-            f"{num_workers} workers of {each} GPU each need {num_workers * each} GPUs, {len(hardware.gpus)} found: "
-            "use fewer --workers, a smaller --tensor-parallel-size, or --single-gpu to share one"
+            f"{_named(engines, num_own)} of {each} GPU each need {num_own * each} GPUs, {len(hardware.gpus)} found: "
+            f"use fewer --workers, a smaller --tensor-parallel-size, {_share_advice(engines, num_own)}"
         )
-    return [
-        Placement({"CUDA_VISIBLE_DEVICES": ",".join(hardware.gpus[i * each : (i + 1) * each])})
-        for i in range(num_workers)
+    gpus = [",".join(hardware.gpus[i * each : (i + 1) * each]) for i in range(num_own)]
+    if num_own == engines.total:
+        return [Placement({_VISIBLE: each}) for each in gpus]
+    return _sharing(gpus, vllm_args, engines)
+
+
+def _shares_gpus(engines: Engines) -> bool:
+    return bool(engines.encoder_share and engines.num_encoders and engines.num_workers)
+
+
+def _named(engines: Engines, num_own: int) -> str:
+    if num_own == engines.num_workers:
+        return f"{engines.num_workers} workers"
+    return f"{engines.num_workers} workers and {engines.num_encoders} encoders"
+
+
+def _share_advice(engines: Engines, num_own: int) -> str:
+    if num_own == engines.num_workers:
+        return "or --single-gpu to share one"
+    return "--encoder-gpu-share to let encoders share the workers' GPUs, or --single-gpu to share one"
+
+
+def _sharing(gpus: Sequence[str], vllm_args: Sequence[str], engines: Engines) -> list[Placement]:
+    """Place each worker on GPUs of its own, and the encoders on those of the workers in turn."""
+    total, share = _utilization(vllm_args), engines.encoder_share
+    places = [i % engines.num_workers for i in range(engines.num_encoders)]
+    workers = [
+        Placement({_VISIBLE: names}, _memory_flags(total * (1 - share)) if i in places else ())
+        for i, names in enumerate(gpus)
     ]
+    encoders = [Placement({_VISIBLE: gpus[i]}, _memory_flags(total * share / places.count(i))) for i in places]
+    return workers + encoders
 
 
-def _on_cores(num_cores: int, num_workers: int, environ: Mapping[str, str]) -> Placement:
-    """Set OpenMP threads. One worker uses vLLM's default: a thread on each physical core but one, which is left to the
+def _on_cores(num_cores: int, num_engines: int, environ: Mapping[str, str]) -> Placement:
+    """Set OpenMP threads. One engine uses vLLM's default: a thread on each physical core but one, which is left to the
     processes besides the model (two threads on two cores would wait for each other at every step). vLLM would bind
-    several workers to the same cores: they get equal numbers of threads, and the kernel places them.
+    several engines to the same cores: they get equal numbers of threads, and the kernel places them.
     """
     if _BIND in environ:
         return Placement()
     if "OMP_NUM_THREADS" in environ:
         return Placement({_BIND: "nobind"})  # otherwise vLLM overrides the number
-    if num_workers == 1:
+    if num_engines == 1:
         return Placement()
-    return Placement({_BIND: "nobind", "OMP_NUM_THREADS": str(max(1, (num_cores - 1) // num_workers))})
+    return Placement({_BIND: "nobind", "OMP_NUM_THREADS": str(max(1, (num_cores - 1) // num_engines))})
 
 
-def _on_one_gpu(gpu: str, gpus_each: int, vllm_args: Sequence[str], num_workers: int) -> list[Placement]:
+def _on_one_gpu(gpu: str, gpus_each: int, vllm_args: Sequence[str], engines: Engines) -> list[Placement]:
+    """Split the memory of one GPU: equally, or with `encoder_share` for all encoders together."""
     if gpus_each > 1:
         raise StartupFailed(f"--single-gpu: the vLLM flags ask for {gpus_each} GPUs per worker")
+    num_workers, num_encoders, share = engines
+    share = share or num_encoders / engines.total
+    total, place = _utilization(vllm_args), {_VISIBLE: gpu}
+    workers = [Placement(place, _memory_flags(total * (1 - share) / max(1, num_workers)))] * num_workers
+    return workers + [Placement(place, _memory_flags(total * share / max(1, num_encoders)))] * num_encoders
+
+
+def _utilization(vllm_args: Sequence[str]) -> float:
+    """Return the part of a GPU's memory that engines may use. Raises StartupFailed."""
     given = flag_value(vllm_args, "--gpu-memory-utilization")
     try:
-        total = float(given) if given is not None else _GPU_MEMORY_UTILIZATION
+        return float(given) if given is not None else _GPU_MEMORY_UTILIZATION
     except ValueError as error:
         raise StartupFailed(f"--gpu-memory-utilization {given}: must be a number between 0 and 1") from error
-    share = ("--gpu-memory-utilization", f"{math.floor(total / num_workers * 1000) / 1000}")
-    return [Placement({"CUDA_VISIBLE_DEVICES": gpu}, share)] * num_workers
+
+
+def _memory_flags(utilization: float) -> tuple[str, ...]:
+    return ("--gpu-memory-utilization", f"{math.floor(utilization * 1000) / 1000}")
 
 
 def _query_driver() -> tuple[str, ...]:

@@ -32,7 +32,7 @@ import msgspec
 from medialane.cluster.child_process import ChildProcess, describe_exit
 from medialane.cluster.local import parent_directory
 from medialane.cluster.orphan_reaper import OrphanReaper
-from medialane.cluster.placement import find_hardware, place_workers, vllm_is_for_cpu
+from medialane.cluster.placement import Engines, find_hardware, place_engines, vllm_is_for_cpu
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import HttpAnswers
 from medialane.cluster.process_supervisor import failure_report
@@ -136,7 +136,7 @@ def remote_environ(spec: RemoteSpec, environ: Mapping[str, str]) -> dict[str, st
     if spec.num_gpus and not hardware.gpus:
         why = "vLLM's build is for CPUs" if vllm_is_for_cpu() else "CUDA_VISIBLE_DEVICES is empty"
         raise StartupFailed(f"{spec.num_gpus:g} GPU reserved on {socket.gethostname()}, but {why} there")
-    (placement,) = place_workers(hardware, spec.vllm_args, num_workers=1, single_gpu=False, environ=inherited)
+    (placement,) = place_engines(hardware, spec.vllm_args, Engines(1), single_gpu=False, environ=inherited)
     return {**inherited, **placement.environ, **spec.environ}
 
 

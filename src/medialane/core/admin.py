@@ -96,6 +96,12 @@ AdminCall = (
 AdminResult = bool | None
 
 
+def concerns_encoders(call: AdminCall) -> bool:
+    """Return whether the call also goes to workers that only encode. They have neither KV cache nor adapters, and
+    pausing generation does not pause them."""
+    return isinstance(call, ResetMmCache | ResetEncoderCache | Sleep | WakeUp | StartProfile | StopProfile)
+
+
 def clears_kv_cache(call: AdminCall) -> bool:
     """Return whether the call leaves the engine's KV cache empty."""
     return isinstance(call, ResetPrefixCache) or _clears_all(call)

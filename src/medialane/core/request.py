@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -180,6 +181,10 @@ class EncoderCard(msgspec.Struct, frozen=True):
     widths: dict[str, int]
 
 
+#: What a worker does: generate, or only encode media, so that other workers load the embeddings.
+WorkerRole = Literal["worker", "encoder"]
+
+
 class ModelCard(msgspec.Struct, frozen=True):
     """Description of a worker's model and engine. `processor` are the settings that must match for features to be
     interchangeable: model, dtype, processor class and backend, device-side normalisation, versions.
@@ -200,6 +205,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     data_parallel_size: int = 1
     max_loras: int | None = None
     encoder: EncoderCard | None = None
+    role: WorkerRole = "worker"
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -218,6 +224,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     card: ModelCard | None = None
     draining: bool = False
     can_pull: bool = False
+    role: WorkerRole = "worker"
 
 
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):

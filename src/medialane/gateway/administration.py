@@ -1,11 +1,12 @@
-"""Administrative calls to the engines: each is sent to every worker, and complete when all workers have executed it."""
+"""Administrative calls to the engines: each is sent to every worker, and complete when all workers have executed it.
+Some also go to the encoders that are connected: a lost one has no state to be changed."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 
-from medialane.core.admin import AddLora, AdminCall, AdminResult
+from medialane.core.admin import AddLora, AdminCall, AdminResult, concerns_encoders
 from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
 from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.workers import WorkerLink, WorkerPool
@@ -40,11 +41,13 @@ class Administration:
 
     def _links(self, call: AdminCall) -> Sequence[WorkerLink]:
         """Return all workers; for AddLora, the connected ones: others load it with the first request that names it."""
-        links = list(self._workers.links.values())
+        links = self._workers.of_role("worker")
         if isinstance(call, AddLora):
             links = [link for link in links if link.client is not None]
         if not links:
             raise NoWorkerReady("no worker is ready", retry_after_s=5)
+        if concerns_encoders(call):
+            links += [link for link in self._workers.of_role("encoder") if link.client is not None]
         return links
 
     async def _call(self, link: WorkerLink, call: AdminCall) -> AdminResult | MedialaneError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from medialane.core.errors import StartupFailed
-from medialane.core.request import Endpoint, WorkerLoad
+from medialane.core.request import Endpoint, WorkerLoad, WorkerRole
 from medialane.rpc import RpcClient
 
 #: Processor settings that differ: name -> (ours, the worker's).
@@ -67,9 +67,10 @@ class ConnectedWorker:
             same_host=self.same_host,
             card=card,
             can_pull=self.can_pull,
+            role=card.role,
         )
 
 
-def lost_endpoint(address: str, rank: int) -> Endpoint:
-    """Return the endpoint of a worker that is not connected."""
-    return Endpoint(address, address, ready=False, load=WorkerLoad(), num_in_flight=0, rank=rank)
+def lost_endpoint(address: str, rank: int, role: WorkerRole = "worker") -> Endpoint:
+    """Return the endpoint of a worker that is not connected; `role` is its last one."""
+    return Endpoint(address, address, ready=False, load=WorkerLoad(), num_in_flight=0, rank=rank, role=role)

@@ -114,7 +114,7 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        return any(link.client is not None for link in self._workers.links.values())
+        return self._workers.num_ready > 0
 
     @property
     def text_bytes(self) -> int | None:

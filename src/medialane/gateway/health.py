@@ -36,10 +36,14 @@ def health_of(workers: WorkerPool, problems: Iterable[str | None] = ()) -> Healt
 
 
 def _worker_problems(workers: WorkerPool) -> Iterable[str]:
-    if not workers.links:
+    total, encoders = len(workers.of_role("worker")), workers.of_role("encoder")
+    if not total:
         yield "no worker has joined"
-    if (total := len(workers.links)) > workers.num_ready:
+    if total > workers.num_ready:
         yield f"{workers.num_ready} of {total} workers are ready"
+    num_encoders_ready = sum(link.client is not None for link in encoders)
+    if len(encoders) > num_encoders_ready:
+        yield f"{num_encoders_ready} of {len(encoders)} encoders are ready"
     if workers.num_failing:
         what = "refuse this gateway, are refused, or cannot be connected to (see its log)"
-        yield f"{workers.num_failing} of {total} workers {what}"
+        yield f"{workers.num_failing} of {len(workers.links)} workers {what}"

@@ -1,4 +1,5 @@
-"""The workers of this gateway: one link each, which connects and reconnects, or serves a worker that has joined.
+"""The workers and encoders of this gateway: one link each, which connects and reconnects, or serves one that has
+joined.
 
 Each link is supervised separately: exceptions of a connection are logged, the link reconnects with exponential backoff,
 and no other link is affected.
@@ -20,7 +21,7 @@ from medialane.core.backoff import Backoff
 from medialane.core.errors import AlreadyJoined, MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
-from medialane.core.request import Endpoint, EngineRequest, WorkerLoad
+from medialane.core.request import Endpoint, EngineRequest, WorkerLoad, WorkerRole
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.connected_worker import ConnectedWorker, check_same_model, disagreements, lost_endpoint
 from medialane.observability.metrics import Metrics
@@ -34,7 +35,7 @@ class WorkerListener(Protocol):
 
     All but `joined` and `left` are called only between `joined` and `left`; `left` discards the worker's state. It is
     called in the same iteration of the event loop in which the connection is lost, so no request is routed in between.
-    If `joined` raises, `left` follows.
+    If `joined` raises, `left` follows. Not called for encoders, to which no request is routed.
     """
 
     def joined(self, link: WorkerLink) -> None:
@@ -91,6 +92,8 @@ class WorkerLink:
         self._config = config
         self._metrics = metrics
         self._worker: ConnectedWorker | None = None
+        #: As of the last connection.
+        self.role: WorkerRole = "worker"
         self._joined = False
         self._in_use = asyncio.Lock()
         self.listener: WorkerListener | None = None
@@ -126,7 +129,7 @@ class WorkerLink:
 
     def endpoint(self, rank: int = 0) -> Endpoint:
         worker = self._live
-        return worker.endpoint(rank) if worker is not None else lost_endpoint(self.address, rank)
+        return worker.endpoint(rank) if worker is not None else lost_endpoint(self.address, rank, self.role)
 
     def endpoints(self) -> list[Endpoint]:
         """Return one endpoint per data-parallel rank."""
@@ -218,14 +221,15 @@ class WorkerLink:
         differing = disagreements(self._hello.processor, client.welcome.card.processor)
         for name, (ours, theirs) in differing.items():
             logger.warning("worker %s: processor setting %s is %s there and %s here", self.address, name, theirs, ours)
-        logger.info("worker %s is ready", self.address)
+        self.role = client.welcome.card.role
+        logger.info("%s %s is ready", self.role, self.address)
         self._worker = ConnectedWorker(self.address, client, differing, self._own_arena, self._can_grant)
         self._join(client)
         self._failure = None
 
     def _join(self, client: RpcClient) -> None:
         listener = self.listener
-        if listener is None or client.closed.is_set():
+        if listener is None or client.closed.is_set() or self.role == "encoder":
             return
         self._joined = True
         listener.joined(self)
@@ -312,13 +316,18 @@ class WorkerPool:
         ranks = [link.endpoints() for link in self.links.values()]
         return [msgspec.structs.replace(found[0], load=_total(found)) for found in ranks]
 
+    def of_role(self, role: WorkerRole) -> list[WorkerLink]:
+        """Return the links of all workers or of all encoders. One that has never been connected counts as a worker."""
+        return [link for link in self.links.values() if link.role == role]
+
     @property
     def num_ready(self) -> int:
-        return sum(link.client is not None for link in self.links.values())
+        """Number of workers that are connected, encoders not counted."""
+        return sum(link.client is not None for link in self.of_role("worker"))
 
     @property
     def num_failing(self) -> int:
-        """Number of links that need an operator's attention; the log has the reasons."""
+        """Number of links, also of encoders, that need an operator's attention; the log has the reasons."""
         return sum(link.is_failing for link in self.links.values())
 
     async def run(self) -> None:

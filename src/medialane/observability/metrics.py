@@ -272,6 +272,10 @@ def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
         state.add_metric([endpoint.worker_id, "ready"], float(endpoint.ready))
         state.add_metric([endpoint.worker_id, "lost"], float(not endpoint.ready))
     yield state
+    role = GaugeMetricFamily("medialane_worker_role", "1 for the role of a worker", labels=["worker", "role"])
+    for endpoint in endpoints:
+        role.add_metric([endpoint.worker_id, endpoint.role], 1.0)
+    yield role
     running: dict[str, float] = {e.worker_id: e.load.num_running for e in endpoints}
     waiting: dict[str, float] = {e.worker_id: e.load.num_waiting for e in endpoints}
     usage = {e.worker_id: e.load.kv_usage for e in endpoints}

@@ -64,6 +64,14 @@ def test_ranks_of_a_worker_are_one_worker():
     assert len(state.workers) == len(state.links) == 1
 
 
+def test_encoders_are_shown_with_their_role_and_are_not_workers_of_the_host():
+    encoder = endpoint("host-a/1", role="encoder", same_host=True)
+    state = parse_state(URL, b"", page(endpoint("host-a/0", same_host=True), encoder))
+    assert [worker.role for worker in state.workers] == ["worker", "encoder"]
+    assert state.hosts() == [Host("host-a", 1, 1, "gateway's")]
+    assert state.is_well
+
+
 def test_lost_worker_is_not_well():
     health = Health("degraded", ("1 of 2 workers are ready",)).response()[1]
     state = parse_state(URL, health, page(endpoint("host-a/0"), endpoint("host-b/1", ready=False)))

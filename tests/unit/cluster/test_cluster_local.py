@@ -124,6 +124,44 @@ def test_workers_on_separate_gpus_start_concurrently(tmp_path):
     assert "VLLM_CPU_KVCACHE_SPACE" not in parts[1].environ
 
 
+def test_encoders_are_workers_with_a_role_that_the_gateway_knows_too(tmp_path):
+    store, worker, first, second, gateway = make_parts(tmp_path, workers="1", encoders="2", metrics_port="9000")
+    assert [part.name for part in (worker, first, second)] == ["worker 0", "encoder 0", "encoder 1"]
+    assert "--role" not in worker.argv
+    assert [flag(part, "--role") for part in (first, second)] == ["encoder"] * 2
+    assert [flag(part, "--metrics-port") for part in (worker, first, second)] == ["9000", "9001", "9002"]
+    assert len({part.ready.path for part in (worker, first, second)}) == 3
+    for part in (worker, first, second):
+        assert f"unix:{part.ready.path}" in gateway.argv
+        assert flag(part, "--store") == f"unix:{store.ready.path}"
+        assert part.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_encoder_on_the_gpu_of_a_worker_starts_after_it(tmp_path):
+    hardware = Hardware(("0", "1"), 8)
+    parts = make_parts(tmp_path, workers="2", encoders="3", encoder_gpu_share="0.2", hardware=hardware)
+    after = {part.name: part.after for part in parts if part.name[-1].isdigit()}
+    assert after == {
+        "worker 0": None, "worker 1": None, "encoder 0": "worker 0", "encoder 1": "worker 1", "encoder 2": "encoder 0"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"stage": "url"}, "--encoders needs --stage auto or features"),
+        ({"stage": "decoded"}, "--encoders needs --stage auto or features"),
+        ({"transport": "inline"}, "--encoders needs --transport auto or shm, not inline"),
+        ({"transport": "tcp"}, "--encoders needs --transport auto or shm, not tcp"),
+        ({"encode_cache": "off"}, "--encoders needs --encode-cache auto or on"),
+    ],
+)
+def test_encoders_that_could_do_nothing_are_refused(model, flags, reason):
+    local.check(config(port="0", **flags), model, [], {})
+    with pytest.raises(StartupFailed, match=reason):
+        local.check(config(port="0", encoders="1", **flags), model, [], {})
+
+
 def test_served_name_is_the_one_used_by_requests():
     assert local.served_name("m", []) == "m"
     assert local.served_name("m", ["--served-model-name", "vision"]) == "vision"

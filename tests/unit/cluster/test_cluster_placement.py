@@ -1,14 +1,15 @@
 import pytest
 
-from medialane.cluster.placement import Hardware, find_gpus, parse_gpu_list, place_workers, usable_cores
+from medialane.cluster.placement import Engines, Hardware, find_gpus, parse_gpu_list, place_engines, usable_cores
 from medialane.core.errors import StartupFailed
 
 CPU = Hardware((), 8)
 FOUR_GPUS = Hardware(("0", "1", "2", "3"), 8)
 
 
-def place(hardware, vllm_args=(), *, num_workers=2, single_gpu=False, environ=None):
-    return place_workers(hardware, vllm_args, num_workers=num_workers, single_gpu=single_gpu, environ=environ or {})
+def place(hardware, vllm_args=(), *, num_workers=2, num_encoders=0, share=0.0, single_gpu=False, environ=None):
+    engines = Engines(num_workers, num_encoders, share)
+    return place_engines(hardware, vllm_args, engines, single_gpu=single_gpu, environ=environ or {})
 
 
 def test_multiple_workers_share_the_cores_minus_one():
@@ -58,6 +59,49 @@ def test_single_gpu_rejects_parallel_workers_and_must_exist():
         place(FOUR_GPUS, ["-tp", "2"], single_gpu=True)
     with pytest.raises(StartupFailed, match="no GPU was found"):
         place(CPU, single_gpu=True)
+
+
+def gpus_and_memory(placements):
+    return [(p.gpus, p.vllm_args[1] if p.vllm_args else None) for p in placements]
+
+
+def test_encoders_count_as_engines_on_cores():
+    assert [dict(p.environ) for p in place(CPU, num_workers=2, num_encoders=1)] == [unbound(2)] * 3
+    assert dict(place(CPU, num_workers=1, num_encoders=1)[0].environ) == unbound(3)
+
+
+def test_encoders_have_gpus_of_their_own_by_default():
+    assert gpus_and_memory(place(FOUR_GPUS, num_workers=3, num_encoders=1)) == [(n, None) for n in "0123"]
+    with pytest.raises(StartupFailed, match=r"3 workers and 2 encoders of 1 GPU each need 5 GPUs.*--encoder-gpu-share"):
+        place(FOUR_GPUS, num_workers=3, num_encoders=2)
+
+
+def test_encoders_with_a_share_use_the_gpus_of_workers_in_turn():
+    found = place(FOUR_GPUS, ["-tp", "2", "--gpu-memory-utilization", "0.9"], num_encoders=3, share=0.2)
+    assert gpus_and_memory(found) == [
+        ("0,1", "0.72"),
+        ("2,3", "0.72"),
+        ("0,1", "0.09"),
+        ("2,3", "0.18"),
+        ("0,1", "0.09"),
+    ]
+
+
+def test_worker_without_an_encoder_on_its_gpu_keeps_all_of_its_memory():
+    found = place(FOUR_GPUS, ["--gpu-memory-utilization=0.5"], num_encoders=1, share=0.2)
+    assert gpus_and_memory(found) == [("0", "0.4"), ("1", None), ("0", "0.1")]
+
+
+@pytest.mark.parametrize(("share", "memory"), [(0.0, ["0.3", "0.3", "0.3"]), (0.1, ["0.405", "0.405", "0.09"])])
+def test_single_gpu_is_shared_with_encoders(share, memory):
+    args = ["--gpu-memory-utilization=0.9"]
+    found = place(FOUR_GPUS, args, num_encoders=1, share=share, single_gpu=True)
+    assert gpus_and_memory(found) == [("0", part) for part in memory]
+
+
+def test_share_of_a_gpu_needs_a_gpu():
+    with pytest.raises(StartupFailed, match="--encoder-gpu-share: no GPU was found"):
+        place(CPU, num_encoders=1, share=0.2)
 
 
 def test_cuda_visible_devices_is_respected():

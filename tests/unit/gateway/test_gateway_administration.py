@@ -6,8 +6,13 @@ import pytest
 
 from medialane.core.admin import (
     AddLora,
+    IsSleeping,
+    PauseGeneration,
+    ResetEncoderCache,
     ResetPrefixCache,
     Sleep,
+    StopProfile,
+    WakeUp,
 )
 from medialane.core.errors import AdminCallIncomplete, GenerationFailed, InvalidRequest, NoWorkerReady, WorkerLost
 from medialane.gateway import WorkerPool
@@ -30,6 +35,8 @@ class Client:
 
 class Link:
     """A worker that answers `answer`; None is one that is lost."""
+
+    role = "worker"
 
     def __init__(self, number, answer, *, lost=False):
         self.address = f"unix:/w{number}"
@@ -68,6 +75,32 @@ async def test_error_names_the_failed_workers(failure):
     assert "w0" not in failed.value.message
     assert failed.value.status == 503
     assert all(calls == [Sleep()] for calls in workers.calls)  # a failing worker does not prevent the others
+
+
+@pytest.mark.parametrize(
+    ("call", "concerned"),
+    [
+        (Sleep(), True),
+        (WakeUp(), True),
+        (ResetEncoderCache(), True),
+        (StopProfile(), True),
+        (ResetPrefixCache(), False),
+        (IsSleeping(), False),
+        (PauseGeneration(), False),
+        (AddLora(b"x"), False),
+    ],
+)
+async def test_encoders_get_calls_about_memory_weights_and_encoder_but_not_about_generation(call, concerned):
+    workers = Workers(True, True)
+    workers.links[1].role = "encoder"
+    assert await workers.do(call) == [True] * (1 + concerned)
+    assert workers.calls == [[call], [call] * concerned]
+
+
+async def test_lost_encoder_does_not_make_a_call_incomplete():
+    workers = Workers(True, LOST)
+    workers.links[1].role = "encoder"
+    assert await workers.do(Sleep()) == [True]
 
 
 async def test_equal_rejection_by_all_workers_is_a_client_error():

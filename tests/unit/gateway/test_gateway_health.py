@@ -8,8 +8,15 @@ import pytest
 from medialane.gateway import health_of
 
 
-def workers(total, ready, failing=0):
-    return SimpleNamespace(links=dict.fromkeys(range(total)), num_ready=ready, num_failing=failing)
+def workers(total, ready, failing=0, encoders=()):
+    """`encoders` are whether each of them is connected."""
+    of_role = {"worker": [None] * total, "encoder": [SimpleNamespace(client=1 if up else None) for up in encoders]}
+    return SimpleNamespace(
+        links=dict.fromkeys(range(total + len(encoders))),
+        num_ready=ready,
+        num_failing=failing,
+        of_role=of_role.__getitem__,
+    )
 
 
 def test_healthy_response_equals_vllms():
@@ -29,6 +36,19 @@ def test_problem_of_another_process_is_reported():
     status, body = health_of(workers(1, 1), ["media preparation is restarting", None]).response()
     assert status == 200
     assert msgspec.json.decode(body) == {"status": "degraded", "problems": ["media preparation is restarting"]}
+
+
+def test_lost_encoder_is_reported_and_requests_are_served():
+    assert health_of(workers(2, 2, encoders=[True, True])).response() == (200, b"")
+    status, body = health_of(workers(2, 2, encoders=[True, False])).response()
+    assert status == 200
+    assert msgspec.json.decode(body) == {"status": "degraded", "problems": ["1 of 2 encoders are ready"]}
+
+
+def test_encoders_alone_serve_nothing():
+    status, body = health_of(workers(0, 0, encoders=[True])).response()
+    assert status == 503
+    assert msgspec.json.decode(body)["problems"] == ["no worker has joined"]
 
 
 @pytest.mark.parametrize("total", [0, 2])
