@@ -103,8 +103,7 @@ class Handover:
             raise HandoverFailed(error.message) from error
         remote = {entry.range: replace(entry, mover=self._mover) for entry in granted}
         return [
-            payload if payload.entry is None else replace(payload, remote=remote[payload.entry])
-            for payload in payloads
+            payload if payload.entry is None else replace(payload, remote=remote[payload.entry]) for payload in payloads
         ]
 
     def _feature(self, item: StagedItem, place: PlaceholderRange, tensors: TransferTensors) -> MediaPayload:

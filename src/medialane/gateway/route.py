@@ -240,8 +240,8 @@ class Routes:
 
 def _span(placed: PlacedFeature) -> MediaSpan:
     place, feature = placed.placeholder, placed.feature
-    num_bytes = 0 if feature.embedding is None else feature.nbytes
-    return MediaSpan(feature.mm_hash, place.offset, place.length, feature.modality, place.num_embeds, num_bytes)
+    embedding_bytes = feature.nbytes if feature.embedding is not None else 0
+    return MediaSpan(feature.mm_hash, place.offset, place.length, feature.modality, place.num_embeds, embedding_bytes)
 
 
 def _num_bytes(prepared: PreparedPrompt | None) -> int:

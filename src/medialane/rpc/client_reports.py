@@ -33,9 +33,9 @@ _MAX_KV_BLOCKS: Final = 1 << 32
 
 
 class ClientReports:
-    """The latest load of each rank (`loads`, empty before the first report), the engine's `encoder`, the number of gateways registered with
-    the worker, and changes of KV blocks, delivered to the callbacks of `watch`, one change per iteration of the event
-    loop. Changes are queued until there is a callback."""
+    """The latest load of each rank (`loads`, empty before the first report), the engine's `encoder`, the number of
+    gateways registered with the worker, and changes of KV blocks, delivered to the callbacks of `watch`, one change per
+    iteration of the event loop. Changes are queued until there is a callback."""
 
     def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
         self._send = send

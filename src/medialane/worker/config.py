@@ -12,7 +12,6 @@ from medialane.core.host import ascii_host
 from medialane.core.setting import PositiveFloat, check_bounds
 from medialane.rpc.address import TcpAddress, parse_address
 
-
 EncodeCache = Literal["auto", "on", "off"]
 
 

@@ -1,5 +1,5 @@
-"""The embeddings of one request's media: those that its gateway has sent instead of tensors, and those that the store of
-this host has, or reserves memory for, when it is asked about tensors.
+"""The embeddings of one request's media: those that its gateway has sent instead of tensors, and those that the store
+has, or reserves memory for, when the worker asks it about items that came with tensors.
 
 An embedding that is loaded is held until the engine has released the request, which may load it again after preemption.
 The hold of one that is written ends with the first output: the engine has encoded all items by then. At its end the

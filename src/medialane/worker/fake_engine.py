@@ -202,9 +202,7 @@ class FakeEngine:
             if use is not None and self._memory is not None:
                 await self._memory.write(use.tensor, _embedding(_digest(datas), use.tensor.spec.nbytes))
 
-    def _items(
-        self, tensors: Sequence[Sequence[memoryview]], embeddings: Sequence[EmbeddingUse | None]
-    ) -> list[bytes]:
+    def _items(self, tensors: Sequence[Sequence[memoryview]], embeddings: Sequence[EmbeddingUse | None]) -> list[bytes]:
         """Return a digest of each item, from its embedding if that is loaded."""
         found = []
         for datas, use in zip_longest(tensors, embeddings):
