@@ -120,7 +120,8 @@ class EngineTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Output of one step of a request. The first one also has the token ids of a prompt that the worker expanded
     (stages `decoded` and `url`), the positions of its items (`placed`), and the hashes of items whose embeddings are
-    now in the arena of the worker's host (`embedded`)."""
+    now in the arena of the worker's host (`embedded`), and of those among them that the engine was to load instead of
+    encoding the item (`loaded`)."""
 
     request_id: str
     completions: list[CompletionDelta]
@@ -132,6 +133,7 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     times: EngineTimes | None = None
     placed: tuple[MediaSpan, ...] = ()
     embedded: tuple[str, ...] = ()
+    loaded: tuple[str, ...] = ()
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
@@ -149,6 +151,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         times=first.times,
         placed=first.placed,
         embedded=first.embedded,
+        loaded=first.loaded,
     )
 
 

@@ -11,7 +11,7 @@ class ArenaStats(msgspec.Struct, frozen=True):
     """Usage of an arena and its cache lookups. Bytes are allocated bytes, including headers and padding.
 
     free + writing + published = size; pinned is the part of published held by leases. encoded + decoded + processed
-    = writing + published.
+    + embedded = writing + published.
     """
 
     size_bytes: int
@@ -23,6 +23,7 @@ class ArenaStats(msgspec.Struct, frozen=True):
     encoded_bytes: int
     decoded_bytes: int
     processed_bytes: int
+    embedded_bytes: int
     num_reservations: int
     num_entries: int
     num_leases: int

@@ -12,7 +12,7 @@ from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import MedialaneError
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
-from medialane.core.request import CompletionDelta, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.core.request import CompletionDelta, EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc.messages import Hello, Welcome
 
@@ -60,6 +60,10 @@ class FakeHandler:
         self.calls: list[AdminCall] = []
         self.admin_result: AdminResult | Exception = None
         self.registry = CollectorRegistry()
+
+    @property
+    def encoder(self) -> EncoderCard | None:
+        return self._welcome.card.encoder
 
     async def register(self, hello: Hello) -> Welcome:
         self.hellos.append(hello)

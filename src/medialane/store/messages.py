@@ -97,6 +97,7 @@ class FindItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
     form: Form
     options: bytes = b"{}"
     num_bytes: int | None = None
+    encoder: str = ""
 
 
 class SendData(msgspec.Struct, frozen=True, array_like=True, tag=True):
