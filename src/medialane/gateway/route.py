@@ -209,7 +209,8 @@ class Routes:
 
 def _span(placed: PlacedFeature) -> MediaSpan:
     place, feature = placed.placeholder, placed.feature
-    return MediaSpan(feature.mm_hash, place.offset, place.length, feature.modality, place.num_embeds)
+    embedding_bytes = feature.nbytes if feature.embedding is not None else 0
+    return MediaSpan(feature.mm_hash, place.offset, place.length, feature.modality, place.num_embeds, embedding_bytes)
 
 
 def _num_bytes(prepared: PreparedPrompt | None) -> int:
