@@ -40,17 +40,20 @@ from medialane.gateway import (
     health_of,
 )
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.encoders import Encoders
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake.json_scan import warm_up
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
+from medialane.routing.encode_choice import EncodeCosts
 from medialane.rpc import Hello, JoinServer
 from medialane.rpc.address import consecutive_ports
 from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.transfer import InlineTransport, PullTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
+from medialane.vllm_bridge.encode_params import encode_params
 
 logger = logging.getLogger(__name__)
 
@@ -260,23 +263,33 @@ def _gateway(components: _Components) -> Gateway:
         media=components.config.media,
         retention_s=components.config.store.hold_retention_s,
     )
-    inline = InlineTransport(components.store.tensor)
+    inline, router = InlineTransport(components.store.tensor), Router(components.config.routing)
+    handover = Handover(
+        transports=[ShmTransport(), PullTransport(), inline],
+        max_inline_bytes=components.config.transfer.max_inline_bytes,
+        holds=HoldPasser(components.store, retention_s=components.config.store.hold_retention_s),
+        grants=StoreGrants(components.store),
+        mover=components.config.transfer.mover,
+        encoder_ms_per_token=components.config.routing.encoder_ms_per_token,
+    )
     return Gateway(
         config=components.gateway_config,
         transfer=components.config.transfer,
         features=features,
-        handover=Handover(
-            transports=[ShmTransport(), PullTransport(), inline],
-            max_inline_bytes=components.config.transfer.max_inline_bytes,
-            holds=HoldPasser(components.store, retention_s=components.config.store.hold_retention_s),
-            grants=StoreGrants(components.store),
-            mover=components.config.transfer.mover,
-            encoder_ms_per_token=components.config.routing.encoder_ms_per_token,
-        ),
+        handover=handover,
         assembler=components.frontend.assembler,
         workers=components.links,
-        router=Router(components.config.routing),
+        router=router,
         metrics=components.metrics,
+        encoders=Encoders(
+            components.links,
+            handover,
+            params=encode_params(),
+            costs=EncodeCosts.of(router.config),
+            mean_sequences=lambda: router.mean_sequences,
+            config=components.gateway_config,
+            metrics=components.metrics,
+        ),
     )
 
 

@@ -161,7 +161,8 @@ class StagedItem:
     """One media item in the form that a stage sends, and the request's hold on it.
 
     `feature.mm_hash` is the item's identifier in the engine. `media_type` is the type of encoded bytes. `is_hit` is
-    whether the arena had the item, None if nothing had to be computed.
+    whether the arena had the item, None if nothing had to be computed. `content_hash` is the hash of the encoded bytes
+    that it was made of.
     """
 
     ref: MediaRef
@@ -169,6 +170,7 @@ class StagedItem:
     hold: Hold
     media_type: str | None = None
     is_hit: bool | None = None
+    content_hash: str | None = None
 
 
 class StagedMedia(Protocol):
@@ -188,6 +190,11 @@ class StagedMedia(Protocol):
 
         Raises like `in_stage`, and HandoverFailed if the content of an item has changed since.
         """
+        ...
+
+    async def with_embeddings(self, mm_hashes: Collection[str]) -> Sequence[Feature]:
+        """Have `in_stage` return the embeddings of these items, which have been encoded meanwhile, instead of their
+        tensors. Return the features of all items; those whose embedding is not found are as before."""
         ...
 
     def note_embedded(self, mm_hashes: Collection[str]) -> None:

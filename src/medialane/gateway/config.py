@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import field
 
@@ -15,6 +17,11 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     stage: StageChoice = field(default="auto", name="stage")
     """what is sent to workers: features (processed tensors), decoded (the worker processes), url (the worker
     decodes and processes), auto (features; decoded if the worker's processor differs; url if the hand-over fails)"""
+    encode_at: Literal["auto", "encoders", "workers"] = field(default="auto", name="encode-at")
+    """where new media are encoded if there are encoders (--encoders): encoders, workers (each request's own), or auto
+    (where that is expected to delay requests least)"""
+    encode_timeout_s: PositiveFloat = field(default=2.0, name="gateway-encode-timeout")
+    """longest wait for an encoder; then the request is sent to its worker, which encodes"""
     max_requests: PositiveInt = field(default=1024, name="gateway-max-requests")
     """most concurrent requests with media, over all gateways of a port; more get 503 with Retry-After"""
     max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")

@@ -33,6 +33,7 @@ from medialane.gateway.administration import Administration
 from medialane.gateway.admission import Admission
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.encoders import Encoders
 from medialane.gateway.feature_source import FeatureSource
 from medialane.gateway.handover import Handover
 from medialane.gateway.report import Sent
@@ -84,6 +85,7 @@ class Gateway:
         workers: WorkerPool,
         router: Router,
         metrics: Metrics,
+        encoders: Encoders | None = None,
     ) -> None:
         self._config = config
         self._transfer = transfer
@@ -95,6 +97,7 @@ class Gateway:
         self.routes = Routes(router, workers, metrics)
         self._administration = Administration(workers, timeout_s=config.admin_timeout_s)
         self._metrics = metrics
+        self._encoders = encoders
         self._num_sent = 0
         # A worker has several gateways and clients may choose request ids, so ours contain the gateway and the attempt.
         self._gateway_id = secrets.token_hex(4)
@@ -190,6 +193,7 @@ class Gateway:
     async def _stream(
         self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
     ) -> AsyncGenerator[OutputDelta, None]:
+        prepared = await self._with_embeddings(request, prepared, scope)
         call, tries = self._route(request, prepared, scope)
         lost: frozenset[str] = frozenset()
         started = False
@@ -214,6 +218,24 @@ class Gateway:
                 call, tries = self._reroute(call, lost, error)
             else:
                 return
+
+    async def _with_embeddings(
+        self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
+    ) -> PreparedPrompt | None:
+        """Have encoders encode the items that no worker has, where that is best; their embeddings are then sent."""
+        digest = self.routes.encoder
+        if prepared is None or self._encoders is None or not self._encoders.is_ready(digest):
+            return prepared
+        new = [placed for placed in prepared.features if placed.feature.embedding is None and placed.feature.tensors]
+        if not new or not (hashes := self.routes.new_items(request, prepared)):
+            return prepared
+        new = [placed for placed in new if placed.feature.mm_hash in hashes]
+        encoded = await self._encoders.encode(prepared, new, digest, scope.timeline)
+        if not encoded:
+            return prepared
+        features = await prepared.media.with_embeddings(encoded)
+        placed = map(PlacedFeature, features, [placed.placeholder for placed in prepared.features])
+        return msgspec.structs.replace(prepared, features=tuple(placed))
 
     def _route(
         self,

@@ -8,7 +8,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from medialane.core.errors import HandoverFailed, StoreUnavailable
-from medialane.core.feature import MediaPayload, PlaceholderRange, PreparedPrompt, StagedItem
+from medialane.core.feature import Feature, MediaPayload, PlacedFeature, PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.core.remote_entry import MoverChoice, RemoteEntry
 from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
 from medialane.core.stage import STAGES
@@ -74,7 +74,7 @@ class Handover:
         options = prepared.source.options
         if is_processed:
             places = [placed.placeholder for placed in prepared.features]
-            payloads = list(map(self._feature, items, places, published))
+            payloads = list(map(self._feature, [item.feature for item in items], places, published))
         else:
             payloads = list(map(_source, items, published))
         if transfer_path.transport == "pull":
@@ -82,6 +82,11 @@ class Handover:
         if is_processed:
             return ExpandedPrompt(token_ids, tuple(payloads), options)
         return SourcePrompt(token_ids, tuple(payloads), options, transfer_path.stage)
+
+    def features_prompt(self, token_ids: list[int], items: Sequence[PlacedFeature], options: bytes) -> ExpandedPrompt:
+        """Return a prompt with features of the arena, for a worker that has mapped it. The caller holds them."""
+        payloads = [self._feature(item.feature, item.placeholder, item.feature.tensors) for item in items]
+        return ExpandedPrompt(token_ids, tuple(payloads), options)
 
     def pass_holds(self, prompt: Prompt, *, to: str, request_id: str) -> bool:
         """Pass holds on what the prompt refers to, to the worker that is about to get it. Return whether it is to wait
@@ -106,9 +111,8 @@ class Handover:
             payload if payload.entry is None else replace(payload, remote=remote[payload.entry]) for payload in payloads
         ]
 
-    def _feature(self, item: StagedItem, place: PlaceholderRange, tensors: TransferTensors) -> MediaPayload:
+    def _feature(self, feature: Feature, place: PlaceholderRange, tensors: TransferTensors) -> MediaPayload:
         """Return a feature with its position in the expanded prompt."""
-        feature = item.feature
         return MediaPayload(
             feature.modality,
             feature.mm_hash,

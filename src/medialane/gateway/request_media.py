@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 import msgspec
 
 from medialane.arena import describe
-from medialane.core.errors import HandoverFailed
+from medialane.core.errors import HandoverFailed, MedialaneError
 from medialane.core.feature import Feature, FoundItem, MediaPrompt, StagedItem
 from medialane.core.media import MediaRef, MediaSize
-from medialane.core.stage import STAGES, StageName
+from medialane.core.stage import BEST_STAGE, STAGES, StageName
 from medialane.core.tensor import TensorSpec
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.feature_source import FeatureSource
 from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.image_budget import ImageBudget
 from medialane.gateway.scope import RequestScope
+from medialane.observability.timeline import StageTimeline
+
+logger = logging.getLogger(__name__)
 
 
 class RequestMedia:
@@ -59,6 +64,12 @@ class RequestMedia:
             num_embeddings += num_found
         return num_embeddings
 
+    async def with_embeddings(self, mm_hashes: Collection[str]) -> tuple[Feature, ...]:
+        items = await self.in_stage(BEST_STAGE)
+        found = await gather_or_cancel([self._encoded(item, mm_hashes) for item in items])
+        self._found[BEST_STAGE] = found
+        return tuple(item.feature for item in found)
+
     def note_embedded(self, mm_hashes: Collection[str]) -> None:
         for item in (item for found in self._found.values() for item in found):
             if item.feature.mm_hash in mm_hashes and item.feature.embedding is None:
@@ -68,6 +79,24 @@ class RequestMedia:
     def is_lost(self) -> bool:
         entries = [item.feature.entry for found in self._found.values() for item in found]
         return any(entry is not None and entry.arena != self.features.arena for entry in entries)
+
+    async def _encoded(self, item: StagedItem, mm_hashes: Collection[str]) -> StagedItem:
+        """Return the item with its embedding, if it is one of these and is found."""
+        if item.feature.embedding is not None or item.feature.mm_hash not in mm_hashes or not self.encoder:
+            return item
+        # By content: the URL is not fetched again, and data are not hashed again.
+        ref = msgspec.structs.replace(item.ref, url=None, data=None, alias=None, content=item.content_hash)
+        options, budget = self.source.options, ImageBudget(self._assembly, self.source.options)
+        self.features.forget(item.hold)
+        try:
+            found = await self.features.processed(ref, options, StageTimeline(), budget, encoder=self.encoder)
+        except MedialaneError as error:
+            logger.info("the embedding of an item is not found: %s", error.message)
+            return item
+        self.scope.take(found.hold)
+        if found.value.embedding is None or found.value.mm_hash != item.feature.mm_hash:
+            return item
+        return dataclasses.replace(item, feature=found.value, hold=found.hold)
 
     async def _find(self, stage: StageName) -> tuple[StagedItem, ...]:
         find, budget = FINDERS[STAGES[stage].sends], ImageBudget(self._assembly, self.source.options)
@@ -82,7 +111,7 @@ async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) 
     request.scope.take(found.hold)
     await _count_hit(ref, found, budget)
     timeline.num_embeddings += found.value.embedding is not None
-    return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit)
+    return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit, content_hash=found.content_hash)
 
 
 async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:

@@ -69,7 +69,7 @@ class Routes:
         """The digest of the encoder of all workers that load embeddings from our arena; empty if there is none, or if
         they have different ones."""
         if self._encoder is None:
-            found = {link.encoder for link in self._workers.links.values()} - {""}
+            found = {link.encoder for link in self._workers.of_role("worker")} - {""}
             self._encoder = found.pop() if len(found) == 1 else ""
         return self._encoder
 
@@ -124,9 +124,27 @@ class Routes:
         """Return the worker for a request, none of the addresses `excluded`. The router counts the request from `begin`
         on. Raises NoWorkerReady."""
         known = self._known(request, prepared)
+        routing_request = self._routing_request(request, prepared, known, excluded)
+        started = time.perf_counter()
+        routed = self._router.pick(routing_request)
+        self._metrics.observe_routing(time.perf_counter() - started)
+        rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
+        return Route(self._workers.links[routed.worker_id], routed, known, rank)
+
+    def new_items(self, request: EngineRequest, prepared: PreparedPrompt) -> frozenset[str]:
+        """Return the hashes of the items that every worker would have to encode."""
+        return self._router.new_items(self._routing_request(request, prepared, self._known(request, prepared)))
+
+    def _routing_request(
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt | None,
+        known: Known,
+        excluded: frozenset[str] = frozenset(),
+    ) -> RoutingRequest:
         block_ids = self._block_ids(request, known)
         block_size = next(iter(block_ids))
-        routing_request = RoutingRequest(
+        return RoutingRequest(
             block_ids=block_ids.pop(block_size),
             block_size=block_size,
             num_tokens=len(known.token_ids) + len(known.unplaced_items),  # each has at least one
@@ -139,11 +157,6 @@ class Routes:
             excluded=excluded,
             other_block_ids=block_ids,
         )
-        started = time.perf_counter()
-        routed = self._router.pick(routing_request)
-        self._metrics.observe_routing(time.perf_counter() - started)
-        rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
-        return Route(self._workers.links[routed.worker_id], routed, known, rank)
 
     def begin(self, route: Route, request_id: str, *, is_sent: bool = True) -> None:
         """Count the request at its worker, announce it to other gateways, and log the decision. To be called as soon as

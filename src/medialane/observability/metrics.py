@@ -53,6 +53,11 @@ _COUNTERS: Final = {
         " fallback (sent again with tensors, as the worker could not load it)",
         ("outcome",),
     ),
+    "medialane_encoder_requests": (
+        "New media items while encoders were ready, by outcome: encoded, unkept (encoded, but not kept in the arena),"
+        " late or failed (the worker encodes), or worker (the worker was expected to encode with less delay)",
+        ("outcome",),
+    ),
     "medialane_embedding_loaded_bytes": ("Bytes of embeddings sent instead of media and loaded", ()),
     "medialane_encoder_saved_seconds": (
         "Expected time of the encoder runs that loaded embeddings have avoided, by --routing-encoder-ms-per-token",
@@ -136,6 +141,10 @@ class Metrics:
         """Count items by `outcome`: an `EmbeddingOutcome`, or `fallback`."""
         if num_items:
             self._counters["medialane_embeddings"].labels(outcome).inc(num_items)
+
+    def count_encoder_request(self, outcome: str) -> None:
+        """Count a new item for which an encoder was ready, by what became of it."""
+        self._counters["medialane_encoder_requests"].labels(outcome).inc()
 
     def count_saved_encoding(self, num_bytes: int, saved_s: float) -> None:
         """Count an embedding that was loaded; `num_bytes` is 0 if the item's media were sent."""

@@ -167,6 +167,21 @@ class Router:
         choice = self._policy.choose(offer)
         return RoutedRequest(self._state, offer, choice, self._slots[choice.slot], picked_at=now)
 
+    def new_items(self, request: RoutingRequest) -> frozenset[str]:
+        """Return the hashes of the items that every worker would have to encode: without embedding, in no worker's
+        encoder cache, and beyond the longest prefix of the prompt in a KV cache. Prefixes in blocks of another than the
+        request's first size are not counted."""
+        candidates = self._slots.candidates(request)
+        items = [
+            item
+            for item in encoder_items(request.media)
+            if not item.embedding_bytes and not self._caches.holders(item.mm_hash) & candidates
+        ]
+        if not items:
+            return frozenset()
+        longest = int(self.index.match(request.block_ids, candidates).blocks.max(initial=0)) * request.block_size
+        return frozenset(item.mm_hash for item in items if item.end > longest)
+
     def _session_slot(self, session_id: str, candidates: int) -> int | None:
         place = self._sessions.get(session_id)
         slot = self._slots.at(place) if place is not None else None

@@ -1,0 +1,203 @@
+"""Has new media items encoded by encoders: workers without a language model, on this host.
+
+An encoder gets a request whose prompt is the placeholder of one item, and writes the embedding to the arena like any
+worker that encodes. The request that brought the item waits for that, and is then routed and sent with the embedding:
+its worker loads it, and no sequence there waits for an encoder run.
+
+An encoder can only help. If it is lost, refuses, fails or is late, the request is sent with the item's tensors, as it
+would be without encoders. One that was late gets no more items until it has released all that it was sent.
+
+Several requests of this gateway that bring the same item wait for one encode request. It is aborted when none is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+from msgspec.structs import replace
+
+from medialane.core.errors import MedialaneError
+from medialane.core.feature import PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.core.flight import SingleFlight
+from medialane.core.request import EngineRequest
+from medialane.core.tensor import TensorSpec
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.gather_or_cancel import gather_or_cancel
+from medialane.gateway.handover import Handover
+from medialane.gateway.workers import WorkerLink, WorkerPool
+from medialane.observability.metrics import Metrics
+from medialane.observability.timeline import StageTimeline
+from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
+
+if TYPE_CHECKING:
+    from medialane.rpc import RpcClient
+
+logger = logging.getLogger(__name__)
+
+#: `encoded`: its embedding is in the arena. `unkept`: it is not, as there was no memory, or another worker is writing
+#: it. `late`, `failed`: the encoder did not do it. `worker`: the worker was expected to do it with less delay.
+Outcome = Literal["encoded", "unkept", "late", "failed", "worker"]
+
+
+class Encoders:
+    """The encoders among `workers`, of this gateway's host. `params` are the sampling parameters of a request to an
+    encoder, in the engine's encoding; `mean_sequences` returns the mean number of sequences at a worker."""
+
+    def __init__(
+        self,
+        workers: WorkerPool,
+        handover: Handover,
+        *,
+        params: bytes,
+        costs: EncodeCosts,
+        mean_sequences: Callable[[], float],
+        config: GatewayConfig,
+        metrics: Metrics,
+    ) -> None:
+        self._workers = workers
+        self._handover = handover
+        self._params = params
+        self._costs = costs
+        self._mean_sequences = mean_sequences
+        self._config = config
+        self._metrics = metrics
+        self._flights: SingleFlight[str, Outcome] = SingleFlight()
+        self._queue_ms: defaultdict[str, float] = defaultdict(float)  # expected work at each encoder, by its address
+        self._suspended: dict[str, RpcClient] = {}  # encoders that were late
+        self._num_sent = 0
+        self._gateway_id = secrets.token_hex(4)  # an encoder has several gateways
+
+    def is_ready(self, digest: str) -> bool:
+        """Return whether new items may be sent to an encoder whose embeddings have this digest."""
+        return bool(digest) and self._config.encode_at != "workers" and bool(self._ready(digest))
+
+    async def encode(
+        self, prepared: PreparedPrompt, items: Sequence[PlacedFeature], digest: str, timeline: StageTimeline
+    ) -> frozenset[str]:
+        """Have these items of a prompt encoded, those for which that is best. Return the hashes of those whose
+        embeddings are in the arena now.
+
+        The request's scope holds their tensors. Raises nothing; if it is cancelled, encoders stop working for it.
+        """
+        started = time.perf_counter()
+        distinct = {placed.feature.mm_hash: placed for placed in items}
+        outcomes = await gather_or_cancel(
+            [
+                self._flights.do(mm_hash, lambda placed=placed: self._encode(prepared, placed, digest))  # type: ignore[misc]  # mypy cannot infer its type
+                for mm_hash, placed in distinct.items()
+            ]
+        )
+        if set(outcomes) - {"worker"}:
+            timeline.add("encode", time.perf_counter() - started)
+        return frozenset(mm_hash for mm_hash, outcome in zip(distinct, outcomes, strict=True) if outcome == "encoded")
+
+    async def _encode(self, prepared: PreparedPrompt, placed: PlacedFeature, digest: str) -> Outcome:
+        item = NewItem(placed.placeholder.num_embeds, self._num_bytes(placed, digest))
+        link = self._choose(item, digest)
+        outcome: Outcome = "worker"
+        if link is not None:
+            with self._queued(link, self._costs.encode_ms(item)):
+                outcome = await self._send(link, prepared, placed)
+        self._metrics.count_encoder_request(outcome)
+        return outcome
+
+    def _choose(self, item: NewItem, digest: str) -> WorkerLink | None:
+        links = self._ready(digest)
+        queues = [EncoderQueue(self._queue_ms[link.address] + self._of_others_ms(link, item)) for link in links]
+        if self._config.encode_at == "encoders":
+            number = least_loaded(item, queues, self._costs)
+        else:
+            number = choose_encoder(item, queues, self._mean_sequences(), self._costs)
+        return None if number is None else links[number]
+
+    async def _send(self, link: WorkerLink, prepared: PreparedPrompt, placed: PlacedFeature) -> Outcome:
+        """Send an item to an encoder, and wait until it is encoded."""
+        mm_hash, client = placed.feature.mm_hash, link.client
+        try:
+            remote = link.submit(self._request(link, prepared, placed))
+        except MedialaneError as error:
+            return _failed(link, error)
+        try:
+            async with asyncio.timeout(self._config.encode_timeout_s):
+                async for delta in remote:
+                    if mm_hash in delta.embedded:
+                        return "encoded"
+            return "unkept"
+        except TimeoutError:
+            logger.warning("encoder %s is late: it gets no items until it has released the others", link.address)
+            if client is not None:
+                self._suspended[link.address] = client
+            return "late"
+        except MedialaneError as error:
+            return _failed(link, error)
+        finally:
+            remote.abort()
+
+    def _request(self, link: WorkerLink, prepared: PreparedPrompt, placed: PlacedFeature) -> EngineRequest:
+        """Return a request whose prompt is the item's placeholder."""
+        self._num_sent += 1
+        request_id = f"encode-{placed.feature.mm_hash[:16]}#{self._gateway_id}-{self._num_sent}"
+        place = placed.placeholder
+        alone = PlacedFeature(placed.feature, PlaceholderRange(0, place.length, place.is_embed))
+        token_ids = prepared.token_ids[place.offset : place.end]
+        prompt = self._handover.features_prompt(token_ids, [alone], prepared.source.options)
+        request = EngineRequest(request_id, prompt, self._params)
+        passed = self._handover.pass_holds(prompt, to=link.store_client, request_id=request_id)
+        return replace(request, has_passed_holds=passed)
+
+    def _ready(self, digest: str) -> list[WorkerLink]:
+        """Return the encoders that accept items: connected, with our arena and this digest, and not late."""
+        return [
+            link
+            for link in self._workers.of_role("encoder")
+            if link.same_host and link.encoder == digest and not self._is_suspended(link)
+        ]
+
+    def _is_suspended(self, link: WorkerLink) -> bool:
+        late, client = self._suspended.get(link.address), link.client
+        if late is None:
+            return False
+        if late is client and client.num_in_flight:
+            return True
+        del self._suspended[link.address]  # it has released everything, or is another one
+        return False
+
+    def _of_others_ms(self, link: WorkerLink, item: NewItem) -> float:
+        """Return the expected work of other gateways at an encoder, if their items are like this one."""
+        client = link.client
+        if client is None or client.num_gateways == 1:
+            return 0.0
+        total = sum(load.num_running + load.num_waiting for load in client.loads)
+        return max(0, total - client.num_in_flight) * self._costs.encode_ms(item)
+
+    def _num_bytes(self, placed: PlacedFeature, digest: str) -> int:
+        """Return the size of an item's embedding."""
+        for link in self._ready(digest):
+            card = link.client.encoder if link.client is not None else None
+            if card is not None:
+                shape = (placed.placeholder.num_embeds, card.widths.get(placed.feature.modality, 0))
+                return TensorSpec(card.dtype, shape).nbytes
+        return 0
+
+    @contextmanager
+    def _queued(self, link: WorkerLink, work_ms: float) -> Iterator[None]:
+        """Count an item in the queue of its encoder."""
+        self._queue_ms[link.address] += work_ms
+        try:
+            yield
+        finally:
+            self._queue_ms[link.address] -= work_ms
+            if self._queue_ms[link.address] <= 0:
+                del self._queue_ms[link.address]
+
+
+def _failed(link: WorkerLink, error: MedialaneError) -> Outcome:
+    logger.info("encoder %s has not encoded an item: %s", link.address, error.message)
+    return "failed"
