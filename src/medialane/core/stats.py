@@ -59,12 +59,26 @@ class PullStats(msgspec.Struct, frozen=True):
     num_quarantined: int = 0
 
 
+class EmbeddingStats(msgspec.Struct, frozen=True):
+    """Embeddings (outputs of models' encoders) that were found in the arena, cached after an engine wrote them, and
+    dropped as it did not; calls that waited for another engine. Ranges that are reserved for writing, and those that
+    are freed when a process no longer writes there."""
+
+    num_found: int = 0
+    num_filled: int = 0
+    num_dropped: int = 0
+    num_waited: int = 0
+    num_writing: int = 0
+    num_revoking: int = 0
+
+
 class StoreStats(msgspec.Struct, frozen=True):
     """State of a host's media store."""
 
     arena: ArenaStats
     preparers: PoolStats
     pulls: PullStats = PullStats()
+    embeddings: EmbeddingStats = EmbeddingStats()
 
 
 class RoutingStats(msgspec.Struct, frozen=True):

@@ -28,8 +28,8 @@ class FeatureSource(Protocol):
     async def processed(
         self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget, *, encoder: str = ""
     ) -> FoundItem[Feature]:
-        """Return the feature of `ref`, processed with the options of the request and of `ref`: with the embedding of the
-        `encoder` with this digest instead of tensors, if there is one in the arena.
+        """Return the feature of `ref`, processed with the options of the request and of `ref`. If the arena has its
+        embedding by the `encoder` with this digest, it has that instead of tensors.
 
         An image of a URL that is not cached is counted in `budget` before it is decoded.
         """

@@ -322,10 +322,11 @@ class Gateway:
         request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
         prompt = request.prompt
         if prepared is not None:
-            if not STAGES[transfer_path.stage].is_processed or transfer_path.transport == "pull":
+            is_processed = STAGES[transfer_path.stage].is_processed
+            if not is_processed or transfer_path.transport == "pull":
                 # Other requests may be routed while its media are being fetched, or granted to another host.
                 self._begin(call, transfer_path, is_sent=False)
-            if transfer_path.transport == "inline" or route.link.encoder != self.routes.encoder:
+            if is_processed and (transfer_path.transport == "inline" or route.link.encoder != self.routes.encoder):
                 await self._drop_embeddings(prepared)
             prompt = await self._handover.prompt(transfer_path, request.prompt.token_ids, prepared, scope.timeline)
         has_passed_holds = transfer_path.transport == "shm" and self._handover.pass_holds(
