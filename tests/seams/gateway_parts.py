@@ -28,11 +28,13 @@ from medialane.gateway import (
     WorkerLink,
     WorkerPool,
 )
+from medialane.gateway.encoders import Encoders
 from medialane.media import Fetched, Fetcher, MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import PreparerPool
 from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.routing import Router
+from medialane.routing.encode_choice import EncodeCosts
 from medialane.rpc import Hello, RpcConfig, RpcServer
 from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
 from medialane.transfer import InlineTransport, PullTransport, ShmTransport, TransferConfig
@@ -206,21 +208,32 @@ class Parts:
         link.watch(lambda _: self.links.arena_changed())
         self.features = self.store.features
         inline = InlineTransport(link.tensor)
+        handover = Handover(
+            transports=[ShmTransport(), PullTransport(), inline],
+            max_inline_bytes=transfer.max_inline_bytes,
+            holds=HoldPasser(link, retention_s=0.0),
+            grants=StoreGrants(link),
+            mover=transfer.mover,
+        )
+        router = Router()
         self.gateway = Gateway(
             config=config,
             transfer=transfer,
             features=self.features,
-            handover=Handover(
-                transports=[ShmTransport(), PullTransport(), inline],
-                max_inline_bytes=transfer.max_inline_bytes,
-                holds=HoldPasser(link, retention_s=0.0),
-                grants=StoreGrants(link),
-                mover=transfer.mover,
-            ),
+            handover=handover,
             assembler=FakeAssembler(self._max_tokens),
             workers=self.links,
-            router=Router(),
+            router=router,
             metrics=self.metrics,
+            encoders=Encoders(
+                self.links,
+                handover,
+                params=msgspec.json.encode(FakeParams(max_tokens=1)),
+                costs=EncodeCosts.of(router.config),
+                mean_sequences=lambda: router.mean_sequences,
+                config=config,
+                metrics=self.metrics,
+            ),
         )
 
     async def __aenter__(self) -> Self:
@@ -232,7 +245,7 @@ class Parts:
             stack.callback(self.gateway.close)
             running = asyncio.create_task(self.links.run())
             stack.push_async_callback(_cancelled, running)
-            await eventually(lambda: self.links.num_ready == len(self.links.links))
+            await eventually(lambda: all(found.client is not None for found in self.links.links.values()))
             mapping = {w.address for w in self._workers if w.attaches}
             await eventually(lambda: all(self._has_mapped(address) for address in mapping))
             self._stack = stack.pop_all()
