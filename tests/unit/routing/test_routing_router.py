@@ -209,6 +209,27 @@ def test_decision_tells_loaded_items_from_encoded_ones(make):
     assert (again.encoder_items_cached, again.encoder_items_loaded) == (2, 0)
 
 
+def test_items_that_no_worker_has_are_new(make):
+    router = make(2)
+    cached, within, new = MediaSpan("cached", 400, 60), MediaSpan("within", 20, 60), MediaSpan("new", 480, 60)
+    stored = MediaSpan("stored", 560, 60, embedding_bytes=1 << 20)
+    begin(router, request(text(1, 500), media=[cached]))
+    asked = request(text(2, 700), media=[within, cached, new, stored])
+    assert router.new_items(asked) == {"within", "new"}
+    router.change(1, change(stored=asked.block_ids[:10]))
+    assert router.new_items(asked) == {"new"}
+    assert router.new_items(request(text(2, 700))) == frozenset()
+
+
+def test_items_of_a_lost_worker_are_new(make):
+    router = make(1)
+    asked = request(text(1, 500), media=[MediaSpan("cat", 40, 400)])
+    begin(router, asked)
+    assert router.new_items(asked) == frozenset()
+    router.leave(0)
+    assert router.new_items(asked) == {"cat"}
+
+
 def test_mean_sequences_are_those_of_workers_that_accept_requests(make):
     assert make(0).mean_sequences == 0
     router = make(3)
