@@ -15,6 +15,7 @@ from medialane.core.stats import PoolStats, StoreStats
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.rpc import RpcConfig
 from medialane.store import Pulls, StoreLink, StoreServer
+from medialane.store.embeddings import Embeddings
 from medialane.store.items import LeasedItem
 from medialane.store.messages import FindItem, ItemFound, StoreStatus
 from poison import poison_freed
@@ -30,6 +31,7 @@ class PatternItems:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self.embeddings = Embeddings(arena)
         self.gate: asyncio.Event | None = None
 
     async def find(self, ref, form, processing, *, timeline, upload=None, admit=None) -> LeasedItem:
