@@ -170,6 +170,7 @@ class Parts:
         fetcher: Fetcher | None = None,
         max_tokens: int = sys.maxsize,
         beside: Parts | None = None,
+        encoder_ms_per_token: float = 0.0,
         mover: NixlMover | None = None,
     ) -> None:
         """With `beside`, another gateway of that one's host, with the same store."""
@@ -186,6 +187,7 @@ class Parts:
         self.store = beside.store if beside else HostStore(arena, preparers, self.fetcher, media=MEDIA, mover=mover)
         self._workers = workers
         self._max_tokens = max_tokens
+        self._encoder_ms_per_token = encoder_ms_per_token
         self._config, self._transfer = config, transfer
 
     async def _assemble(self) -> None:
@@ -214,6 +216,7 @@ class Parts:
             holds=HoldPasser(link, retention_s=0.0),
             grants=StoreGrants(link),
             mover=transfer.mover,
+            encoder_ms_per_token=self._encoder_ms_per_token,
         )
         router = Router()
         self.gateway = Gateway(

@@ -175,6 +175,16 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     kv_usage: float = 0.0
 
 
+class EmbeddingCounts(msgspec.Struct, frozen=True):
+    """Totals of an engine since its start: embeddings loaded, runs of the encoder, embeddings saved, and embeddings that
+    could not be loaded or saved."""
+
+    loaded: int = 0
+    encoded: int = 0
+    saved: int = 0
+    failed: int = 0
+
+
 class EncoderCard(msgspec.Struct, frozen=True):
     """The encoder of a worker whose embeddings are kept. `digest` is that of everything that its output depends on
     besides the feature: weights, dtype, quantization, versions; `widths` are the columns of its output by modality."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -20,6 +21,8 @@ from medialane.core.media import MediaRef
 from medialane.gateway.embedding_outcome import EmbeddingOutcome
 from medialane.gateway.report import MediaReport, Sent, media_report, request_report, with_outcome
 from medialane.observability.timeline import StageTimeline
+
+_NO_OUTCOMES: Mapping[str, EmbeddingOutcome] = MappingProxyType({})
 
 #: Scheme of the URLs with which intake replaces media URLs; the reference's index in the scope follows.
 REFERENCE_SCHEME = "medialane:"
@@ -106,7 +109,9 @@ class RequestScope:
         """Record how and where a request is sent. The last call counts: earlier attempts have failed."""
         self._sent = sent
 
-    def note_answered(self, num_cached_tokens: int | None, outcomes: Mapping[str, EmbeddingOutcome]) -> None:
+    def note_answered(
+        self, num_cached_tokens: int | None, outcomes: Mapping[str, EmbeddingOutcome] = _NO_OUTCOMES
+    ) -> None:
         """Record how many of the prompt's tokens the engine had in its KV cache, and what it did about embeddings, by
         the mm_hash of the item."""
         self._engine_cached_tokens = num_cached_tokens

@@ -15,11 +15,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from medialane.core.errors import HandoverFailed, MedialaneError
-from medialane.core.feature import MAX_HEADER_BYTES, Embedding, EmbeddingUse, Feature, MediaPayload
+from medialane.core.feature import (
+    MAX_HEADER_BYTES,
+    Embedding,
+    EmbeddingUse,
+    Feature,
+    FoundEmbedding,
+    MediaPayload,
+)
 from medialane.core.hashing import embedding_key
 from medialane.core.request import EncoderCard, EngineRequest, OutputDelta
 from medialane.core.tensor import ArenaRange, TensorSpec
-from medialane.worker.host_arena import FoundEmbedding, HostArena
+from medialane.worker.host_arena import HostArena
 
 logger = logging.getLogger(__name__)
 
