@@ -249,6 +249,9 @@ class FoundMedia:
     async def without_embeddings(self) -> int:
         return 0
 
+    async def with_embeddings(self, mm_hashes: Collection[str]) -> tuple[Feature, ...]:
+        return tuple(item.feature for item in self._items)
+
     def note_embedded(self, mm_hashes: Collection[str]) -> None:
         """Its items are not looked up."""
 

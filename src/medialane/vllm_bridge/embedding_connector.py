@@ -126,4 +126,3 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> CopiedMetadata | None:
         copied = self._copies.take_copied()
         return None if copied is None else CopiedMetadata(copied)
-

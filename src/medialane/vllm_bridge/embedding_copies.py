@@ -87,7 +87,9 @@ class EmbeddingCopies:
                 self._copied.num_failed += 1
                 if not self._has_logged_spec:
                     self._has_logged_spec = True
-                    logger.error("the encoder's output is %s instead of %s: it is not saved", spec_of(output), where.spec)
+                    logger.error(
+                        "the encoder's output is %s instead of %s: it is not saved", spec_of(output), where.spec
+                    )
                 return
             with FillWriter.open(where.range, self._directory) as payload:
                 _write(payload, where, output)

@@ -75,9 +75,13 @@ def encoder_digest(config: VllmConfig) -> str:
 
 def _media_settings(media: Any) -> list[str]:
     """Return the names of settings that change the encoder: its attention, its parallelism, where pixels are
-    normalised."""
+    normalised. Not whether the engine has a language model: that of an encoder is equal to that of the workers."""
     names = [found.name for found in fields(media)]
-    return [name for name in names if name.startswith("mm_encoder_") or name == "mm_device_do_normalize"]
+    return [name for name in names if _is_of_encoder(name)]
+
+
+def _is_of_encoder(name: str) -> bool:
+    return name == "mm_device_do_normalize" or (name.startswith("mm_encoder_") and name != "mm_encoder_only")
 
 
 def _config(hf_config: Any) -> str:
@@ -129,4 +133,3 @@ def _sampled(path: Path, num_samples: int) -> str:
             file.seek(max(0, size * number // num_samples - _SAMPLE_BYTES))
             parts.append(file.read(_SAMPLE_BYTES))
     return content_hash(b"".join(parts))
-

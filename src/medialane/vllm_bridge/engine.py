@@ -37,7 +37,15 @@ from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import GenerationFailed, HandoverFailed, MedialaneError, StartupFailed, WorkerLost
 from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
-from medialane.core.request import EmbeddingCounts, EngineRequest, ModelCard, OutputDelta, SourcePrompt, WorkerLoad
+from medialane.core.request import (
+    EmbeddingCounts,
+    EngineRequest,
+    ModelCard,
+    OutputDelta,
+    SourcePrompt,
+    WorkerLoad,
+    WorkerRole,
+)
 from medialane.vllm_bridge import administration
 from medialane.vllm_bridge.adapters import LoadedAdapters
 from medialane.vllm_bridge.arena_encoder import ArenaEncoder
@@ -83,24 +91,26 @@ def build_engine(
     release_timeout_s: float = 60.0,
     max_sampled_frames: int = 768,
     encode_cache: EncodeCache = "auto",
+    role: WorkerRole = "worker",
 ) -> VllmEngine:
     """Start vLLM in this process and its children. Blocks for tens of seconds; call it before serving.
 
     `vllm_args` are vLLM's own flags. `release_timeout_s` limits the wait until EngineCore has released an aborted
     request, `max_sampled_frames` the frames of a video that is decoded here. `encode_cache` is whether embeddings are
-    kept; `learn_encoder` completes the card then. Raises StartupFailed. The caller owns the engine and closes it.
+    kept; `learn_encoder` completes the card then. With the role `encoder` the engine has no language model. Raises
+    StartupFailed. The caller owns the engine and closes it.
     """
     folder = PrivateFolder()
     try:
         folder.enter()
         events = KvEventReader(folder.path)
-        args = engine_args(model, vllm_args, kv_events=events.config)
+        args = engine_args(model, vllm_args, kv_events=events.config, role=role)
         install()
         limit_sampled_frames(max_sampled_frames)
         recorder = LoadRecorder()
         usage = UsageContext.OPENAI_API_SERVER
         config = args.create_engine_config(usage)
-        unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory)
+        unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory, role=role)
         llm = AsyncLLM.from_vllm_config(
             config,
             usage_context=usage,
@@ -118,7 +128,7 @@ def build_engine(
         recorder,
         events,
         folder,
-        EngineEmbeddings(config, wanted=encode_cache, reason=unfit),
+        EngineEmbeddings(config, wanted=encode_cache, reason=unfit, role=role),
         arena_directory=arena_directory,
         release_timeout_s=release_timeout_s,
     )
@@ -409,7 +419,10 @@ def _load(num_unfinished: int, stats: SchedulerStats) -> WorkerLoad:
 
 def _card(llm: AsyncLLM) -> ModelCard:
     config = llm.vllm_config
-    cache, num_ranks = config.cache_config, max(1, len(llm.get_kv_event_sources()))
+    role: WorkerRole = "encoder" if config.is_mm_encoder_only else "worker"
+    # An encoder publishes no KV events.
+    num_ranks = len(llm.get_kv_event_sources()) or config.parallel_config.data_parallel_size
+    cache = config.cache_config
     return ModelCard(
         model=llm.model_config.model,
         max_model_len=llm.model_config.max_model_len,
@@ -422,6 +435,7 @@ def _card(llm: AsyncLLM) -> ModelCard:
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
         data_parallel_size=num_ranks,
         max_loras=config.lora_config.max_loras if config.lora_config is not None else 0,
+        role=role,
     )
 
 

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from medialane.core.admin import AdminCall, ResetEncoderCache, Sleep
 from medialane.core.errors import GenerationFailed
 from medialane.core.hashing import content_hash
-from medialane.core.request import EmbeddingCounts, EncoderCard
+from medialane.core.request import EmbeddingCounts, EncoderCard, WorkerRole
 from medialane.vllm_bridge.encoder_card import UnknownEncoder, encoder_card
 from medialane.vllm_bridge.engine_options import EncodeCache, checked
 
@@ -33,23 +33,26 @@ class EngineEmbeddings:
     """`card` is None, and `reason` says why, if embeddings are not kept. `arenas` can be read by all of the engine's
     processes."""
 
-    def __init__(self, config: VllmConfig, *, wanted: EncodeCache, reason: str) -> None:
+    def __init__(self, config: VllmConfig, *, wanted: EncodeCache, reason: str, role: WorkerRole = "worker") -> None:
         self.card: EncoderCard | None = None
         self.reason = reason
         self.arenas: set[str] = set()
         self.counts = EmbeddingCounts()
         self._config = config
         self._wanted: EncodeCache = wanted
+        self._role: WorkerRole = role
 
     async def learn(self, ask: Ask) -> None:
         """Set `card`, or `reason`. Raises StartupFailed if embeddings must be kept and cannot, WorkerLost."""
         if not self.reason:
             try:
-                ranks = [rank for found in await ask("medialane_encoder", timeout_s=MEASURE_TIMEOUT_S) for rank in found]
+                ranks = [
+                    rank for found in await ask("medialane_encoder", timeout_s=MEASURE_TIMEOUT_S) for rank in found
+                ]
                 loop = asyncio.get_running_loop()
                 self.card = await loop.run_in_executor(None, encoder_card, self._config, ranks)
             except (UnknownEncoder, GenerationFailed) as error:
-                self.reason = checked(self._wanted, str(error))
+                self.reason = checked(self._wanted, str(error), self._role)
         if self.card is None:
             logger.info("the encoder's outputs are not kept: %s", self.reason)
         else:

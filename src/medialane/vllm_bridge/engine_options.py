@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from medialane.core.errors import StartupFailed
+from medialane.core.request import WorkerRole
 from medialane.vllm_bridge import cpu_executor, embedding_connector
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.seams import encoder_cache
@@ -23,8 +24,10 @@ EncodeCache = Literal["auto", "on", "off"]
 HASH_ALGORITHM = "sha256_cbor"
 
 
-def engine_args(model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConfig | None = None) -> AsyncEngineArgs:
-    """Return the engine arguments. Raises StartupFailed for flags unknown to vLLM or unsupported in a worker."""
+def engine_args(
+    model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConfig | None = None, role: WorkerRole = "worker"
+) -> AsyncEngineArgs:
+    """Return the engine arguments; those of an encoder are for an engine without a language model. Raises StartupFailed for flags unknown to vLLM or unsupported in a worker."""
     if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
         raise StartupFailed("VLLM_ALLOW_INSECURE_SERIALIZATION is set: workers do not accept pickles, unset it")
     parsed = parse_vllm_args(model, vllm_args)
@@ -40,28 +43,38 @@ def engine_args(model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConf
     found.mm_processor_cache_gb = 0
     found.enable_prefix_caching = True
     found.prefix_caching_hash_algo = HASH_ALGORITHM
-    found.kv_events_config = kv_events
+    found.kv_events_config = kv_events if role == "worker" else None
+    found.mm_encoder_only = found.mm_encoder_only or role == "encoder"
     if current_platform.is_cpu() and found.distributed_executor_backend is None and _is_single(found):
         found.distributed_executor_backend = cpu_executor.QUALIFIED_NAME
     return found
 
 
-def keep_embeddings(config: VllmConfig, wanted: EncodeCache, *, arena_directory: str) -> str:
-    """Make the engine of this configuration load and save embeddings; return why it does not, empty if it does.
+def keep_embeddings(
+    config: VllmConfig, wanted: EncodeCache, *, arena_directory: str, role: WorkerRole = "worker"
+) -> str:
+    """Make the engine of this configuration load and save embeddings, an encoder's only save them; return why it does
+    not, empty if it does.
 
     Raises StartupFailed if they are `wanted` and it cannot.
     """
-    reason = "--encode-cache off" if wanted == "off" else encoder_cache.unfit_reason(config)
+    only_encodes = role == "encoder"
+    unfit = encoder_cache.unfit_reason(config, only_encodes=only_encodes)
+    reason = "--encode-cache off" if wanted == "off" else unfit
     if reason:
-        return checked(wanted, reason)
+        return checked(wanted, reason, role)
     name = embedding_connector.EmbeddingConnector.__name__
     extra = {embedding_connector.DIRECTORY: arena_directory}
-    encoder_cache.connect(config, module=embedding_connector.__name__, connector=name, extra=extra)
+    module = embedding_connector.__name__
+    encoder_cache.connect(config, module=module, connector=name, extra=extra, only_encodes=only_encodes)
     return ""
 
 
-def checked(wanted: EncodeCache, reason: str) -> str:
-    """Return the reason why embeddings are not kept. Raises StartupFailed if they are `wanted`."""
+def checked(wanted: EncodeCache, reason: str, role: WorkerRole = "worker") -> str:
+    """Return the reason why embeddings are not kept. Raises StartupFailed if they are `wanted`, or are all that the
+    engine is for."""
+    if role == "encoder":
+        raise StartupFailed(f"--role encoder is not possible: {reason}")
     if wanted == "on":
         raise StartupFailed(f"--encode-cache on is not possible: {reason}")
     return reason

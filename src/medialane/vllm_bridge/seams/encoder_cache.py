@@ -57,23 +57,27 @@ _SAMPLES: Mapping[str, BaseDummyOptions] = {
 _SAMPLE_TOKENS = 4096
 
 
-def connect(config: VllmConfig, *, module: str, connector: str, extra: Mapping[str, Any]) -> None:
+def connect(
+    config: VllmConfig, *, module: str, connector: str, extra: Mapping[str, Any], only_encodes: bool = False
+) -> None:
     """Make the engine use the connector class `connector` of `module` for loading and saving embeddings.
 
     Set in a configuration that is complete: vLLM would set `enable_mm_embeds` for a connector that is given to it
     before, and change what clients may send. Not as a producer: those measure their encoder with the largest possible
-    item at start, and fail if they cannot; saving does not depend on it.
+    item at start, and fail if they cannot; saving does not depend on it. Only an engine that `only_encodes` must be one:
+    vLLM then allocates no KV cache, and ends a request when its items are encoded.
     """
     config.ec_transfer_config = ECTransferConfig(
         ec_connector=connector,
-        ec_role="ec_consumer",
+        ec_role="ec_producer" if only_encodes else "ec_consumer",
         ec_connector_module_path=module,
         ec_connector_extra_config=dict(extra),
     )
 
 
-def unfit_reason(config: VllmConfig) -> str:
-    """Return why embeddings of this engine's encoder cannot be kept; empty if they can."""
+def unfit_reason(config: VllmConfig, *, only_encodes: bool = False) -> str:
+    """Return why embeddings of this engine's encoder cannot be kept; empty if they can. An engine that `only_encodes`
+    has no language model."""
     model, parallel, lora = config.model_config, config.parallel_config, config.lora_config
     media = model.multimodal_config
     reasons = {
@@ -82,7 +86,7 @@ def unfit_reason(config: VllmConfig) -> str:
         "the model does not support media": media is None or not model.supports_multimodal_inputs,
         "the model's decoder reads its encoder's output by cross-attention": model.is_encoder_decoder,
         "the model has no separate encoder": model.is_multimodal_raw_input_only_model,
-        "--mm-encoder-only is set": media is not None and media.mm_encoder_only,
+        "--mm-encoder-only is set": media is not None and media.mm_encoder_only and not only_encodes,
         "the tokens of videos are pruned (--video-pruning-rate)": media is not None and bool(media.video_pruning_rate),
         "LoRA adapters may change the encoder (--enable-tower-connector-lora)": lora is not None
         and lora.enable_tower_connector_lora,
@@ -125,9 +129,7 @@ def sample_inputs(worker: Any) -> dict[str, Any]:
     for modality, limit in processor.info.allowed_mm_limits.items():
         if limit and modality in _SAMPLES:
             options = MultiModalDummyOptions({modality: _SAMPLES[modality]})
-            inputs = processor.get_dummy_inputs(
-                seq_len=_SAMPLE_TOKENS, mm_counts={modality: 1}, mm_options=options
-            )
+            inputs = processor.get_dummy_inputs(seq_len=_SAMPLE_TOKENS, mm_counts={modality: 1}, mm_options=options)
             found[modality] = processor.apply(inputs, TimingContext(enabled=False))
     return found
 
