@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_world import DIRECTORY, EMBEDDING, ITEM_BYTES, World, described, pattern
 
 from medialane.arena import FillWriter
@@ -91,6 +91,11 @@ class Holding(RuleBasedStateMachine):
 
     has_client = precondition(lambda self: self.clients)
     number = st.integers(0, 7)
+
+    @initialize()
+    def connect_two(self):
+        self.connect()
+        self.connect()
 
     @precondition(lambda self: len(self.clients) < MAX_CLIENTS)
     @rule()
@@ -174,9 +179,9 @@ class Holding(RuleBasedStateMachine):
         self.run(asyncio.sleep(0))
 
     @has_client
-    @rule(which=number, content=EMBEDDED)
-    def find_embedding(self, which, content):
-        """Found if it is cached; written by this worker if by no other."""
+    @rule(which=number, content=EMBEDDED, does=st.sampled_from(["nothing", "begins to write", "writes"]))
+    def find_embedding(self, which, content, does):
+        """Found if it is cached; if no other worker writes it, the engine of this one may."""
         worker = self.pick(which)
         self.run(self._settled())
         is_cached = self.world.arena.contains(content * 64, "embedded")
@@ -191,17 +196,21 @@ class Holding(RuleBasedStateMachine):
             assert not is_cached
             assert not is_written
             self.fills.append((worker, found, content))
+            if does != "nothing":
+                self.writing.append(Writing(found, content))
+            if does == "writes":
+                self.stop_writing(-1, completes=True)
+
+    @has_client
+    @rule(which=number, content=EMBEDDED)
+    def write_embedding(self, which, content):
+        """As most do: found, or encoded and written."""
+        self.find_embedding(which, content, "writes")
+        if self.fills and self.fills[-1][2] == content:
+            self.end_fill(-1)
 
     def is_full(self):
         return self.world.arena.stats().largest_hole_bytes < 2 * ITEM_BYTES
-
-    @precondition(lambda self: self.fills)
-    @rule(which=number)
-    def start_writing(self, which):
-        """An engine writes each at most once."""
-        _, fill, content = self.fills[which % len(self.fills)]
-        with suppress(HandoverFailed):
-            self.writing.append(Writing(fill, content))
 
     @precondition(lambda self: self.writing)
     @rule(which=number, completes=st.booleans())
@@ -265,6 +274,8 @@ class Holding(RuleBasedStateMachine):
         try:
             while self.clients:
                 self.die(0)
+            self.run(self._settled())
+            self.ranges_are_not_reused_while_they_are_written()
             while self.writing:
                 self.stop_writing(0, completes=False)
             self.run(self._settled())
