@@ -143,7 +143,9 @@ class World:
             pulls=Pulls(self.arena, RPC),
             max_connections=16,
             processor=lambda: self.processor,
-            status=lambda: StoreStatus(StoreStats(self.arena.stats(), IDLE), None, self.has_started),
+            status=lambda: StoreStatus(
+                StoreStats(self.arena.stats(), IDLE, embeddings=self.items.embeddings.stats), None, self.has_started
+            ),
         )
         self._pipes: dict[str, int] = {}
         monkeypatch.setattr("medialane.store.session.pidfd_of", self._pidfd)
