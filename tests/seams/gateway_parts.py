@@ -34,6 +34,7 @@ from medialane.observability.metrics import Metrics
 from medialane.prepare import PreparerPool
 from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.routing import Router
+from medialane.routing.config import RoutingConfig
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.rpc import Hello, RpcConfig, RpcServer
 from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
@@ -171,6 +172,7 @@ class Parts:
         max_tokens: int = sys.maxsize,
         beside: Parts | None = None,
         encoder_ms_per_token: float = 0.0,
+        routing: RoutingConfig | None = None,
         mover: NixlMover | None = None,
     ) -> None:
         """With `beside`, another gateway of that one's host, with the same store."""
@@ -188,6 +190,7 @@ class Parts:
         self._workers = workers
         self._max_tokens = max_tokens
         self._encoder_ms_per_token = encoder_ms_per_token
+        self._routing = routing
         self._config, self._transfer = config, transfer
 
     async def _assemble(self) -> None:
@@ -218,7 +221,7 @@ class Parts:
             mover=transfer.mover,
             encoder_ms_per_token=self._encoder_ms_per_token,
         )
-        router = Router()
+        router = Router(self._routing)
         self.gateway = Gateway(
             config=config,
             transfer=transfer,

@@ -11,12 +11,15 @@ from contextlib import AsyncExitStack, aclosing
 
 import msgspec
 import pytest
-from gateway_parts import FakeWorker, Parts, png, prompt, request
+from gateway_parts import PLACEHOLDER_TOKEN, FakeWorker, Parts, png, prompt, request
 
 from embedding_memory import ENCODER, ENCODER_CARD, ArenaEmbeddings
-from medialane.core.errors import HandoverFailed, StoreUnavailable
+from medialane.core.errors import GenerationFailed, HandoverFailed, StoreUnavailable
+from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import embedding_key
+from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
+from medialane.routing.config import RoutingConfig
 from medialane.store import StoreEntries
 from medialane.transfer import TransferConfig
 from medialane.worker.fake_engine import FAKE_CARD
@@ -37,24 +40,31 @@ class Host:
         self.workers, self.gateways, self.seen = [], [], []
 
     async def add(self, *, card=ENCODER_CARD, transport="auto", encoder_ms_per_token=0.0, **engine):
-        worker = FakeWorker(
-            f"{self._folder}/{len(self.workers)}.sock", arena=self.arena, card=card, memory=self.memory, **engine
-        )
+        worker = await self.add_worker(card=card, **engine)
+        return await self.add_gateway(worker, transport=transport, encoder_ms_per_token=encoder_ms_per_token), worker
+
+    async def add_worker(self, *, card=ENCODER_CARD, **engine):
+        path = f"{self._folder}/{len(self.workers)}.sock"
+        worker = FakeWorker(path, arena=self.arena, card=card, memory=self.memory, **engine)
         self._stack.push_async_callback(worker.close)
         await worker.start()
+        self.workers.append(worker)
+        self._spy(worker)
+        return worker
+
+    async def add_gateway(self, *workers, transport="auto", encoder_ms_per_token=0.0):
         parts = Parts(
             self.arena,
             self.preparers,
-            [worker],
+            list(workers),
             config=GatewayConfig(stage="features", **FAST),
             transfer=TransferConfig(transport=transport),
             beside=self.gateways[0] if self.gateways else None,
             encoder_ms_per_token=encoder_ms_per_token,
+            routing=RoutingConfig(router="round-robin"),
         )
         self.gateways.append(await self._stack.enter_async_context(parts))
-        self.workers.append(worker)
-        self._spy(worker)
-        return parts, worker
+        return parts
 
     def _spy(self, worker):
         generate = worker.engine.generate
@@ -71,8 +81,9 @@ class Host:
     def stats(self):
         return self.gateways[0].store.items.embeddings.stats
 
-    def evict_media(self):
-        """Free, and overwrite, all that is not an embedding."""
+    async def evict_media(self):
+        """Free, and overwrite, the features of the last request."""
+        await self.is_idle()
         for item in self.seen[-1].prompt.media:
             self.arena.evict(item.mm_hash, "processed")
             assert not self.arena.contains(item.mm_hash, "processed")
@@ -129,9 +140,8 @@ async def test_image_without_media_in_the_arena_is_answered_by_its_embedding(hos
     expected = await plain(host)
     parts, worker = await host.add()
     await answer(parts)
-    await host.is_idle()
     num_prepared = host.preparers.stats().num_done
-    host.evict_media()
+    await host.evict_media()
     assert await answer(parts) == (expected, ["loaded"])
     assert host.preparers.stats().num_done == num_prepared
     assert worker.engine.num_encoded == 1
@@ -240,22 +250,42 @@ async def test_embedding_is_cached_at_the_first_output_and_held_until_the_end(ho
             assert not host.arena.evict(key, "embedded"), "the engine may load it again"
 
 
+def fail_once(monkeypatch, worker, where):
+    """Have the worker fail to load an embedding: its store does not hold it, or its engine cannot read it."""
+    errors = [HandoverFailed("it is gone")]
+
+    def fail():
+        if errors:
+            raise errors.pop()
+
+    hold, generate = StoreEntries.hold, worker.engine.generate
+
+    async def failing_hold(self, *args, **kwargs):
+        fail()
+        return await hold(self, *args, **kwargs)
+
+    async def failing_generate(*args):
+        fail()
+        async with aclosing(generate(*args)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    if where == "store":
+        monkeypatch.setattr(StoreEntries, "hold", failing_hold)
+    else:
+        worker.engine.generate = failing_generate
+    return errors
+
+
+@pytest.mark.parametrize("where", ["store", "engine"])
 @pytest.mark.parametrize("is_evicted", [False, True])
-async def test_embedding_that_the_worker_cannot_load_is_replaced_by_tensors(host, monkeypatch, is_evicted):
+async def test_embedding_that_the_worker_cannot_load_is_replaced_by_tensors(host, monkeypatch, is_evicted, where):
     """The same transfer path is used again, with features made anew if they are not in the arena any more."""
     parts, worker = await host.add()
     tokens, _ = await answer(parts)
-    hold, errors = StoreEntries.hold, [HandoverFailed("not held any more")]
-
-    async def failing(self, *args, **kwargs):
-        if errors:
-            raise errors.pop()
-        return await hold(self, *args, **kwargs)
-
-    monkeypatch.setattr(StoreEntries, "hold", failing)
-    await host.is_idle()
     if is_evicted:
-        host.evict_media()
+        await host.evict_media()
+    errors = fail_once(monkeypatch, worker, where)
     assert (await answer(parts))[0] == tokens
     assert not errors
     assert parts.count("medialane_embeddings_total", outcome="fallback") == 1
@@ -284,8 +314,7 @@ async def test_worker_without_shared_memory_or_encoder_gets_tensors(host):
     tokens, _ = await answer(parts)
     for settings in ({"attaches": False}, {"card": FAKE_CARD}, {"transport": "inline"}):
         other, worker = await host.add(**settings)
-        found, outcomes = await answer(other)
-        assert found == tokens
+        assert (await answer(other))[0] == tokens
         assert worker.engine.num_encoded == ("transport" not in settings), settings
 
 
@@ -303,6 +332,36 @@ async def test_lost_store_costs_no_request(host, monkeypatch):
 
 
 async def test_request_of_a_lost_worker_is_answered_by_another_with_the_embedding(host):
-    parts, worker = await host.add()
+    lost, other = [await host.add_worker() for _ in range(2)]
+    parts = await host.add_gateway(lost, other)
     tokens, _ = await answer(parts)
-    assert (await answer(parts, token_s=0.01))[0] == tokens
+    await host.evict_media()
+    lost.engine.die()
+    assert [await answer(parts) for _ in range(2)] == [(tokens, ["loaded"])] * 2
+    assert parts.count("medialane_rerouted_requests_total") == 1
+    assert host.stats.num_filled == 1
+
+
+async def test_gateway_with_some_workers_that_cannot_load_embeddings_sends_them_tensors(host):
+    loading, other = await host.add_worker(), await host.add_worker(card=FAKE_CARD)
+    parts = await host.add_gateway(loading, other)
+    answers = [await answer(parts) for _ in range(6)]
+    assert len({tuple(tokens) for tokens, _ in answers}) == 1
+    assert (loading.engine.num_encoded, loading.engine.num_loaded, other.engine.num_encoded) == (1, 2, 3)
+    assert {len(item.tensors) for sent in host.seen for item in sent.prompt.media} == {0, 2}
+    assert parts.count("medialane_embeddings_total", outcome="fallback") >= 2
+
+
+async def test_url_whose_content_changes_before_its_embedding_is_replaced_is_not_answered_from_both(host, monkeypatch):
+    url = "http://host/a.png"
+    parts, worker = await host.add()
+    parts.fetcher.contents[url] = png(seed=1)
+    media = MediaPrompt([1, 2, PLACEHOLDER_TOKEN], (MediaRef("image", "image", url=url),))
+    with open_scope():
+        await parts.answer(media)
+    with open_scope():
+        prepared = await parts.gateway.prepare(media)
+        parts.fetcher.contents[url] = png(seed=2)
+        fail_once(monkeypatch, worker, "store")
+        with pytest.raises(GenerationFailed, match="could not be transferred"):
+            await parts.generate(request("r", prepared.token_ids), prepared)

@@ -70,6 +70,8 @@ class Handover:
         if not is_processed:
             token_ids = _unexpanded(token_ids, prepared)
         items = await prepared.media.in_stage(transfer_path.stage)
+        if transfer_path.transport == "inline" and any(item.feature.embedding is not None for item in items):
+            raise HandoverFailed("embeddings are not sent in messages")
         published = self._publish(transfer_path, [item.feature.tensors for item in items], timeline)
         options = prepared.source.options
         if is_processed:
