@@ -67,7 +67,7 @@ def encoder_digest(config: VllmConfig) -> str:
             "tensor parallel": parallel.tensor_parallel_size,
             "compiled": bool(config.compilation_config.compile_mm_encoder),
             "device": str(current_platform.get_device_name()),
-            "versions": [vllm.__version__, torch.__version__, transformers.__version__],
+            "versions": [str(found.__version__) for found in (vllm, torch, transformers)],
             **settings,
         }
     )
