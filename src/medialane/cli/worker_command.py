@@ -110,6 +110,7 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
     directory = config.arena.directory
 
     async def serve() -> int:
+        await engine.learn_encoder()
         async with _host_arena(config, args if engine.takes_media else None) as host_arena:
             return await serve_worker(
                 config.worker,

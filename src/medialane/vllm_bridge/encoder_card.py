@@ -67,7 +67,7 @@ def encoder_digest(config: VllmConfig) -> str:
             "tensor parallel": parallel.tensor_parallel_size,
             "compiled": bool(config.compilation_config.compile_mm_encoder),
             "device": str(current_platform.get_device_name()),
-            "versions": [vllm.__version__, torch.__version__, transformers.__version__],
+            "versions": [str(found.__version__) for found in (vllm, torch, transformers)],
             **settings,
         }
     )
@@ -129,4 +129,3 @@ def _sampled(path: Path, num_samples: int) -> str:
             file.seek(max(0, size * number // num_samples - _SAMPLE_BYTES))
             parts.append(file.read(_SAMPLE_BYTES))
     return content_hash(b"".join(parts))
-

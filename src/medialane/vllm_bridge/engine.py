@@ -118,7 +118,7 @@ def build_engine(
         recorder,
         events,
         folder,
-        EngineEmbeddings(config, wanted=encode_cache, reason=unfit),
+        embeddings=EngineEmbeddings(config, wanted=encode_cache, reason=unfit),
         arena_directory=arena_directory,
         release_timeout_s=release_timeout_s,
     )
@@ -160,8 +160,8 @@ class VllmEngine:
         recorder: LoadRecorder,
         events: KvEventReader,
         folder: PrivateFolder,
-        embeddings: EngineEmbeddings,
         *,
+        embeddings: EngineEmbeddings,
         arena_directory: str,
         release_timeout_s: float,
     ) -> None:
