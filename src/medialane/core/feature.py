@@ -142,6 +142,17 @@ class Hold(Protocol):
     def release(self) -> None: ...
 
 
+class FoundEmbedding(NamedTuple):
+    """An item's embedding in the arena of this host. If not `is_filled`, the engine is to write it there.
+
+    Releasing `hold` ends the reading, or the writing: then what has been written is cached, and anything else freed.
+    """
+
+    embedding: Embedding
+    hold: Hold
+    is_filled: bool
+
+
 class FoundItem(NamedTuple, Generic[V]):
     """An item in the arena, a hold on it, and the hash of its encoded bytes. `is_hit` is whether it was cached."""
 
