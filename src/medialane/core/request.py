@@ -176,7 +176,7 @@ class WorkerLoad(msgspec.Struct, frozen=True):
 
 
 class EmbeddingCounts(msgspec.Struct, frozen=True):
-    """Totals of an engine since its start: embeddings loaded, runs of the encoder, embeddings saved, and embeddings that
+    """Totals of an engine since its start: embeddings loaded, items encoded, embeddings saved, and embeddings that
     could not be loaded or saved."""
 
     loaded: int = 0

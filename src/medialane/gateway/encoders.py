@@ -199,5 +199,5 @@ class Encoders:
 
 
 def _failed(link: WorkerLink, error: MedialaneError) -> Outcome:
-    logger.info("encoder %s has not encoded an item: %s", link.address, error.message)
+    logger.warning("encoder %s has not encoded an item: %s", link.address, error.message)
     return "failed"

@@ -5,7 +5,7 @@ Pure: it sees queues only, as a gateway knows them. The gateway calls it for eac
 
 An encoder costs the item the wait for the encoder's queue, the encoding, and the load of the result at the worker. A
 worker encodes within a step: that costs the item the encoding only, but delays each sequence that runs or waits there
-by as much. Both costs are sums over all requests that are delayed, in milliseconds.
+by as much. Both costs are weighted sums over all requests that are delayed, in milliseconds.
 
     costs = EncodeCosts.of(config.routing)
     number = choose_encoder(item, encoders, router.mean_sequences, costs)
@@ -23,6 +23,10 @@ from typing import Final, NamedTuple, Self
 from medialane.routing.config import RoutingConfig
 
 _MIB: Final = 1 << 20
+#: Weight of a ms by which a sequence at the worker is delayed, relative to a ms until the item is encoded. In traces of
+#: `medialane bench encode_sim`, items wait too long for busy encoders if it is larger, and sequences are delayed while
+#: encoders are idle if it is smaller; from 0.1 to 0.3 there is little difference.
+_DELAY_WEIGHT: Final = 0.2
 
 
 class NewItem(NamedTuple):
@@ -63,7 +67,7 @@ class EncodeCosts(NamedTuple):
 
     def worker_ms(self, item: NewItem, num_sequences: float) -> float:
         """Return the cost of an item at a worker, with that of the sequences that it delays there."""
-        return self.encode_ms(item) * (1 + num_sequences)
+        return self.encode_ms(item) * (1 + _DELAY_WEIGHT * num_sequences)
 
 
 def choose_encoder(

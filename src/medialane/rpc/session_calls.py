@@ -72,17 +72,19 @@ class SessionCalls:
         try:
             result = await self._handler.administer(message.call)
         except asyncio.CancelledError:
-            self._note_cleared(message, before)  # the engine may still complete the call
+            self._note_cleared(before, clears_encoder_cache(message.call))  # the engine may still complete the call
             raise
         except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this call alone
+            self._note_cleared(before)
             self._send(AdminFailed(message.call_id, report_of(error, "administrative call")))
         else:
-            self._note_cleared(message, before)
+            self._note_cleared(before, clears_encoder_cache(message.call))
             self._send(AdminDone(message.call_id, result))
 
-    def _note_cleared(self, message: Administer, before: EncoderCard | None) -> None:
-        if clears_encoder_cache(message.call) or self._handler.encoder != before:
-            self._on_encoder_cleared(self._handler.encoder)
+    def _note_cleared(self, before: EncoderCard | None, is_cleared: bool = False) -> None:
+        encoder = self._handler.encoder
+        if is_cleared or encoder != before:
+            self._on_encoder_cleared(encoder)
 
     async def _read(self) -> None:
         pieces: list[MetricChanges] = []

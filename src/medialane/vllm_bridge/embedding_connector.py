@@ -25,6 +25,7 @@ from medialane.vllm_bridge.seams.encoder_cache import (
     ECConnectorWorkerMetadata,
     Request,
     SchedulerOutput,
+    restore_inputs,
     tensor_parallel_rank,
 )
 
@@ -60,6 +61,7 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
         if role is ECConnectorRole.SCHEDULER:
+            restore_inputs(vllm_config)
             self.schedule = EmbeddingSchedule(RESOLVER.is_readable, RESOLVER.refuse)
             return
         directory = vllm_config.ec_transfer_config.ec_connector_extra_config[DIRECTORY]

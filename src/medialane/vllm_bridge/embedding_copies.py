@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from vllm.platforms import current_platform
 
-from medialane.arena import ENTRY_HEADER_BYTES
-from medialane.arena.fill import FillWriter
+from medialane.arena import ENTRY_HEADER_BYTES, FillWriter
+from medialane.core.errors import PreparationFailed
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.embedding_schedule import StepEmbeddings
 from medialane.vllm_bridge.features import spec_of, tensor_over
@@ -47,7 +47,7 @@ class EmbeddingCopies:
         self._saves = saves
         self._fills: dict[str, dict[str, TensorDescriptor]] = {}
         self._copied = Copied(0, 0, [])
-        self._has_logged_spec = False
+        self._has_logged = False
 
     def begin(self, step: StepEmbeddings) -> None:
         self._fills.update(step.fills if self._saves else {})
@@ -83,19 +83,15 @@ class EmbeddingCopies:
 
     def _save(self, mm_hash: str, where: TensorDescriptor, output: torch.Tensor) -> None:
         try:
-            if spec_of(output) != where.spec:
-                self._copied.num_failed += 1
-                if not self._has_logged_spec:
-                    self._has_logged_spec = True
-                    logger.error(
-                        "the encoder's output is %s instead of %s: it is not saved", spec_of(output), where.spec
-                    )
-                return
+            if (spec := spec_of(output)) != where.spec:
+                raise PreparationFailed(f"the encoder's output is {spec} instead of {where.spec}")
             with FillWriter.open(where.range, self._directory) as payload:
                 _write(payload, where, output)
             self._copied.num_saved += 1
-        except Exception:  # see `save`
-            logger.exception("the embedding of item %s cannot be saved", mm_hash)
+        except Exception:  # noqa: BLE001 - see `save`; the same again, such as another dtype, would fill the log
+            log = logger.debug if self._has_logged else logger.error
+            log("the embedding of item %s cannot be saved", mm_hash, exc_info=True)
+            self._has_logged = True
             self._copied.num_failed += 1
 
     def take_copied(self) -> Copied | None:

@@ -26,28 +26,30 @@ def request_embeddings(
 ) -> bytes | None:
     """Return the embeddings of a request as EngineCore gets them; None if it has none.
 
-    Raises HandoverFailed for one that is not an output of this engine's encoder for its item, or is not in an arena
-    that the engine has mapped: the request can be sent with the items' tensors instead. InvalidFeature for an item
-    without a placeholder.
+    One to be loaded must be an output of this engine's encoder for its item, in an arena that the engine has mapped.
+    Otherwise raises HandoverFailed: the request can be sent with the item's tensors instead. One to be saved under
+    those conditions is left out. Raises InvalidFeature for an item without a placeholder.
     """
     found = RequestEmbeddings(request_id, {}, {})
     for feature, use in zip(features, uses, strict=True):
-        if use is not None:
-            _check(feature, use, encoder, arenas)
-            (found.loads if use.is_filled else found.fills)[feature.mm_hash] = use.tensor
+        fault = "" if use is None else _fault(feature, use, encoder, arenas)
+        if use is not None and use.is_filled:
+            if fault:
+                raise HandoverFailed(f"{feature.modality}: {fault}")
+            found.loads[feature.mm_hash] = use.tensor
+        elif use is not None and not fault:
+            found.fills[feature.mm_hash] = use.tensor
     for mm_hash in found.loads:  # of two equal items, one may have been encoded meanwhile
         found.fills.pop(mm_hash, None)
     return _ENCODER.encode(found) if found.loads or found.fills else None
 
 
-def _check(feature: MediaPayload, use: EmbeddingUse, encoder: EncoderCard | None, arenas: Container[str]) -> None:
-    if encoder is None:
-        raise HandoverFailed("this engine does not load embeddings")
-    width = encoder.widths.get(feature.modality)
-    if width is None:
-        raise HandoverFailed(f"this engine does not load embeddings of {feature.modality}")
+def _fault(feature: MediaPayload, use: EmbeddingUse, encoder: EncoderCard | None, arenas: Container[str]) -> str:
+    """Return why the engine does not load such an embedding; empty if it does."""
+    width = None if encoder is None else encoder.widths.get(feature.modality)
+    if encoder is None or width is None:
+        return "this engine does not load embeddings"
     expected = TensorSpec(encoder.dtype, (placeholder_of(feature).num_embeds, width))
     if use.tensor.spec != expected:
-        raise HandoverFailed(f"{feature.modality}: the embedding is {use.tensor.spec} instead of {expected}")
-    if use.tensor.range.arena not in arenas:
-        raise HandoverFailed("the engine has not mapped the arena of the embedding")
+        return f"the embedding is {use.tensor.spec} instead of {expected}"
+    return "" if use.tensor.range.arena in arenas else "the engine has not mapped the arena of the embedding"

@@ -44,7 +44,8 @@ def _measured(worker: Any, modality: str, sample: Any) -> tuple[int, str]:
     """Return width and dtype. Raises PreparationFailed, or whatever the model raises."""
     (item,), (place,) = sample["mm_kwargs"][modality], sample["mm_placeholders"][modality]
     small = decode_small_fields(encode_item(item)[0])
-    whole, reduced = (mrope_positions(worker, sample["prompt_token_ids"], modality, i, place) for i in (item, small))
+    token_ids = sample["prompt_token_ids"]
+    whole, reduced = (mrope_positions(worker, token_ids, modality=modality, item=i, place=place) for i in (item, small))
     if whole != reduced:
         raise PreparationFailed("rotary positions depend on the item's large fields")
     spec = spec_of(embeddings_of(worker, modality, item))

@@ -128,7 +128,7 @@ def build_engine(
         recorder,
         events,
         folder,
-        EngineEmbeddings(config, wanted=encode_cache, reason=unfit, role=role),
+        embeddings=EngineEmbeddings(config, wanted=encode_cache, reason=unfit, role=role),
         arena_directory=arena_directory,
         release_timeout_s=release_timeout_s,
     )
@@ -170,8 +170,8 @@ class VllmEngine:
         recorder: LoadRecorder,
         events: KvEventReader,
         folder: PrivateFolder,
-        embeddings: EngineEmbeddings,
         *,
+        embeddings: EngineEmbeddings,
         arena_directory: str,
         release_timeout_s: float,
     ) -> None:

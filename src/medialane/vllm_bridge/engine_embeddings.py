@@ -46,11 +46,10 @@ class EngineEmbeddings:
         """Set `card`, or `reason`. Raises StartupFailed if embeddings must be kept and cannot, WorkerLost."""
         if not self.reason:
             try:
-                ranks = [
-                    rank for found in await ask("medialane_encoder", timeout_s=MEASURE_TIMEOUT_S) for rank in found
-                ]
+                engines = await ask("medialane_encoder", timeout_s=MEASURE_TIMEOUT_S)
+                measured = [rank for ranks in engines for rank in ranks]
                 loop = asyncio.get_running_loop()
-                self.card = await loop.run_in_executor(None, encoder_card, self._config, ranks)
+                self.card = await loop.run_in_executor(None, encoder_card, self._config, measured)
             except (UnknownEncoder, GenerationFailed) as error:
                 self.reason = checked(self._wanted, str(error), self._role)
         if self.card is None:

@@ -27,7 +27,10 @@ HASH_ALGORITHM = "sha256_cbor"
 def engine_args(
     model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConfig | None = None, role: WorkerRole = "worker"
 ) -> AsyncEngineArgs:
-    """Return the engine arguments; those of an encoder are for an engine without a language model. Raises StartupFailed for flags unknown to vLLM or unsupported in a worker."""
+    """Return the engine arguments; those of an encoder are for an engine without a language model.
+
+    Raises StartupFailed for flags unknown to vLLM or unsupported in a worker.
+    """
     if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
         raise StartupFailed("VLLM_ALLOW_INSECURE_SERIALIZATION is set: workers do not accept pickles, unset it")
     parsed = parse_vllm_args(model, vllm_args)

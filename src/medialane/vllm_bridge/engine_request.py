@@ -77,7 +77,8 @@ class RequestReader:
         return params
 
     def embeddings(self, request: EngineRequest, uses: Sequence[EmbeddingUse | None]) -> bytes | None:
-        """Return what `params` sends to EngineCore of the request's embeddings. Raises HandoverFailed, InvalidFeature."""
+        """Return what `params` sends of the request's embeddings; None if there are none. Raises HandoverFailed,
+        InvalidFeature."""
         if not any(uses):
             return None
         if not isinstance(request.prompt, ExpandedPrompt):
@@ -120,9 +121,9 @@ class RequestReader:
             raise PromptRejected("this model does not support media")
         parts = list(zip(prompt.features, tensors, is_loaded, strict=True))
         # The header also specifies the tensors that are not sent: what is checked is the same.
-        whole = [decode_item_without_tensors(f.header) if loaded else self._item(f, datas) for f, datas, loaded in parts]
-        self._checker.check(prompt, whole)
-        items = [decode_small_fields(f.header) if on else item for (f, _, on), item in zip(parts, whole, strict=True)]
+        checked = [decode_item_without_tensors(f.header) if on else self._item(f, datas) for f, datas, on in parts]
+        self._checker.check(prompt, checked)
+        items = [decode_small_fields(f.header) if on else item for (f, _, on), item in zip(parts, checked, strict=True)]
         kwargs: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
         ranges: dict[str, list[Any]] = {}

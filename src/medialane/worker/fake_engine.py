@@ -27,6 +27,7 @@ from medialane.core.hashing import content_hash
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
     CompletionDelta,
+    EmbeddingCounts,
     EngineRequest,
     EngineTimes,
     ExpandedPrompt,
@@ -116,6 +117,10 @@ class FakeEngine:
 
     def recover(self) -> None:
         self._failure = None
+
+    @property
+    def embedding_counts(self) -> EmbeddingCounts:
+        return EmbeddingCounts(loaded=self.num_loaded, encoded=self.num_encoded)
 
     def loads(self) -> list[WorkerLoad]:
         return [WorkerLoad(num_running=self.num_reading)]

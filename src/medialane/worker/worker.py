@@ -26,7 +26,15 @@ from medialane.core.errors import (
 from medialane.core.feature import Hold, MediaPayload
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
-from medialane.core.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, Prompt, WorkerLoad
+from medialane.core.request import (
+    EmbeddingCounts,
+    EncoderCard,
+    EngineRequest,
+    ModelCard,
+    OutputDelta,
+    Prompt,
+    WorkerLoad,
+)
 from medialane.core.tensor import ArenaOffer, ArenaRange, InlineTensor, TensorDescriptor
 from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc import Hello, Welcome
@@ -87,6 +95,10 @@ class Worker:
     @property
     def encoder(self) -> EncoderCard | None:
         return self._engine.card.encoder
+
+    @property
+    def embedding_counts(self) -> EmbeddingCounts:
+        return self._engine.embedding_counts
 
     @property
     def registry(self) -> CollectorRegistry:

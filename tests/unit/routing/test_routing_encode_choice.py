@@ -33,7 +33,7 @@ def test_idle_worker_encodes_itself():
 
 
 def test_running_sequences_are_not_delayed_while_an_encoder_is_idle():
-    assert choose_encoder(IMAGE, [EncoderQueue()], 1, COSTS) == 0
+    assert choose_encoder(IMAGE, [EncoderQueue()], 2, COSTS) == 0
 
 
 def test_encoder_with_a_queue_longer_than_all_delays_at_the_worker_is_not_used():

@@ -42,6 +42,7 @@ __all__ = [
     "embeddings_of",
     "mrope_positions",
     "on_every_rank",
+    "restore_inputs",
     "sample_inputs",
     "tensor_parallel_rank",
     "unfit_reason",
@@ -56,6 +57,9 @@ _SAMPLES: Mapping[str, BaseDummyOptions] = {
 
 _SAMPLE_TOKENS = 4096
 
+#: Setting of the connector: the engine's own `enable_mm_embeds`.
+_EMBEDS = "enable_mm_embeds"
+
 
 def connect(
     config: VllmConfig, *, module: str, connector: str, extra: Mapping[str, Any], only_encodes: bool = False
@@ -63,16 +67,24 @@ def connect(
     """Make the engine use the connector class `connector` of `module` for loading and saving embeddings.
 
     Set in a configuration that is complete: vLLM would set `enable_mm_embeds` for a connector that is given to it
-    before, and change what clients may send. Not as a producer: those measure their encoder with the largest possible
-    item at start, and fail if they cannot; saving does not depend on it. Only an engine that `only_encodes` must be one:
-    vLLM then allocates no KV cache, and ends a request when its items are encoded.
+    before, and change what clients may send (`restore_inputs`). Not as a producer: those measure their encoder with
+    the largest possible item at start, and fail if they cannot; saving does not depend on it. Only an engine that
+    `only_encodes` must be one: vLLM then allocates no KV cache, and ends a request when its items are encoded.
     """
+    extra = {**extra, _EMBEDS: config.model_config.multimodal_config.enable_mm_embeds}
     config.ec_transfer_config = ECTransferConfig(
         ec_connector=connector,
         ec_role="ec_producer" if only_encodes else "ec_consumer",
         ec_connector_module_path=module,
         ec_connector_extra_config=dict(extra),
     )
+
+
+def restore_inputs(config: VllmConfig) -> None:
+    """Accept in this process what is accepted without a connector: EngineCore completes its configuration again."""
+    media = config.model_config.multimodal_config
+    media.enable_mm_embeds = config.ec_transfer_config.ec_connector_extra_config[_EMBEDS]
+    media.allow_missing_mm_embeddings = False
 
 
 def unfit_reason(config: VllmConfig, *, only_encodes: bool = False) -> str:
@@ -144,7 +156,7 @@ def embeddings_of(worker: Any, modality: str, item: MultiModalKwargsItem) -> tor
 
 
 def mrope_positions(
-    worker: Any, token_ids: list[int], modality: str, item: MultiModalKwargsItem, place: PlaceholderRange
+    worker: Any, token_ids: list[int], *, modality: str, item: MultiModalKwargsItem, place: PlaceholderRange
 ) -> tuple[list[list[int]], int] | None:
     """Return the rotary positions of a prompt with one item; None if the model has ordinary positions."""
     if not worker.vllm_config.model_config.uses_mrope:
