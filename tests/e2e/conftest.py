@@ -80,6 +80,12 @@ def runtime_directory() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def encoder_address(runtime_directory) -> str:
+    """Where the encoder listens."""
+    return f"unix:{runtime_directory}/encoder.sock"
+
+
+@pytest.fixture(scope="session")
 def join_port() -> int:
     """Where the workers of `serve` join the gateway `joined`. They try for a minute before it listens: outside of the
     default ip_local_port_range, so that no connection uses the port meanwhile."""
@@ -162,7 +168,7 @@ def worker_addresses(serve) -> list[str]:
 
 #: Gateways over the workers and the store of `serve`, each with one transfer path. Those of APART have a store of their
 #: own, with an arena out of the workers' reach, as on another host: the store of `serve` copies from it.
-#: `joined` lists no workers: they join it.
+#: `joined` lists no workers: they join it. `encoders` has an encoder, besides, which the tests of encoders start.
 GATEWAYS = {
     "features/shm": ("--stage", "features", "--transport", "shm"),
     "features/inline": ("--stage", "features", "--transport", "inline"),
@@ -172,6 +178,7 @@ GATEWAYS = {
     "features/tcp": ("--stage", "features", "--transport", "tcp"),
     "decoded/tcp": ("--stage", "decoded", "--transport", "tcp"),
     "joined": (),
+    "encoders": ("--encode-at", "encoders"),
 }
 APART = ("apart", "features/tcp", "decoded/tcp")
 GATEWAYS_PROGRAM = Path(__file__).with_name("gateways_program.py")
@@ -197,7 +204,7 @@ def store_apart(starting_serve, vllm_environ, tmp_path_factory) -> Iterator[list
 
 @pytest.fixture(scope="session")
 def starting_gateways(
-    starting_serve, store_apart, vllm_environ, tmp_path_factory, join_port
+    starting_serve, store_apart, vllm_environ, tmp_path_factory, join_port, encoder_address
 ) -> Iterator[dict[str, MedialaneProcess]]:
     """GATEWAYS, not ready yet: use the fixture `gateways` instead. Children of one process, which `stop` ends."""
     serve = starting_serve
@@ -210,6 +217,7 @@ def starting_gateways(
         places[name] = (free_port(), logs / f"{name.replace('/', '-')}.log")
         port, log = places[name]
         found = workers if name != "joined" else ["--join-listen", f"tcp://127.0.0.1:{join_port}"]
+        found = [*found, "--worker", encoder_address] if name == "encoders" else found
         ours = [serve.model, "--port", str(port), *found, *flags, *store, *MEDIA_FLAGS]
         commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key]])
     process = launch(

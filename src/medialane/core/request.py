@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -196,6 +196,7 @@ class EncoderCard(msgspec.Struct, frozen=True):
 
 #: What a worker does: generate, or only encode media, so that other workers load the embeddings.
 WorkerRole = Literal["worker", "encoder"]
+ENCODER: Final = "encoder"
 
 
 class ModelCard(msgspec.Struct, frozen=True):

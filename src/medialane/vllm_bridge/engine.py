@@ -38,6 +38,7 @@ from medialane.core.errors import GenerationFailed, HandoverFailed, MedialaneErr
 from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
+    ENCODER,
     EmbeddingCounts,
     EngineRequest,
     ModelCard,
@@ -419,7 +420,7 @@ def _load(num_unfinished: int, stats: SchedulerStats) -> WorkerLoad:
 
 def _card(llm: AsyncLLM) -> ModelCard:
     config = llm.vllm_config
-    role: WorkerRole = "encoder" if config.is_mm_encoder_only else "worker"
+    role: WorkerRole = ENCODER if config.is_mm_encoder_only else "worker"
     # An encoder publishes no KV events.
     num_ranks = len(llm.get_kv_event_sources()) or config.parallel_config.data_parallel_size
     cache = config.cache_config

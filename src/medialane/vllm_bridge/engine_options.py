@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from medialane.core.errors import StartupFailed
-from medialane.core.request import WorkerRole
+from medialane.core.request import ENCODER, WorkerRole
 from medialane.vllm_bridge import cpu_executor, embedding_connector
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.seams import encoder_cache
@@ -47,7 +47,7 @@ def engine_args(
     found.enable_prefix_caching = True
     found.prefix_caching_hash_algo = HASH_ALGORITHM
     found.kv_events_config = kv_events if role == "worker" else None
-    found.mm_encoder_only = found.mm_encoder_only or role == "encoder"
+    found.mm_encoder_only = found.mm_encoder_only or role == ENCODER
     if current_platform.is_cpu() and found.distributed_executor_backend is None and _is_single(found):
         found.distributed_executor_backend = cpu_executor.QUALIFIED_NAME
     return found
@@ -61,7 +61,7 @@ def keep_embeddings(
 
     Raises StartupFailed if they are `wanted` and it cannot.
     """
-    only_encodes = role == "encoder"
+    only_encodes = role == ENCODER
     unfit = encoder_cache.unfit_reason(config, only_encodes=only_encodes)
     reason = "--encode-cache off" if wanted == "off" else unfit
     if reason:
@@ -76,7 +76,7 @@ def keep_embeddings(
 def checked(wanted: EncodeCache, reason: str, role: WorkerRole = "worker") -> str:
     """Return the reason why embeddings are not kept. Raises StartupFailed if they are `wanted`, or are all that the
     engine is for."""
-    if role == "encoder":
+    if role == ENCODER:
         raise StartupFailed(f"--role encoder is not possible: {reason}")
     if wanted == "on":
         raise StartupFailed(f"--encode-cache on is not possible: {reason}")

@@ -67,3 +67,16 @@ def test_gateways_of_a_host_have_ports_in_a_row():
 def test_join_listen_must_be_a_tcp_address():
     with pytest.raises(StartupFailed, match="join_listen"):
         GatewayConfig(join_listen="unix:/a").validate()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((), "--role encoder needs --store unix:/path"),
+        (("--store", "unix:/s", "--encode-cache", "off"), "--role encoder needs --encode-cache auto or on"),
+        (("--store", "unix:/s", "--engine", "simulated"), "--role encoder is for --engine vllm"),
+    ],
+)
+def test_encoder_that_could_not_keep_what_it_encodes_is_refused(words, reason):
+    with pytest.raises(StartupFailed, match=reason):
+        run(worker_command, "worker", "--listen", "unix:/e", "--role", "encoder", *words)

@@ -44,3 +44,19 @@ def test_invalid_number_of_gateways_is_refused_by_name(value, reason):
 def test_settings_of_ray_are_checked_by_name(flags, reason):
     with pytest.raises(StartupFailed, match=reason):
         load_config(flags, environ={}, sections=["cluster"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"encoders": "-1"}, "--encoders must not be negative"),
+        ({"encoders": "some"}, "--encoders 'some': must be a whole number"),
+        ({"encoders": "1", "ray": True}, "--encoders is for this host, without --ray"),
+        ({"encoders": "1", "encoder-gpu-share": "1"}, "--encoder-gpu-share must be less than 1"),
+        ({"encoders": "1", "encoder-gpu-share": "-0.1"}, "--encoder-gpu-share must not be negative"),
+        ({"encoder-gpu-share": "0.2"}, "--encoder-gpu-share needs --encoders"),
+    ],
+)
+def test_settings_of_encoders_are_checked_by_name(flags, reason):
+    with pytest.raises(StartupFailed, match=reason):
+        load_config(flags, environ={}, sections=["cluster"])

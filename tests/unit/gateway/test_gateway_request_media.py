@@ -1,12 +1,14 @@
 """A request's media by stage: each found once, all holds owned by the scope."""
 
+import msgspec
 import pytest
 
-from medialane.arena import Arena, ArenaConfig
+from medialane.arena import Arena, ArenaConfig, describe
 from medialane.core.errors import InvalidImage
-from medialane.core.feature import Feature, FoundItem, MediaPrompt
-from medialane.core.media import EncodedMedia, MediaRef, MediaSize
+from medialane.core.feature import Embedding, Feature, FoundItem, MediaPrompt
+from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize
 from medialane.core.stage import STAGES
+from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.gateway import open_scope
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.request_media import FINDERS, RequestMedia
@@ -112,3 +114,61 @@ async def test_media_found_after_the_request_ended_are_released_immediately(sour
         media = RequestMedia(PROMPT, source, scope, ASSEMBLY)
     await media.in_stage("url")
     assert source.arena.stats().num_leases == 0
+
+
+EMBEDDING = Embedding("key", describe(ArenaRange("a", 0, 128, 1), (TensorSpec("uint8", (4, 2)),))[0])
+
+
+class Encoded(Source):
+    """A source whose items have hashes of their own, of which some are found encoded the second time."""
+
+    def __init__(self, arena, encoded):
+        super().__init__(arena)
+        self.encoded_items = encoded
+        self.forgotten = 0
+        self.refs = []
+
+    def forget(self, hold):
+        self.forgotten += 1
+
+    async def processed(self, ref, options, timeline, budget, *, encoder):
+        self.refs.append(ref)
+        self._ask(encoder, ref)
+        is_encoded = ref.content is not None and ref.param in self.encoded_items
+        feature = Feature("image", ref.param, b"", (), MediaSize(2, 1))
+        lease = self.arena.publish(self.arena.reserve(10, "processed"), f"{ref.param} {len(self.asked)}", feature)
+        found = msgspec.structs.replace(feature, embedding=EMBEDDING if is_encoded else None)
+        return FoundItem(f"content of {ref.param}", found, lease, is_hit=False)
+
+
+async def test_items_that_were_encoded_meanwhile_are_found_by_content(source):
+    first, second, third = (ref.param for ref in REFS)
+    source = Encoded(source.arena, encoded={first, third})
+    prompt = MediaPrompt(
+        [1, 7, 7, 7], (*REFS[:2], MediaRef("image", third, url="http://a/b", alias=Alias("u", "image")))
+    )
+    with open_scope() as scope:
+        media = RequestMedia(prompt, source, scope, ASSEMBLY, encoder="digest")
+        before = await media.in_stage("features")
+        features = await media.with_embeddings({second, third})
+        assert [feature.embedding for feature in features] == [None, None, EMBEDDING]
+        items = await media.in_stage("features")
+        assert tuple(item.feature for item in items) == features
+        assert items[:2] == before[:2]
+        asked = source.refs[3:]
+        assert [(ref.param, ref.content, ref.data, ref.url, ref.alias) for ref in asked] == [
+            (param, f"content of {param}", None, None, None) for param in (second, third)
+        ]
+        assert source.forgotten == 2  # a retained hold on the tensors would be found again
+        assert scope.timeline.num_misses == scope.timeline.num_hits == 0
+    assert source.arena.stats().num_leases == 0
+
+
+async def test_item_whose_embedding_cannot_be_looked_up_keeps_its_tensors(source):
+    source = Encoded(source.arena, encoded={REFS[0].param})
+    with open_scope() as scope:
+        media = RequestMedia(PROMPT, source, scope, ASSEMBLY, encoder="digest")
+        before = await media.in_stage("features")
+        source.refused = REFS[0].param
+        features = await media.with_embeddings({REFS[0].param})
+        assert features == tuple(item.feature for item in before)
