@@ -105,6 +105,7 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
         arena_directory=config.arena.directory,
         release_timeout_s=config.worker.release_timeout_s,
         max_sampled_frames=config.media.max_sampled_frames,
+        encode_cache=config.worker.encode_cache,
     )
     directory = config.arena.directory
 

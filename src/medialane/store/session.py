@@ -148,7 +148,10 @@ class StoreSession:
             return
         if self.hello is None:
             raise ProtocolViolation(f"unexpected {type(message).__name__}")
-        self._act(message)
+        if isinstance(message, Call):
+            self._start(message)
+        else:
+            self._act(message)
 
     def beat(self) -> None:
         self.connection.send(self._status())
@@ -162,16 +165,6 @@ class StoreSession:
 
     def _act(self, message: ToStore) -> None:
         match message:
-            case (
-                FindItem()
-                | FindEmbedding()
-                | ResolveAlias()
-                | HoldEntries()
-                | GrantPulls()
-                | PullEntries()
-                | PublishImage()
-            ):
-                self._start(message)
             case PassHolds():
                 self._pass_holds(message)
             case Proceed(call_id):
