@@ -1,14 +1,18 @@
 """vLLM's flags in a worker: user flags reach vLLM, except those that a worker depends on."""
 
 import pytest
-from vllm.sampling_params import SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from medialane.core.admin import ResetEncoderCache, ResetPrefixCache, Sleep, WakeUp
 from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.encode_params import encode_params
+from medialane.vllm_bridge.encoder_card import encoder_digest
 from medialane.vllm_bridge.engine_embeddings import changes_encoder
 from medialane.vllm_bridge.engine_options import engine_args, keep_embeddings
 from medialane.vllm_bridge.engine_request import clamp
 from medialane.vllm_bridge.seams.encoder_cache import restore_inputs
+from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 
 
 def test_unsupported_worker_flags_are_rejected(tiny_model, monkeypatch):
@@ -83,6 +87,42 @@ def test_embeddings_are_kept_where_possible_unless_switched_off(tiny_model):
         assert keep_embeddings(config, wanted, arena_directory="/nowhere") == ""
         assert config.ec_transfer_config.is_ec_consumer
         config.ec_transfer_config = None
+
+
+def encoder_config(model, *flags):
+    return engine_args(str(model), ["--enforce-eager", *flags], kv_events=KVEventsConfig(), role="encoder")
+
+
+def test_encoder_has_no_language_model_and_the_digest_of_the_workers(tiny_model):
+    args = encoder_config(tiny_model)
+    assert args.kv_events_config is None
+    config, worker = args.create_engine_config(), config_of(tiny_model)
+    assert keep_embeddings(config, "auto", arena_directory="/nowhere", role="encoder") == ""
+    assert keep_embeddings(worker, "auto", arena_directory="/nowhere") == ""
+    config.__post_init__()  # as EngineCore does
+    assert (config.is_mm_encoder_only, config.ec_transfer_config.is_encode_only) == (True, True)
+    assert (worker.is_mm_encoder_only, worker.ec_transfer_config.is_encode_only) == (False, False)
+    assert encoder_digest(config) == encoder_digest(worker)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted", "why"),
+    [
+        ([], "off", "--encode-cache off"),
+        (['--limit-mm-per-prompt={"image": 0, "video": 0}'], "auto", "does not support media"),
+        (["--pipeline-parallel-size=2"], "auto", "pipeline stages"),
+    ],
+)
+def test_encoder_that_cannot_keep_embeddings_does_not_start(tiny_model, flags, wanted, why):
+    config = encoder_config(tiny_model, *flags).create_engine_config()
+    with pytest.raises(StartupFailed, match=f"--role encoder is not possible: .*{why}"):
+        keep_embeddings(config, wanted, arena_directory="/nowhere", role="encoder")
+
+
+def test_parameters_of_an_encode_request_are_read_by_the_engine():
+    params = MsgpackDecoder(SamplingParams).decode(encode_params())
+    assert (params.max_tokens, params.detokenize) == (1, False)
+    assert params.output_kind is RequestOutputKind.FINAL_ONLY
 
 
 def test_restored_inputs_are_those_without_a_connector(tiny_model):
