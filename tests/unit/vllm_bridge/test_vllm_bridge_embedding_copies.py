@@ -92,10 +92,21 @@ def test_output_of_another_kind_is_never_written_and_logged_once(world, caplog, 
     assert bytes(reservation.buffer).count(0) == len(reservation.buffer)
 
 
-def test_range_that_is_gone_is_not_written(world):
+def test_range_that_is_gone_is_not_written(world, caplog):
+    """Its request has released it at its first token, before another one has the item encoded."""
     reservation, tensor = world.reserved()
     world.arena.revoke(reservation)
-    assert world.step({"a": OUTPUT}, fills={"r": {"a": tensor}}) == Copied(0, 1, [])
+    with world.arena.reserve(len(reservation.buffer)) as other:
+        assert other.range.offset == reservation.range.offset
+        other.buffer[:] = b"o" * len(other.buffer)
+        assert world.step({"a": OUTPUT}, fills={"r": {"a": tensor}}) is None
+        assert bytes(other.buffer) == b"o" * len(other.buffer)
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
+
+
+def test_range_that_two_requests_have_is_written_once(world):
+    _, tensor = world.reserved()
+    assert world.step({"a": OUTPUT}, fills={"r": {"a": tensor}, "s": {"a": tensor}}) == Copied(1, 0, [])
 
 
 def test_item_that_cannot_be_loaded_is_reported_and_leaves_the_engine_alive(world):
