@@ -13,27 +13,28 @@ from medialane.core.kv_events import KvChange
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
+from medialane.gateway import WorkerPool
 from medialane.gateway.route import Routes
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 
 
-def link_to(name, *, block_size=16, same_host=True, encoder=""):
+def link_to(name, *, block_size=16, same_host=True, encoder="", role="worker"):
     card = ModelCard("m", 4096, block_size, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
     endpoint = Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, same_host=same_host, card=card)
     client = SimpleNamespace(num_block_gaps=0, num_gateways=1)
     return SimpleNamespace(
-        address=name, client=client, endpoints=lambda: [endpoint], same_host=same_host, encoder=encoder
+        address=name, client=client, endpoints=lambda: [endpoint], same_host=same_host, encoder=encoder, role=role
     )
 
 
 @pytest.fixture
 def make_routes():
     def make(*links):
-        workers = SimpleNamespace(links={link.address: link for link in links}, listen=lambda listener: None)
-        routes = Routes(Router(seed=1), workers, Metrics(CollectorRegistry()))
+        routes = Routes(Router(seed=1), WorkerPool(links), Metrics(CollectorRegistry()))
         for link in links:
-            routes.joined(link)
+            if link.role == "worker":
+                routes.joined(link)
         return routes
 
     return make
@@ -189,6 +190,11 @@ def test_non_numeric_decision_limit_is_rejected_by_name(make_routes, limit):
 def test_embeddings_are_those_of_the_one_encoder_that_all_workers_have(make_routes, encoders, expected):
     links = [link_to(f"w{number}", encoder=encoder) for number, encoder in enumerate(encoders)]
     assert make_routes(*links).encoder == expected
+
+
+def test_encoder_workers_with_another_encoder_change_nothing_for_the_others(make_routes):
+    assert make_routes(link_to("w0", encoder="d"), link_to("e0", encoder="e", role="encoder")).encoder == "d"
+    assert make_routes(link_to("e0", encoder="e", role="encoder")).encoder == ""
 
 
 @pytest.mark.parametrize("change", ["joined", "left", "moved", "encoder_cleared"])
