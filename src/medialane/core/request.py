@@ -234,11 +234,13 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Estimated cost of a routing choice, in milliseconds. The first six add up to the time to first token.
-    `contention` is the delay that its work causes for later requests; `session` is a bonus, so at most zero."""
+    """Estimated cost of a routing choice, in milliseconds. The first seven add up to the time to first token.
+    `load` is the copying of embeddings that are in the arena of the gateway's host, instead of `encoder`. `contention`
+    is the delay that its work causes for later requests; `session` is a bonus, so at most zero."""
 
     prefill: float = 0.0
     encoder: float = 0.0
+    load: float = 0.0
     queue: float = 0.0
     running: float = 0.0
     kv_pressure: float = 0.0
@@ -249,7 +251,7 @@ class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def expected_ms(self) -> float:
         """Expected time to first token."""
-        return self.prefill + self.encoder + self.queue + self.running + self.kv_pressure + self.handover
+        return self.prefill + self.encoder + self.load + self.queue + self.running + self.kv_pressure + self.handover
 
     @property
     def total(self) -> float:
@@ -269,8 +271,9 @@ class Alternative(msgspec.Struct, frozen=True):
 class RoutingDecision(msgspec.Struct, frozen=True):
     """The chosen worker and the reason. `cached_tokens` is the predicted number of prompt tokens in its KV cache (whole
     blocks, at most all but the last token); `encoder_items_cached` the number of items that need no encoder run: those
-    within the cached tokens, and those in its encoder cache. `expected_ms` is the expected time to first token.
-    `alternatives` are the next best workers."""
+    within the cached tokens, and those in its encoder cache; `encoder_items_loaded` the number of others whose
+    embeddings it loads from the arena. `expected_ms` is the expected time to first token. `alternatives` are the next
+    best workers."""
 
     worker_id: str
     reason: str
@@ -281,6 +284,7 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     num_items: int = 0
     encoder_items_cached: int = 0
+    encoder_items_loaded: int = 0
     expected_ms: float = 0.0
     parts: CostParts = CostParts()
     alternatives: tuple[Alternative, ...] = ()
