@@ -4,11 +4,13 @@ import pytest
 from vllm.config import KVEventsConfig
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from medialane.core.admin import ResetEncoderCache, ResetPrefixCache, Sleep, WakeUp
+from medialane.core.admin import ResetEncoderCache, ResetPrefixCache, Sleep, WakeUp, changes_encoder
 from medialane.core.errors import StartupFailed
+from medialane.core.request import EncoderCard
+from medialane.vllm_bridge import engine_embeddings
 from medialane.vllm_bridge.encode_params import encode_params
 from medialane.vllm_bridge.encoder_card import encoder_digest
-from medialane.vllm_bridge.engine_embeddings import changes_encoder
+from medialane.vllm_bridge.engine_embeddings import EngineEmbeddings
 from medialane.vllm_bridge.engine_options import engine_args, keep_embeddings
 from medialane.vllm_bridge.engine_request import clamp
 from medialane.vllm_bridge.seams.encoder_cache import restore_inputs
@@ -145,3 +147,28 @@ def test_restored_inputs_are_those_without_a_connector(tiny_model):
 )
 def test_calls_with_which_weights_are_changed(call, expected):
     assert changes_encoder(call) == expected
+
+
+async def test_encoders_that_get_the_same_call_last_have_equal_digests_and_new_ones():
+    engines = [EngineEmbeddings(None, wanted="auto", reason="") for _ in range(2)]
+
+    async def ask(*_, **__):
+        return [[{"widths": {"image": 8}, "dtypes": {"image": "float32"}, "faults": {}}]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_embeddings, "encoder_card", lambda *_: EncoderCard("d" * 64, "float32", {"image": 8}))
+        for engine in engines:
+            await engine.learn(ask)
+    first, second = engines
+    first.renew("of a call that only one of them got")
+    assert first.card.digest != second.card.digest
+    found = {second.card.digest}
+    for salt in ("1", "2"):
+        first.renew(salt)
+        second.renew(salt)
+        assert first.card.digest == second.card.digest
+        found.add(first.card.digest)
+    assert len(found) == 3
+    first.renew("")
+    second.renew("")
+    assert first.card.digest != second.card.digest

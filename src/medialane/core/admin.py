@@ -6,7 +6,7 @@ explicitly, so a peer cannot call an arbitrary method by name.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import msgspec
 
@@ -25,12 +25,18 @@ class ResetMmCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ResetEncoderCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    pass
+    """`salt` is as in `Sleep`."""
+
+    salt: str = ""
 
 
 class Sleep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`salt` becomes part of the encoder's digest if the call `changes_encoder`: it is the same for all workers, which
+    then still have equal digests."""
+
     level: int = 1
     mode: PauseMode = "abort"
+    salt: str = ""
 
 
 class ReleaseKvCacheMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -94,6 +100,12 @@ AdminCall = (
 
 #: The result of a call: a boolean for calls that return one, else None.
 AdminResult = bool | None
+
+
+def changes_encoder(call: AdminCall) -> TypeGuard[ResetEncoderCache | Sleep]:
+    """Return whether the call is one with which an operator changes weights: vLLM discards them (sleep level 2), or its
+    own embeddings."""
+    return isinstance(call, ResetEncoderCache) or (isinstance(call, Sleep) and call.level >= 2)
 
 
 def concerns_encoders(call: AdminCall) -> bool:

@@ -4,9 +4,12 @@ Some also go to the encoders that are connected: a lost one has no state to be c
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 
-from medialane.core.admin import AddLora, AdminCall, AdminResult, concerns_encoders
+import msgspec
+
+from medialane.core.admin import AddLora, AdminCall, AdminResult, changes_encoder, concerns_encoders
 from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
 from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.workers import WorkerLink, WorkerPool
@@ -31,6 +34,8 @@ class Administration:
         workers that have not executed it (lost workers included), NoWorkerReady if no worker can load an adapter.
         """
         links = self._links(call)
+        if changes_encoder(call):
+            call = msgspec.structs.replace(call, salt=secrets.token_hex(16))
         results = await gather_or_cancel([self._call(link, call) for link in links])
         failed = {link: error for link, error in zip(links, results, strict=True) if isinstance(error, MedialaneError)}
         if failed:

@@ -33,7 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from medialane.core.admin import AdminCall, AdminResult
+from medialane.core.admin import AdminCall, AdminResult, changes_encoder
 from medialane.core.errors import GenerationFailed, HandoverFailed, MedialaneError, StartupFailed, WorkerLost
 from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
@@ -51,7 +51,7 @@ from medialane.vllm_bridge import administration
 from medialane.vllm_bridge.adapters import LoadedAdapters
 from medialane.vllm_bridge.arena_encoder import ArenaEncoder
 from medialane.vllm_bridge.engine_core import install
-from medialane.vllm_bridge.engine_embeddings import EngineEmbeddings, changes_encoder
+from medialane.vllm_bridge.engine_embeddings import EngineEmbeddings
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
 from medialane.vllm_bridge.engine_options import EncodeCache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine_request import RequestReader, clamp, has_arena_items, placed_media
@@ -333,7 +333,7 @@ class VllmEngine:
         if not changes_encoder(call):
             yield
             return
-        self._embeddings.renew()
+        self._embeddings.renew(call.salt)
         self._renew_card()
         await self._embeddings.drop_fills(self._ask)
         yield

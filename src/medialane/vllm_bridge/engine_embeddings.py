@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from vllm.config import VllmConfig
 
-from medialane.core.admin import AdminCall, ResetEncoderCache, Sleep
 from medialane.core.errors import GenerationFailed
 from medialane.core.hashing import content_hash
 from medialane.core.request import EmbeddingCounts, EncoderCard, WorkerRole
@@ -39,6 +38,7 @@ class EngineEmbeddings:
         self.arenas: set[str] = set()
         self.counts = EmbeddingCounts()
         self._config = config
+        self._digest = ""  # of the encoder as it was loaded
         self._wanted: EncodeCache = wanted
         self._role: WorkerRole = role
 
@@ -50,6 +50,7 @@ class EngineEmbeddings:
                 measured = [rank for ranks in engines for rank in ranks]
                 loop = asyncio.get_running_loop()
                 self.card = await loop.run_in_executor(None, encoder_card, self._config, measured)
+                self._digest = self.card.digest
             except (UnknownEncoder, GenerationFailed) as error:
                 self.reason = checked(self._wanted, str(error), self._role)
         if self.card is None:
@@ -72,10 +73,13 @@ class EngineEmbeddings:
             self.arenas.discard(arena)
             await ask("medialane_detach_ranks", arena, timeout_s=_TIMEOUT_S)
 
-    def renew(self) -> None:
-        """Give the encoder a new digest: its weights may change, and embeddings made until now must not be used."""
+    def renew(self, salt: str) -> None:
+        """Give the encoder a new digest: its weights may change, and embeddings made until now must not be used.
+
+        Engines with the same encoder and the same last `salt` have the same digest, whatever they were given before.
+        """
         if self.card is not None:
-            digest = content_hash(f"{self.card.digest} {secrets.token_hex(16)}".encode())
+            digest = content_hash(f"{self._digest} {salt or secrets.token_hex(16)}".encode())
             self.card = msgspec.structs.replace(self.card, digest=digest)
 
     async def drop_fills(self, ask: Ask) -> None:
@@ -88,9 +92,3 @@ class EngineEmbeddings:
         if self.card is not None:
             found = [totals for totals in await ask("medialane_embeddings", timeout_s=timeout_s) if totals]
             self.counts = EmbeddingCounts(*map(sum, zip(*found, strict=True)))
-
-
-def changes_encoder(call: AdminCall) -> bool:
-    """Return whether an administrative call is one with which an operator changes weights: vLLM discards them (sleep
-    level 2), or its own embeddings."""
-    return isinstance(call, ResetEncoderCache) or (isinstance(call, Sleep) and call.level >= 2)

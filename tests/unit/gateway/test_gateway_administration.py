@@ -94,7 +94,19 @@ async def test_encoders_get_calls_about_memory_weights_and_encoder_but_not_about
     workers = Workers(True, True)
     workers.links[1].role = "encoder"
     assert await workers.do(call) == [True] * (1 + concerned)
-    assert workers.calls == [[call], [call] * concerned]
+    assert [list(map(type, calls)) for calls in workers.calls] == [[type(call)], [type(call)] * concerned]
+
+
+@pytest.mark.parametrize(("call", "changes"), [(ResetEncoderCache(), True), (Sleep(2), True), (Sleep(1), False)])
+async def test_encoders_of_all_workers_change_alike(call, changes):
+    """With digests of their own, workers would not load each other's embeddings any more."""
+    workers = Workers(True, True, True)
+    workers.links[2].role = "encoder"
+    for _ in range(2):
+        await workers.do(call)
+    salts = [[each.salt for each in calls] for calls in workers.calls]
+    assert salts[0] == salts[1] == salts[2]
+    assert len(set(salts[0]) - {""}) == (2 if changes else 0)
 
 
 async def test_lost_encoder_does_not_make_a_call_incomplete():
