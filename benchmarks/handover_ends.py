@@ -54,7 +54,15 @@ from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.feature import EmbeddingUse, Feature, MediaPayload
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.media import MediaSize
-from medialane.core.request import CompletionDelta, EngineRequest, ExpandedPrompt, ModelCard, OutputDelta, WorkerLoad
+from medialane.core.request import (
+    CompletionDelta,
+    EmbeddingCounts,
+    EngineRequest,
+    ExpandedPrompt,
+    ModelCard,
+    OutputDelta,
+    WorkerLoad,
+)
 from medialane.core.tensor import TensorDescriptor
 from medialane.rpc import RpcConfig, RpcServer
 from medialane.store import StoreEntries
@@ -272,6 +280,7 @@ class FrontEnd:
         )
         self._client.encoder = ArenaEncoder()
         self.card = CARD
+        self.embedding_counts = EmbeddingCounts()
 
     def loads(self) -> list[WorkerLoad]:
         return [WorkerLoad()]

@@ -1,15 +1,19 @@
 """Embeddings in the real engine: what its encoder computed is saved in an arena, and loaded instead of encoding."""
 
+import asyncio
 from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 import pytest
 import pytest_asyncio
 import torch
+from kv_watch import start_engine
 from prompt_maker import PromptMaker, bytes_of, pixels, request
+from safetensors.torch import load_file
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.core.admin import ResetEncoderCache, ResetPrefixCache
+from medialane.core.errors import HandoverFailed, InvalidFeature
 from medialane.core.feature import EmbeddingUse
 from medialane.core.request import EmbeddingCounts
 from medialane.core.tensor import TensorSpec
@@ -112,3 +116,181 @@ async def test_embedding_that_was_saved_is_loaded_instead_of_encoding(vllm_engin
     known = without_tensors(prompt, 0)
     assert await answer(vllm_engine, known, [EmbeddingUse(tensor, is_filled=True)]) == expected
     assert await since(vllm_engine, before) == EmbeddingCounts(loaded=1, encoded=1, saved=1)
+
+
+async def saved(engine, host, prompt):
+    """Save the embeddings of a prompt; return its answer and how to load them."""
+    await host.forget()
+    found = [host.reserved(feature) for feature in prompt.features]
+    tokens = await answer(engine, prompt, [EmbeddingUse(tensor, is_filled=False) for _, tensor in found])
+    assert all(host.arena.is_completed(reservation) for reservation, _ in found)
+    await host.forget()
+    return tokens, [EmbeddingUse(tensor, is_filled=True) for _, tensor in found]
+
+
+async def test_item_is_what_its_embedding_says(vllm_engine, maker, host):
+    """Another picture's embedding gives the other's answer: nothing of the item's own is encoded."""
+    one, other = maker.inline(pixels(280, 280, 41)), maker.inline(pixels(280, 280, 42))
+    expected, _ = await saved(vllm_engine, host, one)
+    differs, uses = await saved(vllm_engine, host, other)
+    assert differs != expected
+    assert await answer(vllm_engine, without_tensors(one, 0), uses) == differs
+
+
+async def test_of_two_images_only_the_unknown_one_is_encoded(vllm_engine, maker, host):
+    arrays = [pixels(300, 200, 43), pixels(200, 340, 44)]
+    _, (known,) = await saved(vllm_engine, host, maker.inline(arrays[1]))
+    prompt = maker.inline(*arrays)
+    expected = await answer(vllm_engine, prompt)
+    await host.forget()
+    before = await counted(vllm_engine)
+    assert await answer(vllm_engine, without_tensors(prompt, 1), [None, known]) == expected
+    assert await since(vllm_engine, before) == EmbeddingCounts(loaded=1, encoded=1)
+
+
+async def test_item_in_the_encoder_cache_is_saved_without_encoding_it_again(vllm_engine, maker, host):
+    prompt = maker.inline(pixels(300, 220, 45))
+    expected = await answer(vllm_engine, prompt)
+    assert await vllm_engine.administer(ResetPrefixCache())
+    reservation, tensor = host.reserved(prompt.features[0])
+    before = await counted(vllm_engine)
+    assert await answer(vllm_engine, prompt, [EmbeddingUse(tensor, is_filled=False)]) == expected
+    assert await since(vllm_engine, before) == EmbeddingCounts(saved=1)
+    assert host.arena.is_completed(reservation)
+
+
+async def test_preempted_request_loads_its_embedding_again(vllm_engine, maker, host):
+    prompt = maker.inline(pixels(300, 230, 46))
+    _, uses = await saved(vllm_engine, host, prompt)
+    expected = await answer(vllm_engine, without_tensors(prompt, 0), uses, max_tokens=64)
+    await host.forget()
+    before = await counted(vllm_engine)
+    sent = request("preempted", without_tensors(prompt, 0), max_tokens=64)
+    tokens = []
+    async with aclosing(vllm_engine.generate(sent, [[]], uses)) as deltas:
+        async for delta in deltas:
+            tokens += delta.completions[0].token_ids
+            if len(tokens) == 1:
+                await vllm_engine.administer(ResetEncoderCache())
+                await vllm_engine.administer(ResetPrefixCache(reset_running_requests=True))
+    assert tokens == expected
+    assert await since(vllm_engine, before) == EmbeddingCounts(loaded=2)
+
+
+async def test_nothing_is_written_after_an_aborted_request(vllm_engine, maker, host):
+    for seed in range(3):
+        prompt = maker.inline(pixels(640, 480, 50 + seed))
+        reservation, tensor = host.reserved(prompt.features[0])
+        deltas = vllm_engine.generate(
+            request(f"aborted-{seed}", prompt, max_tokens=500),
+            bytes_of(prompt),
+            [EmbeddingUse(tensor, is_filled=False)],
+        )
+        first = asyncio.ensure_future(anext(deltas))
+        if seed:
+            await asyncio.wait({first}, timeout=0.002 * seed)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await deltas.aclose()
+        assert host.arena.view.entry(reservation.range)
+        reservation.buffer[:] = b"\1" * len(reservation.buffer)
+        await answer(vllm_engine, maker.inline(pixels(200, 200, 60)))
+        assert bytes(reservation.buffer) == b"\1" * len(reservation.buffer)
+
+
+def moved(use, **changes):
+    tensor = use.tensor
+    found = msgspec.structs.replace(tensor, range=msgspec.structs.replace(tensor.range, **changes))
+    return EmbeddingUse(found, is_filled=True)
+
+
+async def test_embedding_that_cannot_be_read_fails_only_its_request(vllm_engine, maker, host):
+    prompt = maker.inline(pixels(300, 240, 47))
+    expected, (use,) = await saved(vllm_engine, host, prompt)
+    other = maker.inline(pixels(300, 300, 48))
+    undisturbed = await answer(vllm_engine, other)
+    innocent = asyncio.create_task(answer(vllm_engine, other))
+    bad = moved(use, generation=10**9)
+    known = without_tensors(prompt, 0)
+    refused = [answer(vllm_engine, known, [bad], n=n, temperature=n - 1) for n in (1, 1, 2)]
+    for error in await asyncio.gather(*refused, return_exceptions=True):
+        assert isinstance(error, HandoverFailed), error
+    assert await innocent == undisturbed
+    assert await answer(vllm_engine, prompt) == expected
+    await host.forget()
+    assert await answer(vllm_engine, known, [use]) == expected
+
+
+async def test_embedding_that_does_not_fit_never_reaches_the_engine(vllm_engine, maker, host):
+    prompt = maker.inline(pixels(300, 250, 49))
+    expected, (use,) = await saved(vllm_engine, host, prompt)
+    rows, width = use.tensor.spec.shape
+    unfit = [host.reserved(prompt.features[0], shape=shape)[1] for shape in ((rows - 1, width), (rows, width // 2))]
+    unfit.append(host.reserved(prompt.features[0], dtype="float32")[1])
+    unfit.append(moved(use, arena="f" * 32).tensor)
+    known = without_tensors(prompt, 0)
+    before = await counted(vllm_engine)
+    for tensor in unfit:
+        with pytest.raises(HandoverFailed):
+            await answer(vllm_engine, known, [EmbeddingUse(tensor, is_filled=True)])
+        assert await answer(vllm_engine, prompt, [EmbeddingUse(tensor, is_filled=False)]) == expected
+    assert await since(vllm_engine, before) == EmbeddingCounts(encoded=1)
+
+
+async def test_item_with_an_embedding_is_validated_like_any_other(vllm_engine, maker, host):
+    prompt = maker.inline(pixels(300, 260, 50))
+    expected, (use,) = await saved(vllm_engine, host, prompt)
+    good = without_tensors(prompt, 0)
+    (feature,) = good.features
+    longer = msgspec.structs.replace(feature.placeholder, offset=feature.placeholder.offset + 1)
+    other = maker.inline(pixels(400, 260, 50)).features[0]
+    for changes in ({"header": b""}, {"header": other.header}, {"placeholder": longer}, {"mm_hash": ""}):
+        bad = msgspec.structs.replace(good, features=(msgspec.structs.replace(feature, **changes),))
+        with pytest.raises(InvalidFeature):
+            await answer(vllm_engine, bad, [use])
+    assert await answer(vllm_engine, good, [use]) == expected
+
+
+async def test_clients_cannot_address_the_connector(vllm_engine, maker):
+    mine = {"ec_transfer_params": {"medialane": b"\xc1"}, "mine": 1}
+    params = vllm_engine._reader.params(request("r", maker.inline(pixels(30, 30)), extra_args=mine))
+    assert params.extra_args == {"mine": 1}
+
+
+async def test_clients_may_send_what_they_may_without_the_connector(vllm_engine):
+    """vLLM enables embeddings sent by clients for engines with a connector."""
+    config = vllm_engine._llm.vllm_config
+    assert config.ec_transfer_config.is_ec_transfer_instance
+    media = config.model_config.multimodal_config
+    assert (media.enable_mm_embeds, media.allow_missing_mm_embeddings) == (False, False)
+
+
+async def test_calls_that_may_change_weights_change_the_encoders_digest(vllm_engine):
+    before = vllm_engine.card.encoder
+    await vllm_engine.administer(ResetPrefixCache())
+    assert vllm_engine.card.encoder == before
+    await vllm_engine.administer(ResetEncoderCache())
+    after = vllm_engine.card.encoder
+    assert after.digest != before.digest
+    assert msgspec.structs.replace(after, digest=before.digest) == before
+
+
+async def test_saved_bytes_are_those_of_vllms_own_connector(vllm_engine, maker, host, tiny_model, tmp_path):
+    """`ECExampleConnector` saves files. Of its engine embeddings are not kept: the operator has another connector."""
+    prompt = maker.inline(pixels(300, 200, 51))
+    expected, (use,) = await saved(vllm_engine, host, prompt)
+    settings = {
+        "ec_connector": "ECExampleConnector",
+        "ec_role": "ec_both",
+        "ec_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    limits = '--limit-mm-per-prompt={"image": {"count": 8, "width": 56, "height": 56}, "video": 0}'
+    engine = start_engine(tiny_model, f"--ec-transfer-config={msgspec.json.encode(settings).decode()}", limits)
+    try:
+        await engine.learn_encoder()
+        assert (engine.card.encoder, engine.encode_cache_reason) == (None, "--ec-transfer-config is set")
+        assert await answer(engine, prompt) == expected
+    finally:
+        await engine.close()
+    (file,) = tmp_path.glob(f"{prompt.features[0].mm_hash}/*.safetensors")
+    assert torch.equal(load_file(file)["ec_cache"], host.values(use.tensor))

@@ -3,9 +3,12 @@
 import pytest
 from vllm.sampling_params import SamplingParams
 
+from medialane.core.admin import ResetEncoderCache, ResetPrefixCache, Sleep, WakeUp
 from medialane.core.errors import StartupFailed
-from medialane.vllm_bridge.engine_options import engine_args
+from medialane.vllm_bridge.engine_embeddings import changes_encoder
+from medialane.vllm_bridge.engine_options import engine_args, keep_embeddings
 from medialane.vllm_bridge.engine_request import clamp
+from medialane.vllm_bridge.seams.encoder_cache import restore_inputs
 
 
 def test_unsupported_worker_flags_are_rejected(tiny_model, monkeypatch):
@@ -43,3 +46,62 @@ def test_max_tokens_may_fill_the_context_left_by_the_expanded_prompt(asked, num_
     params = SamplingParams(max_tokens=asked, min_tokens=asked or 0)
     clamp(params, {"prompt_token_ids": [1] * num_prompt_tokens}, 100)
     assert (params.max_tokens, params.min_tokens) == (granted, granted or 0)
+
+
+def config_of(model, *flags):
+    return engine_args(str(model), ["--enforce-eager", *flags]).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (['--ec-transfer-config={"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}'], "--ec-transfer-config"),
+        (["--language-model-only"], "--language-model-only"),
+        (['--limit-mm-per-prompt={"image": 0, "video": 0}'], "does not support media"),
+        (['--limit-mm-per-prompt={"image": 0, "video": 0}', "--enable-mm-embeds"], "no media are allowed"),
+        (["--mm-encoder-only"], "--mm-encoder-only"),
+        (["--video-pruning-rate=0.5"], "--video-pruning-rate"),
+        (["--enable-lora", "--enable-tower-connector-lora"], "--enable-tower-connector-lora"),
+        (["--pipeline-parallel-size=2"], "pipeline stages"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_engine_whose_embeddings_cannot_be_kept_starts_without_or_not_at_all(tiny_model, flags, why):
+    config = config_of(tiny_model, *flags)
+    before = config.ec_transfer_config
+    assert why in keep_embeddings(config, "auto", arena_directory="/nowhere")
+    assert config.ec_transfer_config is before
+    with pytest.raises(StartupFailed, match=why):
+        keep_embeddings(config, "on", arena_directory="/nowhere")
+
+
+def test_embeddings_are_kept_where_possible_unless_switched_off(tiny_model):
+    config = config_of(tiny_model)
+    assert keep_embeddings(config, "off", arena_directory="/nowhere") == "--encode-cache off"
+    assert config.ec_transfer_config is None
+    for wanted in ("auto", "on"):
+        assert keep_embeddings(config, wanted, arena_directory="/nowhere") == ""
+        assert config.ec_transfer_config.is_ec_consumer
+        config.ec_transfer_config = None
+
+
+def test_restored_inputs_are_those_without_a_connector(tiny_model):
+    """EngineCore completes its configuration again, which would enable embeddings sent by clients."""
+    for flags in ((), ("--enable-mm-embeds",)):
+        config = config_of(tiny_model, *flags)
+        assert keep_embeddings(config, "on", arena_directory="/nowhere") == ""
+        config.__post_init__()
+        media = config.model_config.multimodal_config
+        assert media.enable_mm_embeds
+        assert media.allow_missing_mm_embeddings
+        restore_inputs(config)
+        assert (media.enable_mm_embeds, media.allow_missing_mm_embeddings) == (bool(flags), False)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [(Sleep(1), False), (Sleep(2), True), (ResetEncoderCache(), True), (ResetPrefixCache(), False), (WakeUp(), False)],
+    ids=str,
+)
+def test_calls_with_which_weights_are_changed(call, expected):
+    assert changes_encoder(call) == expected

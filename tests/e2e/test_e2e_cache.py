@@ -34,7 +34,7 @@ async def test_same_image_inline_and_by_url_shares_one_entry(ours):
         assert server.num_requests == {"a": 1, "b": 1}
     assert [found.cache for found in (by_data, by_url, elsewhere, fetched_again)] == ["miss", "hit", "hit", "hit"]
     assert by_data.ids == by_url.ids == elsewhere.ids == fetched_again.ids
-    assert (await ours.metrics()).value(entries) == before + 2  # the encoded bytes and the feature
+    assert (await ours.metrics()).value(entries) == before + 3  # the encoded bytes, the feature and its embedding
 
 
 async def test_one_request_may_mix_new_and_cached_images(ours):

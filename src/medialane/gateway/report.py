@@ -103,7 +103,8 @@ def request_report(
 
 def routing_report(decision: RoutingDecision, engine_cached_tokens: int | None) -> dict[str, object]:
     """Return where a request was sent, and why. `cached_tokens` is the number of prompt tokens predicted to be in the
-    worker's KV cache, `engine_cached_tokens` the number that the engine reported (None: not reported)."""
+    worker's KV cache, `engine_cached_tokens` the number that the engine reported (None: not reported). Of the items,
+    `encoder_items_cached` need neither encoder nor embedding, `encoder_items_loaded` have one to load."""
     return {
         "worker": decision.worker_id,
         "rank": decision.rank,
@@ -111,6 +112,8 @@ def routing_report(decision: RoutingDecision, engine_cached_tokens: int | None) 
         "num_tokens": decision.num_tokens,
         "cached_tokens": decision.cached_tokens,
         "engine_cached_tokens": engine_cached_tokens,
+        "encoder_items_cached": decision.encoder_items_cached,
+        "encoder_items_loaded": decision.encoder_items_loaded,
         "expected_ms": round(decision.expected_ms, 3),
         "cost_ms": {name: round(ms, 3) for name, ms in msgspec.structs.asdict(decision.parts).items() if ms},
         "alternatives": decision.alternatives,

@@ -17,7 +17,7 @@ import torch
 from vllm.platforms import current_platform
 
 from medialane.arena import ENTRY_HEADER_BYTES, FillWriter
-from medialane.core.errors import PreparationFailed
+from medialane.core.errors import HandoverFailed, PreparationFailed
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.embedding_schedule import StepEmbeddings
 from medialane.vllm_bridge.features import spec_of, tensor_over
@@ -88,6 +88,8 @@ class EmbeddingCopies:
             with FillWriter.open(where.range, self._directory) as payload:
                 _write(payload, where, output)
             self._copied.num_saved += 1
+        except HandoverFailed as error:  # the range is not ours any more, or has been written
+            logger.debug("the embedding of item %s is not saved: %s", mm_hash, error.message)
         except Exception:  # noqa: BLE001 - see `save`; the same again, such as another dtype, would fill the log
             log = logger.debug if self._has_logged else logger.error
             log("the embedding of item %s cannot be saved", mm_hash, exc_info=True)

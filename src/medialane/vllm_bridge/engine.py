@@ -199,8 +199,13 @@ class VllmEngine:
 
     async def learn_encoder(self) -> None:
         """Complete the card: what the encoder's embeddings look like, if they are kept. To be awaited once, before the
-        card is sent to anyone. Raises StartupFailed if they must be kept and cannot be, WorkerLost."""
-        await self._embeddings.learn(self._ask)
+        card is sent to anyone. Raises StartupFailed, with the engine closed, if they must be kept and cannot be;
+        WorkerLost."""
+        try:
+            await self._embeddings.learn(self._ask)
+        except StartupFailed:
+            await self.close()
+            raise
         self._renew_card()
 
     def loads(self) -> list[WorkerLoad]:

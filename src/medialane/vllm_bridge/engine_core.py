@@ -36,8 +36,10 @@ def install() -> None:
             "medialane_detach": lambda _engine, arena: RESOLVER.detach(arena),
             "medialane_refused": lambda _engine, request_id: RESOLVER.has_refused(request_id),
             "medialane_die_with": _die_with,
-            "medialane_attach_ranks": lambda engine, *offer: all(on_every_rank(engine, _attach, *offer)),
-            "medialane_detach_ranks": lambda engine, arena: on_every_rank(engine, _detach, arena) and None,
+            "medialane_attach_ranks": lambda engine, arena, directory, nonce: all(
+                on_every_rank(engine, _attach, arena, directory, nonce)
+            ),
+            "medialane_detach_ranks": lambda engine, arena: on_every_rank(engine, _detach, arena),
             "medialane_encoder": lambda engine: on_every_rank(engine, measure),
             "medialane_embeddings": lambda engine: _embeddings(engine, lambda schedule: astuple(schedule.counts)),
             "medialane_drop_fills": lambda engine: _embeddings(engine, EmbeddingSchedule.drop_fills),

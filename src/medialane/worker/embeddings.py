@@ -60,18 +60,13 @@ class RequestEmbeddings:
                 raise HandoverFailed("an embedding is not one of this worker's encoder")
 
     async def find(self, request: EngineRequest, arena: str | None) -> EngineRequest:
-        """Find the embeddings of the request's items in `arena`, which the engine has mapped.
+        """Find the embeddings of items that came with tensors in `arena`, which the engine has mapped.
 
-        Returns the request without the tensors of items that the engine loads. Raises HandoverFailed if it cannot load
-        an embedding that was sent.
+        Returns the request without the tensors of items that the engine loads.
         """
         media = request.prompt.media
-        for item in media:
-            if item.embedding is not None:
-                if item.embedding.tensor.range.arena != arena:
-                    raise HandoverFailed("an embedding is in an arena that this worker's engine has not mapped")
-                self._use(item.mm_hash, item.embedding, is_filled=True)
-        wanted = {item.mm_hash: item for item in media if item.mm_hash not in self._uses and self._spec(item)}
+        sent = {item.mm_hash for item in media if item.embedding is not None}
+        wanted = {item.mm_hash: item for item in media if item.mm_hash not in sent and self._spec(item)}
         if arena is None or not wanted:
             return request
         async with asyncio.TaskGroup() as tasks:
@@ -79,6 +74,16 @@ class RequestEmbeddings:
                 tasks.create_task(self._find(item, arena))
         prompt = request.prompt.with_media(list(map(self._without_tensors, media)))
         return msgspec.structs.replace(request, prompt=prompt)
+
+    def use_sent(self, media: Sequence[MediaPayload], arena: str | None) -> None:
+        """Have the engine load the embeddings that were sent, or copied from another host. Raises HandoverFailed if
+        they are not in `arena`, which the engine has mapped."""
+        for item in media:
+            if item.embedding is None or item.mm_hash in self._found:
+                continue
+            if item.embedding.tensor.range.arena != arena:
+                raise HandoverFailed("an embedding is in an arena that this worker's engine has not mapped")
+            self._use(item.mm_hash, item.embedding, is_filled=True)
 
     def uses(self, media: Sequence[MediaPayload]) -> list[EmbeddingUse | None]:
         """Return what the engine does with the embedding of each item."""
@@ -127,7 +132,7 @@ class RequestEmbeddings:
         use = self._uses.get(item.mm_hash)
         if use is None or not use.is_filled:
             return item
-        return msgspec.structs.replace(item, tensors=(), embedding=self._embeddings[item.mm_hash])
+        return msgspec.structs.replace(item, tensors=(), embedding=self._embeddings[item.mm_hash], remote=None)
 
     def _spec(self, item: MediaPayload) -> TensorSpec | None:
         """Return dtype and shape of the item's embedding; None if embeddings of such items are not kept."""

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, contextmanager
 
@@ -123,9 +123,11 @@ class Worker:
         """Run one request. Raises HandoverFailed if its tensors cannot be read, otherwise like `Engine.generate`."""
         embeddings = RequestEmbeddings(self._engine.card.encoder, self._host_arena)
         embeddings.check(request.prompt.media)
-        request, hold = await self._hold(request)
+        hold: Hold | None = None
         try:
-            request = await embeddings.find(request, self._mapped)
+            request = await embeddings.find(request, self._mapped)  # first: what is found need not be held or copied
+            request, hold = await self._hold(request, embeddings.ranges)
+            embeddings.use_sent(request.prompt.media, self._mapped)
             media, tensors = request.prompt.media, self._tensors(request.prompt)
             with self._reading({found.arena for found in (*_ranges(request.prompt), *embeddings.ranges)}):
                 async with aclosing(self._engine.generate(request, tensors, embeddings.uses(media))) as deltas:
@@ -247,14 +249,15 @@ class Worker:
             if arenas - self._readers.keys() - {self._mapped}:
                 self._ping_requested.set()
 
-    async def _hold(self, request: EngineRequest) -> tuple[EngineRequest, Hold | None]:
+    async def _hold(self, request: EngineRequest, held: Collection[ArenaRange]) -> tuple[EngineRequest, Hold | None]:
         """Hold the entries that the request reads, after those of another host were copied to the arena of this one.
+        Those in `held` are held already.
 
         Returns the request with the ranges of the copies. Raises HandoverFailed.
         """
         media = request.prompt.media
         remote = {item.remote.range: item.remote for item in media if item.remote is not None}
-        ranges = _ranges(request.prompt)
+        ranges = _ranges(request.prompt).difference(held)
         try:
             if remote:
                 hold, copies = await self._host_arena.pull(list(remote.values()))

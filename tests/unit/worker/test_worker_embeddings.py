@@ -17,6 +17,7 @@ from medialane.core.feature import (
     PlaceholderRange,
 )
 from medialane.core.hashing import embedding_key
+from medialane.core.remote_entry import RemoteEntry
 from medialane.core.request import CompletionDelta, EncoderCard, EngineRequest, ExpandedPrompt, OutputDelta
 from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 from medialane.worker import embeddings as module
@@ -114,6 +115,7 @@ async def test_sent_embedding_is_loaded_without_asking(host):
     found = RequestEmbeddings(ENCODER, host)
     sent = request(item(sent=embedding()))
     assert await found.find(sent, ARENA) == sent
+    found.use_sent(sent.prompt.media, ARENA)
     assert found.uses(sent.prompt.media) == [EmbeddingUse(embedding().tensor, is_filled=True)]
     assert not host.asked
     delta = found.on_first_output(FIRST, is_complete())
@@ -123,13 +125,16 @@ async def test_sent_embedding_is_loaded_without_asking(host):
 @pytest.mark.parametrize("mapped", [None, "b" * 32])
 async def test_sent_embedding_in_an_arena_that_the_engine_has_not_mapped_is_refused(host, mapped):
     with pytest.raises(HandoverFailed, match="not mapped"):
-        await RequestEmbeddings(ENCODER, host).find(request(item(sent=embedding())), mapped)
+        RequestEmbeddings(ENCODER, host).use_sent([item(sent=embedding())], mapped)
 
 
 async def test_found_embedding_replaces_the_tensors_and_is_held_until_the_end(host):
     host.has("h", is_filled=True)
     found = RequestEmbeddings(ENCODER, host)
-    changed = await found.find(request(item(), item("other")), ARENA)
+    remote = RemoteEntry(embedding(arena="b" * 32).tensor.range, "processed", "h", "tcp://h:1", 1, b"")
+    changed = await found.find(request(item(remote=remote), item("other")), ARENA)
+    found.use_sent(changed.prompt.media, ARENA)
+    assert changed.prompt.media[0].remote is None, "its tensors are not copied from the other host"
     assert [(i.tensors, i.embedding) for i in changed.prompt.media] == [((), embedding()), ((TENSOR,), None)]
     assert found.uses(changed.prompt.media) == [EmbeddingUse(embedding().tensor, is_filled=True), None]
     delta = found.on_first_output(FIRST, is_complete())

@@ -299,7 +299,7 @@ GROUPS: tuple[Group, ...] = (
         processes=("worker",),
         without="every worker encodes every item itself (`--encode-cache off`)",
         instead="vLLM loads a connector by the name of its module, which is public; the connector's methods are not",
-        tests=("tests/contract/test_vllm_engine_embeddings.py",),
+        tests=("tests/contract/test_vllm_engine_embeddings.py", "tests/contract/test_family_embeddings.py"),
         seams=_seams("""
             read vllm.config:ECTransferConfig with ec_connector_extra_config
             call vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase(vllm_config, role)

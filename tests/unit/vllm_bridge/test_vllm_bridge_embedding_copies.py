@@ -1,0 +1,124 @@
+"""Copies between an arena and vLLM's encoder cache."""
+
+import logging
+
+import pytest
+import torch
+
+from medialane.arena import Arena, ArenaConfig, describe, layout
+from medialane.core.tensor import TensorSpec
+from medialane.vllm_bridge.embedding_copies import Copied, EmbeddingCopies
+from medialane.vllm_bridge.embedding_schedule import StepEmbeddings
+
+SPEC = TensorSpec("bfloat16", (30, 64))
+OUTPUT = torch.arange(30 * 64, dtype=torch.float32).view(30, 64).to(torch.bfloat16)
+
+
+class World:
+    def __init__(self, arena, directory, *, saves=True):
+        self.arena = arena
+        self.copies = EmbeddingCopies(arena.view.tensor, directory, saves=saves)
+        self.reservations = []
+
+    def reserved(self, spec=SPEC):
+        reservation = self.arena.reserve(layout([spec])[1], "embedded")
+        self.reservations.append(reservation)
+        return reservation, *describe(reservation.range, [spec])
+
+    def step(self, cache, **kinds):
+        step = StepEmbeddings(**kinds)
+        self.copies.begin(step)
+        self.copies.load(step, cache)
+        self.copies.save(cache)
+        return self.copies.take_copied()
+
+
+@pytest.fixture
+def arena(tmp_path):
+    made = Arena.create(ArenaConfig(size_bytes=16 << 20, directory=str(tmp_path)))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def world(arena, tmp_path):
+    made = World(arena, str(tmp_path))
+    yield made
+    for reservation in made.reservations:
+        reservation.abandon()
+
+
+def test_output_that_is_saved_is_loaded_bit_for_bit(world):
+    reservation, tensor = world.reserved()
+    strided = torch.cat([OUTPUT, OUTPUT], dim=1)[:, :64]
+    assert world.step({"a": strided}, fills={"r": {"a": tensor}}) == Copied(1, 0, [])
+    assert world.arena.is_completed(reservation)
+    cache = {}
+    assert world.step(cache, loads={"a": tensor}) is None
+    assert torch.equal(cache["a"], OUTPUT)
+    reservation.buffer[:] = bytes(len(reservation.buffer))
+    assert torch.equal(cache["a"], OUTPUT), "a copy: the encoder cache outlives the request"
+
+
+def test_output_is_saved_when_it_is_there_and_once(world):
+    _, tensor = world.reserved()
+    assert world.step({}, fills={"r": {"a": tensor}}) is None
+    assert world.step({"a": OUTPUT}) == Copied(1, 0, [])
+    assert world.step({"a": OUTPUT}) is None
+
+
+def test_output_of_a_request_that_has_ended_is_not_saved(world):
+    reservation, tensor = world.reserved()
+    world.step({}, fills={"r": {"a": tensor}})
+    assert world.step({"a": OUTPUT}, ended=["r"]) is None
+    assert not world.arena.is_completed(reservation)
+
+
+def test_only_one_rank_saves(arena, world, tmp_path):
+    reservation, tensor = world.reserved()
+    other = World(arena, str(tmp_path), saves=False)
+    assert other.step({"a": OUTPUT}, fills={"r": {"a": tensor}}) is None
+    assert not arena.is_completed(reservation)
+
+
+@pytest.mark.parametrize("output", [OUTPUT.float(), OUTPUT[:-1], OUTPUT[:, :32], OUTPUT.to(torch.complex64)], ids=str)
+def test_output_of_another_kind_is_never_written_and_logged_once(world, caplog, output):
+    reservation, tensor = world.reserved()
+    with caplog.at_level(logging.ERROR):
+        for name in "rs":
+            assert world.step({"a": output}, fills={name: {"a": tensor}}) == Copied(0, 1, [])
+    assert len(caplog.records) == 1
+    assert not world.arena.is_completed(reservation)
+    assert bytes(reservation.buffer).count(0) == len(reservation.buffer)
+
+
+def test_range_that_is_gone_is_not_written(world, caplog):
+    """Its request has released it at its first token, before another one has the item encoded."""
+    reservation, tensor = world.reserved()
+    world.arena.revoke(reservation)
+    with world.arena.reserve(len(reservation.buffer)) as other:
+        assert other.range.offset == reservation.range.offset
+        other.buffer[:] = b"o" * len(other.buffer)
+        assert world.step({"a": OUTPUT}, fills={"r": {"a": tensor}}) is None
+        assert bytes(other.buffer) == b"o" * len(other.buffer)
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
+
+
+def test_range_that_two_requests_have_is_written_once(world):
+    _, tensor = world.reserved()
+    assert world.step({"a": OUTPUT}, fills={"r": {"a": tensor}, "s": {"a": tensor}}) == Copied(1, 0, [])
+
+
+def test_item_that_cannot_be_loaded_is_reported_and_leaves_the_engine_alive(world):
+    reservation, tensor = world.reserved()
+    world.arena.revoke(reservation)
+    cache = {}
+    assert world.step(cache, loads={"a": tensor}) == Copied(0, 1, ["a"])
+    assert (cache["a"].shape, cache["a"].dtype) == (OUTPUT.shape, OUTPUT.dtype)
+
+
+def test_item_that_is_in_the_cache_is_not_loaded(world):
+    _, tensor = world.reserved()
+    cache = {"a": OUTPUT}
+    assert world.step(cache, loads={"a": tensor}) is None
+    assert cache["a"] is OUTPUT
