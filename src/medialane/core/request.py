@@ -119,7 +119,8 @@ class EngineTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Output of one step of a request. The first one also has the token ids of a prompt that the worker expanded
     (stages `decoded` and `url`), the positions of its items (`placed`), and the hashes of items whose embeddings are
-    now in the arena of the worker's host (`embedded`)."""
+    now in the arena of the worker's host (`embedded`), and of those among them that the engine was to load instead of
+    encoding the item (`loaded`)."""
 
     request_id: str
     completions: list[CompletionDelta]
@@ -131,6 +132,7 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     times: EngineTimes | None = None
     placed: tuple[MediaSpan, ...] = ()
     embedded: tuple[str, ...] = ()
+    loaded: tuple[str, ...] = ()
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
@@ -148,6 +150,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         times=first.times,
         placed=first.placed,
         embedded=first.embedded,
+        loaded=first.loaded,
     )
 
 
@@ -169,6 +172,16 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
+
+
+class EmbeddingCounts(msgspec.Struct, frozen=True):
+    """Totals of an engine since its start: embeddings loaded, items encoded, embeddings saved, and embeddings that
+    could not be loaded or saved."""
+
+    loaded: int = 0
+    encoded: int = 0
+    saved: int = 0
+    failed: int = 0
 
 
 class EncoderCard(msgspec.Struct, frozen=True):

@@ -47,6 +47,17 @@ _COUNTERS: Final = {
         "Prompt tokens: all, predicted cached by the router, reported cached by the engine",
         ("kind",),
     ),
+    "medialane_embeddings": (
+        "Media items sent in stage features to workers that keep embeddings, by what was done about the embedding:"
+        " loaded from the arena, encoded and kept, encoded and not kept, unneeded (tokens in the KV cache), or a"
+        " fallback (sent again with tensors, as the worker could not load it)",
+        ("outcome",),
+    ),
+    "medialane_embedding_loaded_bytes": ("Bytes of embeddings sent instead of media and loaded", ()),
+    "medialane_encoder_saved_seconds": (
+        "Expected time of the encoder runs that loaded embeddings have avoided, by --routing-encoder-ms-per-token",
+        (),
+    ),
     "medialane_media_items": (
         "Media items by whether their tokens were entirely in the engine's KV cache",
         ("modality", "outcome"),
@@ -120,6 +131,16 @@ class Metrics:
     def count_media(self, modality: str, *, is_cached: bool) -> None:
         """Count a media item of a prompt on its first output."""
         self._counters["medialane_media_items"].labels(modality, "cached" if is_cached else "computed").inc()
+
+    def count_embeddings(self, outcome: str, num_items: int = 1) -> None:
+        """Count items by `outcome`: an `EmbeddingOutcome`, or `fallback`."""
+        if num_items:
+            self._counters["medialane_embeddings"].labels(outcome).inc(num_items)
+
+    def count_saved_encoding(self, num_bytes: int, saved_s: float) -> None:
+        """Count an embedding that was loaded; `num_bytes` is 0 if the item's media were sent."""
+        self._counters["medialane_embedding_loaded_bytes"].inc(num_bytes)
+        self._counters["medialane_encoder_saved_seconds"].inc(saved_s)
 
     def watch_routing(self, read: Callable[[], RoutingStats]) -> None:
         """Expose the router's state, read on each scrape."""

@@ -2,8 +2,8 @@
 
 A client that wants an embedding which nobody has gets a *fill*: a range that processes of its engine may write
 (`arena.fill`). Others that want the same one wait for it for a while; if the fill ends without a result, one of them
-gets the next. A fill ends when its client releases it, or has exited; the header of the entry shows then whether it was
-written.
+gets the next. The header of the entry shows whether it is completed: the store looks when the embedding is wanted,
+while others wait for it, and at the latest when the client releases the fill, or has exited.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from medialane.core.feature import Embedding, Feature, FoundEmbedding
 from medialane.core.stats import EmbeddingStats
 from medialane.store.messages import FindEmbedding
 
+#: Between two looks at a range for whose completion a call waits: an encoder takes some milliseconds or more.
+POLL_INTERVAL_S = 0.005
 #: Between two looks at a range that a process is writing, although the request that it is for has ended.
 REVOKE_INTERVAL_S = 0.1
 
 
 class Fill:
-    """A range that processes of `client` may write, until `release`. `value` describes it as cached entry."""
+    """A range that processes of `client` may write, until `release`. `value` describes it as cached entry. It may have
+    `ended` before, when it is completed."""
 
     def __init__(self, embeddings: Embeddings, client: str, reservation: Reservation, value: Feature) -> None:
         self.client = client
@@ -34,7 +37,8 @@ class Fill:
 
     def release(self) -> None:
         """Cache what was written, or free the range."""
-        self._embeddings.end(self)
+        if not self.ended.is_set():
+            self._embeddings.end(self)
 
 
 class Embeddings:
@@ -58,7 +62,10 @@ class Embeddings:
         )
 
     def lookup(self, key: str) -> Lease[Feature] | None:
-        """Lease the entry of an embedding, if it is cached. The caller owns the lease."""
+        """Lease the entry of an embedding, if it is cached or completed. The caller owns the lease."""
+        fill = self._fills.get(key)
+        if fill is not None and self._arena.is_completed(fill.reservation):
+            self.end(fill)
         if not self._arena.contains(key, "embedded"):
             return None  # not counted as a miss of the arena: nothing is made because of it
         self._num_found += 1
@@ -83,11 +90,11 @@ class Embeddings:
             self._num_waited += not has_waited
             has_waited = True
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(deadline, loop.time() + POLL_INTERVAL_S)):
                     await fill.ended.wait()
 
     def end(self, fill: Fill) -> None:
-        """The client has stopped waiting for what its engine writes."""
+        """Cache what was written, or free the range: the client has ended the fill, or it is completed."""
         key, reservation = _embedding(fill.value).key, fill.reservation
         del self._fills[key]
         if self._arena.is_completed(reservation):

@@ -1,5 +1,6 @@
 """Ranges that another process writes: completed once, and never reused while they may be written."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from medialane.arena import Arena, FillWriter
+from medialane.arena import Arena, FillWriter, fill
 from medialane.core.errors import ArenaFull, HandoverFailed
 from medialane.core.tensor import ArenaRange
 from poison import POISON, poison_freed
@@ -203,6 +204,16 @@ def test_entry_of_a_process_that_is_killed_is_not_completed(arena, reservation, 
         assert line_of(process) == b"completed\n"
         assert arena.is_completed(reservation)
     assert bytes(reservation.buffer) == b"\x02" * NUM_BYTES
+
+
+def test_nothing_is_written_where_the_kernel_has_no_such_locks(arena, reservation, shm, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(fill.fcntl, "fcntl", refuse)
+    with pytest.raises(HandoverFailed, match="cannot be locked"), FillWriter.open(reservation.range, shm):
+        pass
+    assert arena.revoke(reservation)
 
 
 def test_closed_arena_is_not_written_and_its_ranges_can_be_revoked(config, shm):

@@ -171,3 +171,14 @@ def test_figures_of_the_host_are_apart_from_those_of_the_gateway():
     metrics.close()
     assert not list(own.collect())
     assert not list(host.collect())
+
+
+def test_embeddings_of_requests_are_counted_by_outcome_with_what_they_saved(metrics, registry):
+    metrics.count_embeddings("loaded")
+    metrics.count_embeddings("fallback", 2)
+    metrics.count_embeddings("fallback", 0)
+    metrics.count_saved_encoding(100, 0.25)
+    assert registry.get_sample_value("medialane_embeddings_total", {"outcome": "loaded"}) == 1
+    assert registry.get_sample_value("medialane_embeddings_total", {"outcome": "fallback"}) == 2
+    assert registry.get_sample_value("medialane_embedding_loaded_bytes_total") == 100
+    assert registry.get_sample_value("medialane_encoder_saved_seconds_total") == 0.25

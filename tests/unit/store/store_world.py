@@ -131,6 +131,7 @@ class World:
     """The store, and the pipes whose ends stand for the processes of its clients."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size_bytes: int = 16 << 20) -> None:
+        poison_freed(monkeypatch)  # before there is an arena
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
         self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes))
         self.items = PatternItems(self.arena)
@@ -150,7 +151,6 @@ class World:
         self._pipes: dict[str, int] = {}
         monkeypatch.setattr("medialane.store.session.pidfd_of", self._pidfd)
         self._exits: list[int] = []
-        poison_freed(monkeypatch)
 
     async def start(self) -> World:
         await self.server.serve(self.address)

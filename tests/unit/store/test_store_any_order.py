@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from store_world import DIRECTORY, EMBEDDING, ITEM_BYTES, World, described, pattern
 
 from medialane.arena import FillWriter
+from medialane.arena.layout import COMPLETED_WORD
 from medialane.core.errors import HandoverFailed
 from medialane.store import embeddings, hold_passing
 from medialane.store.hold_cache import HoldCache
@@ -73,6 +74,7 @@ class Holding(RuleBasedStateMachine):
         self.fills = []  # (worker, fill, content) that are not released
         self.writing = []  # by processes of engines, beyond the end of the fill and of the worker
         self.embedded = []  # (worker, content, found embedding)
+        self.published = set()  # ranges of fills that others have found completed
 
     async def _start(self) -> World:
         return await World(self.patches).start()
@@ -184,17 +186,20 @@ class Holding(RuleBasedStateMachine):
         """Found if it is cached; if no other worker writes it, the engine of this one may."""
         worker = self.pick(which)
         self.run(self._settled())
-        is_cached = self.world.arena.contains(content * 64, "embedded")
-        is_written = any(other == content for _, _, other in self.fills)
+        filling = [fill for _, fill, other in self.fills if other == content]
+        ranges = {fill.embedding.tensor.range for fill in filling} - self.published
+        is_completed = any(self.world.arena.view.words[entry.offset // 8 + COMPLETED_WORD] for entry in ranges)
+        is_cached = is_completed or self.world.arena.contains(content * 64, "embedded")
         found = self.run(self.entries(worker).embedding(content * 64, described(content), EMBEDDING, wait_s=0))
         if found is None:
-            assert is_written or self.is_full()
+            assert (ranges and not is_completed) or self.is_full()
         elif found.is_filled:
             assert is_cached or self.retention_s
             self.embedded.append((worker, content, found))
+            self.published.add(found.embedding.tensor.range)
         else:
             assert not is_cached
-            assert not is_written
+            assert not ranges
             self.fills.append((worker, found, content))
             if does != "nothing":
                 self.writing.append(Writing(found, content))
@@ -290,7 +295,8 @@ class Holding(RuleBasedStateMachine):
         stats = self.world.arena.stats
         is_counted = not (self.retention_s and self.clients)  # otherwise, holds are shared and retained
         num_held = len(self.held())
-        ranges = {fill.embedding.tensor.range for _, fill, _ in self.fills} | {found.range for found in self.writing}
+        ranges = {fill.embedding.tensor.range for _, fill, _ in self.fills} - self.published
+        ranges |= {found.range for found in self.writing}
         await eventually(
             lambda: stats().num_reservations == len(ranges) and (stats().num_leases == num_held or not is_counted),
             f"the store holds what its {len(self.clients)} clients hold",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 
+import msgspec
 import pytest
 from store_world import DIRECTORY, EMBEDDING, ITEM_BYTES, Client, World, described, pattern, write
 
@@ -11,7 +15,10 @@ from medialane.arena import FillWriter
 from medialane.core.errors import HandoverFailed, StoreUnavailable
 from medialane.core.tensor import TensorSpec
 from medialane.store import StoreEntries, embeddings
-from waiting import eventually, iterations
+from poison import POISON
+from waiting import eventually, iterations, line_of
+
+WRITER = Path(__file__).parents[1] / "arena" / "writer.py"
 
 
 @pytest.fixture
@@ -36,6 +43,12 @@ async def world(monkeypatch):
 
 def is_cached(world, content):
     return world.arena.contains(content * 64, "embedded")
+
+
+def engine_writing(entry):
+    """A process of an engine that writes to `entry`, to kill."""
+    command = [sys.executable, str(WRITER), DIRECTORY, msgspec.json.encode(entry).decode()]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 async def filled(world, client, content):
@@ -137,6 +150,20 @@ async def test_range_of_a_dead_worker_is_freed_only_when_its_engine_does_not_wri
         assert world.arena.stats().num_reservations == 1
     await eventually(lambda: world.arena.stats().num_reservations == 0)
     assert not is_cached(world, "a")
+
+
+async def test_range_of_a_killed_worker_and_its_killed_engine_is_freed(world):
+    one = await world.client()
+    entry = (await one.embedding("a")).embedding.tensor.range
+    with engine_writing(entry) as engine:
+        assert await asyncio.to_thread(line_of, engine) == b"writing\n"
+        await one.die()
+        await eventually(lambda: world.items.embeddings.stats.num_revoking == 1)
+        world.arena.clear()
+        assert world.bytes_of(entry)[:1] == b"\1"
+        engine.kill()
+    await eventually(lambda: world.arena.stats().num_reservations == 0)
+    assert world.bytes_of(entry) == POISON * ITEM_BYTES
 
 
 async def test_lost_connection_does_not_end_a_fill(world):

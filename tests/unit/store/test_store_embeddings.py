@@ -77,6 +77,35 @@ async def test_first_client_writes_and_all_others_read_it(arena, embeddings):
     assert (stats.num_filled, stats.num_found, stats.num_dropped, stats.num_writing) == (1, 2, 0, 0)
 
 
+@pytest.mark.parametrize("client", ["one", "two"])
+async def test_completed_embedding_is_found_before_its_writer_releases_it(arena, embeddings, client):
+    fill = await embeddings.find(wanted(), "one")
+    write(fill)
+    found = await embeddings.find(wanted(), client)
+    assert found.is_filled
+    assert found.embedding == fill.embedding
+    with embeddings.lookup(KEY):
+        assert arena.stats().num_leases == 2
+    fill.hold.release()
+    assert embeddings.stats.num_filled == 1
+    assert bytes(arena.view.tensor(found.embedding.tensor)) == b"e" * SPEC.nbytes
+    found.hold.release()
+
+
+async def test_release_of_a_fill_that_was_published_and_evicted_ends_no_other(arena, embeddings):
+    first = await embeddings.find(wanted(), "one")
+    write(first)
+    embeddings.lookup(KEY).release()
+    assert arena.evict(KEY, "embedded")
+    second = await embeddings.find(wanted(), "two")
+    assert not second.is_filled
+    first.hold.release()
+    assert embeddings.stats.num_writing == 1
+    write(second)
+    second.hold.release()
+    assert arena.contains(KEY, "embedded")
+
+
 async def test_features_of_a_cached_embedding_are_evicted_first(arena, embeddings):
     for key in (MM_HASH, "0" * 64):
         specs = [TensorSpec("uint8", (7 * MIB,))]
@@ -138,6 +167,17 @@ async def test_clients_that_wait_get_what_the_first_has_written(embeddings):
         assert found.is_filled
         found.hold.release()
     assert embeddings.stats.num_waited == 3
+
+
+async def test_clients_that_wait_get_it_as_soon_as_it_is_completed(embeddings):
+    fill = await embeddings.find(wanted(), "one")
+    tasks = await waiting(embeddings, "two", "three")
+    write(fill)
+    for found in await asyncio.wait_for(asyncio.gather(*tasks), 5):
+        assert found.is_filled
+        found.hold.release()
+    assert embeddings.stats.num_waited == 2
+    fill.hold.release()
 
 
 async def test_one_of_those_that_wait_writes_if_the_first_does_not(embeddings):

@@ -21,6 +21,7 @@ from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
     CompletionDelta,
+    EmbeddingCounts,
     EngineRequest,
     EngineTimes,
     ExpandedPrompt,
@@ -147,6 +148,10 @@ class SimulatedEngine:
         self._listener: Callable[[KvEventBatch], None] | None = None
         self._stepping: asyncio.Task[None] | None = None
         self._failed = self._closed = False
+
+    @property
+    def embedding_counts(self) -> EmbeddingCounts:
+        return EmbeddingCounts()
 
     def loads(self) -> list[WorkerLoad]:
         scheduler = self._scheduler
