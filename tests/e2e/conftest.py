@@ -43,7 +43,7 @@ STORE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", *MEDIA_FLAGS)
 API_KEY = "tested-key"
 
 #: Files that run last, in this order.
-_LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_e2e_ray", "test_plain_vllm")
+_LAST = ("test_e2e_essential_tasks", "test_e2e_processes_killed", "test_e2e_stop", "test_e2e_ray", "test_plain_vllm")
 
 
 def pytest_collection_modifyitems(items):
@@ -173,6 +173,8 @@ GATEWAYS = {
     "decoded/tcp": ("--stage", "decoded", "--transport", "tcp"),
     "joined": (),
 }
+#: What the last test of them ends in a gateway (gateways_program.py).
+ENDINGS = {"url": "links", "features/inline": "server"}
 APART = ("apart", "features/tcp", "decoded/tcp")
 GATEWAYS_PROGRAM = Path(__file__).with_name("gateways_program.py")
 
@@ -211,11 +213,11 @@ def starting_gateways(
         port, log = places[name]
         found = workers if name != "joined" else ["--join-listen", f"tcp://127.0.0.1:{join_port}"]
         ours = [serve.model, "--port", str(port), *found, *flags, *store, *MEDIA_FLAGS]
-        commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key]])
+        commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key], ENDINGS.get(name)])
     process = launch(
         [sys.executable, str(GATEWAYS_PROGRAM), json.dumps(commands)],
         environ={**vllm_environ, "VLLM_MEDIA_CONNECTOR": "medialane"},  # as the command sets it before it imports vLLM
-        log=next(iter(places.values()))[1],  # what it prints before it forks
+        log=logs / "program.log",
     )
     started = {name: MedialaneProcess(process, port, serve.model, log) for name, (port, log) in places.items()}
     yield started

@@ -109,7 +109,7 @@ class TwoHosts:
             places[name] = free_port(), self.log(name)
             joined = ["--join-listen", f"tcp://{self.network.addresses[0]}:{FIRST_PORT + number}"]
             ours = [self.model, "--port", str(places[name][0]), *joined, "--store", self.address(store), *flags]
-            commands.append([str(places[name][1]), [*ours, *self._media, "--", *self._flags]])
+            commands.append([str(places[name][1]), [*ours, *self._media, "--", *self._flags], None])
         self._environ[0]["VLLM_MEDIA_CONNECTOR"] = "medialane"
         process = self._launch(0, "gateways", [str(GATEWAYS_PROGRAM), json.dumps(commands)])
         self.processes["gateways"] = process
