@@ -141,11 +141,11 @@ class TwoHosts:
 
     def close(self) -> None:
         """Stop everything, gateways first: they hold what is in the stores."""
-        statuses = {}
-        for name in reversed(self.processes):
-            process = self.processes[name]
+        self.processes["gateways"].terminate()
+        self.processes["gateways"].wait(STOP_S)
+        for process in self.processes.values():
             process.terminate()
-            statuses[name] = process.wait(STOP_S)
+        statuses = {name: process.wait(STOP_S) for name, process in self.processes.items()}
         for folder in self._folders:
             shutil.rmtree(folder)
         assert set(statuses.values()) == {0}, statuses

@@ -79,5 +79,6 @@ async def servers(request, environ, tmp_path_factory):
                 OpenAiHttp(ours.base_url, model),
                 OpenAiHttp(plain.base_url.removesuffix("/v1"), plain.model),
             )
+            ours.process.terminate()  # both servers stop at the same time
     finally:
         ours.stop()
