@@ -32,6 +32,13 @@ pytestmark = pytest.mark.vllm
 ASK = text("Describe the picture.")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _are_closed_at_the_end(starting_hosts):
+    """The tests that follow need the memory and the cores."""
+    yield
+    starting_hosts.close()
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def gateways(starting_hosts, plain_vllm):
     """A client for each of PATHS, in place of those of one host."""
