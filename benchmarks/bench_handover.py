@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -245,6 +245,12 @@ class FoundMedia:
 
     async def in_stage(self, stage: StageName) -> tuple[StagedItem, ...]:
         return self._items
+
+    async def without_embeddings(self) -> int:
+        return 0
+
+    def note_embedded(self, mm_hashes: Collection[str]) -> None:
+        """Its items are not looked up."""
 
     @property
     def is_lost(self) -> bool:

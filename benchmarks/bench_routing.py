@@ -98,13 +98,20 @@ def rate_for(
     *,
     guess_per_s: float | None = None,
 ) -> float:
-    """Search for the rate that gives this utilisation: queues grow long before all workers are busy. `guess_per_s` is
-    that of one worker."""
-    low, high = (0.0, 0.0), (math.inf, 1.0)
-    rate = num_workers * (guess_per_s or GUESS_PER_S * utilisation)
-    for _ in range(_MAX_TRIES):
+    """Search for the rate that gives this utilisation. `guess_per_s` is that of one worker."""
+
+    def measure(rate: float) -> float:
         turns = list(session_turns(trace._replace(rate_per_s=rate)))
-        found = SimulatedCluster(num_workers, RoutingConfig(router=router)).run(turns).utilisation
+        return SimulatedCluster(num_workers, RoutingConfig(router=router)).run(turns).utilisation
+
+    return find_rate(utilisation, measure, num_workers * (guess_per_s or GUESS_PER_S * utilisation))
+
+
+def find_rate(utilisation: float, measure: Callable[[float], float], guess: float) -> float:
+    """Search for the rate at which `measure` gives this utilisation: queues grow long before all workers are busy."""
+    low, high, rate = (0.0, 0.0), (math.inf, 1.0), guess
+    for _ in range(_MAX_TRIES):
+        found = measure(rate)
         if abs(found - utilisation) <= CLOSE:
             return rate
         if found < utilisation:
@@ -115,7 +122,7 @@ def rate_for(
             rate *= utilisation / found
         else:
             rate = low[0] + (high[0] - low[0]) * (utilisation - low[1]) / (high[1] - low[1])
-    raise RuntimeError(f"no rate found that keeps {num_workers} workers {utilisation:.0%} busy: {low} to {high}")
+    raise RuntimeError(f"no rate found that keeps the workers {utilisation:.0%} busy: {low} to {high}")
 
 
 def compare(

@@ -1,6 +1,7 @@
-"""Repeated images, and sessions, over two real vLLM workers: cache-aware routing and round-robin.
+"""Repeated images, and sessions, over two real vLLM workers: cache-aware routing with embeddings kept on the host, and
+round-robin without.
 
-One pair of workers, and one store and two gateways over it, used alternately with separate images and texts.
+Two pairs of workers, each with a store and a gateway of its own, used alternately with separate images and texts.
 
 `repeated images`: the images of a turn fit in the KV caches of both workers together but not in one: with round-robin
 they evict each other, like the hot images of a larger fleet. There are several requests about each image, each time in
@@ -18,9 +19,6 @@ import asyncio
 import json
 import os
 import random
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,8 +30,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness import Bar, Options, Report, median, percentile
 from load import data_url, image_request, send
 from medialane.cli.sample_images import sample_jpeg
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from traces import SessionTrace, Turn, session_turns
+from worker_pairs import worker_pair
 
 ABOUT = "repeated images over two real workers: TTFT with cache-aware routing and with round-robin"
 
@@ -43,7 +42,6 @@ NUMS_PICTURES, ASKED_EACH = (10, 12, 14), 5
 CONCURRENCY = 2
 #: An image takes 8 blocks of 128 tokens: seven images fit in a worker, with space for the running requests.
 FLAGS = (*TINY_MODEL_FLAGS, "--max-model-len=4096", "--num-gpu-blocks-override=64")
-START_S = 300.0
 #: Sessions whose prompts fit in the tiny model's context: a word of the trace is about two tokens.
 SESSIONS = SessionTrace(
     num_turns=60,
@@ -143,14 +141,14 @@ async def _repeated_images(model: str, url: str, number: int, *, seed: int) -> l
     for time in range(ASKED_EACH):
         bodies = [image_request(model, image, f"Question {time}: what is it?") for image in images]
         shuffled.shuffle(bodies)
-        found.append((await send(f"{url}/v1", bodies, concurrency=CONCURRENCY, pids=list)).ttft_s)
+        found.append((await send(url, bodies, concurrency=CONCURRENCY, pids=list)).ttft_s)
     return found[1:]
 
 
 async def _sessions(model: str, url: str, *, seed: int) -> list[float]:
     """Return the TTFT of all requests of a trace, in seconds."""
     bodies = [_session_request(model, turn, seed) for turn in session_turns(SESSIONS._replace(seed=seed))]
-    return (await send(f"{url}/v1", bodies, concurrency=CONCURRENCY, pids=list)).ttft_s
+    return (await send(url, bodies, concurrency=CONCURRENCY, pids=list)).ttft_s
 
 
 def _session_request(model: str, turn: Turn, seed: int) -> bytes:
@@ -174,7 +172,7 @@ def _words(ids: Sequence[int]) -> str:
 
 async def _prompt_tokens(url: str) -> tuple[float, float]:
     """Return the tokens of all prompts so far, and those that were cache hits."""
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+    async with aiohttp.ClientSession() as session, session.get(f"{url.removesuffix('/v1')}/metrics") as response:
         page = await response.text()
     samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
     found = {s.labels["kind"]: s.value for s in samples if s.name == "medialane_prompt_tokens_total"}
@@ -183,59 +181,11 @@ async def _prompt_tokens(url: str) -> tuple[float, float]:
 
 @asynccontextmanager
 async def _servers(model: str) -> AsyncIterator[dict[str, str]]:
-    """Run two workers and two gateways over them: router -> URL."""
+    """Run two pairs of workers, each with a gateway: router -> base URL."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ml-bench-")))
-        store = f"unix:{folder}/store.sock"
-        flags = ["--preparers", "1", "--arena-size", "1GiB"]
-        stack.enter_context(_command(folder, "store", model, "--listen", store, *flags))
-        addresses = [f"unix:{folder}/worker-{n}.sock" for n in range(2)]
-        for address in addresses:
-            stack.enter_context(_command(folder, "worker", model, "--listen", address, "--store", store))
-        to_workers = [word for address in addresses for word in ("--worker", address)]
-        ports = {name: _free_port() for name in (OURS, PEER)}
-        for name, port in ports.items():
-            flags = [*to_workers, "--store", store, "--port", str(port), "--router", name]
-            stack.enter_context(_command(folder, "gateway", model, *flags))
-        urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-        for url in urls.values():
-            await _both_workers_ready(url)
+        urls = {}
+        for router, cache in ((OURS, "on"), (PEER, "off")):
+            pair = worker_pair(folder, model, name=router, routers=[router], flags=FLAGS, encode_cache=cache)
+            urls |= await stack.enter_async_context(pair)
         yield urls
-
-
-class _command:  # noqa: N801 - a context manager, used like a function
-    """Runs a `medialane` command inside the context."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self._arguments = arguments
-        self._log = folder / f"{arguments[0]}-{len(list(folder.iterdir()))}.log"
-
-    def __enter__(self) -> None:
-        command = [sys.executable, "-m", "medialane", *self._arguments, "--", *FLAGS]
-        with self._log.open("wb") as log:
-            environ = {**os.environ, **TINY_MODEL_ENVIRON}
-            self._process = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-
-
-async def _both_workers_ready(url: str) -> None:
-    async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.get(f"{url}/metrics") as response:
-                    page = await response.text()
-                    ready = [line for line in page.splitlines() if "worker_state" in line and 'state="ready"' in line]
-                    if sum(line.endswith(" 1.0") for line in ready) == 2:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.2)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

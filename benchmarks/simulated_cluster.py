@@ -10,10 +10,11 @@ deterministic.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -39,6 +40,7 @@ from medialane.worker.simulated.config import SimulatedConfig
 from medialane.worker.simulated.engine import simulated_card, simulated_scheduler, step_s
 from medialane.worker.simulated.scheduler import Step
 from medialane.worker.simulated.sequence import Item, SimulatedSequence
+from simulated_media import KeepsNothing, MediaPath
 from traces import Turn
 from traffic_meter import TrafficMeter
 from virtual_time import VirtualTimeLoop
@@ -56,8 +58,8 @@ Spread = Literal["requests", "sessions"]
 
 @dataclass
 class Outcome:
-    """The result of one run. `num_embeds` are those of all prompts' items, `num_needed` of the items that the KV cache
-    does not cover."""
+    """The result of one run. `gaps_s` are the times between tokens of a response. `num_embeds` are those of all
+    prompts' items, `num_needed` of the items that the KV cache does not cover."""
 
     ttft_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
@@ -65,6 +67,7 @@ class Outcome:
     num_embeds: int = 0
     num_needed: int = 0
     num_encoded: int = 0
+    gaps_s: list[float] = field(default_factory=list)
     work_s: list[float] = field(default_factory=list)
     began_s: float = 0.0
     last_arrival_s: float = 0.0
@@ -92,7 +95,8 @@ class Outcome:
 
 
 class SimulatedCluster:
-    """Gateways with a router each, and workers. `seed` selects the gateways of requests."""
+    """Gateways with a router each, and workers. `seed` selects the gateways of requests; `media` is where items are
+    encoded."""
 
     def __init__(
         self,
@@ -105,14 +109,17 @@ class SimulatedCluster:
         hop_s: float = HOP_S,
         seed: int = 1,
         meter: TrafficMeter | None = None,
+        media: MediaPath | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
+        self.media = media or KeepsNothing()
         self.outcome = Outcome(work_s=[0.0] * num_workers)
         self.simulated = simulated
         self.hop_s = hop_s
         self.num_unfinished = 0
         self.meter = meter
         self._spread = spread
+        self._next_turns: dict[str, Iterator[Turn]] = {}
         self._random = random.Random(seed)
         card = simulated_card(simulated, "m")
         self.workers = [_Worker(self, number, card) for number in range(num_workers)]
@@ -130,6 +137,25 @@ class SimulatedCluster:
         self.loop.run_forever()
         self.loop.close()
         return self.outcome
+
+    def run_users(self, users: Mapping[str, Sequence[Turn]]) -> Outcome:
+        """Run sessions whose turns follow each other at once, from their times on, with the first gateway. Returns when
+        all are done."""
+        self.num_unfinished = sum(map(len, users.values()))
+        self.outcome.last_arrival_s = math.inf
+        self._next_turns = {name: iter(turns) for name, turns in users.items()}
+        for name, turns in users.items():
+            self.loop.call_at(turns[0].time_s, self.finished, name)
+        self.loop.call_soon(self._connect)
+        self.loop.run_forever()
+        self.outcome.last_arrival_s = self.loop.time()
+        self.loop.close()
+        return self.outcome
+
+    def finished(self, session: str) -> None:
+        turn = next(self._next_turns.get(session, iter(())), None)
+        if turn is not None:
+            self.gateways[0].arrive(turn)
 
     def _connect(self) -> None:
         for gateway in self.gateways:
@@ -244,13 +270,19 @@ class _Gateway:
         self._links[link.address] = link, worker
 
     def arrive(self, turn: Turn) -> None:
+        arrived_s = self._cluster.loop.time()
+        self._cluster.media.prepare(
+            turn.media, self.router, lambda media: self._send(turn._replace(media=media), arrived_s)
+        )
+
+    def _send(self, turn: Turn, arrived_s: float) -> None:
         block_size = self._cluster.simulated.block_size
         ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media)
         request = RoutingRequest(ids, block_size, len(turn.token_ids), turn.media, model="m", session_id=turn.session)
         started = time.thread_time()
         routed = self.router.pick(request)
         link, worker = self._links[routed.worker_id]
-        sent = _Request(turn, self._cluster.loop.time(), Route(cast("Any", link), routed, Known([]), None), link)
+        sent = _Request(turn, arrived_s, Route(cast("Any", link), routed, Known([]), None), link)
         link.to_worker.send(lambda: worker.submit(sent))
         self._routes.begin(sent.route, turn.session)
         if self._cluster.meter is not None:
@@ -276,6 +308,7 @@ class _Worker:
         self._scheduler = simulated_scheduler(cluster.simulated)
         self._blocks = BlockReports(card)
         self._requests: dict[SimulatedSequence, _Request] = {}
+        self._token_s: dict[SimulatedSequence, float] = {}
         self._stepping = False
 
     def loads(self) -> Sequence[WorkerLoad]:
@@ -292,8 +325,13 @@ class _Worker:
         return self._blocks.held()
 
     def submit(self, request: _Request) -> None:
+        self._cluster.media.find(self.number, request.turn.media, lambda embedded: self._add(request, embedded))
+
+    def _add(self, request: _Request, embedded: Collection[str]) -> None:
         turn = request.turn
-        items = [Item(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality) for s in turn.media]
+        items = [
+            Item(s.mm_hash, PlaceholderRange(s.offset, s.length), s.modality, s.mm_hash in embedded) for s in turn.media
+        ]
         sequence = SimulatedSequence(
             turn.session,
             turn.token_ids,
@@ -319,7 +357,12 @@ class _Worker:
             self._cluster.loop.call_later(duration, self._complete, step)
 
     def _complete(self, step: Step) -> None:
+        now = self._cluster.loop.time()
         for sequence in self._scheduler.complete(step):
+            before = self._token_s.get(sequence)
+            if before is not None and self._cluster.counts(before):
+                self._cluster.outcome.gaps_s.append(now - before)
+            self._token_s[sequence] = now
             if len(sequence.token_ids) == sequence.num_prompt_tokens + 1:
                 self._began(sequence)
             if sequence.finished:
@@ -331,6 +374,7 @@ class _Worker:
 
     def _began(self, sequence: SimulatedSequence) -> None:
         request, outcome = self._requests[sequence], self._cluster.outcome
+        self._cluster.media.computed(self.number, request.turn.media)
         num_cached = sequence.num_cached_tokens or 0
         if request.arrived_s >= outcome.began_s:
             outcome.ttft_s.append(self._cluster.loop.time() + self._cluster.hop_s - request.arrived_s)
@@ -343,9 +387,11 @@ class _Worker:
 
     def _finished(self, sequence: SimulatedSequence) -> None:
         request = self._requests.pop(sequence)
+        del self._token_s[sequence]
         request.link.to_gateway.send(request.route.routed.release)
         self._cluster.num_unfinished -= 1
         self.group.load_changed()
+        self._cluster.finished(request.turn.session)
 
 
 def counted(turns: list[Turn]) -> list[Turn]:

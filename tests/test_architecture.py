@@ -54,8 +54,8 @@ OWNERS = {
     # Machine code for the scan of bodies and the choice of a worker; half a second to import: only gateways load it.
     "numba": ("core/compiled.py", "gateway/intake/native_json.py", "routing/native_view.py"),
     "llvmlite": ("routing/native_view.py",),
-    # File locks, which show whether an owner is alive.
-    "fcntl": ("core/owner_lock.py",),
+    # File locks, which show whether an owner is alive, and whether a range is being written.
+    "fcntl": ("core/owner_lock.py", "arena/fill.py"),
     "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py"),
 }
 

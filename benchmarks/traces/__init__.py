@@ -1,5 +1,5 @@
 """Traces for routing benchmarks, with repeated prefixes and images. Produced by seeded generators, never stored."""
 
-from traces.sessions import SessionTrace, Turn, session_turns
+from traces.sessions import IMAGE_TOKEN, SessionTrace, Turn, session_turns
 
-__all__ = ["SessionTrace", "Turn", "session_turns"]
+__all__ = ["IMAGE_TOKEN", "SessionTrace", "Turn", "session_turns"]

@@ -111,5 +111,6 @@ async def vllm_engine(tiny_model):
         # A forked EngineCore would inherit our "warnings are errors".
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         engine = build_engine(str(tiny_model), args)
+    await engine.learn_encoder()
     yield engine
     await engine.close()

@@ -173,18 +173,19 @@ class FailingEngine(VllmEngine):
 
     def __init__(self, item):
         self._arenas = {"a" * 32}  # EngineCore has mapped an arena
-        self._reader = SimpleNamespace(engine_input=self._engine_input)
+        self._reader = SimpleNamespace(engine_input=self._engine_input, embeddings=lambda _request, _uses: None)
+        self._embeddings = SimpleNamespace(detach=_done)
         self._release_timeout_s = 1.0
         self._item = item
         self.asked = []
 
-    async def _engine_input(self, _request, _tensors):
+    async def _engine_input(self, _request, _tensors, _embeddings):
         place = PlaceholderRange(offset=0, length=4)
         return mm_input(
             [1, 2, 3, 4], MultiModalKwargsItems({"image": [self._item]}), {"image": ["a"]}, {"image": [place]}
         )
 
-    async def _outputs(self, request, engine_input):
+    async def _outputs(self, request, engine_input, _embeddings):
         engine_input.clear()
         completion = CompletionOutput(0, "", [], None, None, finish_reason="error")
         yield RequestOutput(request.request_id, None, None, None, [completion], finished=True)
@@ -192,6 +193,10 @@ class FailingEngine(VllmEngine):
     async def _ask(self, method, *args, timeout_s):
         self.asked.append(method)
         return [True]
+
+
+async def _done(*_args):
+    pass
 
 
 MEDIA = (MediaPayload("image", "a", b"", ()),)

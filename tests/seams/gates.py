@@ -16,7 +16,10 @@ from medialane.prepare.processor import ProcessedItem
 from waiting import eventually, wait_until
 
 #: Steps of a request. A URL is fetched, a body is written into the arena by the gateway.
-STEPS = ("before find", "fetch", "upload", "prepare", "before first token", "mid-stream")
+STEPS = ("before find", "fetch", "upload", "prepare", "before first token", "write embedding", "mid-stream")
+
+#: Steps in which a worker has the request.
+WORKER_STEPS = STEPS[-3:]
 
 #: Between two hosts: the destination has asked for the bytes, and receives none.
 PULL = "pull"

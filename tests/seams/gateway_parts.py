@@ -33,6 +33,7 @@ from medialane.observability.metrics import Metrics
 from medialane.prepare import PreparerPool
 from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.routing import Router
+from medialane.routing.config import RoutingConfig
 from medialane.rpc import Hello, RpcConfig, RpcServer
 from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
 from medialane.transfer import InlineTransport, PullTransport, ShmTransport, TransferConfig
@@ -168,6 +169,8 @@ class Parts:
         fetcher: Fetcher | None = None,
         max_tokens: int = sys.maxsize,
         beside: Parts | None = None,
+        encoder_ms_per_token: float = 0.0,
+        routing: RoutingConfig | None = None,
         mover: NixlMover | None = None,
     ) -> None:
         """With `beside`, another gateway of that one's host, with the same store."""
@@ -184,6 +187,8 @@ class Parts:
         self.store = beside.store if beside else HostStore(arena, preparers, self.fetcher, media=MEDIA, mover=mover)
         self._workers = workers
         self._max_tokens = max_tokens
+        self._encoder_ms_per_token = encoder_ms_per_token
+        self._routing = routing
         self._config, self._transfer = config, transfer
 
     async def _assemble(self) -> None:
@@ -216,10 +221,11 @@ class Parts:
                 holds=HoldPasser(link, retention_s=0.0),
                 grants=StoreGrants(link),
                 mover=transfer.mover,
+                encoder_ms_per_token=self._encoder_ms_per_token,
             ),
             assembler=FakeAssembler(self._max_tokens),
             workers=self.links,
-            router=Router(),
+            router=Router(self._routing),
             metrics=self.metrics,
         )
 

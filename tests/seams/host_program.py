@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,8 @@ SETTINGS = {"arena-size": "16MiB", "preparers": "2", "allow-media-network": "127
 #: Tokens of an answer; the gate "mid-stream" is after the second.
 NUM_TOKENS = 6
 MAX_LINE_BYTES = 1 << 20
+#: A worker waits a second for another one that encodes the same image: until the store knows that it has been killed.
+ENCODER_MS_PER_TOKEN = 12.0
 #: Larger than the messages of stores.
 PAYLOAD_BYTES = 20_000
 FIRST_PORT = 7000
@@ -146,10 +149,12 @@ def stop_pulls_at_the_gate(gates: Gates) -> None:
 async def worker(folder: Path, name: str) -> int:
     from host_store import StoreClientTask
 
+    from embedding_memory import ENCODER_CARD, ArenaEmbeddings
     from medialane.store import StoreEntries
     from medialane.worker import FakeEngine, WorkerConfig
 
     gates = Gates(folder)
+    memory = ArenaEmbeddings(str(folder), partial(gates.passed, "write embedding"))
 
     class GatedEngine(FakeEngine):
         async def generate(
@@ -174,7 +179,7 @@ async def worker(folder: Path, name: str) -> int:
         return await serve_worker(
             WorkerConfig(),
             place.rpc(),
-            GatedEngine(),
+            GatedEngine(card=ENCODER_CARD, memory=memory),
             place.worker_address(folder, name),
             arena_directory=str(folder),
             host_arena=StoreEntries(client.link),
@@ -195,9 +200,9 @@ async def gateway(folder: Path, name: str) -> int:
     gates = Gates(folder)
 
     class GatedFeatures(StoreFeatures):
-        async def processed(self, ref: MediaRef, *arguments) -> FoundItem[Feature]:
+        async def processed(self, ref: MediaRef, *arguments, **options) -> FoundItem[Feature]:
             await gates.passed("before find")
-            return await super().processed(ref, *arguments)
+            return await super().processed(ref, *arguments, **options)
 
         async def _write(self, *arguments) -> None:
             await gates.passed("upload")
@@ -215,7 +220,8 @@ async def gateway(folder: Path, name: str) -> int:
     config = GatewayConfig(stage="features", reconnect_initial_s=0.01, reconnect_max_s=0.05)
     beside = SimpleNamespace(store=SimpleNamespace(link=client.link, features=features))
     with stopped_by_signals() as stop:
-        async with Parts(None, None, workers, rpc=place.rpc(), config=config, beside=beside) as parts:
+        waits = {"encoder_ms_per_token": ENCODER_MS_PER_TOKEN}
+        async with Parts(None, None, workers, rpc=place.rpc(), config=config, beside=beside, **waits) as parts:
             path = address(folder, name).removeprefix("unix:")
             server = await asyncio.start_unix_server(
                 lambda *streams: serve(parts, *streams), path, limit=MAX_LINE_BYTES

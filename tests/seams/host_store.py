@@ -104,4 +104,4 @@ class HostStore:
 
     def _status(self) -> StoreStatus:
         preparers = self._preparers.stats() if self._preparers is not None else NO_PREPARERS
-        return StoreStatus(StoreStats(self.arena.stats(), preparers))
+        return StoreStatus(StoreStats(self.arena.stats(), preparers, embeddings=self.items.embeddings.stats))

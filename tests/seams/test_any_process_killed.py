@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from gates import STEPS
+from gates import STEPS, WORKER_STEPS
 from gateway_parts import png
 from host_processes import Host, started_host, stop_host, wait_for_host
 from host_program import GATEWAYS, NUM_TOKENS, address
@@ -80,7 +80,7 @@ def victim_of(host, kind, step):
     if kind in ("store", "gateway"):
         return host.pid_of("store" if kind == "store" else GATEWAYS[0])
     if kind == "worker":
-        return host.gates.arrived()[0] if step in STEPS[-2:] else host.pid_of("worker-0")
+        return host.gates.arrived()[0] if step in WORKER_STEPS else host.pid_of("worker-0")
     return host.gates.arrived()[0] if step == "prepare" else host.preparer()
 
 
@@ -93,8 +93,8 @@ async def test_killed_process_costs_its_own_requests_and_no_answer_is_wrong(host
         tasks, images = await started(host, step)
         victim = victim_of(host, kind, step)
         num_lost = host.gates.arrived().count(victim) if kind == "worker" else 0
-        is_rerouted = kind == "worker" and step == "before first token"
-        is_holder = kind in ("gateway", "worker") and step in STEPS[-2:]
+        is_rerouted = kind == "worker" and step in WORKER_STEPS[:-1]
+        is_holder = kind in ("gateway", "worker") and step in WORKER_STEPS
         await host.kill(victim, is_holder=is_holder and not is_rerouted)
         if is_rerouted:
             await eventually(lambda: len(host.gates.arrived()) == len(tasks) + num_lost, "the other worker has all")

@@ -69,11 +69,11 @@ def spy(worker, errors=()):
     """The requests that reach the engine; the first of them fail with `errors`."""
     seen, errors, generate = [], list(errors), worker.engine.generate
 
-    async def spied(request, tensors):
+    async def spied(request, *given):
         seen.append(request)
         if errors:
             raise errors.pop(0)
-        async with aclosing(generate(request, tensors)) as deltas:
+        async with aclosing(generate(request, *given)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -399,10 +399,10 @@ async def test_hand_over_failing_after_the_first_token_is_not_retried(arena, pre
     generate = worker.engine.generate
     num_calls = 0
 
-    async def failing(request, tensors):
+    async def failing(request, *given):
         nonlocal num_calls
         num_calls += 1
-        async with aclosing(generate(request, tensors)) as deltas:
+        async with aclosing(generate(request, *given)) as deltas:
             yield await anext(deltas)
         raise HandoverFailed("too late")
 

@@ -87,7 +87,7 @@ async def test_sending_a_large_tensor_does_not_block_the_event_loop(arena, store
     async with connected(arena) as (worker, client):
         found = []
 
-        async def generate(wanted, tensors):
+        async def generate(wanted, tensors, _embeddings):
             found.extend(tensors)
             async for delta in given(request("r", [1], max_tokens=1), []):
                 yield delta

@@ -32,9 +32,9 @@ def seen(worker):
     """Records the prompt of each request at the engine, and its bytes."""
     seen, generate = [], worker.engine.generate
 
-    async def spied(request, tensors):
+    async def spied(request, tensors, embeddings):
         seen.append((request.prompt, [[bytes(data) for data in item] for item in tensors]))
-        async with aclosing(generate(request, tensors)) as deltas:
+        async with aclosing(generate(request, tensors, embeddings)) as deltas:
             async for delta in deltas:
                 yield delta
 

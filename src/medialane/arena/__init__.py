@@ -1,13 +1,14 @@
 """Shared memory for media: one file per host, allocated only by its owner and mapped by other processes.
 
 The owner (the store) creates an `Arena`, reserves ranges, publishes the entries written there and hands out leases;
-other processes open an `ArenaView` and resolve ranges and descriptors to memoryviews without a copy. `reap` removes
-files of dead owners.
+other processes open an `ArenaView` and resolve ranges and descriptors to memoryviews without a copy; a `FillWriter`
+writes the payload of a range. `reap` removes files of dead owners.
 """
 
 from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
 from medialane.arena.entries import Kind
+from medialane.arena.fill import FillWriter
 from medialane.arena.layout import ENTRY_HEADER_BYTES, describe, layout
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.reaper import Reaped, reap
@@ -19,6 +20,7 @@ __all__ = [
     "ArenaConfig",
     "ArenaView",
     "Cached",
+    "FillWriter",
     "Kind",
     "Lease",
     "Reaped",

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar, cast, overload
 from medialane.arena.config import ArenaConfig
 from medialane.arena.entries import EntryTable, Kind
 from medialane.arena.file import ArenaFile
-from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, clear, stamp
+from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, clear, is_completed, stamp
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.view import ArenaView
 from medialane.core.errors import MediaTooLarge
@@ -107,15 +107,32 @@ class Arena:
     def publish(self, reservation: Reservation, key: str, value: C) -> Lease[C]:
         """Cache the written entry under `key` and the reservation's kind, and lease it.
 
-        Raises TypeError unless `value` is `EncodedMedia` for an encoded entry, `Feature` for others. If the key exists,
-        the new range is freed and the lease is on the existing entry, with its value. The caller owns the lease. Raises
-        RuntimeError if the reservation has ended.
+        Raises TypeError unless `value` is `EncodedMedia` for an encoded entry, `Feature` for others, which has an
+        embedding for an embedded one. If the key exists, the new range is freed and the lease is on the existing entry,
+        with its value. Features whose embedding is cached are evicted first (`demote`). The caller owns the lease.
+        Raises RuntimeError if the reservation has ended.
         """
         self._check_open()
-        if isinstance(value, EncodedMedia) != (reservation.kind == "encoded"):
+        if not _describes(value, reservation.kind):
             raise TypeError(f"a {type(value).__name__} does not describe an entry of kind {reservation.kind}")
         entry, found = self._table.publish(reservation.take(), key, value)
+        if isinstance(value, Feature) and value.embedding is not None:
+            self._table.demote(value.mm_hash)
         return Lease(self._table, entry, cast("C", found))
+
+    def is_completed(self, reservation: Reservation) -> bool:
+        """Return whether another process has written the range (`FillWriter`): then it writes nothing more."""
+        return not self._closed and is_completed(self._file.view.words, reservation.range)
+
+    def revoke(self, reservation: Reservation) -> bool:
+        """Free a range that another process may write (`FillWriter`), which is too late from now on. Return False if it
+        is writing at the moment: then nothing is freed, and the caller tries again."""
+        if not self._closed:
+            clear(self._file.view.words, reservation.range)
+            if self._file.is_locked(reservation.range):
+                return False
+        reservation.abandon()
+        return True
 
     def keep(self, reservation: Reservation, value: T) -> Lease[T]:
         """Lease the written entry without caching it: it is freed when its last lease ends."""
@@ -125,7 +142,9 @@ class Arena:
         return Lease(self._table, entry, value)
 
     @overload
-    def lookup(self, key: str, kind: Literal["decoded", "processed"] = "processed") -> Lease[Feature] | None: ...
+    def lookup(
+        self, key: str, kind: Literal["decoded", "processed", "embedded"] = "processed"
+    ) -> Lease[Feature] | None: ...
     @overload
     def lookup(self, key: str, kind: Literal["encoded"]) -> Lease[EncodedMedia] | None: ...
     def lookup(self, key: str, kind: Kind = "processed") -> Lease[Feature] | Lease[EncodedMedia] | None:
@@ -157,6 +176,11 @@ class Arena:
         """Return whether `key` is cached, without counting as a use of the entry."""
         return self._table.contains(key, kind)
 
+    def demote(self, key: str, kind: Kind = "processed") -> None:
+        """Evict the entry of `key`, if there is one, before others; if it is leased, when its leases have ended. It
+        counts as used again when it is looked up."""
+        self._table.demote(key, kind)
+
     def evict(self, key: str, kind: Kind = "processed") -> bool:
         """Free the entry of `key`. Return False if there is none, or it is held."""
         return self._table.evict(key, kind)
@@ -184,3 +208,9 @@ class Arena:
     def _clear(self, entry: ArenaRange) -> None:
         if not self._closed:  # later there is no mapping, and the memory is not reused
             clear(self._file.view.words, entry)
+
+
+def _describes(value: Cached, kind: Kind) -> bool:
+    if isinstance(value, EncodedMedia):
+        return kind == "encoded"
+    return kind != "encoded" and (value.embedding is not None) == (kind == "embedded")

@@ -28,12 +28,19 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """the same for decoded media"""
     processed_share: float = field(default=1.0, name="arena-processed-share")
     """the same for processed media"""
+    embedded_share: float = field(default=1.0, name="arena-embedded-share")
+    """the same for the outputs of models' encoders"""
     directory: str = field(default="/dev/shm", name="arena-directory")  # noqa: S108 - the file is created exclusively, mode 0600, under a random name
     """directory of the shared-memory file; must be a tmpfs"""
 
     @property
     def shares(self) -> dict[Kind, float]:
-        return {"encoded": self.encoded_share, "decoded": self.decoded_share, "processed": self.processed_share}
+        return {
+            "encoded": self.encoded_share,
+            "decoded": self.decoded_share,
+            "processed": self.processed_share,
+            "embedded": self.embedded_share,
+        }
 
     def validate(self) -> None:
         """Raise StartupFailed if the arena cannot be created there.

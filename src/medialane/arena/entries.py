@@ -1,8 +1,8 @@
 """The entry table: state and eviction of the arena's entries. It accesses no memory, clock or event loop.
 
-Entries are of three *kinds*: encoded bytes as received, decoded media, processed features. One LRU order covers all of
-them. Each kind has a share of the arena, which it may exceed while there is free space. If there is none, entries of
-kinds over their share (after adding the new entry) are evicted first.
+Entries are of four *kinds*: encoded bytes as received, decoded media, processed features, and embeddings (outputs of
+models' encoders). One LRU order covers all of them. Each kind has a share of the arena, which it may exceed while there
+is free space. If there is none, entries of kinds over their share (after adding the new entry) are evicted first.
 
     reserve -> WRITING --publish--> PUBLISHED  cached under a key; pinned, or idle and evictable in order of use
                   |  `---keep-----> PUBLISHED  without a key; freed when its last pin ends
@@ -15,6 +15,7 @@ A writing or pinned entry is *held* and cannot be evicted. Every entry is freed 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -56,6 +57,7 @@ class Entry:
     key: str | None = None
     pins: int = 0
     last_use: int = 0
+    is_demoted: bool = False
 
 
 class EntryTable(Generic[V]):
@@ -80,9 +82,11 @@ class EntryTable(Generic[V]):
         self._on_free = on_free
         self._generations = count(1)
         self._uses = count(1)
+        self._demotions = count(-1, -1)  # before all uses
         self._held: dict[int, Entry] = {}
         self._by_key: dict[tuple[Kind, str], tuple[Entry, V]] = {}
-        self._idle: dict[Kind, dict[int, Entry]] = {kind: {} for kind in KINDS}  # by offset, least recently used first
+        #: By offset, least recently used first.
+        self._idle: dict[Kind, OrderedDict[int, Entry]] = {kind: OrderedDict() for kind in KINDS}
         self._kind_bytes = dict.fromkeys(KINDS, 0)
         self._max_bytes = {kind: shares.get(kind, 1.0) * size_bytes for kind in KINDS}
         self._writing_bytes = self._pinned_bytes = 0
@@ -157,6 +161,7 @@ class EntryTable(Generic[V]):
             self._num_misses += 1
             return None
         self._num_hits += 1
+        found[0].is_demoted = False
         self.pin(found[0])
         return found
 
@@ -208,8 +213,16 @@ class EntryTable(Generic[V]):
         if entry.key is None:
             self._free(entry)
         else:
-            entry.last_use = next(self._uses)
-            self._idle[entry.kind][self._offset(entry)] = entry
+            self._idle_since_now(entry)
+
+    def demote(self, key: str, kind: Kind = "processed") -> None:
+        """Make the entry of `key`, if there is one, the least recently used one; if it is pinned, when its pins end,
+        unless it is looked up before."""
+        if (found := self._by_key.get((kind, key))) is not None:
+            entry, _ = found
+            entry.is_demoted = True
+            if not entry.pins:
+                self._idle_since_now(entry)
 
     def evict(self, key: str, kind: Kind = "processed") -> bool:
         """Free the entry of `key`. Return False if there is none, or it is pinned."""
@@ -237,6 +250,7 @@ class EntryTable(Generic[V]):
             encoded_bytes=self._kind_bytes["encoded"],
             decoded_bytes=self._kind_bytes["decoded"],
             processed_bytes=self._kind_bytes["processed"],
+            embedded_bytes=self._kind_bytes["embedded"],
             num_reservations=self._num_reservations,
             num_entries=len(self._held) - self._num_reservations + sum(map(len, self._idle.values())),
             num_leases=self._num_leases,
@@ -244,6 +258,13 @@ class EntryTable(Generic[V]):
             num_misses=self._num_misses,
             num_evictions=self._num_evictions,
         )
+
+    def _idle_since_now(self, entry: Entry) -> None:
+        """Put an entry without pins at the end of the LRU order, or at its start if it is demoted."""
+        entry.last_use = next(self._demotions if entry.is_demoted else self._uses)
+        idle, offset = self._idle[entry.kind], self._offset(entry)
+        idle[offset] = entry
+        idle.move_to_end(offset, last=not entry.is_demoted)
 
     def _evict_for(self, nbytes: int, kind: Kind) -> int:
         need = align(nbytes)

@@ -24,11 +24,13 @@ from pathlib import Path
 from threading import Event
 
 from medialane.arena.config import ArenaConfig, not_enough_space
+from medialane.arena.fill import lock_range, unlock_range
 from medialane.arena.layout import NONCE_BYTES, PAGE_BYTES, FileHeader, arena_of, file_path
 from medialane.arena.view import ArenaView
 from medialane.core.errors import StartupFailed
 from medialane.core.libc import last_error, libc
 from medialane.core.owner_lock import try_lock
+from medialane.core.tensor import ArenaRange
 
 #: Pages are allocated in pieces of this size (10 ms each), between which a prefault can be stopped.
 PREFAULT_BYTES = 16 << 20
@@ -83,6 +85,23 @@ class ArenaFile:
                 done += nbytes
                 on_progress(done)
         return done
+
+    def is_locked(self, entry: ArenaRange) -> bool:
+        """Return whether a process is writing to `entry` (`fill`). Of one whose header is invalid, none will be later.
+
+        The range is locked rather than queried: this orders what either side has stored before with what the other
+        one loads after it. F_OFD_GETLK takes no lock in the kernel if the file has none.
+        """
+        if self._lock is None:
+            return False
+        try:
+            if not lock_range(self._lock, entry):
+                return True
+            unlock_range(self._lock, entry)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # this kernel or sandbox has no such locks: no writer gets one either
+                raise
+        return False
 
     def close(self) -> None:
         """Remove the file and release the lock. Idempotent. A child of os.fork() only closes its descriptor."""

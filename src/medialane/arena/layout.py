@@ -7,13 +7,13 @@
                +0   u64 magic
                +8   u64 generation   0: freed, the rest is invalid
                +16  u64 nbytes       size of the entry, including this header
-               +24  zero
+               +24  u64 completed    the generation, once another process has written the payload (`fill`); else zero
                +64  payload: tensors one after another, each aligned to 64
 
 Offsets of entries are relative to the start of the file, offsets of tensors to the start of their entry. Only the owner
-writes headers; a payload is written by the process that got the range from the owner. Every word of an entry header is
-one aligned 8-byte store in native byte order (the file never leaves the host), so a reader sees the old or the new
-word.
+writes headers, except for `completed`; a payload is written by the process that got the range from the owner. Every
+word of an entry header is one aligned 8-byte store in native byte order (the file never leaves the host), so a reader
+sees the old or the new word.
 
 Generations are never reused in an arena, and arena ids are never reused at all. So a range with both is either valid,
 or detected as invalid by reading one word, however old it is.
@@ -33,6 +33,8 @@ from medialane.core.tensor import ALIGNMENT, ArenaRange, TensorDescriptor, Tenso
 PAGE_BYTES = 4096
 ENTRY_HEADER_BYTES = 64
 NONCE_BYTES = 16
+#: The word of an entry's header that a writer of the payload sets.
+COMPLETED_WORD = 3
 
 #: Names of arena files; one that is being created ends in .tmp.
 FILE_NAME = re.compile(r"medialane-(?P<id>[0-9a-f]{32})\.arena(?:\.tmp)?")
@@ -85,10 +87,11 @@ def arena_of(path: Path) -> str:
 
 
 def stamp(words: memoryview, entry: ArenaRange) -> None:
-    """Write the header of `entry`; the last of the three stores makes it valid."""
+    """Write the header of `entry`; the last of the four stores makes it valid."""
     first = entry.offset // 8
     words[first] = ENTRY_MAGIC
     words[first + 2] = entry.nbytes
+    words[first + COMPLETED_WORD] = 0
     words[first + 1] = entry.generation
 
 
@@ -97,14 +100,23 @@ def clear(words: memoryview, entry: ArenaRange) -> None:
     words[entry.offset // 8 + 1] = 0
 
 
+def is_well_formed(entry: ArenaRange) -> bool:
+    """Return whether `entry` may be in an arena that is large enough."""
+    is_aligned = entry.offset >= PAGE_BYTES and entry.offset % ALIGNMENT == 0
+    return is_aligned and entry.nbytes >= ENTRY_HEADER_BYTES and entry.generation > 0
+
+
 def is_valid(words: memoryview, entry: ArenaRange) -> bool:
     """Return whether `entry` is inside the file mapped as `words` and matches the current header at its offset."""
-    if entry.offset % ALIGNMENT or entry.offset < PAGE_BYTES or entry.nbytes < ENTRY_HEADER_BYTES:
-        return False
-    if entry.offset + entry.nbytes > words.nbytes or entry.generation <= 0:
+    if not is_well_formed(entry) or entry.offset + entry.nbytes > words.nbytes:
         return False
     first = entry.offset // 8
     return is_header(words[first : first + 3], entry)
+
+
+def is_completed(words: memoryview, entry: ArenaRange) -> bool:
+    """Return whether the payload of the valid `entry` has been written by another process."""
+    return bool(words[entry.offset // 8 + COMPLETED_WORD] == entry.generation)
 
 
 def is_header(words: memoryview, entry: ArenaRange) -> bool:

@@ -33,14 +33,9 @@ class ArenaView:
 
         Raises HandoverFailed if there is no such arena on this host, or the file's header does not match its name.
         """
+        descriptor = open_file(arena, directory, writable=writable)
         try:
-            path = file_path(directory, arena)
-            flags = os.O_RDWR if writable else os.O_RDONLY
-            descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except (OSError, ValueError) as error:
-            raise HandoverFailed(f"the arena {arena!r} cannot be opened: {error}") from error
-        try:
-            header = _read_header(descriptor, arena)
+            header = read_header(descriptor, arena)
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             mapping = mmap.mmap(descriptor, header.size_bytes, flags=mmap.MAP_SHARED, prot=protection)
         except (OSError, ValueError) as error:
@@ -96,7 +91,18 @@ class ArenaView:
                 mapping.close()
 
 
-def _read_header(descriptor: int, arena: str) -> FileHeader:
+def open_file(arena: str, directory: str, *, writable: bool) -> int:
+    """Return a descriptor of an arena's file. Raises HandoverFailed if it cannot be opened."""
+    try:
+        path = file_path(directory, arena)
+        flags = os.O_RDWR if writable else os.O_RDONLY
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise HandoverFailed(f"the arena {arena!r} cannot be opened: {error}") from error
+
+
+def read_header(descriptor: int, arena: str) -> FileHeader:
+    """Return the header of an arena's file. Raises ValueError if it is not that of `arena`."""
     header = FileHeader.decode(os.pread(descriptor, PAGE_BYTES, 0))
     if header.arena != arena:
         raise ValueError("the file's header names another arena")

@@ -271,6 +271,7 @@ def _gateway(components: _Components) -> Gateway:
             holds=HoldPasser(components.store, retention_s=components.config.store.hold_retention_s),
             grants=StoreGrants(components.store),
             mover=components.config.transfer.mover,
+            encoder_ms_per_token=components.config.routing.encoder_ms_per_token,
         ),
         assembler=components.frontend.assembler,
         workers=components.links,

@@ -99,15 +99,16 @@ class _Store:
         published = published_images(config.media, arena, pulls, found)
         if published is not None:
             stack.push_async_callback(published.close)
+        self._items = Items(
+            arena=arena,
+            pool=self._pool,
+            fetcher=fetcher,
+            media=config.media,
+            aliases=aliases,
+            published=published,
+        )
         self._server = StoreServer(
-            Items(
-                arena=arena,
-                pool=self._pool,
-                fetcher=fetcher,
-                media=config.media,
-                aliases=aliases,
-                published=published,
-            ),
+            self._items,
             arena,
             config.rpc,
             pulls=pulls,
@@ -128,7 +129,8 @@ class _Store:
         return True
 
     def _status(self) -> StoreStatus:
-        stats = StoreStats(self._arena.stats(), self._pool.stats(), self._pulls.stats)
+        embeddings = self._items.embeddings.stats
+        stats = StoreStats(self._arena.stats(), self._pool.stats(), self._pulls.stats, embeddings)
         return StoreStatus(stats, self._pool.degradation, self._has_started)
 
 

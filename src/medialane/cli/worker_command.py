@@ -105,10 +105,12 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
         arena_directory=config.arena.directory,
         release_timeout_s=config.worker.release_timeout_s,
         max_sampled_frames=config.media.max_sampled_frames,
+        encode_cache=config.worker.encode_cache,
     )
     directory = config.arena.directory
 
     async def serve() -> int:
+        await engine.learn_encoder()
         async with _host_arena(config, args if engine.takes_media else None) as host_arena:
             return await serve_worker(
                 config.worker,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -11,7 +11,7 @@ import msgspec
 from medialane.core.media import MediaRef, MediaSize, Modality
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.stage import StageName
-from medialane.core.tensor import InlineTensor, TensorDescriptor
+from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor
 
 V = TypeVar("V")
 
@@ -61,6 +61,11 @@ class Feature(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.embedding is not None:
             return self.embedding.tensor.spec.nbytes
         return sum(t.spec.nbytes for t in self.tensors)
+
+    @property
+    def entry(self) -> ArenaRange | None:
+        """The arena entry of its tensors, which are all in the same, or of its embedding."""
+        return _entry(self.tensors, self.embedding)
 
     def __repr__(self) -> str:
         return f"Feature({self.modality}, {self.mm_hash[:12]}, {[t.spec for t in self.tensors]}, {self.size})"
@@ -142,6 +147,17 @@ class Hold(Protocol):
     def release(self) -> None: ...
 
 
+class FoundEmbedding(NamedTuple):
+    """An item's embedding in the arena of this host. If not `is_filled`, the engine is to write it there.
+
+    Releasing `hold` ends the reading, or the writing: then what has been written is cached, and anything else freed.
+    """
+
+    embedding: Embedding
+    hold: Hold
+    is_filled: bool
+
+
 class FoundItem(NamedTuple, Generic[V]):
     """An item in the arena, a hold on it, and the hash of its encoded bytes. `is_hit` is whether it was cached."""
 
@@ -175,6 +191,18 @@ class StagedMedia(Protocol):
 
         Raises MedialaneError.
         """
+        ...
+
+    async def without_embeddings(self) -> int:
+        """Have `in_stage` return tensors for all items, also for those whose embedding it has returned before: return
+        their number.
+
+        Raises like `in_stage`, and HandoverFailed if the content of an item has changed since.
+        """
+        ...
+
+    def note_embedded(self, mm_hashes: Collection[str]) -> None:
+        """The embeddings of these items are in the arena now: their tensors are not needed for the next request."""
         ...
 
     @property
@@ -227,5 +255,16 @@ class MediaPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     embedding: Embedding | None = None
     embedding_wait_ms: float = 0.0
 
+    @property
+    def entry(self) -> ArenaRange | None:
+        """The arena entry of its tensors, which are all in the same, or of its embedding; None if it needs none."""
+        return _entry(self.tensors, self.embedding)
+
     def __repr__(self) -> str:
         return f"MediaPayload({self.modality}, {self.mm_hash[:12]}, {[t.spec for t in self.tensors]}, {self.size})"
+
+
+def _entry(tensors: Sequence[TensorDescriptor | InlineTensor], embedding: Embedding | None) -> ArenaRange | None:
+    if embedding is not None:
+        return embedding.tensor.range
+    return next((tensor.range for tensor in tensors if isinstance(tensor, TensorDescriptor)), None)

@@ -119,7 +119,8 @@ class EngineTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Output of one step of a request. The first one also has the token ids of a prompt that the worker expanded
     (stages `decoded` and `url`), the positions of its items (`placed`), and the hashes of items whose embeddings are
-    now in the arena of the worker's host (`embedded`)."""
+    now in the arena of the worker's host (`embedded`), and of those among them that the engine was to load instead of
+    encoding the item (`loaded`)."""
 
     request_id: str
     completions: list[CompletionDelta]
@@ -131,6 +132,7 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     times: EngineTimes | None = None
     placed: tuple[MediaSpan, ...] = ()
     embedded: tuple[str, ...] = ()
+    loaded: tuple[str, ...] = ()
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
@@ -148,6 +150,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         times=first.times,
         placed=first.placed,
         embedded=first.embedded,
+        loaded=first.loaded,
     )
 
 
@@ -169,6 +172,16 @@ class WorkerLoad(msgspec.Struct, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
+
+
+class EmbeddingCounts(msgspec.Struct, frozen=True):
+    """Totals of an engine since its start: embeddings loaded, items encoded, embeddings saved, and embeddings that
+    could not be loaded or saved."""
+
+    loaded: int = 0
+    encoded: int = 0
+    saved: int = 0
+    failed: int = 0
 
 
 class EncoderCard(msgspec.Struct, frozen=True):
@@ -221,11 +234,13 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Estimated cost of a routing choice, in milliseconds. The first six add up to the time to first token.
-    `contention` is the delay that its work causes for later requests; `session` is a bonus, so at most zero."""
+    """Estimated cost of a routing choice, in milliseconds. The first seven add up to the time to first token.
+    `load` is the copying of embeddings that are in the arena of the gateway's host, instead of `encoder`. `contention`
+    is the delay that its work causes for later requests; `session` is a bonus, so at most zero."""
 
     prefill: float = 0.0
     encoder: float = 0.0
+    load: float = 0.0
     queue: float = 0.0
     running: float = 0.0
     kv_pressure: float = 0.0
@@ -236,7 +251,7 @@ class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def expected_ms(self) -> float:
         """Expected time to first token."""
-        return self.prefill + self.encoder + self.queue + self.running + self.kv_pressure + self.handover
+        return self.prefill + self.encoder + self.load + self.queue + self.running + self.kv_pressure + self.handover
 
     @property
     def total(self) -> float:
@@ -256,8 +271,9 @@ class Alternative(msgspec.Struct, frozen=True):
 class RoutingDecision(msgspec.Struct, frozen=True):
     """The chosen worker and the reason. `cached_tokens` is the predicted number of prompt tokens in its KV cache (whole
     blocks, at most all but the last token); `encoder_items_cached` the number of items that need no encoder run: those
-    within the cached tokens, and those in its encoder cache. `expected_ms` is the expected time to first token.
-    `alternatives` are the next best workers."""
+    within the cached tokens, and those in its encoder cache; `encoder_items_loaded` the number of others whose
+    embeddings it loads from the arena. `expected_ms` is the expected time to first token. `alternatives` are the next
+    best workers."""
 
     worker_id: str
     reason: str
@@ -268,6 +284,7 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     num_items: int = 0
     encoder_items_cached: int = 0
+    encoder_items_loaded: int = 0
     expected_ms: float = 0.0
     parts: CostParts = CostParts()
     alternatives: tuple[Alternative, ...] = ()

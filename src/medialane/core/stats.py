@@ -11,7 +11,7 @@ class ArenaStats(msgspec.Struct, frozen=True):
     """Usage of an arena and its cache lookups. Bytes are allocated bytes, including headers and padding.
 
     free + writing + published = size; pinned is the part of published held by leases. encoded + decoded + processed
-    = writing + published.
+    + embedded = writing + published.
     """
 
     size_bytes: int
@@ -23,6 +23,7 @@ class ArenaStats(msgspec.Struct, frozen=True):
     encoded_bytes: int
     decoded_bytes: int
     processed_bytes: int
+    embedded_bytes: int
     num_reservations: int
     num_entries: int
     num_leases: int
@@ -58,12 +59,26 @@ class PullStats(msgspec.Struct, frozen=True):
     num_quarantined: int = 0
 
 
+class EmbeddingStats(msgspec.Struct, frozen=True):
+    """Embeddings (outputs of models' encoders) that were found in the arena, cached after an engine wrote them, and
+    dropped as it did not; calls that waited for another engine. Ranges that are reserved for writing, and those that
+    are freed when a process no longer writes there."""
+
+    num_found: int = 0
+    num_filled: int = 0
+    num_dropped: int = 0
+    num_waited: int = 0
+    num_writing: int = 0
+    num_revoking: int = 0
+
+
 class StoreStats(msgspec.Struct, frozen=True):
     """State of a host's media store."""
 
     arena: ArenaStats
     preparers: PoolStats
     pulls: PullStats = PullStats()
+    embeddings: EmbeddingStats = EmbeddingStats()
 
 
 class RoutingStats(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from medialane.core.feature import Feature, FoundItem
+from medialane.core.feature import Feature, FoundItem, Hold
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.tensor import ArenaRange
 from medialane.gateway.image_budget import ImageBudget
@@ -26,12 +26,17 @@ class FeatureSource(Protocol):
         ...
 
     async def processed(
-        self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget
+        self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget, *, encoder: str = ""
     ) -> FoundItem[Feature]:
-        """Return the feature of `ref`, processed with the options of the request and of `ref`.
+        """Return the feature of `ref`, processed with the options of the request and of `ref`. If the arena has its
+        embedding by the `encoder` with this digest, it has that instead of tensors.
 
         An image of a URL that is not cached is counted in `budget` before it is decoded.
         """
+        ...
+
+    def forget(self, hold: Hold) -> None:
+        """Look up the item of `hold` again for the next request: it may be found in another form."""
         ...
 
     async def decoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[Feature]:

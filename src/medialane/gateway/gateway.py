@@ -131,7 +131,8 @@ class Gateway:
         stage = prepared_stage(self._stage_for(prompt))
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
-        media = RequestMedia(prompt, self._features, scope, self._assembly)
+        encoder = self.routes.encoder if self._transfer.transport != "inline" else ""
+        media = RequestMedia(prompt, self._features, scope, self._assembly, encoder=encoder)
         try:
             items = await media.in_stage(stage.name)
         except PromptTooLong as error:
@@ -200,6 +201,8 @@ class Gateway:
                         yield delta
             except HandoverFailed as error:
                 logger.warning("transfer to %s by %s failed: %s", call.route.link.address, tries[0], error.message)
+                if not started and await self._drop_embeddings(prepared):
+                    continue  # the same path, with tensors
                 if started or len(tries) == 1:
                     raise _untransferable(error, prepared) from error
                 self._metrics.count_fallback(str(tries[0]), error.code)
@@ -224,6 +227,18 @@ class Gateway:
             route = self.routes.choose(request, prepared, excluded)
             scope.take(route.routed)
             return _Call(request, prepared, route, scope), self._transfer_paths(route.link, prepared)
+
+    async def _drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
+        """Have media that are sent by embeddings made anew, if there are any. Raises what preparing them raises."""
+        if prepared is None:
+            return False
+        try:
+            num_items = await prepared.media.without_embeddings()
+        except HandoverFailed as error:
+            logger.warning("%s: features cannot be sent", error.message)
+            return False
+        self._metrics.count_embeddings("fallback", num_items)
+        return num_items > 0
 
     def _reroute(self, call: _Call, lost: frozenset[str], error: WorkerLost) -> tuple[_Call, Sequence[TransferPath]]:
         """Choose a worker that is not `lost`; raises `error` if there is none. The scope still holds the media."""
@@ -267,8 +282,10 @@ class Gateway:
             async for delta in remote:
                 if "first_token" not in timeline.seconds:
                     timeline.add("first_token", time.perf_counter() - sent_at)
-                    self.routes.answered(call.route, call.prepared, delta)
-                    call.scope.note_answered(delta.num_cached_tokens)
+                    outcomes = self.routes.answered(call.route, call.prepared, delta)
+                    call.scope.note_answered(delta.num_cached_tokens, outcomes)
+                if delta.embedded and call.prepared is not None:
+                    call.prepared.media.note_embedded(delta.embedded)
                 if delta.times is not None:
                     timeline.add("queue", delta.times.queue_s)
                     timeline.add("prefill", delta.times.prefill_s)
@@ -283,9 +300,12 @@ class Gateway:
         request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
         prompt = request.prompt
         if prepared is not None:
-            if not STAGES[transfer_path.stage].is_processed or transfer_path.transport == "pull":
+            is_processed = STAGES[transfer_path.stage].is_processed
+            if not is_processed or transfer_path.transport == "pull":
                 # Other requests may be routed while its media are being fetched, or granted to another host.
                 self._begin(call, transfer_path, is_sent=False)
+            if is_processed and (transfer_path.transport == "inline" or route.link.encoder != self.routes.encoder):
+                await self._drop_embeddings(prepared)
             prompt = await self._handover.prompt(transfer_path, request.prompt.token_ids, prepared, scope.timeline)
         has_passed_holds = transfer_path.transport == "shm" and self._handover.pass_holds(
             prompt, to=route.link.store_client, request_id=request_id

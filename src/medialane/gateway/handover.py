@@ -8,7 +8,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from medialane.core.errors import HandoverFailed, StoreUnavailable
-from medialane.core.feature import MediaPayload, PlacedFeature, PreparedPrompt, StagedItem
+from medialane.core.feature import MediaPayload, PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.core.remote_entry import MoverChoice, RemoteEntry
 from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
 from medialane.core.stage import STAGES
@@ -38,7 +38,8 @@ class PassesHolds(Protocol):
 
 class Handover:
     """Builds the prompt that is sent. `holds` are for the transport `shm`, `grants` for `pull`; `mover` is the choice
-    of a mover."""
+    of a mover. `encoder_ms_per_token` is the expected time of encoding one embedding: a worker waits as long for
+    another one that is encoding the same item."""
 
     def __init__(
         self,
@@ -48,10 +49,12 @@ class Handover:
         holds: PassesHolds | None = None,
         grants: Grants | None = None,
         mover: MoverChoice = "auto",
+        encoder_ms_per_token: float = 0.0,
     ) -> None:
         self._holds = holds
         self._grants = grants
         self._mover = mover
+        self._encoder_ms_per_token = encoder_ms_per_token
         self._transports = {t.name: t for t in transports}
         self._max_inline_bytes = max_inline_bytes
 
@@ -67,10 +70,13 @@ class Handover:
         if not is_processed:
             token_ids = _unexpanded(token_ids, prepared)
         items = await prepared.media.in_stage(transfer_path.stage)
+        if transfer_path.transport == "inline" and any(item.feature.embedding is not None for item in items):
+            raise HandoverFailed("embeddings are not sent in messages")
         published = self._publish(transfer_path, [item.feature.tensors for item in items], timeline)
         options = prepared.source.options
         if is_processed:
-            payloads = list(map(_feature, prepared.features, published))
+            places = [placed.placeholder for placed in prepared.features]
+            payloads = list(map(self._feature, items, places, published))
         else:
             payloads = list(map(_source, items, published))
         if transfer_path.transport == "pull":
@@ -82,7 +88,7 @@ class Handover:
     def pass_holds(self, prompt: Prompt, *, to: str, request_id: str) -> bool:
         """Pass holds on what the prompt refers to, to the worker that is about to get it. Return whether it is to wait
         for them."""
-        ranges = list(dict.fromkeys(found for payload in prompt.media if (found := _entry(payload)) is not None))
+        ranges = list(dict.fromkeys(payload.entry for payload in prompt.media if payload.entry is not None))
         return bool(ranges) and self._holds is not None and self._holds.pass_on(ranges, to=to, request_id=request_id)
 
     async def _granted(self, payloads: Sequence[MediaPayload]) -> list[MediaPayload]:
@@ -90,7 +96,7 @@ class Handover:
 
         An item without large tensors needs none.
         """
-        ranges = list(dict.fromkeys(found for payload in payloads if (found := _entry(payload)) is not None))
+        ranges = list(dict.fromkeys(payload.entry for payload in payloads if payload.entry is not None))
         if self._grants is None:
             raise HandoverFailed("there is no store to copy from")
         try:
@@ -99,9 +105,22 @@ class Handover:
             raise HandoverFailed(error.message) from error
         remote = {entry.range: replace(entry, mover=self._mover) for entry in granted}
         return [
-            payload if (found := _entry(payload)) is None else replace(payload, remote=remote[found])
-            for payload in payloads
+            payload if payload.entry is None else replace(payload, remote=remote[payload.entry]) for payload in payloads
         ]
+
+    def _feature(self, item: StagedItem, place: PlaceholderRange, tensors: TransferTensors) -> MediaPayload:
+        """Return a feature with its position in the expanded prompt."""
+        feature = item.feature
+        return MediaPayload(
+            feature.modality,
+            feature.mm_hash,
+            feature.header,
+            tensors,
+            feature.size,
+            place,
+            embedding=feature.embedding,
+            embedding_wait_ms=0.0 if feature.embedding is not None else self._encoder_ms_per_token * place.num_embeds,
+        )
 
     def _publish(
         self, transfer_path: TransferPath, tensors: Sequence[tuple[TensorDescriptor, ...]], timeline: StageTimeline
@@ -115,17 +134,6 @@ class Handover:
                 )
             timeline.copied_bytes += total
         return [self._transports[transfer_path.transport].publish(item) for item in tensors]
-
-
-def _entry(payload: MediaPayload) -> ArenaRange | None:
-    """Return the arena entry of the payload's tensors, which are all in the same."""
-    return next((tensor.range for tensor in payload.tensors if isinstance(tensor, TensorDescriptor)), None)
-
-
-def _feature(placed: PlacedFeature, tensors: TransferTensors) -> MediaPayload:
-    """Return a feature with its position in the expanded prompt."""
-    feature = placed.feature
-    return MediaPayload(feature.modality, feature.mm_hash, feature.header, tensors, feature.size, placed.placeholder)
 
 
 def _source(item: StagedItem, tensors: TransferTensors) -> MediaPayload:

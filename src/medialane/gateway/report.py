@@ -21,6 +21,7 @@ from medialane.core.feature import StagedItem
 from medialane.core.media import MediaSize, Modality
 from medialane.core.request import RoutingDecision
 from medialane.core.stage import StageName, TransportName
+from medialane.gateway.embedding_outcome import EmbeddingOutcome
 from medialane.observability.timeline import StageTimeline
 
 Cache = Literal["hit", "miss", "none"]
@@ -38,7 +39,8 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was used of one item; members that do not apply are omitted.
 
     `cache` is whether its feature was cached, `none` if the worker computes it. `timestamps` are those of the sampled
-    frames, in seconds. `num_tokens` is the number of prompt tokens that represent the item.
+    frames, in seconds. `num_tokens` is the number of prompt tokens that represent the item. `embedding` is what the
+    worker did about the item's embedding, if it keeps embeddings.
     """
 
     param: str
@@ -51,6 +53,7 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
     num_samples: int = 0
     timestamps: tuple[float, ...] = ()
     num_tokens: int = 0
+    embedding: EmbeddingOutcome | None = None
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -75,6 +78,10 @@ def media_report(item: StagedItem, num_tokens: int) -> MediaReport:
         timestamps=timestamps(size),
         num_tokens=num_tokens,
     )
+
+
+def with_outcome(item: MediaReport, outcome: EmbeddingOutcome | None) -> MediaReport:
+    return item if outcome is None else msgspec.structs.replace(item, embedding=outcome)
 
 
 def request_report(

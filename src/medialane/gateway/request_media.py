@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 import msgspec
 
 from medialane.arena import describe
+from medialane.core.errors import HandoverFailed
 from medialane.core.feature import Feature, FoundItem, MediaPrompt, StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stage import STAGES, StageName
@@ -22,7 +23,17 @@ from medialane.gateway.scope import RequestScope
 class RequestMedia:
     """The items of one prompt (a `core.feature.StagedMedia`). The request's scope owns all their leases."""
 
-    def __init__(self, source: MediaPrompt, features: FeatureSource, scope: RequestScope, assembly: Assembly) -> None:
+    def __init__(
+        self,
+        source: MediaPrompt,
+        features: FeatureSource,
+        scope: RequestScope,
+        assembly: Assembly,
+        *,
+        encoder: str = "",
+    ) -> None:
+        """Embeddings of the `encoder` with this digest are used instead of tensors."""
+        self.encoder = encoder
         self.source = source
         self._assembly = assembly
         self.features = features
@@ -33,22 +44,44 @@ class RequestMedia:
         """Return the items in the form for `stage`. A URL's content may differ between stages: each item is identified
         by the content that is sent. Raises PromptTooLong as soon as the headers of images tell."""
         if (found := self._found.get(stage)) is None:
-            find, budget = FINDERS[STAGES[stage].sends], ImageBudget(self._assembly, self.source.options)
-            for ref in self.source.items:
-                await self.features.count_sent(ref, budget)
-            found = self._found[stage] = await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
+            found = self._found[stage] = await self._find(stage)
         return found
+
+    async def without_embeddings(self) -> int:
+        self.encoder, num_embeddings = "", 0
+        for stage, found in list(self._found.items()):
+            if not (num_found := sum(item.feature.embedding is not None for item in found)):
+                continue
+            anew = await self._find(stage)
+            if any(old.feature.mm_hash != new.feature.mm_hash for old, new in zip(found, anew, strict=True)):
+                raise HandoverFailed("the content of a URL has changed")
+            self._found[stage] = anew
+            num_embeddings += num_found
+        return num_embeddings
+
+    def note_embedded(self, mm_hashes: Collection[str]) -> None:
+        for item in (item for found in self._found.values() for item in found):
+            if item.feature.mm_hash in mm_hashes and item.feature.embedding is None:
+                self.features.forget(item.hold)
 
     @property
     def is_lost(self) -> bool:
-        tensors = [tensor for found in self._found.values() for item in found for tensor in item.feature.tensors]
-        return any(tensor.range.arena != self.features.arena for tensor in tensors)
+        entries = [item.feature.entry for found in self._found.values() for item in found]
+        return any(entry is not None and entry.arena != self.features.arena for entry in entries)
+
+    async def _find(self, stage: StageName) -> tuple[StagedItem, ...]:
+        find, budget = FINDERS[STAGES[stage].sends], ImageBudget(self._assembly, self.source.options)
+        for ref in self.source.items:
+            await self.features.count_sent(ref, budget)
+        return await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
 
 
 async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    found = await request.features.processed(ref, request.source.options, request.scope.timeline, budget)
+    features, timeline = request.features, request.scope.timeline
+    found = await features.processed(ref, request.source.options, timeline, budget, encoder=request.encoder)
     request.scope.take(found.hold)
     await _count_hit(ref, found, budget)
+    timeline.num_embeddings += found.value.embedding is not None
     return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit)
 
 

@@ -17,6 +17,7 @@ from medialane.core.kv_events import BlockIds, KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.core.stats import RoutingStats
+from medialane.gateway.embedding_outcome import EmbeddingOutcome, embedding_outcome
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import routing_report
 from medialane.gateway.workers import WorkerLink, WorkerPool
@@ -60,15 +61,27 @@ class Routes:
         self._slots: dict[str, list[int]] = {}
         self._announced: dict[str, dict[int, AnnouncedReservation]] = {}
         self._event_lag_s: dict[str, float] = {}
+        self._encoder: str | None = None  # of all workers; None: not known yet
         workers.listen(self)
 
+    @property
+    def encoder(self) -> str:
+        """The digest of the encoder of all workers that load embeddings from our arena; empty if there is none, or if
+        they have different ones."""
+        if self._encoder is None:
+            found = {link.encoder for link in self._workers.links.values()} - {""}
+            self._encoder = found.pop() if len(found) == 1 else ""
+        return self._encoder
+
     def joined(self, link: WorkerLink) -> None:
+        self._encoder = None
         self._announced[link.address] = {}
         slots = self._slots[link.address] = []
         for endpoint in link.endpoints():
             slots.append(self._router.join(endpoint))  # noqa: PERF401 - `left` must find these slots if a later join raises
 
     def left(self, link: WorkerLink) -> None:
+        self._encoder = None
         self._event_lag_s.pop(link.address, None)
         self._announced.pop(link.address, None)
         for slot in self._slots.pop(link.address, ()):
@@ -96,10 +109,12 @@ class Routes:
             found.end(is_computed=is_computed)
 
     def moved(self, link: WorkerLink) -> None:
+        self._encoder = None
         for slot in self._slots.get(link.address, ()):  # none if joining has failed and the connection is being closed
             self._router.move(slot, same_host=link.same_host)
 
     def encoder_cleared(self, link: WorkerLink) -> None:
+        self._encoder = None
         for slot in self._slots[link.address]:
             self._router.clear_encoder(slot)
 
@@ -142,8 +157,11 @@ class Routes:
         logger.debug("%s is routed to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
         _annotate_span(decision)
 
-    def answered(self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta) -> None:
-        """Record the first output: the engine's cached tokens, and the expansions if the worker expanded the prompt."""
+    def answered(
+        self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta
+    ) -> Mapping[str, EmbeddingOutcome]:
+        """Record the first output: the engine's cached tokens, and the expansions if the worker expanded the prompt.
+        Return what the worker did about embeddings, by the mm_hash of the item; empty if it keeps none."""
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached)
         if num_cached is not None:
@@ -155,6 +173,19 @@ class Routes:
             self._metrics.count_media(span.modality, is_cached=span.end <= (num_cached or 0))
         if prepared is not None and first.placed and first.prompt_token_ids is not None:
             self._expansions.learn(prepared.source.token_ids, first.prompt_token_ids, first.placed)
+        return self._embedding_outcomes(route, first)
+
+    def _embedding_outcomes(self, route: Route, first: OutputDelta) -> dict[str, EmbeddingOutcome]:
+        if first.placed or not route.link.encoder:
+            return {}
+        outcomes = {span.mm_hash: embedding_outcome(span, first) for span in route.known.media}
+        for span in {span.mm_hash: span for span in route.known.media}.values():
+            outcome = outcomes[span.mm_hash]
+            self._metrics.count_embeddings(outcome)
+            if outcome == "loaded":
+                saved_s = span.num_embeds * self._router.config.encoder_ms_per_token / 1000
+                self._metrics.count_saved_encoding(span.embedding_bytes, saved_s)
+        return outcomes
 
     def decisions(self, query: Mapping[str, str]) -> bytes:
         """Return the last routing decisions with their reasons as JSON, newest first. Raises InvalidRequest."""
@@ -209,7 +240,8 @@ class Routes:
 
 def _span(placed: PlacedFeature) -> MediaSpan:
     place, feature = placed.placeholder, placed.feature
-    return MediaSpan(feature.mm_hash, place.offset, place.length, feature.modality, place.num_embeds)
+    embedding_bytes = feature.nbytes if feature.embedding is not None else 0
+    return MediaSpan(feature.mm_hash, place.offset, place.length, feature.modality, place.num_embeds, embedding_bytes)
 
 
 def _num_bytes(prepared: PreparedPrompt | None) -> int:

@@ -7,9 +7,10 @@ disconnected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -17,8 +18,11 @@ import msgspec
 from medialane.core.errors import ErrorReport, InvalidBody, InvalidMediaUrl, MedialaneError, to_report
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef
-from medialane.gateway.report import MediaReport, Sent, media_report, request_report
+from medialane.gateway.embedding_outcome import EmbeddingOutcome
+from medialane.gateway.report import MediaReport, Sent, media_report, request_report, with_outcome
 from medialane.observability.timeline import StageTimeline
+
+_NO_OUTCOMES: Mapping[str, EmbeddingOutcome] = MappingProxyType({})
 
 #: Scheme of the URLs with which intake replaces media URLs; the reference's index in the scope follows.
 REFERENCE_SCHEME = "medialane:"
@@ -105,9 +109,13 @@ class RequestScope:
         """Record how and where a request is sent. The last call counts: earlier attempts have failed."""
         self._sent = sent
 
-    def note_answered(self, num_cached_tokens: int | None) -> None:
-        """Record how many of the prompt's tokens the engine had in its KV cache."""
+    def note_answered(
+        self, num_cached_tokens: int | None, outcomes: Mapping[str, EmbeddingOutcome] = _NO_OUTCOMES
+    ) -> None:
+        """Record how many of the prompt's tokens the engine had in its KV cache, and what it did about embeddings, by
+        the mm_hash of the item."""
         self._engine_cached_tokens = num_cached_tokens
+        self._items = tuple(with_outcome(item, outcomes.get(item.mm_hash)) for item in self._items)
 
     def report(self) -> bytes:
         """Return the report on the request so far as JSON, items in the order of the request."""

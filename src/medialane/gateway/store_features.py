@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar, cast
 import msgspec
 
 from medialane.core.errors import InvalidRequest, MediaTooLarge, ProtocolViolation
-from medialane.core.feature import Feature, FoundItem
+from medialane.core.feature import Feature, FoundItem, Hold
 from medialane.core.hashing import content_hash, feature_key, merged_options
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
@@ -39,11 +39,14 @@ V = TypeVar("V")
 
 
 class _Wanted(NamedTuple):
+    """`encoder` is the digest of the encoder whose embedding is preferred; empty if none is."""
+
     form: Form
     options: bytes = b"{}"
+    encoder: str = ""
 
 
-#: Content hash, modality, whether it is embeddings, decode options, item options, tenant; form and request options.
+#: Content hash, modality, whether it is embeddings, decode options, item options, tenant; what is wanted of it.
 _Key = tuple[str, str, bool, bytes, bytes, str, _Wanted]
 
 
@@ -99,11 +102,14 @@ class StoreFeatures:
                 await budget.add(ref, *size)
 
     async def processed(
-        self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget
+        self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget, *, encoder: str = ""
     ) -> FoundItem[Feature]:
         self._check_fits(ref, budget.processed_bytes(ref))
-        hold = await self._find(ref, _Wanted("processed", options), timeline, budget)
+        hold = await self._find(ref, _Wanted("processed", options, encoder), timeline, budget)
         return _item(hold, hold.value.feature)
+
+    def forget(self, hold: Hold) -> None:
+        cast("StoreHold[_Key, ItemFound]", hold).forget()
 
     async def decoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[Feature]:
         self._check_fits(ref, budget.decoded_bytes(ref))
@@ -143,8 +149,9 @@ class StoreFeatures:
                 in_form = budget.processed_bytes if wanted.form == "processed" else budget.decoded_bytes
                 self._check_fits(ref, in_form(ref))
 
+        form, options, encoder = wanted
         reply = await self._link.call(
-            lambda call_id: FindItem(call_id, asked, wanted.form, wanted.options, num_bytes), answer
+            lambda call_id: FindItem(call_id, asked, form, options, num_bytes, encoder=encoder), answer
         )
         found = cast("ItemFound", reply)
         timeline.merge(found.timeline)

@@ -116,6 +116,14 @@ class WorkerLink:
         return self._worker is not None and self._worker.can_pull
 
     @property
+    def encoder(self) -> str:
+        """The digest of the worker's encoder; empty if it does not load embeddings, or not from our host."""
+        worker = self._live
+        if worker is None or worker.disagreements or not (worker.same_host or worker.can_pull):
+            return ""
+        return "" if worker.client.encoder is None else worker.client.encoder.digest
+
+    @property
     def store_client(self) -> str:
         """The worker's name at the store of its host; empty without one."""
         return "" if self._worker is None else self._worker.client.welcome.store_client

@@ -16,7 +16,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from medialane.core.request import Endpoint
-from medialane.core.stats import ArenaStats, PoolStats, PullStats, RoutingStats, StoreStats
+from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, PullStats, RoutingStats, StoreStats
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
 
@@ -46,6 +46,17 @@ _COUNTERS: Final = {
     "medialane_prompt_tokens": (
         "Prompt tokens: all, predicted cached by the router, reported cached by the engine",
         ("kind",),
+    ),
+    "medialane_embeddings": (
+        "Media items sent in stage features to workers that keep embeddings, by what was done about the embedding:"
+        " loaded from the arena, encoded and kept, encoded and not kept, unneeded (tokens in the KV cache), or a"
+        " fallback (sent again with tensors, as the worker could not load it)",
+        ("outcome",),
+    ),
+    "medialane_embedding_loaded_bytes": ("Bytes of embeddings sent instead of media and loaded", ()),
+    "medialane_encoder_saved_seconds": (
+        "Expected time of the encoder runs that loaded embeddings have avoided, by --routing-encoder-ms-per-token",
+        (),
     ),
     "medialane_media_items": (
         "Media items by whether their tokens were entirely in the engine's KV cache",
@@ -121,6 +132,16 @@ class Metrics:
         """Count a media item of a prompt on its first output."""
         self._counters["medialane_media_items"].labels(modality, "cached" if is_cached else "computed").inc()
 
+    def count_embeddings(self, outcome: str, num_items: int = 1) -> None:
+        """Count items by `outcome`: an `EmbeddingOutcome`, or `fallback`."""
+        if num_items:
+            self._counters["medialane_embeddings"].labels(outcome).inc(num_items)
+
+    def count_saved_encoding(self, num_bytes: int, saved_s: float) -> None:
+        """Count an embedding that was loaded; `num_bytes` is 0 if the item's media were sent."""
+        self._counters["medialane_embedding_loaded_bytes"].inc(num_bytes)
+        self._counters["medialane_encoder_saved_seconds"].inc(saved_s)
+
     def watch_routing(self, read: Callable[[], RoutingStats]) -> None:
         """Expose the router's state, read on each scrape."""
         self._watch(self.registry, lambda: _routing(read()))
@@ -179,6 +200,7 @@ def _store(stats: StoreStats | None) -> Iterator[Metric]:
         yield from _arena(stats.arena)
         yield from _preparers(stats.preparers)
         yield from _pulls(stats.pulls)
+        yield from _embeddings(stats.embeddings)
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
@@ -197,6 +219,23 @@ def _pulls(stats: PullStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("medialane_store_quarantined_ranges", text, value=stats.num_quarantined)
 
 
+def _embeddings(stats: EmbeddingStats) -> Iterator[Metric]:
+    calls: dict[str, float] = {
+        "found": stats.num_found,
+        "filled": stats.num_filled,
+        "dropped": stats.num_dropped,
+        "waited": stats.num_waited,
+    }
+    text = (
+        "Embeddings (encoder outputs) found in shared memory, filled by an engine, dropped as no engine wrote them; and"
+        " searches that waited for another engine"
+    )
+    yield _counter("medialane_store_embeddings", text, "outcome", calls)
+    ranges: dict[str, float] = {"reserved": stats.num_writing, "revoked": stats.num_revoking}
+    text = "Ranges for embeddings: reserved for an engine; revoked, and freed when a process no longer writes there"
+    yield _gauge("medialane_store_embedding_ranges", text, "state", ranges)
+
+
 def _arena(stats: ArenaStats) -> Iterator[Metric]:
     kinds: dict[str, float] = {
         "size": stats.size_bytes,
@@ -206,6 +245,13 @@ def _arena(stats: ArenaStats) -> Iterator[Metric]:
         "pinned": stats.pinned_bytes,
     }
     yield _gauge("medialane_arena_bytes", "Shared memory by state; size is the total", "kind", kinds)
+    media: dict[str, float] = {
+        "encoded": stats.encoded_bytes,
+        "decoded": stats.decoded_bytes,
+        "processed": stats.processed_bytes,
+        "embedded": stats.embedded_bytes,
+    }
+    yield _gauge("medialane_arena_media_bytes", "Shared memory in use by kind of entry", "kind", media)
     yield GaugeMetricFamily("medialane_arena_entries", "Entries in shared memory", value=stats.num_entries)
     yield GaugeMetricFamily("medialane_arena_leases", "Leases on entries that are held", value=stats.num_leases)
     yield CounterMetricFamily("medialane_arena_evictions", "Evicted cache entries", value=stats.num_evictions)

@@ -25,13 +25,17 @@ class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageTimeline:
-    """Seconds by stage. Items of one request run concurrently: a stage's time is that of its slowest item."""
+    """Seconds by stage. Items of one request run concurrently: a stage's time is that of its slowest item.
+
+    `num_embeddings` counts items that were found encoded.
+    """
 
     def __init__(self) -> None:
         self.started_at = time.perf_counter()
         self.seconds: dict[StepName, float] = {}
         self.num_hits = 0
         self.num_misses = 0
+        self.num_embeddings = 0
         self.copied_bytes = 0
 
     def add(self, stage: StepName, seconds: float) -> None:
@@ -67,6 +71,8 @@ class StageTimeline:
         """Return the value of a Server-Timing header (https://www.w3.org/TR/server-timing/), durations in ms."""
         entries = [f"{stage};dur={seconds * 1000:.2f}" for stage, seconds in self.seconds.items()]
         entries.append(f'cache;desc="{self.cache}"')
+        if self.num_embeddings:
+            entries.append(f'embeddings;desc="{self.num_embeddings}"')
         entries.append(f'copied;desc="{self.copied_bytes}"')
         entries.append(f"total;dur={(time.perf_counter() - self.started_at) * 1000:.2f}")
         return ", ".join(entries)

@@ -27,6 +27,9 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """cost of a prompt token that is not in the KV cache, ms"""
     encoder_ms_per_token: NonNegativeFloat = field(default=0.03, name="routing-encoder-ms-per-token")
     """cost of encoding one embedding of an item that is in no cache, besides its prefill, ms"""
+    load_ms_per_mib: NonNegativeFloat = field(default=0.1, name="routing-load-ms-per-mib")
+    """cost of each MiB of an item's embeddings that a worker copies from the arena to its device instead of encoding
+    the item, ms"""
     request_ms: NonNegativeFloat = field(default=5.0, name="routing-request-ms")
     """cost of any request besides its tokens, ms"""
     contention_weight: NonNegativeFloat = field(default=2.0, name="routing-contention-weight")

@@ -25,11 +25,13 @@ _UNKNOWN_EMBEDS: Final = 1024
 
 
 class EncoderItem(msgspec.Struct, frozen=True):
-    """A distinct item of a prompt. It need not be encoded if the first `end` tokens are cached."""
+    """A distinct item of a prompt. It is neither encoded nor loaded if the first `end` tokens are cached. With
+    `embedding_bytes`, its embeddings are in the arena of the gateway's host: workers load them."""
 
     mm_hash: str
     num_embeds: int
     end: int
+    embedding_bytes: int = 0
 
 
 def encoder_items(media: Sequence[MediaSpan]) -> tuple[EncoderItem, ...]:
@@ -54,7 +56,8 @@ def encoder_items(media: Sequence[MediaSpan]) -> tuple[EncoderItem, ...]:
 
 def _item(span: MediaSpan) -> EncoderItem:
     end = span.offset + (span.length or 1)
-    return EncoderItem(span.mm_hash, span.num_embeds or span.length or _UNKNOWN_EMBEDS, end)
+    num_embeds = span.num_embeds or span.length or _UNKNOWN_EMBEDS
+    return EncoderItem(span.mm_hash, num_embeds, end, span.embedding_bytes)
 
 
 class ScoringInput(msgspec.Struct, frozen=True, eq=False):
@@ -69,16 +72,24 @@ class ScoringInput(msgspec.Struct, frozen=True, eq=False):
 
 
 class Rates(NamedTuple):
-    """Rates of a slot's score besides its base cost, in the order of `native_choice`."""
+    """Rates of a slot's score besides its base cost, in the order of `native_choice`, and then those of items, of which
+    native code gets the product (`item`)."""
 
     request: float = 0.0
     token: float = 0.0
-    embed: float = 0.0
     byte: float = 0.0
     remote: float = 0.0
     remote_byte: float = 0.0
     session: float = 0.0
     temperature: float = 0.0
+    embed: float = 0.0
+    embedding_byte: float = 0.0
+
+    def item(self, item: EncoderItem) -> float:
+        """Return what an item costs a slot that has it in neither cache."""
+        if item.embedding_bytes:
+            return item.embedding_bytes * self.embedding_byte
+        return item.num_embeds * self.embed
 
 
 class SlotCost(NamedTuple):
@@ -87,6 +98,7 @@ class SlotCost(NamedTuple):
     cached_tokens: int
     needed: list[EncoderItem]
     num_to_encode: int
+    num_to_load: int
     parts: CostParts
 
 
@@ -99,39 +111,42 @@ class CostModel:
         self.rates = Rates(
             request=config.request_ms * weight,
             token=config.prefill_ms_per_token * weight,
-            embed=config.encoder_ms_per_token * weight,
             byte=config.local_ms_per_mib / _MIB,
             remote=config.remote_ms,
             remote_byte=(config.remote_ms_per_mib - config.local_ms_per_mib) / _MIB,
             session=config.session_ms,
             temperature=config.temperature_ms,
+            embed=config.encoder_ms_per_token * weight,
+            embedding_byte=config.load_ms_per_mib / _MIB * weight,
         )
 
     def terms(self, offer: ScoringInput, slot: Slot, cached_tokens: int) -> SlotCost:
         """Return the cost breakdown of one slot, which has the first `cached_tokens` of the prompt."""
         config, request = self._config, offer.request
         queue, running, kv_pressure = slot.parts
-        needed, num_embeds, num_to_encode = [], 0, 0
+        needed, missing = [], []
         for item, holders in zip(offer.items, offer.holders, strict=True):
             if item.end > cached_tokens:
                 needed.append(item)
                 if not holders >> slot.number & 1:
-                    num_embeds += item.num_embeds
-                    num_to_encode += 1
+                    missing.append(item)
+        to_encode = [item.num_embeds for item in missing if not item.embedding_bytes]
         computed_tokens = request.num_tokens - cached_tokens
         prefill = config.request_ms + computed_tokens * config.prefill_ms_per_token
-        encoder = num_embeds * config.encoder_ms_per_token
+        encoder = sum(to_encode) * config.encoder_ms_per_token
+        load = sum(item.embedding_bytes for item in missing) / _MIB * config.load_ms_per_mib
         handover = request.handover_bytes / _MIB * config.local_ms_per_mib
         if not slot.same_host and request.handover_bytes:
             handover += self.rates.remote + request.handover_bytes * self.rates.remote_byte
         parts = CostParts(
             prefill=prefill,
             encoder=encoder,
+            load=load,
             queue=queue,
             running=running,
             kv_pressure=kv_pressure,
             handover=handover,
-            contention=(prefill + encoder) * config.contention_weight,
+            contention=(prefill + encoder + load) * config.contention_weight,
             session=-config.session_ms if offer.session_slot == slot.number else 0.0,
         )
-        return SlotCost(cached_tokens, needed, num_to_encode, parts)
+        return SlotCost(cached_tokens, needed, len(to_encode), len(missing) - len(to_encode), parts)

@@ -40,14 +40,14 @@ TABLE, MASKS, ITEMS, RATES, PICKED, SIZES, INDEX = range(7)
 LAYOUT: Final = (SCORE_ROWS, WORD_ROWS, SCORE_ROWS, SCORE_LINE, INTS, INT_ROWS, INTS)
 BEGIN, LAST = range(2)
 CANDIDATES, OF_SIZE, FIRST_HOLDERS = range(3)
-#: Columns of items: tokens of the prompt up to its end, and its embeddings.
-END, EMBEDS = range(2)
+#: Columns of items: tokens of the prompt up to its end, and its cost at a slot that has it in neither cache.
+END, ITEM_COST = range(2)
 #: Columns of block sizes: tokens per block, and the number of the prompt's block ids.
 TOKENS_PER_BLOCK, NUM_IDS = range(2)
-#: Rates, in the unit of scores: per request, per token that is not cached, per embedding that is in neither cache, per
-#: byte transferred; on another host additionally per transfer and per byte; a bonus for the session's last slot. With a
-#: temperature a slot is sampled with weight exp(-score / temperature), otherwise the lowest score wins.
-REQUEST, TOKEN, EMBED, BYTE, REMOTE, REMOTE_BYTE, SESSION, TEMPERATURE = range(8)
+#: Rates, in the unit of scores: per request, per token that is not cached, per byte transferred; on another host
+#: additionally per transfer and per byte; a bonus for the session's last slot. With a temperature a slot is sampled
+#: with weight exp(-score / temperature), otherwise the lowest score wins.
+REQUEST, TOKEN, BYTE, REMOTE, REMOTE_BYTE, SESSION, TEMPERATURE = range(7)
 #: Rows of `best`: the selected slot, the next best, then a row with only the longest prefix of all candidates.
 NUM_BEST: Final = 4
 LONGEST: Final = 4
@@ -82,7 +82,7 @@ def choose(
     items, picked = rows(view, ITEMS, np.float64)[:num_items], line(view, PICKED, np.int64)
     candidates, cached, found = masks[CANDIDATES], table[CACHED], table[SCORES]
     _find_cached(ids, view, num_sizes, num_tokens)
-    uncached = rates[REQUEST] + num_tokens * rates[TOKEN] + items[:, EMBEDS].sum() * rates[EMBED]
+    uncached = rates[REQUEST] + num_tokens * rates[TOKEN] + items[:, ITEM_COST].sum()
     uncached += handover_bytes * rates[BYTE]
     remote = rates[REMOTE] + handover_bytes * rates[REMOTE_BYTE] if handover_bytes else 0.0
     _score(found, table[picked[BEGIN]], cached, table[IS_REMOTE], uncached, rates[TOKEN], remote)
@@ -92,10 +92,10 @@ def choose(
         found[session_slot] -= rates[SESSION]
     longest = _greatest(cached)
     if num_items:
-        _subtract_covered(found, cached, items, longest, rates[EMBED])
+        _subtract_covered(found, cached, items, longest)
         for item in range(num_items):
-            saved = items[item, EMBEDS] * rates[EMBED]
-            _subtract_encoder_cached(found, cached, candidates, masks[FIRST_HOLDERS + item], items[item, END], saved)
+            end, saved = items[item, END], items[item, ITEM_COST]
+            _subtract_encoder_cached(found, cached, candidates, masks[FIRST_HOLDERS + item], end, saved)
     temperature = rates[TEMPERATURE]
     slot = _lowest(found, picked[LAST]) if temperature == 0.0 else _sample(found, temperature, drawn)
     picked[LAST] = slot
@@ -182,8 +182,8 @@ def _exclude_others(found: Scores, candidates: Words) -> None:
 
 
 @compiled_part
-def _subtract_covered(found: Scores, cached: Scores, items: Scores, longest: float, embed: float) -> None:
-    """Subtract the encoding of items that are covered by a slot's prefix."""
+def _subtract_covered(found: Scores, cached: Scores, items: Scores, longest: float) -> None:
+    """Subtract the cost of items that are covered by a slot's prefix."""
     if items[0, END] > longest:
         return
     known, saved = 0.0, 0.0  # of the previous slot: the next mostly has an equal prefix
@@ -195,7 +195,7 @@ def _subtract_covered(found: Scores, cached: Scores, items: Scores, longest: flo
             for item in range(len(items)):
                 if items[item, END] > known:
                     break
-                saved += items[item, EMBEDS] * embed
+                saved += items[item, ITEM_COST]
         found[slot] -= saved
 
 
@@ -203,7 +203,7 @@ def _subtract_covered(found: Scores, cached: Scores, items: Scores, longest: flo
 def _subtract_encoder_cached(
     found: Scores, cached: Scores, candidates: Words, holders: Words, end: float, saved: float
 ) -> None:
-    """Subtract the encoding of an item in a slot's encoder cache, unless the prefix covers it (subtracted already)."""
+    """Subtract the cost of an item in a slot's encoder cache, unless the prefix covers it (subtracted already)."""
     for word in range(len(holders)):
         bits = holders[word] & candidates[word]
         slot = 64 * word

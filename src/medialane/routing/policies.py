@@ -78,7 +78,8 @@ class Policy:
     ) -> None:
         self._slots = slots
         self._index = index
-        self._rates = np.array(rates)
+        self._rates = rates
+        self._native_rates = np.array(rates)
         self._draws = rates.temperature > 0
         self._random = random.Random(seed)  # noqa: S311 - load balancing, not security
         self._picked = np.array([begin, -1], np.int64)
@@ -97,7 +98,7 @@ class Policy:
         self._mask_bytes = num_slots // 8
         self._written = 0  # the candidates in `_masks`
         self._masks, self._items, self._sizes = masks.data.cast("B"), items.data.cast("B"), sizes.data.cast("B")
-        self._view.show(self._table, masks, items, self._rates, self._picked, sizes, self._index.view)
+        self._view.show(self._table, masks, items, self._native_rates, self._picked, sizes, self._index.view)
 
     def choose(self, offer: ScoringInput) -> Choice:
         """Select one of the offer's candidates, of which there must be at least one."""
@@ -126,7 +127,7 @@ class Policy:
 
     def _write(self, offer: ScoringInput) -> None:
         """Write candidates, items and their holders, and block sizes into the arrays that native code reads."""
-        request, candidates, size = offer.request, offer.candidates, self._mask_bytes
+        request, candidates, size, rates = offer.request, offer.candidates, self._mask_bytes, self._rates
         _SIZE.pack_into(self._sizes, 0, request.block_size, len(request.block_ids))
         if request.other_block_ids:
             for number, (block_size, ids) in enumerate(request.other_block_ids.items(), 1):
@@ -135,7 +136,7 @@ class Policy:
             self._masks[:size] = candidates.to_bytes(size, "little")
             self._written = candidates
         for number, item in enumerate(offer.items):
-            _ITEM.pack_into(self._items, number * _ITEM.size, item.end, item.num_embeds)
+            _ITEM.pack_into(self._items, number * _ITEM.size, item.end, rates.item(item))
             start = size * (FIRST_HOLDERS + number)
             self._masks[start : start + size] = offer.holders[number].to_bytes(size, "little")
 

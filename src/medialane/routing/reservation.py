@@ -31,7 +31,7 @@ class SlotState:
     def reserve(self, slot: Slot, request: RoutingRequest, terms: SlotCost, *, is_reported: bool) -> Reservation:
         """Count a request at a slot, which must not have left. `is_reported`: its cached prefix there was reported by
         the worker, not inferred from requests in flight."""
-        work_ms = terms.parts.prefill + terms.parts.encoder
+        work_ms = terms.parts.prefill + terms.parts.encoder + terms.parts.load
         blocks = request.blocks_at(slot.card)
         expected = self.predictions.sent(
             slot.number,

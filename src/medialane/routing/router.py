@@ -87,6 +87,11 @@ class Router:
         return self._caches.num_items
 
     @property
+    def mean_sequences(self) -> float:
+        """Sequences at a worker's rank that accepts requests, of all gateways, in the mean; 0 if there is none."""
+        return self._slots.mean_sequences()
+
+    @property
     def num_unsent(self) -> int:
         """Decisions whose request ended without having been sent."""
         return self._decisions.num_unsent

@@ -140,6 +140,12 @@ class SlotTable:
         self.table[(IS_REMOTE, BLOCK_SIZE), slot.number] = 0.0
         self._close(slot.number)
 
+    def mean_sequences(self) -> float:
+        """Return the mean number of sequences of the slots that accept requests; 0 if there is none."""
+        found = self.table[SEQUENCES]
+        found = found[np.isfinite(found)]
+        return float(found.mean()) if len(found) else 0.0
+
     def is_current(self, slot: Slot) -> bool:
         """Whether the slot has not left."""
         return self._slots[slot.number] is slot

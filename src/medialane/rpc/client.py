@@ -13,7 +13,7 @@ from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost, from_report, to_report
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
-from medialane.core.request import EngineRequest, WorkerLoad
+from medialane.core.request import EncoderCard, EngineRequest, WorkerLoad
 from medialane.observability.worker_metrics import MetricMirror
 from medialane.rpc.authentication import Role
 from medialane.rpc.client_calls import ClientCalls
@@ -121,6 +121,11 @@ class RpcClient:
     def loads(self) -> Sequence[WorkerLoad]:
         """The last reported load of each rank; empty before the first report."""
         return self._reports.loads
+
+    @property
+    def encoder(self) -> EncoderCard | None:
+        """The worker's encoder, if its embeddings are kept."""
+        return self._reports.encoder
 
     @property
     def num_block_gaps(self) -> int:

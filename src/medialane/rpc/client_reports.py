@@ -13,7 +13,7 @@ import msgspec
 from medialane.core.errors import ProtocolViolation
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
-from medialane.core.request import ModelCard, WorkerLoad
+from medialane.core.request import EncoderCard, ModelCard, WorkerLoad
 from medialane.rpc.block_inbox import BlockInbox
 from medialane.rpc.messages import (
     EncoderCleared,
@@ -33,9 +33,9 @@ _MAX_KV_BLOCKS: Final = 1 << 32
 
 
 class ClientReports:
-    """The latest load of each rank (`loads`, empty before the first report), the number of gateways registered with
-    the worker, and changes of KV blocks, delivered to the callbacks of `watch`, one change per iteration of the event
-    loop. Changes are queued until there is a callback."""
+    """The latest load of each rank (`loads`, empty before the first report), the engine's `encoder`, the number of
+    gateways registered with the worker, and changes of KV blocks, delivered to the callbacks of `watch`, one change per
+    iteration of the event loop. Changes are queued until there is a callback."""
 
     def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
         self._send = send
@@ -49,6 +49,7 @@ class ClientReports:
         self._numbers = count()
         self._delivery: asyncio.Handle | None = None
         self.loads: Sequence[WorkerLoad] = ()
+        self.encoder: EncoderCard | None = None
         self.num_gateways = 1
 
     @property
@@ -59,6 +60,7 @@ class ClientReports:
         """Start with the card of the worker's Welcome. Raises ProtocolViolation if its sizes are out of range."""
         _check(card)
         self._num_ranks = max(1, card.data_parallel_size)
+        self.encoder = card.encoder
         self._blocks = BlockInbox(num_blocks=card.num_kv_blocks * self._num_ranks)
 
     def watch(
@@ -82,7 +84,8 @@ class ClientReports:
                 self.receive_loads(loads)
             case KvBlocks(change):
                 self.receive_blocks(change)
-            case EncoderCleared():
+            case EncoderCleared(encoder):
+                self.encoder = encoder
                 if self._on_encoder_cleared is not None:
                     self._on_encoder_cleared()
             case Gateways(count):

@@ -12,7 +12,7 @@ from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import MedialaneError
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
-from medialane.core.request import CompletionDelta, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.core.request import CompletionDelta, EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc.messages import Hello, Welcome
 
@@ -25,6 +25,7 @@ class FakeHandler:
     It waits `delay_s` before each token, and `release_s` after the last token or a cancellation before the generator
     ends. `error` is raised instead of token number `fail_at`, `refusal` by `register`. Calls are recorded in `hellos`,
     `requests`, `num_tokens` (sent), `num_active` (generators that have not ended) and `num_cancelled`.
+    `card` may be replaced by one with another encoder.
     All blocks belong to the first rank: `blocks`, changed by `change_blocks`. Administrative calls are recorded in
     `calls` and return `admin_result` after `delay_s`; `registry` holds its metrics.
     """
@@ -42,6 +43,7 @@ class FakeHandler:
         refusal: MedialaneError | None = None,
     ) -> None:
         self._token_ids = tuple(token_ids)
+        self.card = card
         self._welcome = Welcome(worker_id, os.getpid(), card)
         self._delay_s = delay_s
         self._release_s = release_s
@@ -60,6 +62,10 @@ class FakeHandler:
         self.calls: list[AdminCall] = []
         self.admin_result: AdminResult | Exception = None
         self.registry = CollectorRegistry()
+
+    @property
+    def encoder(self) -> EncoderCard | None:
+        return self.card.encoder
 
     async def register(self, hello: Hello) -> Welcome:
         self.hellos.append(hello)

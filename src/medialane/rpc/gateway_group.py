@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from medialane.core.pending_work import PendingWork
+from medialane.core.request import EncoderCard
 from medialane.rpc.messages import EncoderCleared, Gateways, Pending, PendingEnded
 
 
@@ -62,9 +63,9 @@ class GatewayGroup:
             if member is not sender:
                 member.send(message)
 
-    def encoder_cleared(self) -> None:
+    def encoder_cleared(self, encoder: EncoderCard | None) -> None:
         for member in self._members:
-            member.send(EncoderCleared())
+            member.send(EncoderCleared(encoder))
 
     def load_changed(self) -> None:
         for member in self._members:

@@ -10,7 +10,7 @@ from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import ErrorReport, GenerationFailed, MedialaneError, to_report
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
-from medialane.core.request import EngineRequest, OutputDelta, WorkerLoad
+from medialane.core.request import EncoderCard, EngineRequest, OutputDelta, WorkerLoad
 from medialane.rpc.messages import Hello, Welcome
 
 logger = logging.getLogger(__name__)
@@ -18,6 +18,11 @@ logger = logging.getLogger(__name__)
 
 class Handler(Protocol):
     """Implemented by the worker; called from the event loop only. Request ids are unique across connections."""
+
+    @property
+    def encoder(self) -> EncoderCard | None:
+        """The engine's encoder now: an administrative call may replace that of the card."""
+        ...
 
     async def register(self, hello: Hello) -> Welcome:
         """Register a gateway whose version is ours and whose earlier requests are all released.

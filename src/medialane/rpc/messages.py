@@ -48,10 +48,10 @@ from medialane.core.errors import ErrorReport, ProtocolViolation
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
 from medialane.core.pending_work import PendingWork
-from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.core.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -182,7 +182,10 @@ class Gateways(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EncoderCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An administrative call of any gateway has emptied the encoder caches of all ranks."""
+    """An administrative call of any gateway has emptied the encoder caches of all ranks. `encoder` replaces that of the
+    worker's card: embeddings of the earlier one are not loaded any more."""
+
+    encoder: EncoderCard | None = None
 
 
 class AdminDone(msgspec.Struct, frozen=True, array_like=True, tag=True):

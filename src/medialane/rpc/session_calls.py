@@ -15,6 +15,7 @@ import msgspec
 from medialane.core.admin import clears_encoder_cache
 from medialane.core.errors import ProtocolViolation, Unavailable, to_report
 from medialane.core.metrics import MetricChanges
+from medialane.core.request import EncoderCard
 from medialane.rpc.handler import Handler, report_of
 from medialane.rpc.messages import AdminDone, AdminFailed, Administer, MetricValues, ReadMetrics
 
@@ -33,7 +34,7 @@ class SessionCalls:
         send: Callable[[msgspec.Struct], None],
         tasks: asyncio.TaskGroup,
         *,
-        on_encoder_cleared: Callable[[], None],
+        on_encoder_cleared: Callable[[EncoderCard | None], None],
     ) -> None:
         self._handler = handler
         self._on_encoder_cleared = on_encoder_cleared
@@ -67,20 +68,23 @@ class SessionCalls:
 
     async def _do(self, message: Administer) -> None:
         logger.info("administrative call: %s", message.call)
+        before = self._handler.encoder
         try:
             result = await self._handler.administer(message.call)
         except asyncio.CancelledError:
-            self._note_cleared(message)  # the engine may still complete the call
+            self._note_cleared(before, clears_encoder_cache(message.call))  # the engine may still complete the call
             raise
         except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this call alone
+            self._note_cleared(before)
             self._send(AdminFailed(message.call_id, report_of(error, "administrative call")))
         else:
-            self._note_cleared(message)
+            self._note_cleared(before, clears_encoder_cache(message.call))
             self._send(AdminDone(message.call_id, result))
 
-    def _note_cleared(self, message: Administer) -> None:
-        if clears_encoder_cache(message.call):
-            self._on_encoder_cleared()
+    def _note_cleared(self, before: EncoderCard | None, is_cleared: bool = False) -> None:
+        encoder = self._handler.encoder
+        if is_cleared or encoder != before:
+            self._on_encoder_cleared(encoder)
 
     async def _read(self) -> None:
         pieces: list[MetricChanges] = []

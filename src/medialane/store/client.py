@@ -14,6 +14,7 @@ from medialane.store.messages import (
     Call,
     CallFailed,
     Cancel,
+    EmbeddingFound,
     EntriesHeld,
     EntriesPulled,
     HoldsPassed,
@@ -227,7 +228,7 @@ class StoreClient:
 def _granted(message: Reply | Question) -> Sequence[int]:
     """Return the ids of the holds that a reply grants."""
     match message:
-        case ItemFound():
+        case ItemFound() | EmbeddingFound():
             return [message.hold_id]
         case EntriesHeld() | EntriesPulled():
             return message.hold_ids

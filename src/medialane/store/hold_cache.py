@@ -50,6 +50,11 @@ class StoreHold(Generic[K, V]):
             raise RuntimeError("the hold was already released")
         self._cache.unused(held)
 
+    def forget(self) -> None:
+        """Do not share or retain it from now on. No effect after `release`."""
+        if self._held is not None:
+            self._cache.forget(self._held)
+
 
 class HoldCache(Generic[K, V]):
     """Holds of one link by key; `value` describes the entry that is held. `retention_s` 0 retains none."""
@@ -96,6 +101,11 @@ class HoldCache(Generic[K, V]):
             self._link.release(held.hold_id, held.entry.arena)
         else:
             self._retain(held.key, held)
+
+    def forget(self, held: _Held[K, V]) -> None:
+        """Do not give `held`, which has a user, to others. It ends with its last user."""
+        if held.key is not None and self._held.get(held.key) is held:
+            del self._held[held.key]
 
     def clear(self) -> None:
         """End all holds without users."""

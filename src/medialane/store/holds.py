@@ -6,13 +6,23 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import cast
 
-from medialane.core.feature import Feature
+from medialane.core.feature import Embedding, Feature, FoundEmbedding
 from medialane.core.remote_entry import RemoteEntry
-from medialane.core.tensor import ArenaOffer, ArenaRange, TensorSpec
+from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.store.hold_cache import HoldCache
 from medialane.store.hold_passing import PassedHolds
 from medialane.store.link import StoreLink
-from medialane.store.messages import EntriesHeld, EntriesPulled, GrantPulls, HoldEntries, PullEntries, PullsGranted
+from medialane.store.messages import (
+    MAX_EMBEDDING_WAIT_MS,
+    EmbeddingFound,
+    EntriesHeld,
+    EntriesPulled,
+    FindEmbedding,
+    GrantPulls,
+    HoldEntries,
+    PullEntries,
+    PullsGranted,
+)
 
 
 class EntriesHold:
@@ -51,6 +61,8 @@ class StoreEntries:
         self._holds: HoldCache[ArenaRange, None] = HoldCache(link, retention_s=retention_s)
         #: Copies of entries of other hosts, by the original's range.
         self._copies: HoldCache[ArenaRange, ArenaRange] = HoldCache(link, retention_s=retention_s)
+        #: Embeddings that are cached in the store, by key.
+        self._embeddings: HoldCache[str, TensorDescriptor] = HoldCache(link, retention_s=retention_s)
 
     def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
         self._link.watch(listener)
@@ -89,8 +101,21 @@ class StoreEntries:
                     copies[entry.range] = copy
             return EntriesHold(holds.pop_all()), [copies[entry.range] for entry in entries]
 
-    async def embedding(self, key: str, feature: Feature, spec: TensorSpec, *, wait_s: float) -> None:
-        return None  # until the store keeps embeddings
+    async def embedding(self, key: str, feature: Feature, spec: TensorSpec, *, wait_s: float) -> FoundEmbedding | None:
+        if (hold := self._embeddings.use(key)) is None:
+            wait_ms = min(wait_s * 1000, MAX_EMBEDDING_WAIT_MS)
+            reply = await self._link.call_at(
+                self._link.arena or "", lambda call_id: FindEmbedding(call_id, key, feature, spec, wait_ms)
+            )
+            if not isinstance(reply, EmbeddingFound):
+                return None
+            shared_key = key if reply.is_filled else None
+            hold = self._embeddings.add(shared_key, reply.hold_id, reply.tensor.range, reply.tensor)
+            return FoundEmbedding(Embedding(key, hold.value), hold, reply.is_filled)
+        if hold.value.spec != spec:
+            hold.release()
+            return None
+        return FoundEmbedding(Embedding(key, hold.value), hold, is_filled=True)
 
     def _use(self, entry: ArenaRange, holds: ExitStack) -> bool:
         if (hold := self._holds.use(entry)) is None:

@@ -25,7 +25,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
-from medialane.core.hashing import decoded_key, feature_key, merged_options
+from medialane.core.hashing import decoded_key, embedding_key, feature_key, merged_options
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.tensor import ArenaRange
 from medialane.media import Fetcher, MediaConfig, image_size, needs_probe
@@ -33,6 +33,7 @@ from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_si
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 from medialane.store.aliases import Aliases
+from medialane.store.embeddings import Embeddings
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.messages import Form
 from medialane.store.published_images import PublishedImages
@@ -69,10 +70,12 @@ class LeasedItem(NamedTuple):
 
 
 class Processing(NamedTuple):
-    """How an item is processed: the digest of the processor's settings, and the request's `options`."""
+    """How an item is processed: the digest of the processor's settings, and the request's `options`. `encoder` is that
+    of the encoder whose output does as well, if any."""
 
     processor: str
     options: bytes
+    encoder: str = ""
 
 
 class _Source(NamedTuple):
@@ -108,6 +111,7 @@ class Items:
         self._published = published
         self._media = media
         self._store = EncodedStore(arena, media)
+        self.embeddings = Embeddings(arena)
         self._scales = media.jpeg_scaled_decode
         self._aliases = aliases
         self._preparing: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
@@ -135,7 +139,8 @@ class Items:
         upload: Upload | None = None,
         admit: Admit | None = None,
     ) -> LeasedItem:
-        """Return `ref` in the requested form, made if it is missing. `processing` matters for form `processed` only.
+        """Return `ref` in the requested form, made if it is missing. `processing` matters for form `processed` only; if
+        the embedding of its encoder is cached, that is returned, as a feature without tensors.
 
         `admit` is asked before an image of a URL is decoded, or sent to a worker that decodes it.
         """
@@ -180,7 +185,7 @@ class Items:
         for _ in range(1 + _MAX_ATTEMPTS):
             content = await self._content(source, need_data=need_data)
             key = self._key(source.ref, processing, content)
-            if (lease := self._arena.lookup(key, "decoded" if processing is None else "processed")) is not None:
+            if (lease := self._cached(key, processing)) is not None:
                 timeline.num_hits += 1
                 return LeasedItem(content, lease, is_hit=True)
             encoded = await self._stored(source, content)
@@ -193,6 +198,15 @@ class Items:
                 return LeasedItem(content, lease, is_hit=False)
             need_data = True
         raise ArenaFull(_TOO_SMALL)
+
+    def _cached(self, key: str, processing: Processing | None) -> Lease[Feature] | None:
+        if processing is None:
+            return self._arena.lookup(key, "decoded")
+        if processing.encoder:
+            embedded = self.embeddings.lookup(embedding_key(mm_hash=key, encoder=processing.encoder))
+            if embedded is not None:
+                return embedded
+        return self._arena.lookup(key, "processed")
 
     async def _encoded(self, source: _Source) -> tuple[str, Lease[EncodedMedia]]:
         """Return the encoded bytes, fetched or received if they are not cached."""

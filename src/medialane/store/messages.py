@@ -17,13 +17,16 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      HoldsPassed(request, ranges, holds) to that client, if it is connected
     GrantPulls(call, ranges)->                              let another host's store copy entries that the client holds
                             <-      PullsGranted(call, entries)
+    FindEmbedding(call, key, ...)->                         find the output of the encoder for an item, or write it
+                            <-      EmbeddingFound(call, hold, tensor, is_filled)   the client reads it, or writes there
+                            <-      NoEmbedding(call)       another client is writing it, or there is no memory
     PullEntries(call, entries)->                            copy entries of another host's store, and hold the copies
                             <-      EntriesPulled(call, holds, ranges)
     PublishImage(call, range)->                             let another process read a decoded image by RDMA, once
                             <-      ImagePublished(call, image)
                             <-      CallFailed(call, error) instead of any of these results
     Cancel(call)            ->                              no reply follows; the client writes no more
-    Release(holds)          ->                              the client no longer reads what it held
+    Release(holds)          ->                              the client no longer reads or writes what it held
                             <-      Reclaim                 memory is short: release what is not in use
     Reclaimed               ->                              after that
     Ping                    ->                              every heartbeat interval, and before a scrape of metrics
@@ -32,26 +35,35 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
 Calls run concurrently, and their results arrive in any order. The client releases a hold that
 crosses a `Cancel`. Any frame that is not one of these messages closes the connection.
 
+The hold on an embedding that is written ends like any other, at the first output of the request that was to write it or
+when that has ended: if it is completed (`arena.fill`), it is cached, otherwise freed.
+
 When a connection is lost, its client may still read what it holds, and write what it was asked for: both end when its
 process has exited. If it connects again, it has stopped writing, and says what it still holds.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
 
 from medialane.core.errors import ErrorReport, ProtocolViolation
-from medialane.core.feature import Feature
+from medialane.core.feature import MAX_HEADER_BYTES, Feature
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.stats import StoreStats
-from medialane.core.tensor import ArenaOffer, ArenaRange
+from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.observability.timeline import TimelineReport
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
+
+#: Longest time that a client waits for an embedding that another one is writing.
+MAX_EMBEDDING_WAIT_MS = 60_000.0
+
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 #: The form of an item: its encoded bytes, the decoder's output, or the processor's (its feature).
 Form = Literal["encoded", "decoded", "processed"]
@@ -89,7 +101,8 @@ class StoreRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class FindItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`ref` has a URL or a content hash, but no data: the client sends `num_bytes` bytes if the store asks for them.
 
-    `options` are the request's processor options, for form `processed`.
+    `options` are the request's processor options, for form `processed`. With the digest of an `encoder`, an item of
+    that form whose embedding is cached is found as a feature without tensors, in the entry of the embedding.
     """
 
     call_id: int
@@ -97,6 +110,7 @@ class FindItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
     form: Form
     options: bytes = b"{}"
     num_bytes: int | None = None
+    encoder: str = ""
 
 
 class SendData(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -184,6 +198,38 @@ class PullsGranted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     entries: list[RemoteEntry]
 
 
+class FindEmbedding(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The embedding `key` of the item that `feature` describes, without tensors. If it is not there, the client wants
+    to write a tensor of `spec`; if another client does, it waits for that."""
+
+    call_id: int
+    key: str
+    feature: Feature
+    spec: TensorSpec
+    wait_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not _KEY.fullmatch(self.key):
+            raise ValueError("the key of an embedding has 64 hex digits")
+        if self.feature.tensors or self.feature.embedding is not None or len(self.feature.header) > MAX_HEADER_BYTES:
+            raise ValueError("not the description of an item without tensors")
+        if not self.spec.nbytes or not 0 <= self.wait_ms <= MAX_EMBEDDING_WAIT_MS:
+            raise ValueError("an embedding has a size, and the wait for it a limit")
+
+
+class EmbeddingFound(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """If not `is_filled`, a process of the client may write to `tensor` while the client holds it."""
+
+    call_id: int
+    hold_id: int
+    tensor: TensorDescriptor
+    is_filled: bool
+
+
+class NoEmbedding(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+
+
 class PullEntries(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     entries: list[RemoteEntry]
@@ -246,8 +292,9 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Question = SendData | ImageSize
-Call = FindItem | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage
-Reply = ItemFound | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | CallFailed
+Call = FindItem | FindEmbedding | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage
+Embedded = EmbeddingFound | NoEmbedding
+Reply = ItemFound | Embedded | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | CallFailed
 ToStore = StoreHello | Call | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 

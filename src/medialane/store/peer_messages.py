@@ -29,7 +29,7 @@ from medialane.core.media import EncodedMedia
 from medialane.core.remote_entry import RemoteEntry
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PEER_VERSION = 1
+PEER_VERSION = 2
 
 #: Name of the protocol in the handshake that authenticates both sides (`rpc.authentication`).
 PROTOCOL = "pull"
@@ -61,8 +61,8 @@ class OpenEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EntryOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`encoded` for encoded bytes, otherwise `feature`; their ranges are in the source's arena. `offers` is what its
-    movers offer at the moment (`transfer.mover`), by name."""
+    """`encoded` for encoded bytes, otherwise `feature`, which has an embedding for an embedded entry; their ranges are
+    in the source's arena. `offers` is what its movers offer at the moment (`transfer.mover`), by name."""
 
     feature: Feature | None = None
     encoded: EncodedMedia | None = None

@@ -13,7 +13,7 @@ import msgspec
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease, Reservation
 from medialane.core.errors import TransferFailed
-from medialane.core.feature import Feature
+from medialane.core.feature import Embedding, Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.media import EncodedMedia
 from medialane.core.remote_entry import EntryKind, MoverName, RemoteEntry
@@ -187,11 +187,24 @@ def _moved(value: Cached, entry: RemoteEntry, local: ArenaRange) -> Cached:
         end = value.data_offset + value.num_bytes
         if entry.kind == "encoded" and ENTRY_HEADER_BYTES <= value.data_offset <= end <= local.nbytes:
             return msgspec.structs.replace(value, range=local)
-    elif entry.kind != "encoded" and all(tensor.range == entry.range for tensor in value.tensors):
+    elif _describes(value, entry):
         return _with_range(value, local)
     raise TransferFailed("the other store has described another entry")
 
 
+def _describes(feature: Feature, entry: RemoteEntry) -> bool:
+    embedding, tensors = feature.embedding, feature.tensors
+    if embedding is not None:
+        is_it = entry.kind == "embedded" and embedding.key == entry.key
+        return is_it and not tensors and embedding.tensor.range == entry.range
+    return entry.kind in ("decoded", "processed") and all(tensor.range == entry.range for tensor in tensors)
+
+
 def _with_range(feature: Feature, local: ArenaRange) -> Feature:
-    tensors = tuple(TensorDescriptor(tensor.spec, local, tensor.offset) for tensor in feature.tensors)
-    return msgspec.structs.replace(feature, tensors=tensors)
+    def moved(tensor: TensorDescriptor) -> TensorDescriptor:
+        return TensorDescriptor(tensor.spec, local, tensor.offset)
+
+    embedding = feature.embedding
+    if embedding is not None:
+        embedding = Embedding(embedding.key, moved(embedding.tensor))
+    return msgspec.structs.replace(feature, tensors=tuple(map(moved, feature.tensors)), embedding=embedding)

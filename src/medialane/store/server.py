@@ -84,6 +84,7 @@ class StoreServer:
         for session in list(self._sessions):
             await session.connection.closed.wait()
         self._departed.close()
+        self._items.embeddings.close()
 
     def _open(self) -> Connection:
         return StoreSession(

@@ -33,8 +33,10 @@ from medialane.store.messages import (
     Call,
     CallFailed,
     Cancel,
+    EmbeddingFound,
     EntriesHeld,
     EntriesPulled,
+    FindEmbedding,
     FindItem,
     GrantPulls,
     HoldEntries,
@@ -42,6 +44,7 @@ from medialane.store.messages import (
     ImagePublished,
     ImageSize,
     ItemFound,
+    NoEmbedding,
     PassHolds,
     Proceed,
     PublishImage,
@@ -145,7 +148,10 @@ class StoreSession:
             return
         if self.hello is None:
             raise ProtocolViolation(f"unexpected {type(message).__name__}")
-        self._act(message)
+        if isinstance(message, Call):
+            self._start(message)
+        else:
+            self._act(message)
 
     def beat(self) -> None:
         self.connection.send(self._status())
@@ -159,8 +165,6 @@ class StoreSession:
 
     def _act(self, message: ToStore) -> None:
         match message:
-            case FindItem() | ResolveAlias() | HoldEntries() | GrantPulls() | PullEntries() | PublishImage():
-                self._start(message)
             case PassHolds():
                 self._pass_holds(message)
             case Proceed(call_id):
@@ -202,7 +206,7 @@ class StoreSession:
         if call.call_id <= self._last_call_id:
             raise ProtocolViolation(f"call {call.call_id} after call {self._last_call_id}")
         self._last_call_id = call.call_id
-        if isinstance(call, FindItem | PullEntries | PublishImage):
+        if isinstance(call, FindItem | FindEmbedding | PullEntries | PublishImage):
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._tasks[call.call_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(call.call_id, None))
@@ -222,12 +226,14 @@ class StoreSession:
             case ResolveAlias(call_id, ref):
                 return AliasResolved(call_id, self._items.resolve(ref))
 
-    async def _answer(self, call: FindItem | PullEntries | PublishImage) -> None:
+    async def _answer(self, call: FindItem | FindEmbedding | PullEntries | PublishImage) -> None:
         reply: Reply
         try:
             match call:
                 case FindItem():
                     reply = await self._find(call)
+                case FindEmbedding():
+                    reply = await self._find_embedding(call)
                 case PullEntries():
                     reply = await self._pull(call)
                 case PublishImage(call_id, entry):
@@ -241,7 +247,7 @@ class StoreSession:
 
     async def _find(self, call: FindItem) -> Reply:
         timeline = StageTimeline()
-        processing = Processing(self._processor, call.options)
+        processing = Processing(self._processor, call.options, call.encoder)
         upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
         find = partial(
             self._items.find,
@@ -269,6 +275,20 @@ class StoreSession:
             feature=value if isinstance(value, Feature) else None,
             encoded=value if isinstance(value, EncodedMedia) else None,
         )
+
+    async def _find_embedding(self, call: FindEmbedding) -> Reply:
+        client = "" if self.hello is None else self.hello.client_id
+        try:
+            found = await self._items.embeddings.find(call, client)
+        except ArenaFull:
+            found = None
+            if await self._reclaim_all():
+                with suppress(ArenaFull):
+                    found = await self._items.embeddings.find(call, client)
+        if found is None:
+            return NoEmbedding(call.call_id)
+        hold_id = self.use.hold([found.hold])
+        return EmbeddingFound(call.call_id, hold_id, found.embedding.tensor, found.is_filled)
 
     def _hold(self, call: HoldEntries) -> Reply:
         """Raises HandoverFailed."""

@@ -17,10 +17,11 @@ from typing import Literal, Protocol, get_args
 import msgspec
 
 from medialane.arena import ArenaView
+from medialane.arena.layout import is_completed, is_valid
 from medialane.core.errors import HandoverFailed, MediaLost
 from medialane.core.remote_entry import MoverName
 from medialane.core.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName, TransportName
-from medialane.core.tensor import InlineTensor, TensorDescriptor
+from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor
 
 TransportChoice = Literal["auto", "shm", "inline", MoverName]
 
@@ -98,6 +99,11 @@ class ShmReceiver:
         if view is None:
             raise MediaLost("the tensor is in an arena that this worker has not mapped")
         return view.tensor(tensor)
+
+    def is_completed(self, entry: ArenaRange) -> bool:
+        """Return whether another process has written the entry's payload (`arena.FillWriter`)."""
+        view = self._views.get(entry.arena)
+        return view is not None and is_valid(view.words, entry) and is_completed(view.words, entry)
 
     def close(self) -> None:
         """Unmap all arenas. Idempotent. Bytes that requests still hold stay readable until they release them."""

@@ -93,6 +93,21 @@ class ArenaResolver:
             logger.exception("an item cannot be read from its arena; its request is rejected")
             return None
 
+    def tensor(self, descriptor: TensorDescriptor) -> memoryview:
+        """Return the bytes of a tensor. Raises HandoverFailed."""
+        view = self._views.get(descriptor.range.arena)
+        if view is None:
+            raise HandoverFailed(f"the arena {descriptor.range.arena} is not mapped")
+        return view.tensor(descriptor)
+
+    def is_readable(self, descriptor: TensorDescriptor) -> bool:
+        """Return whether `tensor` returns its bytes. Reads a few words of memory."""
+        try:
+            self.tensor(descriptor).release()
+        except HandoverFailed:
+            return False
+        return True
+
     def refuse(self, request_id: str) -> None:
         """Remember a request that could not be read; beyond MAX_REFUSED the oldest is dropped."""
         self._refused[request_id] = None

@@ -19,10 +19,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
+import msgspec
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
@@ -36,13 +37,14 @@ from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import GenerationFailed, HandoverFailed, MedialaneError, StartupFailed, WorkerLost
 from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
-from medialane.core.request import EngineRequest, ModelCard, OutputDelta, SourcePrompt, WorkerLoad
+from medialane.core.request import EmbeddingCounts, EngineRequest, ModelCard, OutputDelta, SourcePrompt, WorkerLoad
 from medialane.vllm_bridge import administration
 from medialane.vllm_bridge.adapters import LoadedAdapters
 from medialane.vllm_bridge.arena_encoder import ArenaEncoder
 from medialane.vllm_bridge.engine_core import install
+from medialane.vllm_bridge.engine_embeddings import EngineEmbeddings, changes_encoder
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
-from medialane.vllm_bridge.engine_options import engine_args
+from medialane.vllm_bridge.engine_options import EncodeCache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine_request import RequestReader, clamp, has_arena_items, placed_media
 from medialane.vllm_bridge.kv_events import KvEventReader
 from medialane.vllm_bridge.outputs import to_delta
@@ -80,12 +82,13 @@ def build_engine(
     arena_directory: str = "/dev/shm",  # noqa: S108 - where ArenaConfig puts arenas
     release_timeout_s: float = 60.0,
     max_sampled_frames: int = 768,
+    encode_cache: EncodeCache = "auto",
 ) -> VllmEngine:
     """Start vLLM in this process and its children. Blocks for tens of seconds; call it before serving.
 
     `vllm_args` are vLLM's own flags. `release_timeout_s` limits the wait until EngineCore has released an aborted
-    request, `max_sampled_frames` the frames of a video that is decoded here. Raises StartupFailed. The caller owns the
-    engine and closes it.
+    request, `max_sampled_frames` the frames of a video that is decoded here. `encode_cache` is whether embeddings are
+    kept; `learn_encoder` completes the card then. Raises StartupFailed. The caller owns the engine and closes it.
     """
     folder = PrivateFolder()
     try:
@@ -95,8 +98,15 @@ def build_engine(
         install()
         limit_sampled_frames(max_sampled_frames)
         recorder = LoadRecorder()
-        llm = AsyncLLM.from_engine_args(
-            args, usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=[recorder.factory]
+        usage = UsageContext.OPENAI_API_SERVER
+        config = args.create_engine_config(usage)
+        unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory)
+        llm = AsyncLLM.from_vllm_config(
+            config,
+            usage_context=usage,
+            stat_loggers=[recorder.factory],
+            enable_log_requests=args.enable_log_requests,
+            disable_log_stats=args.disable_log_stats,
         )
     except BaseException as error:
         folder.remove()
@@ -104,7 +114,13 @@ def build_engine(
             raise StartupFailed(f"vLLM failed to start: {error}") from error
         raise
     return VllmEngine(
-        llm, recorder, events, folder, arena_directory=arena_directory, release_timeout_s=release_timeout_s
+        llm,
+        recorder,
+        events,
+        folder,
+        embeddings=EngineEmbeddings(config, wanted=encode_cache, reason=unfit),
+        arena_directory=arena_directory,
+        release_timeout_s=release_timeout_s,
     )
 
 
@@ -145,6 +161,7 @@ class VllmEngine:
         events: KvEventReader,
         folder: PrivateFolder,
         *,
+        embeddings: EngineEmbeddings,
         arena_directory: str,
         release_timeout_s: float,
     ) -> None:
@@ -152,6 +169,7 @@ class VllmEngine:
         self._recorder = recorder
         self._events = events
         self._folder = folder
+        self._embeddings = embeddings
         self._arena_directory = arena_directory
         self._release_timeout_s = release_timeout_s
         self._num_releases_unknown = 0
@@ -160,7 +178,7 @@ class VllmEngine:
         self._lifetime_bound = False
         self._arenas: set[str] = set()
         encode_with(llm, ArenaEncoder)
-        self._reader = RequestReader(llm, self._arenas)
+        self._reader = RequestReader(llm, self._arenas, embeddings)
         self._adapters = LoadedAdapters(self._load_adapter)
         self.card = _card(llm)
 
@@ -168,6 +186,22 @@ class VllmEngine:
     def takes_media(self) -> bool:
         """Whether the model takes media, as it is configured."""
         return bool(self._llm.model_config.supports_multimodal_inputs)
+
+    @property
+    def embedding_counts(self) -> EmbeddingCounts:
+        """Totals as of the last `ping`."""
+        return self._embeddings.counts
+
+    @property
+    def encode_cache_reason(self) -> str:
+        """Why embeddings are not kept; empty if they are, and until `learn_encoder`."""
+        return self._embeddings.reason
+
+    async def learn_encoder(self) -> None:
+        """Complete the card: what the encoder's embeddings look like, if they are kept. To be awaited once, before the
+        card is sent to anyone. Raises StartupFailed if they must be kept and cannot be, WorkerLost."""
+        await self._embeddings.learn(self._ask)
+        self._renew_card()
 
     def loads(self) -> list[WorkerLoad]:
         """Return the load of each rank: unfinished requests as of now, running ones as of the last step (an idle engine
@@ -192,14 +226,15 @@ class VllmEngine:
             return False
         if all(found):
             self._arenas.add(arena)
+            with self._warned("the engine's processes have not mapped an arena"):
+                await self._embeddings.attach(self._ask, arena, self._arena_directory, nonce)
         return all(found)
 
     async def detach_arena(self, arena: str) -> None:
         self._arenas.discard(arena)  # perhaps absent: EngineCore also maps it if `attach_arena` has timed out
-        try:
+        with self._warned("EngineCore has not confirmed that it has unmapped an arena"):
             await self._ask("medialane_detach", arena, timeout_s=ATTACH_TIMEOUT_S)
-        except GenerationFailed as error:
-            logger.warning("EngineCore has not confirmed that it has unmapped an arena: %s", error.message)
+            await self._embeddings.detach(self._ask, arena)
 
     async def generate(
         self,
@@ -208,11 +243,12 @@ class VllmEngine:
         embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
         with mapped_errors():
-            engine_input = await self._reader.engine_input(request, tensors)
+            sent = self._reader.embeddings(request, embeddings)
+            engine_input = await self._reader.engine_input(request, tensors, embeddings)
             expanded_here = isinstance(request.prompt, SourcePrompt)
             placed = placed_media(engine_input) if expanded_here else []
-            reads_arena = has_arena_items(engine_input)  # vLLM takes items out of its input
-            async with aclosing(self._outputs(request, engine_input)) as outputs:
+            reads_arena = sent is not None or has_arena_items(engine_input)  # vLLM takes items out of its input
+            async with aclosing(self._outputs(request, engine_input, sent)) as outputs:
                 first = True
                 async for output in outputs:
                     if reads_arena and _has_error(output):
@@ -222,18 +258,20 @@ class VllmEngine:
 
     async def administer(self, call: AdminCall) -> AdminResult:
         with mapped_errors():
-            try:
-                result = await self._result_or_death(administration.begin(self._llm, call))
-            except (*REFUSED, EngineDeadError, MedialaneError):
-                raise
-            except Exception as error:  # vLLM has no narrower type for a failed utility
-                raise GenerationFailed(str(error) or type(error).__name__) from error
+            async with self._new_encoder_after(call):
+                try:
+                    result = await self._result_or_death(administration.begin(self._llm, call))
+                except (*REFUSED, EngineDeadError, MedialaneError):
+                    raise
+                except Exception as error:  # vLLM has no narrower type for a failed utility
+                    raise GenerationFailed(str(error) or type(error).__name__) from error
         return None if result is None else bool(result)
 
     async def ping(self, timeout_s: float) -> None:
         if self._llm.errored or self._num_releases_unknown:
             raise WorkerLost("the worker's engine has died")
         await self._ask("is_sleeping", timeout_s=timeout_s)
+        await self._embeddings.refresh(self._ask, timeout_s=timeout_s)
         await self._log_stats()
         if not self._lifetime_bound:
             self._lifetime_bound = True
@@ -249,9 +287,11 @@ class VllmEngine:
             await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
             self._folder.remove()
 
-    async def _outputs(self, request: EngineRequest, engine_input: Any) -> AsyncGenerator[RequestOutput, None]:
+    async def _outputs(
+        self, request: EngineRequest, engine_input: Any, embeddings: bytes | None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield vLLM's outputs. Returns only after EngineCore has released the request."""
-        params = self._reader.params(request)
+        params = self._reader.params(request, embeddings)
         clamp(params, engine_input, self.card.max_model_len)
         arguments = self._reader.arguments(request)
         await self._adapters.ensure(arguments["lora_request"])
@@ -269,6 +309,30 @@ class VllmEngine:
         finally:
             if not settled:
                 await self._wait_released(request.request_id)
+
+    @asynccontextmanager
+    async def _new_encoder_after(self, call: AdminCall) -> AsyncIterator[None]:
+        """If the call may change weights: have the card announce another encoder, and save no embeddings of requests
+        that began before its end."""
+        if not changes_encoder(call):
+            yield
+            return
+        self._embeddings.renew()
+        self._renew_card()
+        await self._embeddings.drop_fills(self._ask)
+        yield
+        await self._embeddings.drop_fills(self._ask)
+
+    def _renew_card(self) -> None:
+        self.card = msgspec.structs.replace(self.card, encoder=self._embeddings.card)
+
+    @contextmanager
+    def _warned(self, what: str) -> Iterator[None]:
+        """Log a failed call of a utility."""
+        try:
+            yield
+        except GenerationFailed as error:
+            logger.warning("%s: %s", what, error.message)
 
     async def _wait_released(self, request_id: str) -> None:
         """Return when EngineCore no longer reads an aborted request's data; see the theory of operation."""

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from msgspec.structs import astuple
 
 from medialane.core.errors import InvalidFeature
 from medialane.core.parent_death import signal_on_parent_death
 from medialane.vllm_bridge.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
+from medialane.vllm_bridge.embedding_connector import EmbeddingConnector
+from medialane.vllm_bridge.embedding_schedule import EmbeddingSchedule
+from medialane.vllm_bridge.encoder_measure import measure
 from medialane.vllm_bridge.seams import engine_core
+from medialane.vllm_bridge.seams.encoder_cache import connector_of, on_every_rank
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest
+
+T = TypeVar("T")
 
 
 def install() -> None:
@@ -27,6 +36,11 @@ def install() -> None:
             "medialane_detach": lambda _engine, arena: RESOLVER.detach(arena),
             "medialane_refused": lambda _engine, request_id: RESOLVER.has_refused(request_id),
             "medialane_die_with": _die_with,
+            "medialane_attach_ranks": lambda engine, *offer: all(on_every_rank(engine, _attach, *offer)),
+            "medialane_detach_ranks": lambda engine, arena: on_every_rank(engine, _detach, arena) and None,
+            "medialane_encoder": lambda engine: on_every_rank(engine, measure),
+            "medialane_embeddings": lambda engine: _embeddings(engine, lambda schedule: astuple(schedule.counts)),
+            "medialane_drop_fills": lambda engine: _embeddings(engine, EmbeddingSchedule.drop_fills),
         },
     )
 
@@ -35,6 +49,21 @@ def _refuse_unreadable(request: EngineCoreRequest) -> None:
     if isinstance(request.mm_features, Unreadable):
         RESOLVER.refuse(request.external_req_id or request.request_id)
         raise InvalidFeature("the features could not be read from the arena")
+
+
+def _attach(_worker: Any, arena: str, directory: str, nonce: str) -> bool:
+    """In a process that runs the model. In EngineCore's own, the arena is mapped already."""
+    return RESOLVER.attach(arena, directory, nonce)
+
+
+def _detach(_worker: Any, arena: str) -> None:
+    RESOLVER.detach(arena)
+
+
+def _embeddings(engine: Any, use: Callable[[EmbeddingSchedule], T]) -> T | None:
+    """Return what `use` returns for the scheduler's embeddings; None if it has none."""
+    connector = connector_of(engine)
+    return use(connector.schedule) if isinstance(connector, EmbeddingConnector) else None
 
 
 def _die_with(_engine: Any, pid: int) -> bool:

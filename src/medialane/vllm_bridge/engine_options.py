@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from vllm import envs
 from vllm.config import KVEventsConfig, VllmConfig
@@ -13,8 +13,12 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from medialane.core.errors import StartupFailed
-from medialane.vllm_bridge import cpu_executor
+from medialane.vllm_bridge import cpu_executor, embedding_connector
 from medialane.vllm_bridge.arguments import parse_vllm_args
+from medialane.vllm_bridge.seams import encoder_cache
+
+#: Whether outputs of the encoder are kept in the arena: on if possible, on or not started, or off.
+EncodeCache = Literal["auto", "on", "off"]
 
 #: Independent of Python's version and of the process: gateways compute the same block hashes.
 HASH_ALGORITHM = "sha256_cbor"
@@ -59,6 +63,27 @@ def engine_args(model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConf
     if current_platform.is_cpu() and found.distributed_executor_backend is None and _is_single(found):
         found.distributed_executor_backend = cpu_executor.QUALIFIED_NAME
     return found
+
+
+def keep_embeddings(config: VllmConfig, wanted: EncodeCache, *, arena_directory: str) -> str:
+    """Make the engine of this configuration load and save embeddings; return why it does not, empty if it does.
+
+    Raises StartupFailed if they are `wanted` and it cannot.
+    """
+    reason = "--encode-cache off" if wanted == "off" else encoder_cache.unfit_reason(config)
+    if reason:
+        return checked(wanted, reason)
+    name = embedding_connector.EmbeddingConnector.__name__
+    extra = {embedding_connector.DIRECTORY: arena_directory}
+    encoder_cache.connect(config, module=embedding_connector.__name__, connector=name, extra=extra)
+    return ""
+
+
+def checked(wanted: EncodeCache, reason: str) -> str:
+    """Return the reason why embeddings are not kept. Raises StartupFailed if they are `wanted`."""
+    if wanted == "on":
+        raise StartupFailed(f"--encode-cache on is not possible: {reason}")
+    return reason
 
 
 def _is_single(args: AsyncEngineArgs) -> bool:

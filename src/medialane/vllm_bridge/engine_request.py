@@ -13,12 +13,15 @@ from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from medialane.core.errors import InvalidFeature, PromptRejected
-from medialane.core.feature import MediaPayload, MediaSpan
+from medialane.core.errors import HandoverFailed, InvalidFeature, PromptRejected
+from medialane.core.feature import EmbeddingUse, MediaPayload, MediaSpan
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorDescriptor
+from medialane.vllm_bridge import embedding_connector
 from medialane.vllm_bridge.arena_encoder import ArenaItem
-from medialane.vllm_bridge.features import decode_item
+from medialane.vllm_bridge.embedding_use import request_embeddings
+from medialane.vllm_bridge.engine_embeddings import EngineEmbeddings
+from medialane.vllm_bridge.features import decode_item, decode_item_without_tensors, decode_small_fields
 from medialane.vllm_bridge.prepared_input import to_vllm_range
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 from medialane.vllm_bridge.source_prompt import SourceRenderer
@@ -27,13 +30,17 @@ from medialane.vllm_bridge.validation import FeatureChecker, placeholder_of
 #: Raised by the typed decoders for malformed bytes; NotImplementedError is for msgpack extension types.
 _UNREADABLE = (msgspec.DecodeError, NotImplementedError, TypeError, ValueError, RecursionError)
 
+#: The sampling parameter that vLLM passes to the connector of its encoder cache.
+_FOR_CONNECTOR = "ec_transfer_params"
+
 
 class RequestReader:
     """Reads requests for one engine, and validates what vLLM would trust. The owner calls `close`."""
 
-    def __init__(self, llm: AsyncLLM, arenas: Container[str]) -> None:
+    def __init__(self, llm: AsyncLLM, arenas: Container[str], embeddings: EngineEmbeddings) -> None:
         """`arenas` is the live set of arenas that EngineCore has mapped."""
         self._arenas = arenas
+        self._embeddings = embeddings
         takes_media = llm.model_config.supports_multimodal_inputs
         self._checker = FeatureChecker(llm.renderer.get_mm_processor()) if takes_media else None
         self._sources = SourceRenderer(llm.renderer, llm.model_config, self._checker)
@@ -56,17 +63,42 @@ class RequestReader:
             "reasoning_parser_kwargs": reasoning,
         }
 
-    def params(self, request: EngineRequest) -> SamplingParams:
-        """Return the sampling parameters, decoded by type without pickle. Raises PromptRejected."""
+    def params(self, request: EngineRequest, embeddings: bytes | None = None) -> SamplingParams:
+        """Return the sampling parameters, decoded by type without pickle, with the request's `embeddings`. Raises
+        PromptRejected."""
         with readable("sampling parameters"):
             params = self._params.decode(request.sampling_params)
         if params.extra_args:
             # "full" makes the engine report blocks again that it already holds, as if they were copies.
             params.extra_args.pop("kv_cache_report_mode", None)
+            params.extra_args.pop(_FOR_CONNECTOR, None)  # a client's: the connector is ours
+        if embeddings is not None:
+            params.extra_args = {**(params.extra_args or {}), _FOR_CONNECTOR: {embedding_connector.KEY: embeddings}}
         return params
 
-    async def engine_input(self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]) -> Any:
-        """Return vLLM's engine input; its features are views of `tensors` and have been validated.
+    def embeddings(self, request: EngineRequest, uses: Sequence[EmbeddingUse | None]) -> bytes | None:
+        """Return what `params` sends of the request's embeddings; None if there are none. Raises HandoverFailed,
+        InvalidFeature."""
+        if not any(uses):
+            return None
+        if not isinstance(request.prompt, ExpandedPrompt):
+            raise HandoverFailed("only processed items have embeddings")
+        return request_embeddings(
+            request.request_id,
+            request.prompt.features,
+            uses,
+            encoder=self._embeddings.card,
+            arenas=self._embeddings.arenas,
+        )
+
+    async def engine_input(
+        self,
+        request: EngineRequest,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None] = (),
+    ) -> Any:
+        """Return vLLM's engine input; its features are views of `tensors` and have been validated. An item whose
+        embedding is loaded has none.
 
         Raises InvalidFeature, PromptRejected, and what `SourceRenderer.render` raises.
         """
@@ -75,15 +107,23 @@ class RequestReader:
             return await self._sources.render(request, prompt, tensors)
         if not prompt.features:
             return tokens_input(prompt.token_ids, prompt=request.prompt_text, cache_salt=request.cache_salt)
-        return self._with_features(request, prompt, tensors)
+        is_loaded = [use is not None and use.is_filled for use in embeddings or [None] * len(prompt.features)]
+        return self._with_features(request, prompt, tensors, is_loaded)
 
     def _with_features(
-        self, request: EngineRequest, prompt: ExpandedPrompt, tensors: Sequence[Sequence[memoryview]]
+        self,
+        request: EngineRequest,
+        prompt: ExpandedPrompt,
+        tensors: Sequence[Sequence[memoryview]],
+        is_loaded: Sequence[bool],
     ) -> Any:
         if self._checker is None:
             raise PromptRejected("this model does not support media")
-        items = [self._item(feature, datas) for feature, datas in zip(prompt.features, tensors, strict=True)]
-        self._checker.check(prompt, items)
+        parts = list(zip(prompt.features, tensors, is_loaded, strict=True))
+        # The header also specifies the tensors that are not sent: what is checked is the same.
+        checked = [decode_item_without_tensors(f.header) if on else self._item(f, datas) for f, datas, on in parts]
+        self._checker.check(prompt, checked)
+        items = [decode_small_fields(f.header) if on else item for (f, _, on), item in zip(parts, checked, strict=True)]
         kwargs: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
         ranges: dict[str, list[Any]] = {}

@@ -106,7 +106,7 @@ def encode_item(item: MultiModalKwargsItem) -> tuple[bytes, tuple[TensorSpec, ..
     """
     large: list[torch.Tensor] = []
     fields = [Field(name, _kind(elem.field), _value(elem.data, large)) for name, elem in item.items()]
-    specs = tuple(_spec(t) for t in large)
+    specs = tuple(spec_of(t) for t in large)
     return _ENCODER.encode(Header(fields)), specs, tuple(_bytes(t) for t in large)
 
 
@@ -119,6 +119,18 @@ def check_tensors(header: bytes, tensors: Sequence[memoryview]) -> None:
     """Raise InvalidFeature if `decode_item` would, without building the item."""
     for large in _template(header).large:
         _bytes_of(large, tensors)
+
+
+def decode_small_fields(header: bytes) -> MultiModalKwargsItem:
+    """Return an item that has only its complete fields, for an engine that loads its embedding: positions depend on
+    small fields (a grid), the rest is read by the encoder alone."""
+    return MultiModalKwargsItem(
+        {
+            name: MultiModalFieldElem(data=value, field=field)
+            for name, field, value, is_complete in _template(header).fields
+            if is_complete
+        }
+    )
 
 
 def decode_item_without_tensors(header: bytes) -> MultiModalKwargsItem:
@@ -228,7 +240,8 @@ def tensor_over(spec: TensorSpec, data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype).view(spec.shape)
 
 
-def _spec(tensor: torch.Tensor) -> TensorSpec:
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Return a tensor's spec. Raises PreparationFailed for an unsupported dtype."""
     name = _NAMES.get(tensor.dtype)
     if name is None:
         raise PreparationFailed(f"the processor gave a tensor of dtype {tensor.dtype}, which has no wire form")
@@ -243,9 +256,9 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 def _value(data: Any, large: list[torch.Tensor]) -> Value:
     if isinstance(data, torch.Tensor):
         if data.nbytes <= INLINE_BYTES:
-            return SmallTensor(_spec(data), bytes(_bytes(data)))
+            return SmallTensor(spec_of(data), bytes(_bytes(data)))
         large.append(data)
-        return LargeTensor(len(large) - 1, _spec(data))
+        return LargeTensor(len(large) - 1, spec_of(data))
     if isinstance(data, int | float):
         return Scalar(data)
     if isinstance(data, list | tuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import field
 
@@ -9,6 +11,8 @@ from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
 from medialane.core.setting import PositiveFloat, check_bounds
 from medialane.rpc.address import TcpAddress, parse_address
+
+EncodeCache = Literal["auto", "on", "off"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +26,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """how long the engine may take to release an aborted request before the worker exits"""
     stop_timeout_s: PositiveFloat = field(default=20.0, name="worker-stop-timeout")
     """how long the engine may take to stop at shutdown"""
+    encode_cache: EncodeCache = field(default="auto", name="encode-cache")
+    """keep the encoder's outputs (embeddings) in the arena, where all workers of the host find them: auto (if the model
+    and its settings allow it; otherwise the log says why not), on (a worker that cannot do it does not start), off"""
     join: str = field(default="", name="join")
     """gateways to connect to (their --join-listen): HOST:PORT[,HOST:PORT...]; all addresses of each name"""
     name: str = field(default="", name="worker-name")

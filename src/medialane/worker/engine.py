@@ -8,14 +8,21 @@ from typing import Protocol
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
-from medialane.core.request import EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.core.request import EmbeddingCounts, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 
 class Engine(Protocol):
     """One engine in this process. All methods run on the event loop and never block it."""
 
     @property
-    def card(self) -> ModelCard: ...
+    def card(self) -> ModelCard:
+        """An administrative call may replace its encoder."""
+        ...
+
+    @property
+    def embedding_counts(self) -> EmbeddingCounts:
+        """As of the last `ping`."""
+        ...
 
     def loads(self) -> Sequence[WorkerLoad]:
         """Return the load of each data-parallel rank, in order."""

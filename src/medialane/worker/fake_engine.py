@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import zip_longest
+from typing import Protocol
 
 import msgspec
 
@@ -25,6 +27,7 @@ from medialane.core.hashing import content_hash
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
     CompletionDelta,
+    EmbeddingCounts,
     EngineRequest,
     EngineTimes,
     ExpandedPrompt,
@@ -32,6 +35,7 @@ from medialane.core.request import (
     OutputDelta,
     WorkerLoad,
 )
+from medialane.core.tensor import TensorDescriptor
 from medialane.worker.simulated.block_pool import BlockPool
 from medialane.worker.simulated.sequence import sequence_of
 
@@ -43,6 +47,9 @@ NUM_BLOCKS = 1 << 20
 #: Output token ids are below this.
 VOCABULARY = 512
 
+#: Of an item; its embedding has at least as many.
+DIGEST_BYTES = 32
+
 
 class FakeParams(msgspec.Struct, frozen=True):
     """Sampling parameters of the fake engine, as JSON in `EngineRequest.sampling_params`."""
@@ -51,8 +58,23 @@ class FakeParams(msgspec.Struct, frozen=True):
     token_s: float = 0.0
 
 
+class EmbeddingMemory(Protocol):
+    """How a fake engine reads and writes embeddings: the arena is mapped by others."""
+
+    def read(self, tensor: TensorDescriptor) -> bytes:
+        """Raises HandoverFailed."""
+        ...
+
+    async def write(self, tensor: TensorDescriptor, data: bytes) -> None:
+        """Write, unless the range has been freed or written meanwhile."""
+        ...
+
+
 class FakeEngine:
     """Outputs token ids derived from the prompt's ids and the bytes of the features, one delta each.
+
+    With `memory`, its `card` may have an encoder: an item's embedding is a digest of its bytes, repeated, and the same
+    tokens follow from it. `num_encoded` and `num_loaded` count items; encoding one takes `encode_s`.
 
     Like the real one it reads tensors while it generates, and `release_s` longer; `num_reading` counts the requests
     whose tensors it may read, `num_requests` all that it has accepted. Prompts stay in its KV cache. `attaches` is the
@@ -61,8 +83,20 @@ class FakeEngine:
     like a lost engine.
     """
 
-    def __init__(self, *, card: ModelCard = FAKE_CARD, attaches: bool = True, release_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        card: ModelCard = FAKE_CARD,
+        attaches: bool = True,
+        release_s: float = 0.0,
+        encode_s: float = 0.0,
+        memory: EmbeddingMemory | None = None,
+    ) -> None:
         self.card = card
+        self.num_encoded = 0
+        self.num_loaded = 0
+        self._encode_s = encode_s
+        self._memory = memory
         self.num_reading = 0
         self.num_requests = 0
         self.num_pings = 0
@@ -83,6 +117,10 @@ class FakeEngine:
 
     def recover(self) -> None:
         self._failure = None
+
+    @property
+    def embedding_counts(self) -> EmbeddingCounts:
+        return EmbeddingCounts(loaded=self.num_loaded, encoded=self.num_encoded)
 
     def loads(self) -> list[WorkerLoad]:
         return [WorkerLoad(num_running=self.num_reading)]
@@ -111,10 +149,13 @@ class FakeEngine:
         self.num_requests += 1
         self.num_reading += 1
         try:
+            await self._encode(request, tensors, embeddings)
             for number in range(params.max_tokens):
                 await asyncio.sleep(params.token_s)
                 self._check_alive()
-                token = int(content_hash(_inputs(request, tensors, number))[:8], 16) % VOCABULARY
+                items = self._items(tensors, embeddings)
+                inputs = msgspec.msgpack.encode((request.prompt.token_ids, items, number))
+                token = int(content_hash(inputs)[:8], 16) % VOCABULARY
                 yield _delta(request, number, token, num_cached, finished=number == params.max_tokens - 1)
         finally:
             try:
@@ -145,6 +186,38 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed = True
+
+    async def _encode(
+        self,
+        request: EngineRequest,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None],
+    ) -> None:
+        """Encode every item that is not loaded, once, and write its embedding where it is to be kept."""
+        done: set[str] = set()
+        for item, datas, use in zip_longest(request.prompt.media, tensors, embeddings):
+            if item.mm_hash in done:
+                continue
+            done.add(item.mm_hash)
+            if use is not None and use.is_filled:
+                self.num_loaded += 1
+                continue
+            await asyncio.sleep(self._encode_s)
+            self.num_encoded += 1
+            if use is not None and self._memory is not None:
+                await self._memory.write(use.tensor, _embedding(_digest(datas), use.tensor.spec.nbytes))
+
+    def _items(self, tensors: Sequence[Sequence[memoryview]], embeddings: Sequence[EmbeddingUse | None]) -> list[bytes]:
+        """Return a digest of each item, from its embedding if that is loaded."""
+        found = []
+        for datas, use in zip_longest(tensors, embeddings):
+            if use is None or not use.is_filled or self._memory is None:
+                found.append(_digest(datas))
+                continue
+            data = self._memory.read(use.tensor)
+            is_right = data == _embedding(data[:DIGEST_BYTES], len(data))
+            found.append(data[:DIGEST_BYTES] if is_right else data)
+        return found
 
     def _prefill(self, request: EngineRequest) -> int:
         """Cache and report the prompt's blocks; return the number of its tokens that were already cached."""
@@ -185,11 +258,12 @@ def _params(request: EngineRequest) -> FakeParams:
         raise PromptRejected("malformed sampling parameters") from error
 
 
-def _inputs(request: EngineRequest, tensors: Sequence[Sequence[memoryview]], number: int) -> bytes:
-    """Encode everything that determines output token `number`."""
-    prompt = request.prompt
-    media = [content_hash(data) for datas in tensors for data in datas]
-    return msgspec.msgpack.encode((prompt.token_ids, media, number))
+def _digest(datas: Sequence[memoryview]) -> bytes:
+    return bytes.fromhex(content_hash("".join(map(content_hash, datas)).encode()))
+
+
+def _embedding(digest: bytes, num_bytes: int) -> bytes:
+    return (digest * (num_bytes // DIGEST_BYTES + 1))[:num_bytes]
 
 
 def _delta(request: EngineRequest, number: int, token: int, num_cached: int, *, finished: bool) -> OutputDelta:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Embedding, Feature, Hold
+from medialane.core.feature import Feature, FoundEmbedding, Hold
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorSpec
 
@@ -39,17 +39,6 @@ class HostArena(Protocol):
         """Find the embedding of `feature`, or reserve memory for it. None if another client is writing it and does not
         finish within `wait_s`, or if there is no memory; the caller encodes the item then. Raises StoreUnavailable."""
         ...
-
-
-class FoundEmbedding(NamedTuple):
-    """An item's embedding in the arena of this host. If not `is_filled`, the engine is to write it there.
-
-    Releasing `hold` ends the reading, or the writing: then what has been written is cached, and anything else freed.
-    """
-
-    embedding: Embedding
-    hold: Hold
-    is_filled: bool
 
 
 class NoArena:

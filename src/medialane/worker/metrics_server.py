@@ -23,7 +23,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from medialane.core.errors import StartupFailed
@@ -59,7 +59,15 @@ class WorkerStatus(Collector):
             "medialane_worker_requests": ("Requests of all gateways in this worker", self._server.num_in_flight),
             "medialane_worker_arena_mapped": ("1 while the arena of this host is mapped", self._worker.has_arena),
         }
-        return [GaugeMetricFamily(name, text, value=float(value)) for name, (text, value) in values.items()]
+        gauges = [GaugeMetricFamily(name, text, value=float(value)) for name, (text, value) in values.items()]
+        return [*gauges, self._embeddings()]
+
+    def _embeddings(self) -> Metric:
+        text = "Media items by what the engine did: loaded or encoded; of embeddings, saved, or failed to load or save"
+        found = CounterMetricFamily("medialane_worker_embeddings", text, labels=["outcome"])
+        for outcome, number in msgspec.structs.asdict(self._worker.embedding_counts).items():
+            found.add_metric([outcome], number)
+        return found
 
 
 @asynccontextmanager

@@ -23,16 +23,25 @@ from medialane.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from medialane.core.feature import Hold
+from medialane.core.feature import Hold, MediaPayload
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
-from medialane.core.request import EngineRequest, ModelCard, OutputDelta, Prompt, WorkerLoad
+from medialane.core.request import (
+    EmbeddingCounts,
+    EncoderCard,
+    EngineRequest,
+    ModelCard,
+    OutputDelta,
+    Prompt,
+    WorkerLoad,
+)
 from medialane.core.tensor import ArenaOffer, ArenaRange, InlineTensor, TensorDescriptor
 from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc import Hello, Welcome
 from medialane.transfer import InlineReceiver, Receiver, ShmReceiver
 from medialane.worker.block_reports import BlockReports
 from medialane.worker.config import WorkerConfig
+from medialane.worker.embeddings import RequestEmbeddings
 from medialane.worker.engine import Engine
 from medialane.worker.host_arena import HostArena, NoArena
 
@@ -84,6 +93,14 @@ class Worker:
         return self._engine.card
 
     @property
+    def encoder(self) -> EncoderCard | None:
+        return self._engine.card.encoder
+
+    @property
+    def embedding_counts(self) -> EmbeddingCounts:
+        return self._engine.embedding_counts
+
+    @property
     def registry(self) -> CollectorRegistry:
         """The registry of this process's metrics."""
         return self._registry
@@ -104,16 +121,23 @@ class Worker:
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Run one request. Raises HandoverFailed if its tensors cannot be read, otherwise like `Engine.generate`."""
+        embeddings = RequestEmbeddings(self._engine.card.encoder, self._host_arena)
+        embeddings.check(request.prompt.media)
         request, hold = await self._hold(request)
         try:
-            with self._reading({found.arena for found in _ranges(request.prompt)}):
-                async with aclosing(self._engine.generate(request, self._tensors(request.prompt))) as deltas:
+            request = await embeddings.find(request, self._mapped)
+            media, tensors = request.prompt.media, self._tensors(request.prompt)
+            with self._reading({found.arena for found in (*_ranges(request.prompt), *embeddings.ranges)}):
+                async with aclosing(self._engine.generate(request, tensors, embeddings.uses(media))) as deltas:
+                    is_first = True
                     async for delta in deltas:
-                        yield delta
+                        yield embeddings.on_first_output(delta, self._shm.is_completed) if is_first else delta
+                        is_first = False
         except (GenerationFailed, WorkerLost):
             self._ping_requested.set()
             raise
-        finally:  # the engine no longer reads: `generate` ends only then
+        finally:  # the engine no longer reads or writes: `generate` ends only then
+            embeddings.release()
             if hold is not None:
                 hold.release()
 
@@ -259,18 +283,21 @@ class Worker:
 
 
 def _moved(request: EngineRequest, copies: Mapping[ArenaRange, ArenaRange]) -> EngineRequest:
-    """Return the request with the tensors of entries that have been copied."""
-
-    def moved(tensor: TensorDescriptor | InlineTensor) -> TensorDescriptor | InlineTensor:
-        if not isinstance(tensor, TensorDescriptor) or tensor.range not in copies:
-            return tensor
-        return TensorDescriptor(tensor.spec, copies[tensor.range], tensor.offset)
-
+    """Return the request with the tensors and embeddings of entries that have been copied."""
     replace = msgspec.structs.replace
-    media = [replace(item, tensors=tuple(map(moved, item.tensors)), remote=None) for item in request.prompt.media]
-    return replace(request, prompt=request.prompt.with_media(media))
+
+    def copy_of(tensor: TensorDescriptor) -> TensorDescriptor:
+        return replace(tensor, range=copies.get(tensor.range, tensor.range))
+
+    def moved(item: MediaPayload) -> MediaPayload:
+        tensors = tuple(copy_of(t) if isinstance(t, TensorDescriptor) else t for t in item.tensors)
+        embedding = item.embedding and replace(item.embedding, tensor=copy_of(item.embedding.tensor))
+        return replace(item, tensors=tensors, embedding=embedding, remote=None)
+
+    return replace(request, prompt=request.prompt.with_media(list(map(moved, request.prompt.media))))
 
 
 def _ranges(prompt: Prompt) -> set[ArenaRange]:
     """Return the entries of arenas that a request reads."""
-    return {t.range for item in prompt.media for t in item.tensors if isinstance(t, TensorDescriptor)}
+    tensors = {t.range for item in prompt.media for t in item.tensors if isinstance(t, TensorDescriptor)}
+    return tensors | {item.embedding.tensor.range for item in prompt.media if item.embedding is not None}

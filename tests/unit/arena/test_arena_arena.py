@@ -8,7 +8,7 @@ import pytest
 
 from medialane.arena import Arena, ArenaConfig, ArenaView, describe, layout
 from medialane.core.errors import ArenaFull, HandoverFailed, MediaTooLarge
-from medialane.core.feature import Feature
+from medialane.core.feature import Embedding, Feature
 from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.tensor import TensorSpec
 
@@ -243,7 +243,31 @@ def test_entry_has_the_metadata_of_its_kind(arena):
     feature = Feature("image", "a", b"", (), MediaSize())
     with arena.reserve(8, "encoded") as reservation, pytest.raises(TypeError, match="Feature"):
         arena.publish(reservation, "a", feature)
+    with arena.reserve(8, "embedded") as reservation, pytest.raises(TypeError, match="kind embedded"):
+        arena.publish(reservation, "a", feature)
+    with arena.reserve(8) as reservation, pytest.raises(TypeError, match="kind processed"):
+        arena.publish(reservation, "a", embedded("a", reservation.range))
     assert arena.stats().num_reservations == 0
+
+
+def embedded(mm_hash, entry):
+    """A feature whose embedding are the eight bytes of `entry`."""
+    (tensor,) = describe(entry, [TensorSpec("uint8", (2, 4))])
+    return Feature("image", mm_hash, b"header", (), MediaSize(), Embedding("key", tensor))
+
+
+def test_features_whose_embedding_is_cached_are_evicted_first(arena):
+    for key in "abc":
+        write(arena, key, 7, 4 * MIB).release()
+    reservation = arena.reserve(8, "embedded")
+    value = embedded("c", reservation.range)
+    with arena.publish(reservation, "key", value) as lease:
+        assert lease.value == value
+    write(arena, "d", 7, 4 * MIB).release()
+    assert [arena.contains(key) for key in "abcd"] == [True, True, False, True]
+    with arena.lookup("key", "embedded") as found:
+        assert found.value == value
+    assert arena.stats().embedded_bytes == 128
 
 
 def test_trimmed_reservation_keeps_its_bytes_and_its_old_range_is_stale(arena, reader):

@@ -179,7 +179,7 @@ def test_keys_are_separate_per_kind():
         assert table.lookup("a", kind)[0] is entry
         table.unpin(entry)
     assert table.evict("a", "encoded")
-    assert [table.contains("a", kind) for kind in KINDS] == [False, True, True]
+    assert [table.contains("a", kind) for kind in KINDS] == [False, True, True, True]
 
 
 def test_kind_may_use_all_unused_space():
@@ -221,6 +221,51 @@ def test_other_kinds_are_evicted_if_the_kind_over_its_share_cannot_free_a_hole()
     table.reserve(2 * UNIT)
     assert not table.contains("a", "encoded")
     assert not table.contains("x")
+
+
+def kept(table, keys):
+    return [key for key in keys if table.contains(key)]
+
+
+def test_demoted_entry_is_evicted_before_older_ones_of_any_kind():
+    table, _ = make(4)
+    for key, kind in (("old", "encoded"), ("a", "processed"), ("b", "processed"), ("c", "processed")):
+        cached(table, key, kind=kind)
+    table.demote("c")
+    table.demote("unknown")
+    cached(table, "new")
+    assert kept(table, "abc") == ["a", "b"]
+    assert table.contains("old", "encoded")
+
+
+def test_demoted_entry_is_evicted_first_when_its_pins_end():
+    table, _ = make(3)
+    cached(table, "a")
+    entry, _ = table.publish(table.reserve(UNIT), "b", "B")
+    table.pin(entry)
+    table.demote("b")
+    table.unpin(entry)
+    cached(table, "c")
+    cached(table, "d")
+    assert kept(table, "abcd") == ["b", "c", "d"], "it is held"
+    table.unpin(entry)
+    cached(table, "e")
+    assert kept(table, "abcde") == ["c", "d", "e"]
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_demoted_entry_that_is_looked_up_counts_as_used(is_pinned):
+    table, _ = make(2)
+    entry, _ = table.publish(table.reserve(UNIT), "a", "A")
+    if not is_pinned:
+        table.unpin(entry)
+    cached(table, "b")
+    table.demote("a")
+    table.lookup("a")
+    for _ in range(1 + is_pinned):
+        table.unpin(entry)
+    cached(table, "c")
+    assert kept(table, "abc") == ["a", "c"]
 
 
 def test_trimmed_entry_frees_its_tail():
@@ -375,6 +420,10 @@ class EntryMachine(RuleBasedStateMachine):
         self.settle()
         assert ((kind, key) in self.keys) == self.table.contains(key, kind)
 
+    @rule(kind=KIND, key=KEYS)
+    def demote(self, kind, key):
+        self.table.demote(key, kind)
+
     @rule()
     def clear(self):
         idle = sum(not pins for pins in self.pins.values())
@@ -394,6 +443,7 @@ class EntryMachine(RuleBasedStateMachine):
             "encoded": stats.encoded_bytes,
             "decoded": stats.decoded_bytes,
             "processed": stats.processed_bytes,
+            "embedded": stats.embedded_bytes,
         }
         assert stats.free_bytes + stats.writing_bytes + stats.published_bytes == stats.size_bytes
         assert (stats.num_reservations, stats.num_entries) == (len(self.written), len(self.pins))

@@ -29,7 +29,7 @@ def test_another_process_loads_an_equal_configuration():
             case str() if setting.is_secret:
                 variables[setting.variable] = "123 text"
             case str() if not setting.flag.endswith(
-                ("stage", "transport", "router", "level", "nixl", "gpus-per-worker", "gateway-nodes")
+                ("stage", "transport", "router", "level", "nixl", "gpus-per-worker", "gateway-nodes", "encode-cache")
             ):
                 changed[setting.name] = "123 text"
     config = load(changed, environ=variables)

@@ -286,3 +286,13 @@ def test_scope_records_nothing_without_a_requested_report():
     with open_scope() as scope:
         scope.note_prepared([item(MediaRef("image", "a", data=b"1"), "h", MediaSize(metadata=b"broken"))])
         assert msgspec.json.decode(scope.report()) == {"items": []}
+
+
+def test_report_says_what_was_done_about_each_embedding():
+    refs = [MediaRef("image", name, data=b"1") for name in "abc"]
+    with open_scope() as scope:
+        scope.extracted = ExtractedMedia(tuple(refs), wants_report=True)
+        scope.note_prepared([item(ref, f"h{ref.param}") for ref in refs])
+        scope.note_answered(0, {"ha": "loaded", "hb": "encoded"})
+        found = msgspec.json.decode(scope.report())
+    assert [each.get("embedding") for each in found["items"]] == ["loaded", "encoded", None]

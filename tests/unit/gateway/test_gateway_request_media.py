@@ -31,7 +31,7 @@ class Source:
     async def resolve(self, ref):
         return ref
 
-    async def processed(self, ref, options, timeline, budget):
+    async def processed(self, ref, options, timeline, budget, *, encoder):
         return self._found("processed", ref, is_hit=False)
 
     async def decoded(self, ref, timeline, budget):

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import InvalidRequest
-from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
+from medialane.core.feature import Embedding, Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.kv_events import KvChange
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
@@ -18,11 +18,13 @@ from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 
 
-def link_to(name, *, block_size=16, same_host=True):
+def link_to(name, *, block_size=16, same_host=True, encoder=""):
     card = ModelCard("m", 4096, block_size, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
     endpoint = Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, same_host=same_host, card=card)
     client = SimpleNamespace(num_block_gaps=0, num_gateways=1)
-    return SimpleNamespace(address=name, client=client, endpoints=lambda: [endpoint], same_host=same_host)
+    return SimpleNamespace(
+        address=name, client=client, endpoints=lambda: [endpoint], same_host=same_host, encoder=encoder
+    )
 
 
 @pytest.fixture
@@ -178,3 +180,36 @@ def test_non_numeric_decision_limit_is_rejected_by_name(make_routes, limit):
     with pytest.raises(InvalidRequest) as raised:
         make_routes(link_to("w0")).decisions({"limit": limit})
     assert raised.value.param == "limit"
+
+
+@pytest.mark.parametrize(
+    ("encoders", "expected"),
+    [(["d", "d"], "d"), (["d", ""], "d"), (["d", "e"], ""), (["", ""], ""), ([], "")],
+)
+def test_embeddings_are_those_of_the_one_encoder_that_all_workers_have(make_routes, encoders, expected):
+    links = [link_to(f"w{number}", encoder=encoder) for number, encoder in enumerate(encoders)]
+    assert make_routes(*links).encoder == expected
+
+
+@pytest.mark.parametrize("change", ["joined", "left", "moved", "encoder_cleared"])
+def test_encoder_follows_the_workers(make_routes, change):
+    link = link_to("w0", encoder="d")
+    routes = make_routes(link)
+    assert routes.encoder == "d"
+    link.encoder = "e"
+    if change == "joined":
+        routes.left(link)
+    getattr(routes, change)(link)
+    assert routes.encoder == "e"
+
+
+def test_known_embedding_is_part_of_what_is_routed(make_routes):
+    routes = make_routes(link_to("w0", encoder="d"))
+    sent, prepared = with_large_media(0)
+    spec = TensorSpec("bfloat16", (1, 8))
+    embedding = Embedding("k", TensorDescriptor(spec, ArenaRange("a" * 32, 4096, 128, 1), 64))
+    (placed,) = prepared.features
+    feature = msgspec.structs.replace(placed.feature, tensors=(), embedding=embedding)
+    known = msgspec.structs.replace(prepared, features=(msgspec.structs.replace(placed, feature=feature),))
+    assert [span.embedding_bytes for span in routes.choose(sent, prepared).known.media] == [0]
+    assert [span.embedding_bytes for span in routes.choose(sent, known).known.media] == [16]

@@ -369,3 +369,26 @@ async def test_other_options_and_another_form_are_asked_for(link, fairness):
 async def test_store_is_always_asked(link, fairness, ref):
     await find_twice(await retaining(link, fairness), ref, ref)
     assert len(link.calls) == 2
+
+
+async def test_item_is_asked_for_with_its_encoder_and_found_again_for_the_same_one(link, fairness):
+    features, ref = await retaining(link, fairness), MediaRef("image", PARAM, data=DATA)
+    for encoder in ("", "d" * 64, "d" * 64, "e" * 64):
+        (await features.processed(ref, b"{}", StageTimeline(), Budget(), encoder=encoder)).hold.release()
+    assert [call.encoder for call in link.calls] == ["", "d" * 64, "e" * 64]
+
+
+async def test_forgotten_item_is_asked_for_again_and_ends_with_its_last_user(link, fairness):
+    features, ref = await retaining(link, fairness), MediaRef("image", PARAM, data=DATA)
+    first = await features.processed(ref, b"{}", StageTimeline(), Budget())
+    second = await features.processed(ref, b"{}", StageTimeline(), Budget())
+    features.forget(first.hold)
+    features.forget(second.hold)
+    again = await features.processed(ref, b"{}", StageTimeline(), Budget())
+    assert len(link.calls) == 2
+    first.hold.release()
+    assert not link.released
+    second.hold.release()
+    assert len(link.released) == 1
+    again.hold.release()
+    assert len(link.released) == 1, "the other one is retained"

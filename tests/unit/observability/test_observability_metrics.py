@@ -2,7 +2,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.core.stats import ArenaStats, PoolStats, RoutingStats, StoreStats
+from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, RoutingStats, StoreStats
 from medialane.observability.metrics import Metrics
 from medialane.observability.timeline import StageTimeline
 
@@ -71,6 +71,20 @@ def test_state_is_read_at_every_scrape(metrics, registry):
     arena, preparers = arena_stats(published_bytes=40, pinned_bytes=40), pool_stats()
     assert value("medialane_arena_bytes", {"kind": "cached"}) == 0
     assert value("medialane_preparer_queue") == 0
+
+
+def test_embeddings_of_the_store_are_exposed_by_outcome_and_state(metrics, registry):
+    embeddings = EmbeddingStats(num_found=6, num_filled=5, num_dropped=4, num_waited=3, num_writing=2, num_revoking=1)
+    arena = arena_stats(encoded_bytes=1, decoded_bytes=2, processed_bytes=3, embedded_bytes=4)
+    metrics.watch_store(lambda: StoreStats(arena, pool_stats(), embeddings=embeddings))
+
+    def values(name, label, *keys):
+        return [registry.get_sample_value(name, {label: key}) for key in keys]
+
+    outcomes = ("found", "filled", "dropped", "waited")
+    assert values("medialane_store_embeddings_total", "outcome", *outcomes) == [6, 5, 4, 3]
+    assert values("medialane_store_embedding_ranges", "state", "reserved", "revoked") == [2, 1]
+    assert values("medialane_arena_media_bytes", "kind", "encoded", "decoded", "processed", "embedded") == [1, 2, 3, 4]
 
 
 def test_lost_store_has_no_state_rather_than_a_stale_one(metrics, registry):
@@ -157,3 +171,14 @@ def test_figures_of_the_host_are_apart_from_those_of_the_gateway():
     metrics.close()
     assert not list(own.collect())
     assert not list(host.collect())
+
+
+def test_embeddings_of_requests_are_counted_by_outcome_with_what_they_saved(metrics, registry):
+    metrics.count_embeddings("loaded")
+    metrics.count_embeddings("fallback", 2)
+    metrics.count_embeddings("fallback", 0)
+    metrics.count_saved_encoding(100, 0.25)
+    assert registry.get_sample_value("medialane_embeddings_total", {"outcome": "loaded"}) == 1
+    assert registry.get_sample_value("medialane_embeddings_total", {"outcome": "fallback"}) == 2
+    assert registry.get_sample_value("medialane_embedding_loaded_bytes_total") == 100
+    assert registry.get_sample_value("medialane_encoder_saved_seconds_total") == 0.25

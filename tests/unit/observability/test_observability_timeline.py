@@ -56,8 +56,11 @@ def test_server_timing_is_a_list_of_metrics_in_milliseconds():
     timeline = StageTimeline()
     timeline.add("fetch", 0.0125)
     timeline.copied_bytes = 7
+    assert "embeddings" not in timeline.server_timing()
+    timeline.num_embeddings = 2
     header = timeline.server_timing()
     assert header.startswith("fetch;dur=12.50, ")
+    assert 'embeddings;desc="2"' in header
     assert 'copied;desc="7"' in header
     token = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
     assert all(re.fullmatch(rf'{token};(dur=[0-9.]+|desc="[^"]*")', metric) for metric in header.split(", "))

@@ -103,6 +103,31 @@ def test_item_within_the_cached_prefix_is_never_encoded():
     assert world.costs(world.offer(media=media, prefixes=[3, 3])).tolist() == [10, 10]
 
 
+def test_item_with_embeddings_in_the_arena_costs_a_load_at_every_worker():
+    world = World(3, prefill_ms_per_token=0, encoder_ms_per_token=1.0, load_ms_per_mib=0.5, request_ms=0)
+    world.hold(1, "a", 40)
+    media = [span("a", 0, 40, embedding_bytes=4 << 20), span("b", 40, 10)]
+    assert world.costs(world.offer(media=media, prefixes=[0, 0, 3])).tolist() == [12, 10, 10]
+    decided = world.model.terms(world.offer(media=media), world.slots[0], 0)
+    assert (decided.num_to_encode, decided.num_to_load) == (1, 1)
+    assert (decided.parts.encoder, decided.parts.load) == (10, 2)
+
+
+def test_embeddings_are_transferred_to_a_worker_of_another_host_besides_their_load():
+    world = World(2, remote=[1], encoder_ms_per_token=1.0, load_ms_per_mib=0.5, remote_ms=2.0, remote_ms_per_mib=3.0)
+    media = [span("a", 0, 40, embedding_bytes=4 << 20)]
+    local, remote = world.costs(world.offer(media=media, handover_bytes=4 << 20))
+    assert remote - local == pytest.approx(2.0 + 4 * 3.0 - 4 * world.config.local_ms_per_mib)
+    parts = world.model.terms(world.offer(media=media), world.slots[1], 0).parts
+    assert (parts.encoder, parts.load) == (0, 2)
+
+
+def test_loads_delay_other_requests_as_encoding_does():
+    world = World(1, load_ms_per_mib=0.5, request_ms=0, prefill_ms_per_token=0, contention_weight=2.0)
+    parts = world.model.terms(world.offer(media=[span("a", 0, 40, embedding_bytes=4 << 20)]), world.slots[0], 0).parts
+    assert (parts.contention, parts.expected_ms) == (4, 2)
+
+
 def test_item_held_by_many_slots_is_discounted_for_all():
     world = World(40, prefill_ms_per_token=0, encoder_ms_per_token=1.0, request_ms=0)
     for slot in range(0, 40, 2):
@@ -138,9 +163,11 @@ slot_facts = st.fixed_dictionaries(
     }
 )
 items = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 180), st.integers(1, 20)), max_size=8)
+#: Items whose embeddings are in the arena, and their bytes.
+embedded = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 1 << 24))
 
 
-def build(facts, spans, handover_bytes, session_slot):
+def build(facts, spans, embedding_bytes, handover_bytes, session_slot):
     world = World(
         len(facts),
         remote=[n for n, fact in enumerate(facts) if fact["remote"]],
@@ -155,16 +182,21 @@ def build(facts, spans, handover_bytes, session_slot):
             world.hold(number, name, 20)
     for slot in world.slots:  # the mean work of requests moves with each of them
         world.slots.update(slot)
-    media = [span(name, offset, length, num_embeds=20) for name, offset, length in spans]
+    media = [
+        span(name, offset, length, num_embeds=20, embedding_bytes=embedding_bytes.get(name, 0))
+        for name, offset, length in spans
+    ]
     prefixes = [fact["prefix"] for fact in facts]
     return world, world.offer(
         num_tokens=200, media=media, handover_bytes=handover_bytes, prefixes=prefixes, session_slot=session_slot
     )
 
 
-@given(st.lists(slot_facts, min_size=1, max_size=80), items, st.integers(0, 1 << 24), st.sampled_from([None, 0]))
-def test_cost_terms_of_each_slot_sum_to_its_cost(facts, spans, handover_bytes, session_slot):
-    world, offer = build(facts, spans, handover_bytes, session_slot)
+@given(
+    st.lists(slot_facts, min_size=1, max_size=80), items, embedded, st.integers(0, 1 << 24), st.sampled_from([None, 0])
+)
+def test_cost_terms_of_each_slot_sum_to_its_cost(facts, spans, embedding_bytes, handover_bytes, session_slot):
+    world, offer = build(facts, spans, embedding_bytes, handover_bytes, session_slot)
     costs = world.costs(offer)
     for slot in world.slots:
         cached_tokens = world.cached_tokens(slot)
@@ -184,11 +216,11 @@ WORSE = [
 ]
 
 
-@given(slot_facts, items, st.integers(0, 1 << 24), st.sampled_from(WORSE))
-def test_cost_is_monotonic_in_cached_tokens_and_work(fact, spans, handover_bytes, change):
+@given(slot_facts, items, embedded, st.integers(0, 1 << 24), st.sampled_from(WORSE))
+def test_cost_is_monotonic_in_cached_tokens_and_work(fact, spans, embedding_bytes, handover_bytes, change):
     name, worse = change
-    better, offer = build([fact], spans, handover_bytes, None)
-    poorer, poorer_offer = build([fact | {name: worse(fact[name])}], spans, handover_bytes, None)
+    better, offer = build([fact], spans, embedding_bytes, handover_bytes, None)
+    poorer, poorer_offer = build([fact | {name: worse(fact[name])}], spans, embedding_bytes, handover_bytes, None)
     # Queued work moves the mean by which others' requests are counted: compare with that of one world.
     poorer.slots._request_ms = max(poorer.slots._request_ms, better.slots._request_ms)
     poorer.slots.update(poorer.slots[0])

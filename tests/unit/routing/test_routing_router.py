@@ -188,6 +188,35 @@ def test_image_elsewhere_in_a_prompt_need_not_be_encoded_again(make):
     assert (other.decision.cached_tokens, other.decision.encoder_items_cached) == (0, 1)
 
 
+def test_image_with_embeddings_in_the_arena_does_not_tie_requests_to_a_busy_worker(make):
+    known, new = MediaSpan("known", 40, 1400, embedding_bytes=10 << 20), MediaSpan("new", 40, 1400)
+    decided = []
+    for image in (new, known):
+        router = make(2)
+        first = serve(router, request(text(1, 1500), media=[image]))
+        router.report(first.slot, WorkerLoad(kv_usage=0.9))
+        decided.append(begin(router, request(text(2, 1500), media=[image])).slot == first.slot)
+    assert decided == [True, False]
+
+
+def test_decision_tells_loaded_items_from_encoded_ones(make):
+    router = make(1)
+    media = [MediaSpan("known", 40, 100, embedding_bytes=1 << 20), MediaSpan("new", 200, 100)]
+    decision = begin(router, request(text(1, 500), media=media)).decision
+    assert (decision.num_items, decision.encoder_items_cached, decision.encoder_items_loaded) == (2, 0, 1)
+    assert decision.parts.load == pytest.approx(router.config.load_ms_per_mib)
+    again = begin(router, request(text(2, 500), media=media)).decision
+    assert (again.encoder_items_cached, again.encoder_items_loaded) == (2, 0)
+
+
+def test_mean_sequences_are_those_of_workers_that_accept_requests(make):
+    assert make(0).mean_sequences == 0
+    router = make(3)
+    router.report(0, WorkerLoad(num_running=3))
+    begin(router, request(text(1)))
+    assert router.mean_sequences == pytest.approx(4 / 3)
+
+
 def test_image_of_an_aborted_request_is_not_counted(make):
     router = make(1)
     image = MediaSpan("cat", 40, 400)

@@ -1,6 +1,7 @@
 """Pending work and load between the gateways of one worker."""
 
 import asyncio
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -16,7 +17,9 @@ from medialane.core.admin import (
 )
 from medialane.core.errors import GenerationFailed, WorkerLost
 from medialane.core.pending_work import PendingWork
+from medialane.core.request import EncoderCard
 from medialane.rpc import FakeHandler, RpcConfig
+from medialane.rpc.fake import FAKE_CARD
 from medialane.rpc.messages import Gateways, Pending, PendingEnded
 from waiting import eventually
 
@@ -95,6 +98,29 @@ async def test_call_of_a_gateway_that_disconnects_may_have_emptied_the_encoder_c
     await eventually(lambda: second.num_cleared == 1)
     with pytest.raises(WorkerLost):
         await call
+
+
+@pytest.mark.parametrize("error", [None, GenerationFailed("failed")])
+async def test_every_gateway_learns_that_a_call_has_replaced_the_encoder(net, error):
+    encoders = [EncoderCard(digest * 64, "bfloat16", {"image": 8}) for digest in "ab"]
+    cards = [msgspec.structs.replace(FAKE_CARD, encoder=encoder) for encoder in encoders]
+    handler = FakeHandler(card=cards[0])
+    await net.serve(handler)
+    first, second = await connected(net, 2)
+    assert [one.client.encoder for one in (first, second)] == [encoders[0]] * 2
+    administer = handler.administer
+
+    async def replacing(call):
+        handler.card = cards[1]
+        if error is not None:
+            raise error
+        return await administer(call)
+
+    handler.administer = replacing
+    with suppress(GenerationFailed):
+        await first.client.administer(IsSleeping(), 5)
+    await eventually(lambda: [one.client.encoder for one in (first, second)] == [encoders[1]] * 2)
+    assert (first.num_cleared, second.num_cleared) == (1, 1)
 
 
 async def test_numbers_of_two_gateways_do_not_collide_at_a_third(net):

@@ -17,7 +17,7 @@ from medialane.core.errors import (
     ProtocolViolation,
     WorkerLost,
 )
-from medialane.core.feature import MediaPayload
+from medialane.core.feature import Embedding, MediaPayload
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 from medialane.rpc import FakeHandler, RpcConfig
@@ -310,3 +310,15 @@ def raw_frame(data):
     buffer = bytearray()
     append_raw_frame(buffer, memoryview(data))
     return bytes(buffer)
+
+
+def test_embedding_stays_with_its_item_when_tensors_are_sent_apart():
+    tensor = TensorDescriptor(TensorSpec("bfloat16", (2, 8)), ArenaRange("a" * 32, 4096, 128, 1), 64)
+    items = (
+        MediaPayload("image", "h", b"", (), embedding=Embedding("k", tensor)),
+        MediaPayload("image", "i", b"", (InlineTensor(TensorSpec("uint8", (3,)), memoryview(b"abc")),)),
+    )
+    sent = EngineRequest("r", ExpandedPrompt([1], items), b"")
+    without, tensors = split(sent)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(without), type=EngineRequest)
+    assert join(decoded, tensors) == sent

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from functools import cached_property
 
 import pytest
 
-from medialane.arena import Arena, ArenaConfig, Lease, layout
-from medialane.core.feature import Feature
+from medialane.arena import Arena, ArenaConfig, FillWriter, Lease, layout
+from medialane.core.feature import Feature, FoundEmbedding
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.rpc import RpcConfig
 from medialane.store import Pulls, StoreLink, StoreServer
+from medialane.store.embeddings import Embeddings
+from medialane.store.holds import StoreEntries
 from medialane.store.items import LeasedItem
 from medialane.store.messages import FindItem, ItemFound, StoreStatus
 from poison import poison_freed
@@ -23,6 +26,9 @@ from waiting import eventually
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=5.0)
 IDLE = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ())
 ITEM_BYTES = 500_000
+#: As many bytes as an item has.
+EMBEDDING = TensorSpec("float32", (ITEM_BYTES // 400, 100))
+DIRECTORY = "/dev/shm"
 
 
 class PatternItems:
@@ -30,6 +36,7 @@ class PatternItems:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self.embeddings = Embeddings(arena)
         self.gate: asyncio.Event | None = None
 
     async def find(self, ref, form, processing, *, timeline, upload=None, admit=None) -> LeasedItem:
@@ -63,6 +70,17 @@ def feature(content: str, entry: ArenaRange) -> Feature:
     return Feature("image", content, b"", (TensorDescriptor(spec, entry, offset),), MediaSize())
 
 
+def described(content: str) -> Feature:
+    """The feature of an item without its tensors."""
+    return Feature("image", content, b"header", (), MediaSize())
+
+
+def write(found: FoundEmbedding, content: str) -> None:
+    """What a process of an engine does."""
+    with FillWriter.open(found.embedding.tensor.range, DIRECTORY) as payload:
+        payload[:] = pattern(content) * len(payload)
+
+
 def reference(content: str) -> MediaRef:
     return MediaRef("image", "p", content=content)
 
@@ -73,11 +91,20 @@ class Client:
     def __init__(self, world: World, **settings: object) -> None:
         self.world = world
         self.link = StoreLink(
-            world.address, rpc=RPC, arena_directory="/dev/shm", wait_timeout_s=2.0, writable=True, **settings
+            world.address, rpc=RPC, arena_directory=DIRECTORY, wait_timeout_s=2.0, writable=True, **settings
         )
         self.holds: dict[int, tuple[str, ArenaRange]] = {}
         self.exit: int | None = None
         self.running = asyncio.create_task(self.link.run())
+
+    @cached_property
+    def entries(self) -> StoreEntries:
+        """The worker's view of the arena."""
+        return StoreEntries(self.link)
+
+    async def embedding(self, content: str, *, wait_s: float = 0.0) -> FoundEmbedding | None:
+        """Find the embedding of `content`, as the worker of an engine."""
+        return await self.entries.embedding(content * 64, described(content), EMBEDDING, wait_s=wait_s)
 
     async def find(self, content: str) -> int:
         reply = await self.link.call(lambda call_id: FindItem(call_id, reference(content), "processed"))
@@ -104,6 +131,7 @@ class World:
     """The store, and the pipes whose ends stand for the processes of its clients."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, size_bytes: int = 16 << 20) -> None:
+        poison_freed(monkeypatch)  # before there is an arena
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
         self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes))
         self.items = PatternItems(self.arena)
@@ -116,12 +144,13 @@ class World:
             pulls=Pulls(self.arena, RPC),
             max_connections=16,
             processor=lambda: self.processor,
-            status=lambda: StoreStatus(StoreStats(self.arena.stats(), IDLE), None, self.has_started),
+            status=lambda: StoreStatus(
+                StoreStats(self.arena.stats(), IDLE, embeddings=self.items.embeddings.stats), None, self.has_started
+            ),
         )
         self._pipes: dict[str, int] = {}
         monkeypatch.setattr("medialane.store.session.pidfd_of", self._pidfd)
         self._exits: list[int] = []
-        poison_freed(monkeypatch)
 
     async def start(self) -> World:
         await self.server.serve(self.address)

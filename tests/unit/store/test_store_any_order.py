@@ -1,25 +1,57 @@
-"""Any order of connect, find, send, receive, release, lose the connection and die: no byte is reused while it is held,
-and nothing else is held."""
+"""Any order of connect, find, send, receive, release, write embeddings, lose the connection and die: no byte is reused
+while it is held or written, and nothing else is held."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from store_world import ITEM_BYTES, World, pattern
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from store_world import DIRECTORY, EMBEDDING, ITEM_BYTES, World, described, pattern
 
+from medialane.arena import FillWriter
+from medialane.arena.layout import COMPLETED_WORD
 from medialane.core.errors import HandoverFailed
-from medialane.store import hold_passing
+from medialane.store import embeddings, hold_passing
 from medialane.store.hold_cache import HoldCache
 from medialane.store.hold_passing import HoldPasser
 from medialane.store.holds import StoreEntries
 from waiting import eventually
 
 CONTENTS = st.sampled_from("abcdefgh")
+EMBEDDED = st.sampled_from("def")
 MAX_CLIENTS = 4
+
+
+class Writing:
+    """A process of an engine that writes to the range of a fill, from before `stop` to after it."""
+
+    def __init__(self, fill, content) -> None:
+        self.fill, self.content = fill, content
+        self._writer = FillWriter.open(fill.embedding.tensor.range, DIRECTORY)
+        self._payload = self._writer.__enter__()
+        self.write(b"\1")
+
+    @property
+    def range(self):
+        return self.fill.embedding.tensor.range
+
+    def write(self, byte) -> None:
+        self.byte = byte
+        self._payload[:] = byte * len(self._payload)
+
+    def complete(self) -> None:
+        self.write(pattern(self.content))
+        self._writer.__exit__(None, None, None)
+
+    def kill(self) -> None:
+        """The kernel drops its locks."""
+        error = RuntimeError("killed")
+        with suppress(RuntimeError):
+            self._writer.__exit__(RuntimeError, error, None)
 
 
 class Holding(RuleBasedStateMachine):
@@ -31,6 +63,7 @@ class Holding(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.patches = pytest.MonkeyPatch()
+        self.patches.setattr(embeddings, "REVOKE_INTERVAL_S", 0.005)
         self.patches.setattr(hold_passing, "MAX_AGE_S", 60)  # a request may take any number of steps to arrive
         self.world = self.loop.run_until_complete(self._start())
         self.clients = []
@@ -38,6 +71,10 @@ class Holding(RuleBasedStateMachine):
         self.passed_ahead = {}  # request id: (worker, content, entry) of requests that arrive after their holds
         self.passed = []  # (worker, hold, content, entry)
         self.num_sent = 0
+        self.fills = []  # (worker, fill, content) that are not released
+        self.writing = []  # by processes of engines, beyond the end of the fill and of the worker
+        self.embedded = []  # (worker, content, found embedding)
+        self.published = set()  # ranges of fills that others have found completed
 
     async def _start(self) -> World:
         return await World(self.patches).start()
@@ -51,15 +88,23 @@ class Holding(RuleBasedStateMachine):
     def held(self):
         found = [found for client in self.clients for found in client.holds.values()]
         found += [(content, entry) for _, content, entry in self.passed_ahead.values()]
+        found += [(content, found.embedding.tensor.range) for _, content, found in self.embedded]
         return found + [(content, entry) for _, _, content, entry in self.passed]
 
     has_client = precondition(lambda self: self.clients)
     number = st.integers(0, 7)
 
+    @initialize()
+    def connect_two(self):
+        self.connect()
+        self.connect()
+
     @precondition(lambda self: len(self.clients) < MAX_CLIENTS)
     @rule()
     def connect(self):
-        self.clients.append(self.run(self.world.client()))
+        client = self.run(self.world.client())
+        client.entries = StoreEntries(client.link, retention_s=self.retention_s)
+        self.clients.append(client)
 
     @has_client
     @rule(which=number, content=CONTENTS)
@@ -115,12 +160,10 @@ class Holding(RuleBasedStateMachine):
             assert is_held or self.retention_s
 
     def entries(self, worker) -> StoreEntries:
-        """Return the worker's view of the arena: always the same if it retains holds, otherwise only what was passed
-        is shared."""
-        if not hasattr(worker, "entries"):
-            worker.entries = StoreEntries(worker.link, retention_s=self.retention_s)
+        """Return the worker's view of the arena, which shares only what was passed, unless it retains holds."""
         if not self.retention_s:
             worker.entries._holds = HoldCache(worker.link, retention_s=0)
+            worker.entries._embeddings = HoldCache(worker.link, retention_s=0)
         return worker.entries
 
     @has_client
@@ -138,6 +181,66 @@ class Holding(RuleBasedStateMachine):
         self.run(asyncio.sleep(0))
 
     @has_client
+    @rule(which=number, content=EMBEDDED, does=st.sampled_from(["nothing", "begins to write", "writes"]))
+    def find_embedding(self, which, content, does):
+        """Found if it is cached; if no other worker writes it, the engine of this one may."""
+        worker = self.pick(which)
+        self.run(self._settled())
+        filling = [fill for _, fill, other in self.fills if other == content]
+        ranges = {fill.embedding.tensor.range for fill in filling} - self.published
+        is_completed = any(self.world.arena.view.words[entry.offset // 8 + COMPLETED_WORD] for entry in ranges)
+        is_cached = is_completed or self.world.arena.contains(content * 64, "embedded")
+        found = self.run(self.entries(worker).embedding(content * 64, described(content), EMBEDDING, wait_s=0))
+        if found is None:
+            assert (ranges and not is_completed) or self.is_full()
+        elif found.is_filled:
+            assert is_cached or self.retention_s
+            self.embedded.append((worker, content, found))
+            self.published.add(found.embedding.tensor.range)
+        else:
+            assert not is_cached
+            assert not ranges
+            self.fills.append((worker, found, content))
+            if does != "nothing":
+                self.writing.append(Writing(found, content))
+            if does == "writes":
+                self.stop_writing(-1, completes=True)
+
+    @has_client
+    @rule(which=number, content=EMBEDDED)
+    def write_embedding(self, which, content):
+        """As most do: found, or encoded and written."""
+        self.find_embedding(which, content, "writes")
+        if self.fills and self.fills[-1][2] == content:
+            self.end_fill(-1)
+
+    def is_full(self):
+        return self.world.arena.stats().largest_hole_bytes < 2 * ITEM_BYTES
+
+    @precondition(lambda self: self.writing)
+    @rule(which=number, completes=st.booleans())
+    def stop_writing(self, which, completes):
+        found = self.writing.pop(which % len(self.writing))
+        if completes:
+            found.complete()
+        else:
+            found.kill()
+
+    @precondition(lambda self: self.fills)
+    @rule(which=number)
+    def end_fill(self, which):
+        _, fill, _ = self.fills.pop(which % len(self.fills))
+        self.loop.call_soon(fill.hold.release)
+        self.run(asyncio.sleep(0))
+
+    @precondition(lambda self: self.embedded)
+    @rule(which=number)
+    def release_embedding(self, which):
+        _, _, found = self.embedded.pop(which % len(self.embedded))
+        self.loop.call_soon(found.hold.release)
+        self.run(asyncio.sleep(0))
+
+    @has_client
     @rule(which=number)
     def lose_connection(self, which):
         client = self.pick(which)
@@ -150,6 +253,8 @@ class Holding(RuleBasedStateMachine):
         client = self.pick(which)
         self.clients.remove(client)
         self.passed = [found for found in self.passed if found[0] is not client]
+        self.fills = [found for found in self.fills if found[0] is not client]
+        self.embedded = [found for found in self.embedded if found[0] is not client]
         self._forget_passed(client)
         self.run(client.die())
 
@@ -165,10 +270,19 @@ class Holding(RuleBasedStateMachine):
         for content, entry in self.held():
             assert self.world.bytes_of(entry) == pattern(content) * ITEM_BYTES
 
+    @invariant()
+    def ranges_are_not_reused_while_they_are_written(self):
+        for writing in self.writing:
+            assert self.world.bytes_of(writing.range) == writing.byte * ITEM_BYTES
+
     def teardown(self):
         try:
             while self.clients:
                 self.die(0)
+            self.run(self._settled())
+            self.ranges_are_not_reused_while_they_are_written()
+            while self.writing:
+                self.stop_writing(0, completes=False)
             self.run(self._settled())
         finally:
             self.run(self.world.close())
@@ -176,13 +290,15 @@ class Holding(RuleBasedStateMachine):
             self.patches.undo()
 
     async def _settled(self) -> None:
-        """Wait until the store has processed every release and exit: it holds for its clients what they hold."""
+        """Wait until the store has processed every release and exit: it holds for its clients what they hold, and for
+        processes of their engines what these write."""
         stats = self.world.arena.stats
-        if self.retention_s and self.clients:
-            return  # holds are shared and retained
+        is_counted = not (self.retention_s and self.clients)  # otherwise, holds are shared and retained
         num_held = len(self.held())
+        ranges = {fill.embedding.tensor.range for _, fill, _ in self.fills} - self.published
+        ranges |= {found.range for found in self.writing}
         await eventually(
-            lambda: stats().num_leases == num_held and not stats().num_reservations,
+            lambda: stats().num_reservations == len(ranges) and (stats().num_leases == num_held or not is_counted),
             f"the store holds what its {len(self.clients)} clients hold",
             5,
             more=lambda: f"{stats().num_leases} leases, {num_held} held",

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from PIL import Image as PILImage
 
-from medialane.arena import Arena, ArenaConfig
+from medialane.arena import Arena, ArenaConfig, FillWriter
 from medialane.core.errors import (
     ArenaFull,
     InvalidImage,
@@ -19,12 +19,14 @@ from medialane.core.errors import (
     UnknownMediaUuid,
 )
 from medialane.core.feature import Feature
-from medialane.core.hashing import content_hash
+from medialane.core.hashing import content_hash, embedding_key
 from medialane.core.media import Alias, MediaRef, MediaSize
+from medialane.core.tensor import TensorSpec
 from medialane.media import Fetched, MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.store import Aliases, Items
 from medialane.store.items import SCALED_IO, Processing
+from medialane.store.messages import FindEmbedding
 from waiting import eventually, iterations
 
 PARAM = "messages[0].content[0].image_url"
@@ -124,6 +126,18 @@ class World:
         value = found.lease.value
         found.lease.release()
         return found.is_hit, value, timeline
+
+    async def keep_embedding(self, mm_hash, encoder):
+        """Cache the embedding of an item, as a worker does."""
+        key = embedding_key(mm_hash=mm_hash, encoder=encoder)
+        feature = Feature("image", mm_hash, b"header", (), MediaSize(60, 40))
+        fill = await self.items.embeddings.find(
+            FindEmbedding(1, key, feature, TensorSpec("float32", (2, 4))), "a worker"
+        )
+        with FillWriter.open(fill.embedding.tensor.range, "/dev/shm"):
+            pass
+        fill.hold.release()
+        return fill.embedding
 
 
 @pytest.fixture
@@ -359,3 +373,58 @@ async def test_images_that_may_be_scaled_have_keys_of_their_own(arena):
     first, second = (await plain.find(by_url()))[1], (await scaling.find(by_url()))[1]
     named = (await plain.find(by_url(io=SCALED_IO)))[1]
     assert first.mm_hash != second.mm_hash == named.mm_hash
+
+
+WITH_ENCODER = PLAIN._replace(encoder="an encoder")
+
+
+@pytest.mark.parametrize("is_processed", [True, False])
+async def test_item_whose_embedding_is_cached_is_a_feature_without_tensors(world, arena, is_processed):
+    _, feature, _ = await world.find(by_url(), processing=WITH_ENCODER)
+    assert (feature.embedding, len(world.pool.prepared)) == (None, 1)
+    embedding = await world.keep_embedding(feature.mm_hash, WITH_ENCODER.encoder)
+    if not is_processed:
+        assert arena.evict(feature.mm_hash)
+    timeline = StageTimeline()
+    found = await world.items.find(by_url(), "processed", WITH_ENCODER, timeline=timeline)
+    assert (found.is_hit, found.lease.range) == (True, embedding.tensor.range)
+    assert found.lease.value.embedding == embedding
+    assert (found.lease.value.mm_hash, found.lease.value.tensors) == (feature.mm_hash, ())
+    assert (timeline.num_hits, len(world.pool.prepared)) == (1, 1)
+    found.lease.release()
+    assert world.items.embeddings.stats.num_found == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "processing"),
+    [
+        ("processed", PLAIN),
+        ("processed", PLAIN._replace(encoder="another encoder")),
+        ("processed", WITH_ENCODER._replace(options=b'{"scale":2}')),
+        ("decoded", WITH_ENCODER),
+    ],
+)
+async def test_embedding_is_found_for_its_encoder_and_its_feature_only(world, form, processing):
+    _, feature, _ = await world.find(by_url(), processing=PLAIN)
+    await world.keep_embedding(feature.mm_hash, WITH_ENCODER.encoder)
+    _, found, _ = await world.find(by_url(), form, processing)
+    assert found.embedding is None
+    assert world.items.embeddings.stats.num_found == 0
+
+
+async def test_embedding_of_one_tenant_is_not_found_by_another(world):
+    _, feature, _ = await world.find(by_url(salt="a"), processing=WITH_ENCODER)
+    await world.keep_embedding(feature.mm_hash, WITH_ENCODER.encoder)
+    assert (await world.find(by_url(salt="b"), processing=WITH_ENCODER))[1].embedding is None
+    assert (await world.find(by_url(salt="a"), processing=WITH_ENCODER))[1].embedding is not None
+
+
+async def test_item_with_an_embedding_does_not_count_as_a_use_of_its_feature(world, arena):
+    """The pixels are evicted first, however often the embedding is used."""
+    _, feature, _ = await world.find(by_url(), processing=WITH_ENCODER)
+    await world.find(by_url(io=b'{"image_mode":"L"}'))
+    await world.keep_embedding(feature.mm_hash, WITH_ENCODER.encoder)
+    await world.find(by_url(), processing=WITH_ENCODER)
+    with arena.reserve(arena.stats().largest_hole_bytes - 64), arena.reserve(10):
+        assert not arena.contains(feature.mm_hash)
+    assert (arena.stats().num_evictions, arena.stats().num_entries) == (1, 3)

@@ -10,9 +10,11 @@ import trustme
 from peer_world import MIB, Host, ScriptedSource, connect, opening, pattern
 
 from certificates import tls_settings
-from medialane.arena import ENTRY_HEADER_BYTES
+from medialane.arena import ENTRY_HEADER_BYTES, describe
 from medialane.core.errors import ArenaFull, HandoverFailed, StartupFailed, TransferFailed
-from medialane.core.media import EncodedMedia
+from medialane.core.feature import Embedding, Feature
+from medialane.core.media import EncodedMedia, MediaSize
+from medialane.core.tensor import TensorSpec
 from medialane.rpc import RpcConfig
 from medialane.store import peer_server, peers, puller
 from medialane.store.peer_messages import (
@@ -81,6 +83,30 @@ async def test_encoded_bytes_are_copied_like_features(source, destination):
             assert destination.payload(copied) == source.payload(stored)
             assert copied.value == msgspec.structs.replace(encoded, range=copied.range)
         assert destination.arena.lookup("hash", "encoded").release() is None
+
+
+def stored_embedding(host, key="e", fill=b"e"):
+    """Cache an embedding of 1000 bytes; return its lease."""
+    reservation = host.arena.reserve(1000, "embedded")
+    reservation.buffer[:] = fill * 1000
+    (tensor,) = describe(reservation.range, [TensorSpec("uint8", (10, 100))])
+    return host.arena.publish(
+        reservation, key, Feature("image", "k", b"header", (), MediaSize(width=3), Embedding(key, tensor))
+    )
+
+
+async def test_embeddings_are_copied_like_features_which_are_evicted_first_then(source, destination):
+    for key in ("k", "l"):
+        destination.store(key, 7 * MIB).release()
+    destination.arena.lookup("k").release()
+    with stored_embedding(source) as stored, await pull(destination, source.grant(stored)) as copied:
+        assert destination.payload(copied) == source.payload(stored)
+        assert copied.value.embedding.tensor.range == copied.range
+        assert copied.value.embedding.tensor.spec == stored.value.embedding.tensor.spec
+        assert msgspec.structs.replace(copied.value, embedding=stored.value.embedding) == stored.value
+    with destination.arena.lookup("e", "embedded"):
+        destination.store("m", 7 * MIB).release()
+    assert [destination.arena.contains(key) for key in "klm"] == [False, True, True]
 
 
 async def test_entry_that_is_here_is_not_copied_again(source, destination):
@@ -264,12 +290,12 @@ def short_pulls(monkeypatch):
     monkeypatch.setattr(puller, "longest_pull_s", lambda _: 0.3)
 
 
-def sends_half(feature, then):
+def sends_half(feature, then, num_bytes=None):
     """Send half of the payload, and call `then` with the connection and the other half."""
 
     def script(peer):
         opening(peer, feature)
-        payload = pattern(feature.mm_hash, feature.tensors[0].range.nbytes - ENTRY_HEADER_BYTES)
+        payload = pattern(feature.mm_hash, num_bytes or feature.tensors[0].range.nbytes - ENTRY_HEADER_BYTES)
         peer._sock.sendall(payload[: len(payload) // 2])
         then(peer, payload[len(payload) // 2 :])
 
@@ -339,6 +365,28 @@ async def test_source_that_describes_another_entry_is_not_believed(destination, 
         wrong = msgspec.structs.replace(stored.value, tensors=other.value.tensors)
         with pytest.raises(TransferFailed, match="another entry"):
             await pull(destination, scripted(sends_half(wrong, finish)).entry("k", stored))
+
+
+@pytest.mark.parametrize("wrong", ["range", "key", "tensors", "kind"])
+async def test_source_that_describes_another_embedding_is_not_believed(destination, scripted, source, wrong):
+    def close(peer, rest):
+        peer._sock.sendall(rest)
+        peer.receive(MAX_MESSAGE_BYTES)
+        peer.send(EntryClosed())
+
+    with stored_embedding(source) as stored, stored_embedding(source, "f") as other, source.store("k") as feature:
+        value, embedding = stored.value, stored.value.embedding
+        described = {
+            "range": {"embedding": msgspec.structs.replace(embedding, tensor=other.value.embedding.tensor)},
+            "key": {"embedding": msgspec.structs.replace(embedding, key="f")},
+            "tensors": {"tensors": feature.value.tensors},
+            "kind": {"embedding": None},
+        }[wrong]
+        script = sends_half(msgspec.structs.replace(value, **described), close, num_bytes=1000)
+        entry = msgspec.structs.replace(scripted(script).entry("e", stored), kind="embedded")
+        with pytest.raises(TransferFailed, match="another entry"):
+            await pull(destination, entry)
+    assert destination.arena.stats().num_entries == 0
 
 
 @pytest.mark.parametrize("answer", [EntryClosed(), OpenEntry, b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"], ids=str)

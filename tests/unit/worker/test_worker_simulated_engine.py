@@ -5,9 +5,10 @@ import msgspec
 import pytest
 
 from medialane.core.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerLost
-from medialane.core.feature import MediaPayload, PlaceholderRange
+from medialane.core.feature import EmbeddingUse, MediaPayload, PlaceholderRange
 from medialane.core.kv_events import AllBlocksCleared, BlockStored
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
+from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.worker.simulated import SimulatedConfig, SimulatedEngine
 from medialane.worker.simulated.engine import step_s
 from medialane.worker.simulated.scheduler import Step
@@ -73,6 +74,24 @@ async def test_first_token_takes_the_time_of_its_prompt_and_images():
     assert first.times.queue_s >= 0
     assert step_s(config, Step(num_decode_tokens=1)) == pytest.approx(0.007)
     await engine.close()
+
+
+async def test_embeddings_from_the_arena_are_loaded_instead_of_computed():
+    config = SimulatedConfig(speedup=1000.0, embedding_ms=1e4, load_ms_per_mib=0.0)  # 80 s a run of the encoder
+    engine = SimulatedEngine(config, model="m")
+    tensor = TensorDescriptor(TensorSpec("uint8", (8,)), ArenaRange("a", 0, 8, 1), 0)
+    asked = request(features=[image("i", 2, 8)])
+    found = [d async for d in engine.generate(asked, [[]], [EmbeddingUse(tensor, is_filled=True)])]
+    assert found[0].times.prefill_s < 1
+    other = request(name="s", tokens=range(100, 140), features=[image("j", 2, 8)])
+    found = [d async for d in engine.generate(other, [[]], [EmbeddingUse(tensor, is_filled=False)])]
+    assert found[0].times.prefill_s > 79
+    await engine.close()
+
+
+def test_loaded_embeddings_take_time_by_their_size():
+    config = SimulatedConfig(step_ms=0.0, load_ms_per_mib=2.0, embedding_bytes=1 << 19)
+    assert step_s(config, Step(num_loaded_embeds=3)) == pytest.approx(0.003)
 
 
 async def test_blocks_are_reported_after_their_step(engine):

@@ -8,14 +8,14 @@ from medialane.worker.simulated.scheduler import Scheduler, answer_token
 from medialane.worker.simulated.sequence import Item, SimulatedSequence
 
 
-def scheduler(*, blocks=100, embeds=100, max_num_seqs=8, budget=32):
+def scheduler(*, blocks=100, embeds=100, max_num_seqs=8, budget=32, max_encoder_tokens=None):
     return Scheduler(
         BlockPool(blocks),
         EncoderCache(embeds),
         block_size=4,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        max_encoder_tokens=embeds,
+        max_encoder_tokens=max_encoder_tokens or embeds,
     )
 
 
@@ -23,8 +23,8 @@ def sequence(name, tokens, *, max_tokens=3, items=()):
     return SimulatedSequence(name, tokens, block_size=4, max_tokens=max_tokens, items=items)
 
 
-def image(name, offset, length):
-    return Item(name, PlaceholderRange(offset, length))
+def image(name, offset, length, *, is_embedded=False):
+    return Item(name, PlaceholderRange(offset, length), is_embedded=is_embedded)
 
 
 def run(found, limit=200):
@@ -131,6 +131,29 @@ def test_image_is_encoded_once_for_requests_that_share_it():
     run(found)
     found.add(sequence("c", range(200, 212), items=[image("i", 2, 8)]))
     assert found.step().num_embeds == 0
+
+
+def test_loaded_image_is_not_encoded_and_stays_in_the_encoder_cache():
+    found = scheduler()
+    found.add(sequence("a", range(12), items=[image("i", 2, 8, is_embedded=True)]))
+    step = found.step()
+    assert (step.num_embeds, step.num_loaded_embeds) == (0, 8)
+    found.complete(step)
+    run(found)
+    found.add(sequence("b", range(100, 112), items=[image("i", 2, 8, is_embedded=True)]))
+    step = found.step()
+    assert (step.num_embeds, step.num_loaded_embeds) == (0, 0)
+
+
+def test_loaded_images_need_space_in_the_encoder_cache_but_no_budget():
+    loaded = [image("i", 0, 60, is_embedded=True), image("j", 60, 40)]
+    for budget, num_tokens in ((40, 101), (39, 60)):
+        found = scheduler(budget=200, max_encoder_tokens=budget)
+        found.add(sequence("a", range(101), items=loaded))
+        assert sum(found.step().tokens.values()) == num_tokens
+    found = scheduler(budget=200, embeds=99)
+    found.add(sequence("a", range(101), items=loaded))
+    assert sum(found.step().tokens.values()) == 60
 
 
 def test_image_in_the_cached_prefix_is_not_encoded_again():

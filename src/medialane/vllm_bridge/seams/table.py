@@ -293,6 +293,73 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="encoder cache connector",
+        purpose="embeddings are loaded from arenas instead of running the encoder, and saved there",
+        module="seams.encoder_cache",
+        processes=("worker",),
+        without="every worker encodes every item itself (`--encode-cache off`)",
+        instead="vLLM loads a connector by the name of its module, which is public; the connector's methods are not",
+        tests=("tests/contract/test_vllm_engine_embeddings.py",),
+        seams=_seams("""
+            read vllm.config:ECTransferConfig with ec_connector_extra_config
+            call vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase(vllm_config, role)
+            read vllm.distributed.ec_transfer.ec_connector.base:ECConnectorRole with SCHEDULER, WORKER
+            read vllm.distributed.ec_transfer.ec_connector.base:ECConnectorMetadata
+            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.ensure_cache_available(self,
+                request, num_computed_tokens) in vllm.v1.core.sched.scheduler:Scheduler.schedule
+            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.has_cache_item(self, identifier) in
+                vllm.v1.core.sched.scheduler:Scheduler._try_schedule_encoder_inputs
+            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.update_state_after_alloc(self,
+                request, index) in vllm.v1.core.sched.scheduler:Scheduler._allocate_encoder_inputs
+            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.build_connector_meta(self,
+                scheduler_output) in vllm.v1.core.sched.scheduler:Scheduler.schedule
+            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.update_connector_output(self,
+                connector_output) in vllm.v1.core.sched.scheduler:Scheduler.update_from_output
+            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.take_unavailable_requests(self) in
+                vllm.v1.core.sched.scheduler:Scheduler.update_from_output
+            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.request_finished(self, request) in
+                vllm.v1.core.sched.scheduler:Scheduler._free_request
+            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.bind_connector_metadata(self,
+                connector_metadata) in
+                vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin._get_ec_connector_output
+            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.start_load_caches(self,
+                encoder_cache, kwargs) in
+                vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin._get_ec_connector_output
+            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.start_save_caches(self, kwargs) in
+                vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin._get_ec_connector_output
+            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.save_caches(self, encoder_cache,
+                mm_hash, kwargs) in
+                vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin.maybe_save_ec_to_connector
+            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.get_finished(self,
+                finished_req_ids) in
+                vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin._get_ec_connector_output
+            override vllm.distributed.ec_transfer.ec_connector.base:ECConnectorBase.build_connector_worker_meta(self) in
+                vllm.v1.worker.ec_connector_model_runner_mixin:ECConnectorModelRunnerMixin._get_ec_connector_output
+            replace vllm.distributed.ec_transfer.ec_connector.base:ECConnectorWorkerMetadata.aggregate(self, other) in
+                vllm.distributed.ec_transfer.ec_connector.utils:ECOutputAggregator.aggregate
+            read vllm.v1.outputs:ECConnectorOutput with ec_connector_worker_meta
+            read vllm.v1.core.sched.output:SchedulerOutput with free_encoder_mm_hashes, total_num_scheduled_tokens
+            read vllm.v1.request:Request with request_id, mm_features, ec_transfer_params
+            call vllm.distributed.parallel_state:get_tensor_model_parallel_rank()
+            read vllm.v1.engine.core:EngineCore with scheduler, model_executor
+            call vllm.v1.core.sched.scheduler:Scheduler.get_ec_connector(self)
+            call vllm.v1.executor.abstract:Executor.collective_rpc(self, method, args)
+            read vllm.config.multimodal:ImageDummyOptions
+            read vllm.config.multimodal:VideoDummyOptions
+            read vllm.config.multimodal:AudioDummyOptions
+            read vllm.config.multimodal:BaseDummyOptions
+            read vllm.config.multimodal:MultiModalDummyOptions
+            call vllm.multimodal.processing.processor:BaseMultiModalProcessor.get_dummy_inputs(self, seq_len, mm_counts,
+                mm_options)
+            call vllm.multimodal.processing.context:TimingContext(enabled)
+            call vllm.multimodal.utils:group_and_batch_mm_kwargs(mm_kwargs, device, pin_memory)
+            read vllm.multimodal.inputs:MultiModalFeatureSpec with data, identifier, mm_position
+            read vllm.v1.worker.gpu_model_runner:GPUModelRunner with device, get_model
+            read vllm.config.multimodal:MultiModalConfig with video_pruning_rate, language_model_only, mm_encoder_only,
+                enable_mm_embeds, allow_missing_mm_embeddings
+        """),
+    ),
+    Group(
         name="engine front end",
         purpose="utility calls to every EngineCore, our encoder, unfinished requests by rank, silent shutdown",
         module="seams.engine",

@@ -45,6 +45,10 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """time per generated token, ms"""
     embedding_ms: NonNegativeFloat = field(default=0.02, name="simulated-embedding-ms")
     """time per encoder embedding, ms"""
+    load_ms_per_mib: NonNegativeFloat = field(default=0.1, name="simulated-load-ms-per-mib")
+    """time per MiB of embeddings that are loaded instead of encoded, ms"""
+    embedding_bytes: PositiveInt = field(default=7168, name="simulated-embedding-bytes")
+    """size of one embedding, bytes"""
 
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""

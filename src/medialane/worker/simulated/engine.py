@@ -21,6 +21,7 @@ from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
     CompletionDelta,
+    EmbeddingCounts,
     EngineRequest,
     EngineTimes,
     ExpandedPrompt,
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 #: vLLM's RequestOutputKind.
 _CUMULATIVE, _FINAL_ONLY = 0, 2
+_MIB = 1 << 20
 
 
 class SimulatedParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,6 +73,7 @@ def step_s(config: SimulatedConfig, step: Step) -> float:
         + config.prefill_pair_ns * 1e-6 * step.num_prefill_pairs
         + config.decode_token_ms * step.num_decode_tokens
         + config.embedding_ms * step.num_embeds
+        + config.load_ms_per_mib * step.num_loaded_embeds * config.embedding_bytes / _MIB
     )
     return ms * 1e-3
 
@@ -146,6 +149,10 @@ class SimulatedEngine:
         self._stepping: asyncio.Task[None] | None = None
         self._failed = self._closed = False
 
+    @property
+    def embedding_counts(self) -> EmbeddingCounts:
+        return EmbeddingCounts()
+
     def loads(self) -> list[WorkerLoad]:
         scheduler = self._scheduler
         return [WorkerLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)]
@@ -166,7 +173,7 @@ class SimulatedEngine:
         embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
         self._check_alive()
-        sequence, params = self._sequence(request)
+        sequence, params = self._sequence(request, embeddings)
         outputs = _OutputQueue(sequence, params.output_kind)
         self._outputs[sequence] = outputs
         sequence.queued_s = self._now()
@@ -251,7 +258,9 @@ class SimulatedEngine:
         if self._failed or self._closed:
             raise WorkerLost("the worker's engine has stopped")
 
-    def _sequence(self, request: EngineRequest) -> tuple[SimulatedSequence, SimulatedParams]:
+    def _sequence(
+        self, request: EngineRequest, embeddings: Sequence[EmbeddingUse | None]
+    ) -> tuple[SimulatedSequence, SimulatedParams]:
         prompt = request.prompt
         if not isinstance(prompt, ExpandedPrompt):
             raise GenerationFailed("a simulated worker has no processor: it supports only features")
@@ -264,7 +273,7 @@ class SimulatedEngine:
                 f"{len(prompt.token_ids)} prompt tokens exceed max_model_len {self.card.max_model_len}"
             )
         max_tokens = min(num_free, params.max_tokens or num_free)
-        sequence = sequence_of(request, block_size=self.card.block_size, max_tokens=max_tokens)
+        sequence = sequence_of(request, embeddings, block_size=self.card.block_size, max_tokens=max_tokens)
         if any(item.placeholder.num_embeds > self._config.encoder_cache_tokens for item in sequence.items):
             raise PromptRejected("a media item has more tokens than the encoder cache holds")
         return sequence, params

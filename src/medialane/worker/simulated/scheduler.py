@@ -32,13 +32,15 @@ def answer_token(number: int) -> int:
 @dataclass(slots=True)
 class Step:
     """The work of one step: number of tokens by sequence, and totals that determine its duration. `num_prefill_pairs`
-    is the sum over prompt tokens of the number of tokens that they attend to."""
+    is the sum over prompt tokens of the number of tokens that they attend to; `num_embeds` are computed by the encoder,
+    `num_loaded_embeds` are copied from the arena."""
 
     tokens: dict[SimulatedSequence, int] = field(default_factory=dict)
     num_prefill_tokens: int = 0
     num_prefill_pairs: int = 0
     num_decode_tokens: int = 0
     num_embeds: int = 0
+    num_loaded_embeds: int = 0
 
 
 class Scheduler:
@@ -160,7 +162,7 @@ class Scheduler:
     def _plan_encoder(self, sequence: SimulatedSequence, start: int, num_tokens: int) -> tuple[list[int], int]:
         """Return the items to encode for tokens [start, start + num_tokens), and how many of these can be computed.
 
-        An item without encoder cache space or budget ends the chunk before it.
+        An item without encoder cache space or budget ends the chunk before it. Items that are loaded need no budget.
         """
         if start >= sequence.items_end:
             return [], num_tokens
@@ -176,9 +178,10 @@ class Scheduler:
             if self.encoder_cache.use(item.mm_hash, sequence.request_id):
                 sequence.encoder_inputs.add(index)
                 continue
-            size = item.placeholder.num_embeds
-            total = size + sum(sequence.items[i].placeholder.num_embeds for i in planned.values())
-            if total > self._encoder_budget or not self.encoder_cache.make_room(total):
+            items = [item, *(sequence.items[i] for i in planned.values())]
+            total = sum(item.placeholder.num_embeds for item in items)
+            to_encode = sum(item.placeholder.num_embeds for item in items if not item.is_embedded)
+            if to_encode > self._encoder_budget or not self.encoder_cache.make_room(total):
                 num_tokens = max(0, item.placeholder.offset - start)
                 break
             if item.needs(start, end):
@@ -201,6 +204,9 @@ class Scheduler:
                 continue  # occurs twice in the prompt
             size = item.placeholder.num_embeds
             self.encoder_cache.add(item.mm_hash, size, sequence.request_id)
+            if item.is_embedded:
+                step.num_loaded_embeds += size
+                continue
             self._encoder_budget -= size
             step.num_embeds += size
 

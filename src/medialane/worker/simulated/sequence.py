@@ -7,18 +7,19 @@ from typing import NamedTuple
 
 from medialane.core.block_hash import prompt_block_ids, stored_block_ids
 from medialane.core.errors import InvalidFeature
-from medialane.core.feature import MediaSpan, PlaceholderRange
+from medialane.core.feature import EmbeddingUse, MediaSpan, PlaceholderRange
 from medialane.core.kv_events import BlockStored
 from medialane.core.request import EngineRequest
 from medialane.worker.simulated.block_pool import Block, BlockPool
 
 
 class Item(NamedTuple):
-    """A media item of a prompt and its placeholder."""
+    """A media item of a prompt and its placeholder. If it `is_embedded`, its embeddings are loaded, not computed."""
 
     mm_hash: str
     placeholder: PlaceholderRange
     modality: str = "image"
+    is_embedded: bool = False
 
     def needs(self, start: int, end: int) -> bool:
         """Return whether one of the prompt's tokens [start, end) is replaced by an embedding of this item."""
@@ -27,13 +28,20 @@ class Item(NamedTuple):
         return first < last and (is_embed is None or 1 in is_embed[first:last])
 
 
-def sequence_of(request: EngineRequest, *, block_size: int, max_tokens: int) -> SimulatedSequence:
-    """Return the sequence of a request. Raises InvalidFeature for an item without a placeholder inside the prompt."""
+def sequence_of(
+    request: EngineRequest, embeddings: Sequence[EmbeddingUse | None] = (), *, block_size: int, max_tokens: int
+) -> SimulatedSequence:
+    """Return the sequence of a request; `embeddings` are those of its items, or empty.
+
+    Raises InvalidFeature for an item without a placeholder inside the prompt.
+    """
     token_ids, items = request.prompt.token_ids, []
-    for media in request.prompt.media:
+    for number, media in enumerate(request.prompt.media):
         if media.placeholder is None or media.placeholder.end > len(token_ids):
             raise InvalidFeature("a placeholder ends beyond the prompt")
-        items.append(Item(media.mm_hash, media.placeholder, media.modality))
+        embedding = embeddings[number] if embeddings else None
+        is_embedded = embedding is not None and embedding.is_filled
+        items.append(Item(media.mm_hash, media.placeholder, media.modality, is_embedded))
     return SimulatedSequence(
         request.request_id,
         token_ids,

@@ -1,0 +1,91 @@
+"""The choice of where a new item is encoded: by an encoder, or by the worker that gets the request.
+
+Pure: it sees queues only, as a gateway knows them. The gateway calls it for each item without embedding
+(`--encode-at auto`), before the request is routed, and the simulation of `medialane bench encode_sim` calls it, too.
+
+An encoder costs the item the wait for the encoder's queue, the encoding, and the load of the result at the worker. A
+worker encodes within a step: that costs the item the encoding only, but delays each sequence that runs or waits there
+by as much. Both costs are weighted sums over all requests that are delayed, in milliseconds.
+
+    costs = EncodeCosts.of(config.routing)
+    number = choose_encoder(item, encoders, router.mean_sequences, costs)
+    if number is None:
+        ...  # send pixels: the worker encodes
+    else:
+        ...  # send the item to encoder `number`, and count `costs.encode_ms(item)` in its queue until it has answered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Self
+
+from medialane.routing.config import RoutingConfig
+
+_MIB: Final = 1 << 20
+#: Weight of a ms by which a sequence at the worker is delayed, relative to a ms until the item is encoded. In traces of
+#: `medialane bench encode_sim`, items wait too long for busy encoders if it is larger, and sequences are delayed while
+#: encoders are idle if it is smaller; from 0.1 to 0.3 there is little difference.
+_DELAY_WEIGHT: Final = 0.2
+
+
+class NewItem(NamedTuple):
+    """An item without embedding: the number of its embeddings, and their size (0: not known)."""
+
+    num_embeds: int
+    embedding_bytes: int = 0
+
+
+class EncoderQueue(NamedTuple):
+    """An encoder that accepts items. `queue_ms` is the work that is queued there, `EncodeCosts.encode_ms` of each item
+    that was sent and is not encoded; `transfer_ms_per_mib` is that of its results to the host of the gateway, if it has
+    another arena."""
+
+    queue_ms: float = 0.0
+    transfer_ms_per_mib: float = 0.0
+
+
+class EncodeCosts(NamedTuple):
+    """Rates, in milliseconds: `request_ms` is that of an encode request besides its embeddings."""
+
+    embed_ms: float
+    request_ms: float
+    load_ms_per_mib: float
+
+    @classmethod
+    def of(cls, config: RoutingConfig) -> Self:
+        return cls(config.encoder_ms_per_token, config.request_ms, config.load_ms_per_mib)
+
+    def encode_ms(self, item: NewItem) -> float:
+        return item.num_embeds * self.embed_ms
+
+    def encoder_ms(self, item: NewItem, encoder: EncoderQueue) -> float:
+        """Return the cost of an item at an encoder."""
+        mib = item.embedding_bytes / _MIB
+        moving_ms = mib * (self.load_ms_per_mib + encoder.transfer_ms_per_mib)
+        return self.request_ms + encoder.queue_ms + self.encode_ms(item) + moving_ms
+
+    def worker_ms(self, item: NewItem, num_sequences: float) -> float:
+        """Return the cost of an item at a worker, with that of the sequences that it delays there."""
+        return self.encode_ms(item) * (1 + _DELAY_WEIGHT * num_sequences)
+
+
+def choose_encoder(
+    item: NewItem, encoders: Sequence[EncoderQueue], num_sequences: float, costs: EncodeCosts
+) -> int | None:
+    """Return the number of the encoder that encodes the item at the lowest cost, or None: the worker encodes it.
+
+    `num_sequences` are those at the worker, running or waiting, of all gateways; since the worker is chosen after that,
+    the mean over all of them (`Router.mean_sequences`).
+    """
+    number = least_loaded(item, encoders, costs)
+    if number is None or costs.encoder_ms(item, encoders[number]) > costs.worker_ms(item, num_sequences):
+        return None
+    return number
+
+
+def least_loaded(item: NewItem, encoders: Sequence[EncoderQueue], costs: EncodeCosts) -> int | None:
+    """Return the number of the encoder with the lowest cost, whatever the worker's is; None if there is none."""
+    if not encoders:
+        return None
+    return min(range(len(encoders)), key=lambda number: costs.encoder_ms(item, encoders[number]))

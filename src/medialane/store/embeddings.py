@@ -1,0 +1,145 @@
+"""Embeddings (outputs of models' encoders) in the arena: found, or written once for all clients.
+
+A client that wants an embedding which nobody has gets a *fill*: a range that processes of its engine may write
+(`arena.fill`). Others that want the same one wait for it for a while; if the fill ends without a result, one of them
+gets the next. The header of the entry shows whether it is completed: the store looks when the embedding is wanted,
+while others wait for it, and at the latest when the client releases the fill, or has exited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import msgspec
+
+from medialane.arena import Arena, Lease, Reservation, describe
+from medialane.core.feature import Embedding, Feature, FoundEmbedding
+from medialane.core.stats import EmbeddingStats
+from medialane.store.messages import FindEmbedding
+
+#: Between two looks at a range for whose completion a call waits: an encoder takes some milliseconds or more.
+POLL_INTERVAL_S = 0.005
+#: Between two looks at a range that a process is writing, although the request that it is for has ended.
+REVOKE_INTERVAL_S = 0.1
+
+
+class Fill:
+    """A range that processes of `client` may write, until `release`. `value` describes it as cached entry. It may have
+    `ended` before, when it is completed."""
+
+    def __init__(self, embeddings: Embeddings, client: str, reservation: Reservation, value: Feature) -> None:
+        self.client = client
+        self.reservation = reservation
+        self.value = value
+        self.ended = asyncio.Event()
+        self._embeddings = embeddings
+
+    def release(self) -> None:
+        """Cache what was written, or free the range."""
+        if not self.ended.is_set():
+            self._embeddings.end(self)
+
+
+class Embeddings:
+    """The embeddings in one arena. Call `close` when all fills are released."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._fills: dict[str, Fill] = {}
+        self._revoking: dict[Reservation, asyncio.TimerHandle] = {}
+        self._num_found = self._num_filled = self._num_dropped = self._num_waited = 0
+
+    @property
+    def stats(self) -> EmbeddingStats:
+        return EmbeddingStats(
+            num_found=self._num_found,
+            num_filled=self._num_filled,
+            num_dropped=self._num_dropped,
+            num_waited=self._num_waited,
+            num_writing=len(self._fills),
+            num_revoking=len(self._revoking),
+        )
+
+    def lookup(self, key: str) -> Lease[Feature] | None:
+        """Lease the entry of an embedding, if it is cached or completed. The caller owns the lease."""
+        fill = self._fills.get(key)
+        if fill is not None and self._arena.is_completed(fill.reservation):
+            self.end(fill)
+        if not self._arena.contains(key, "embedded"):
+            return None  # not counted as a miss of the arena: nothing is made because of it
+        self._num_found += 1
+        return self._arena.lookup(key, "embedded")
+
+    async def find(self, wanted: FindEmbedding, client: str) -> FoundEmbedding | None:
+        """Return the embedding, or a fill if nobody writes it. The caller owns the hold.
+
+        None if `client` is writing it already, or another client does not finish in time, or it is larger than the
+        arena. Raises ArenaFull. Cancellation leaves nothing behind.
+        """
+        loop = asyncio.get_running_loop()
+        deadline, has_waited = loop.time() + wanted.wait_ms / 1000, False
+        while True:
+            if (lease := self.lookup(wanted.key)) is not None:
+                return _checked(lease, wanted)
+            fill = self._fills.get(wanted.key)
+            if fill is None:
+                return self._start(wanted, client)
+            if fill.client == client or loop.time() >= deadline:
+                return None
+            self._num_waited += not has_waited
+            has_waited = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(min(deadline, loop.time() + POLL_INTERVAL_S)):
+                    await fill.ended.wait()
+
+    def end(self, fill: Fill) -> None:
+        """Cache what was written, or free the range: the client has ended the fill, or it is completed."""
+        key, reservation = _embedding(fill.value).key, fill.reservation
+        del self._fills[key]
+        if self._arena.is_completed(reservation):
+            self._num_filled += 1
+            self._arena.publish(reservation, key, fill.value).release()
+        else:
+            self._num_dropped += 1
+            self._revoke(reservation)
+        fill.ended.set()
+
+    def close(self) -> None:
+        """Free all ranges: nothing in the arena is read any more. Idempotent."""
+        for reservation, again in self._revoking.items():
+            again.cancel()
+            reservation.abandon()
+        self._revoking.clear()
+
+    def _start(self, wanted: FindEmbedding, client: str) -> FoundEmbedding | None:
+        if wanted.spec.nbytes > self._arena.max_payload_bytes:
+            return None
+        reservation = self._arena.reserve(wanted.spec.nbytes, "embedded")
+        (tensor,) = describe(reservation.range, [wanted.spec])
+        embedding = Embedding(wanted.key, tensor)
+        value = msgspec.structs.replace(wanted.feature, embedding=embedding)
+        fill = self._fills[wanted.key] = Fill(self, client, reservation, value)
+        return FoundEmbedding(embedding, fill, is_filled=False)
+
+    def _revoke(self, reservation: Reservation) -> None:
+        """Free a range as soon as no process writes there; none begins to."""
+        self._revoking.pop(reservation, None)
+        if not self._arena.revoke(reservation):
+            again = asyncio.get_running_loop().call_later(REVOKE_INTERVAL_S, self._revoke, reservation)
+            self._revoking[reservation] = again
+
+
+def _embedding(value: Feature) -> Embedding:
+    if value.embedding is None:
+        raise AssertionError(f"{value} is cached as an embedding")
+    return value.embedding
+
+
+def _checked(lease: Lease[Feature], wanted: FindEmbedding) -> FoundEmbedding | None:
+    """Return the embedding that is leased, unless it is not what is wanted."""
+    embedding = _embedding(lease.value)
+    if embedding.tensor.spec != wanted.spec:
+        lease.release()
+        return None
+    return FoundEmbedding(embedding, lease, is_filled=True)

@@ -1,0 +1,142 @@
+"""The embeddings of one request's media: those that its gateway has sent instead of tensors, and those that the store
+has, or reserves memory for, when the worker asks it about items that came with tensors.
+
+An embedding that is loaded is held until the engine has released the request, which may load it again after preemption.
+The hold of one that is written ends with the first output: the engine has encoded all items by then. At its end the
+store looks whether the embedding is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from medialane.core.errors import HandoverFailed, MedialaneError
+from medialane.core.feature import (
+    MAX_HEADER_BYTES,
+    Embedding,
+    EmbeddingUse,
+    Feature,
+    FoundEmbedding,
+    MediaPayload,
+)
+from medialane.core.hashing import embedding_key
+from medialane.core.request import EncoderCard, EngineRequest, OutputDelta
+from medialane.core.tensor import ArenaRange, TensorSpec
+from medialane.worker.host_arena import HostArena
+
+logger = logging.getLogger(__name__)
+
+#: How long the store may take to answer, besides waiting for another client that is encoding the item.
+ANSWER_TIMEOUT_S = 1.0
+
+#: No item takes longer to encode.
+MAX_WAIT_S = 30.0
+
+
+class RequestEmbeddings:
+    """Created for each request with the engine's encoder at that time. The owner calls `release` once the engine has
+    released the request."""
+
+    def __init__(self, encoder: EncoderCard | None, host_arena: HostArena) -> None:
+        self._encoder = encoder
+        self._host_arena = host_arena
+        self._found: dict[str, FoundEmbedding] = {}
+        self._embeddings: dict[str, Embedding] = {}
+        self._uses: dict[str, EmbeddingUse] = {}
+
+    @property
+    def ranges(self) -> list[ArenaRange]:
+        """The entries that the engine loads or writes."""
+        return [use.tensor.range for use in self._uses.values()]
+
+    def check(self, media: Sequence[MediaPayload]) -> None:
+        """Raise HandoverFailed if the encoder of this worker would not have computed one of the sent embeddings."""
+        for item in media:
+            if item.embedding is not None and not self._is_ours(item, item.embedding):
+                raise HandoverFailed("an embedding is not one of this worker's encoder")
+
+    async def find(self, request: EngineRequest, arena: str | None) -> EngineRequest:
+        """Find the embeddings of the request's items in `arena`, which the engine has mapped.
+
+        Returns the request without the tensors of items that the engine loads. Raises HandoverFailed if it cannot load
+        an embedding that was sent.
+        """
+        media = request.prompt.media
+        for item in media:
+            if item.embedding is not None:
+                if item.embedding.tensor.range.arena != arena:
+                    raise HandoverFailed("an embedding is in an arena that this worker's engine has not mapped")
+                self._use(item.mm_hash, item.embedding, is_filled=True)
+        wanted = {item.mm_hash: item for item in media if item.mm_hash not in self._uses and self._spec(item)}
+        if arena is None or not wanted:
+            return request
+        async with asyncio.TaskGroup() as tasks:
+            for item in wanted.values():
+                tasks.create_task(self._find(item, arena))
+        prompt = request.prompt.with_media(list(map(self._without_tensors, media)))
+        return msgspec.structs.replace(request, prompt=prompt)
+
+    def uses(self, media: Sequence[MediaPayload]) -> list[EmbeddingUse | None]:
+        """Return what the engine does with the embedding of each item."""
+        return [self._uses.get(item.mm_hash) for item in media]
+
+    def on_first_output(self, delta: OutputDelta, is_complete: Callable[[ArenaRange], bool]) -> OutputDelta:
+        """Release what has been written. Returns `delta` with the items whose embeddings are in the arena."""
+        if not self._uses:
+            return delta
+        loaded = [mm_hash for mm_hash, use in self._uses.items() if use.is_filled]
+        written = [mm_hash for mm_hash, use in self._uses.items() if not use.is_filled]
+        embedded = [*loaded, *(mm_hash for mm_hash in written if is_complete(self._uses[mm_hash].tensor.range))]
+        for mm_hash in written:
+            self._found.pop(mm_hash).hold.release()
+        return msgspec.structs.replace(delta, embedded=tuple(embedded), loaded=tuple(loaded))
+
+    def release(self) -> None:
+        """End all holds. Idempotent."""
+        while self._found:
+            self._found.popitem()[1].hold.release()
+
+    async def _find(self, item: MediaPayload, arena: str) -> None:
+        """Without an answer the engine encodes the item, and the embedding is not kept."""
+        if self._encoder is None or (spec := self._spec(item)) is None:
+            return
+        key = embedding_key(mm_hash=item.mm_hash, encoder=self._encoder.digest)
+        feature = Feature(item.modality, item.mm_hash, item.header, (), item.size)
+        wait_s = min(max(item.embedding_wait_ms / 1000, 0.0), MAX_WAIT_S)
+        try:
+            async with asyncio.timeout(wait_s + ANSWER_TIMEOUT_S):
+                found = await self._host_arena.embedding(key, feature, spec, wait_s=wait_s)
+        except (MedialaneError, TimeoutError) as error:
+            logger.warning("the embedding of an item is not kept: %s", error)
+            return
+        if found is None:
+            return
+        self._found[item.mm_hash] = found  # before anything can raise: `release` ends the hold
+        if found.embedding.tensor.range.arena == arena and found.embedding.tensor.spec == spec:
+            self._use(item.mm_hash, found.embedding, is_filled=found.is_filled)
+
+    def _use(self, mm_hash: str, embedding: Embedding, *, is_filled: bool) -> None:
+        self._embeddings[mm_hash] = embedding
+        self._uses[mm_hash] = EmbeddingUse(embedding.tensor, is_filled)
+
+    def _without_tensors(self, item: MediaPayload) -> MediaPayload:
+        use = self._uses.get(item.mm_hash)
+        if use is None or not use.is_filled:
+            return item
+        return msgspec.structs.replace(item, tensors=(), embedding=self._embeddings[item.mm_hash])
+
+    def _spec(self, item: MediaPayload) -> TensorSpec | None:
+        """Return dtype and shape of the item's embedding; None if embeddings of such items are not kept."""
+        if self._encoder is None or item.placeholder is None or len(item.header) > MAX_HEADER_BYTES:
+            return None
+        shape = (item.placeholder.num_embeds, self._encoder.widths.get(item.modality, 0))
+        return TensorSpec(self._encoder.dtype, shape) if all(shape) else None
+
+    def _is_ours(self, item: MediaPayload, sent: Embedding) -> bool:
+        if self._encoder is None or sent.tensor.spec != self._spec(item):
+            return False
+        return sent.key == embedding_key(mm_hash=item.mm_hash, encoder=self._encoder.digest)
