@@ -6,23 +6,36 @@ differ most: embeddings wider than the language model's, masks, timestamps; and 
 
 import os
 from contextlib import aclosing
+from functools import cache
 
 import msgspec
 import pytest
 import pytest_asyncio
+import torch
 from kv_watch import start_engine
 from prompt_maker import bytes_of, request
 from test_family_preparation import Halves
 from tiny_families import FAMILIES
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.core.admin import ResetEncoderCache, ResetPrefixCache
+from medialane.core.errors import InvalidFeature
 from medialane.core.feature import EmbeddingUse, MediaPayload
 from medialane.core.request import EmbeddingCounts, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
+from medialane.vllm_bridge.features import decode_item, decode_item_without_tensors, decode_small_fields
+from medialane.vllm_bridge.prepared_input import to_vllm_range
 from medialane.vllm_bridge.tiny_model import cache_folder
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(300),
+    # a warning of torch when vLLM resamples audio
+    pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning"),
+]
 
 _ALWAYS = ("qwen3_vl", "qwen2_5_omni")
 
@@ -33,11 +46,11 @@ class Case:
     def __init__(self, engine, halves, arena):
         self.engine = engine
         self.arena = arena
-        self._halves = halves
+        self.halves = halves
         self._num_requests = 0
 
     def prompt(self, *parts):
-        items, assembled = self._halves.prepared(parts)
+        items, assembled = self.halves.prepared(parts)
         payloads = [
             MediaPayload(
                 modality,
@@ -91,11 +104,65 @@ async def case(request, family_renderer):
         arena.close()
 
 
+@pytest.fixture(scope="module")
+def halves(family_renderer):
+    return cache(lambda name: Halves(FAMILIES[name], family_renderer(name)))
+
+
+def all_media(family):
+    """A prompt with as many items as the family allows, up to two of each modality."""
+    second = [f"{modality}2" for modality, limit in family.limits.items() if limit > 1]
+    return "Look: ", *family.limits, *second, " and say."
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_specification_of_absent_tensors_is_validated_like_tensors(halves, name):
+    found = halves(name)
+    items, assembled = found.prepared(all_media(found.family))
+    features = [
+        MediaPayload(modality, "a" * 64, made.header, (), made.size, place)
+        for (modality, made), place in zip(items, assembled.placeholders, strict=True)
+    ]
+    stand_ins = [decode_item_without_tensors(feature.header) for feature in features]
+    found.checker.check(ExpandedPrompt(assembled.token_ids, tuple(features)), stand_ins)
+    shorter = [
+        msgspec.structs.replace(
+            feature, placeholder=msgspec.structs.replace(place, length=place.length - 1, is_embed=None)
+        )
+        for feature, place in zip(features, assembled.placeholders, strict=True)
+    ]
+    with pytest.raises(InvalidFeature):
+        found.checker.check(ExpandedPrompt(assembled.token_ids, tuple(shorter)), stand_ins)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"])
+async def test_positions_are_computed_from_small_fields(halves, name):
+    """The families with rotary positions in three dimensions; those of others do not depend on items."""
+    found = halves(name)
+    items, assembled = found.prepared(all_media(found.family))
+    model_config = found.renderer.model_config
+    model_class = get_model_cls(model_config)
+    model = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    model.config = getattr(model_config.hf_config, "thinker_config", model_config.hf_config)
+    positions = []
+    for read in (lambda made: decode_item(made.header, made.buffers), lambda made: decode_small_fields(made.header)):
+        features = [
+            MultiModalFeatureSpec(data=read(made), modality=m, identifier="a", mm_position=to_vllm_range(place))
+            for (m, made), place in zip(items, assembled.placeholders, strict=True)
+        ]
+        features.sort(key=lambda feature: feature.mm_position.offset)
+        positions.append(model.get_mrope_input_positions(assembled.token_ids, features))
+    (whole, delta), (small, small_delta) = positions
+    assert torch.equal(whole, small)
+    assert delta == small_delta
+    assert not torch.equal(whole[0], whole[1])
+
+
 async def test_loaded_embeddings_give_the_answer_of_encoded_ones(case):
-    limits = case._halves.family.limits
-    assert case.engine.card.encoder.widths.keys() == limits.keys()
-    media = [*limits] + [f"{modality}2" for modality, limit in limits.items() if limit > 1]
-    prompt = case.prompt("Look: ", *media, " and say.")
+    family = case.halves.family
+    assert case.engine.card.encoder.widths.keys() == family.limits.keys()
+    prompt = case.prompt(*all_media(family))
     await case.forget()
     expected = await case.answer(prompt)
     await case.forget()

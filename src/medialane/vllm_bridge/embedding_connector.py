@@ -60,8 +60,8 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
+        restore_inputs(vllm_config)
         if role is ECConnectorRole.SCHEDULER:
-            restore_inputs(vllm_config)
             self.schedule = EmbeddingSchedule(RESOLVER.is_readable, RESOLVER.refuse)
             return
         directory = vllm_config.ec_transfer_config.ec_connector_extra_config[DIRECTORY]

@@ -80,12 +80,12 @@ class ItemShape(msgspec.Struct, frozen=True):
 
 
 def learn(processor: BaseMultiModalProcessor) -> dict[str, ItemShape]:
-    """Return the shape of this model's items, by modality."""
+    """Return the shape of this model's items, by modality that requests may contain."""
     heavy, layouts = VllmProcessor(processor), PlaceholderLayouts(processor)
     return {
         modality: _learn(heavy, layouts, modality, samples)
         for modality, samples in SAMPLES.items()
-        if modality in processor.info.supported_mm_limits
+        if processor.info.allowed_mm_limits.get(modality)
     }
 
 

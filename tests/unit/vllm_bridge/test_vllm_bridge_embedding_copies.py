@@ -96,7 +96,7 @@ def test_range_that_is_gone_is_not_written(world, caplog):
     """Its request has released it at its first token, before another one has the item encoded."""
     reservation, tensor = world.reserved()
     world.arena.revoke(reservation)
-    with world.arena.reserve(len(reservation.buffer)) as other:
+    with world.arena.reserve(SPEC.nbytes) as other:
         assert other.range.offset == reservation.range.offset
         other.buffer[:] = b"o" * len(other.buffer)
         assert world.step({"a": OUTPUT}, fills={"r": {"a": tensor}}) is None

@@ -103,7 +103,9 @@ def unfit_reason(config: VllmConfig) -> str:
         or parallel.data_parallel_size_local != parallel.data_parallel_size
         or parallel.distributed_executor_backend in ("ray", "external_launcher")
         or parallel.data_parallel_backend == "ray",
-        "no media are allowed (--limit-mm-per-prompt)": media is not None and not _allowed(model),
+        "no media are allowed (--limit-mm-per-prompt)": media is not None
+        and media.enable_mm_embeds  # otherwise the model does not support media
+        and not _allowed(model),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
