@@ -16,6 +16,9 @@ SECONDS ?= 600
 SEED ?= 1
 JOBS ?= 2
 
+# Tests start hundreds of Python processes: without it each would compile our modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := .venv/bin
 STAMP := .venv/.filled-$(EXTRA)
 LOG := .venv/install.log

@@ -107,12 +107,12 @@ def rate_for(
     return find_rate(utilisation, measure, num_workers * (guess_per_s or GUESS_PER_S * utilisation))
 
 
-def find_rate(utilisation: float, measure: Callable[[float], float], guess: float) -> float:
+def find_rate(utilisation: float, measure: Callable[[float], float], guess: float, *, close: float = CLOSE) -> float:
     """Search for the rate at which `measure` gives this utilisation: queues grow long before all workers are busy."""
     low, high, rate = (0.0, 0.0), (math.inf, 1.0), guess
     for _ in range(_MAX_TRIES):
         found = measure(rate)
-        if abs(found - utilisation) <= CLOSE:
+        if abs(found - utilisation) <= close:
             return rate
         if found < utilisation:
             low = rate, found

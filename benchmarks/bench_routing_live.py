@@ -184,7 +184,7 @@ async def _servers(model: str) -> AsyncIterator[dict[str, str]]:
     """Run two pairs of workers, each with a gateway: router -> base URL."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ml-bench-")))
-        urls = {}
+        urls: dict[str, str] = {}
         for router, cache in ((OURS, "on"), (PEER, "off")):
             pair = worker_pair(folder, model, name=router, routers=[router], flags=FLAGS, encode_cache=cache)
             urls |= await stack.enter_async_context(pair)

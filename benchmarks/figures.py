@@ -1,4 +1,5 @@
-"""Write docs/figures.md and the tables of README.md and docs/scale.md from the result files in `benchmarks/results/`.
+"""Write docs/figures.md and the tables of README.md, docs/scale.md and docs/encode.md from the result files in
+`benchmarks/results/`.
 
 python benchmarks/figures.py          # rewrite all
 python benchmarks/figures.py --check  # exit 1 if one is out of date
@@ -19,6 +20,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 PAGE = REPOSITORY / "docs" / "figures.md"
 
 SCALE = REPOSITORY / "docs" / "scale.md"
+ENCODE = REPOSITORY / "docs" / "encode.md"
 README = REPOSITORY / "README.md"
 #: Columns of the result file that docs/scale.md leaves out.
 _NOT_IN_SCALE = frozenset({"index blocks", "ttft p99 ms", "CPU s", "cached of oracle", "limit requests/s"})
@@ -111,13 +113,26 @@ def scale() -> str:
     """Return docs/scale.md with its table replaced."""
     result = msgspec.json.decode((RESULTS / "scale.json").read_bytes(), type=Result)
     (rows,) = result.results["scale"].values()
-    names = [name for name in rows[0] if name not in _NOT_IN_SCALE]
+    return _with_table(SCALE, _table(rows, [name for name in rows[0] if name not in _NOT_IN_SCALE]))
+
+
+def encode() -> str:
+    """Return docs/encode.md with its tables replaced."""
+    result = msgspec.json.decode((RESULTS / "encode_sim.json").read_bytes(), type=Result)
+    (tables,) = result.results.values()
+    shown = [f"**{name}**\n\n{_table(rows, list(rows[0]))}" for name, rows in tables.items()]
+    return _with_table(ENCODE, "\n".join(shown))
+
+
+def _table(rows: list[dict[str, object]], names: list[str]) -> str:
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     lines += [f"| {' | '.join(_cell(row[name]) for name in names)} |" for row in rows]
-    return _with_table(SCALE, "\n".join([*lines, ""]))
+    return "\n".join([*lines, ""])
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, str):
+        return value
     return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:.0f}"
 
 
@@ -139,7 +154,7 @@ def _headline(wanted: Headline) -> str:
 
 
 def main() -> int:
-    pages = {PAGE: page(), README: readme(), SCALE: scale()}
+    pages = {PAGE: page(), README: readme(), SCALE: scale(), ENCODE: encode()}
     if "--check" in sys.argv[1:]:
         return int(any(not path.exists() or path.read_text() != text for path, text in pages.items()))
     for path, text in pages.items():

@@ -29,21 +29,23 @@ async def worker_pair(
     async with AsyncExitStack() as stack:
         store = f"unix:{folder}/{name}-store.sock"
         log = folder / name
-        stack.enter_context(
+        commands = [
             _Command(log, "store", model, "--listen", store, "--preparers", "1", "--arena-size", "1GiB", vllm=flags)
-        )
+        ]
         addresses = [f"unix:{folder}/{name}-worker-{n}.sock" for n in range(2)]
         for n, address in enumerate(addresses):
-            own = ("--listen", address, "--store", store, "--encode-cache", encode_cache)
-            stack.enter_context(_Command(log.with_name(f"{name}-{n}"), "worker", model, *own, vllm=flags))
+            own = ["--listen", address, "--store", store, "--encode-cache", encode_cache]
+            commands.append(_Command(log.with_name(f"{name}-{n}"), "worker", model, *own, vllm=flags))
         to_workers = [word for address in addresses for word in ("--worker", address)]
         ports = {router: _free_port() for router in routers}
         for router, port in ports.items():
-            own = (*to_workers, "--store", store, "--port", str(port), "--router", router)
-            stack.enter_context(_Command(log.with_name(f"{name}-{router}"), "gateway", model, *own, vllm=flags))
+            own = [*to_workers, "--store", store, "--port", str(port), "--router", router]
+            commands.append(_Command(log.with_name(f"{name}-{router}"), "gateway", model, *own, vllm=flags))
+        for command in commands:
+            stack.enter_context(command)
         urls = {router: f"http://127.0.0.1:{port}" for router, port in ports.items()}
         for url in urls.values():
-            await _both_workers_ready(url)
+            await _both_workers_ready(url, commands)
         yield {router: f"{url}/v1" for router, url in urls.items()}
 
 
@@ -59,14 +61,21 @@ class _Command:
             environ = {**os.environ, **TINY_MODEL_ENVIRON}
             self._process = subprocess.Popen(self._command, env=environ, stdout=log, stderr=subprocess.STDOUT)
 
+    def check_running(self) -> None:
+        if self._process.poll() is not None:
+            raise RuntimeError(f"{' '.join(self._command[2:4])} exited: {self._log.read_text()[-1000:]}")
+
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait(60)
 
 
-async def _both_workers_ready(url: str) -> None:
+async def _both_workers_ready(url: str, commands: Sequence[_Command]) -> None:
+    """Raises RuntimeError if a process has exited."""
     async with asyncio.timeout(START_S), aiohttp.ClientSession() as session:
         while True:
+            for command in commands:
+                command.check_running()
             try:
                 async with session.get(f"{url}/metrics") as response:
                     page = await response.text()

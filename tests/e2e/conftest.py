@@ -1,10 +1,11 @@
 """Real vLLM for whole requests: a plain server, and `medialane serve` with two workers, for the whole session.
 
 Starting them takes a minute of both cores, so they start side by side, and all tests share them. The gateways of
-GATEWAYS start while those tests run that need none. Tests that kill processes come after all others and wait until
-everything is up again; then `serve` is stopped.
+GATEWAYS and the two hosts of test_e2e_hosts.py start while those tests run that need none. Tests that kill processes
+come after all others and wait until everything is up again; then `serve` is stopped.
 """
 
+import importlib.util
 import json
 import os
 import shutil
@@ -20,7 +21,9 @@ import pytest_asyncio
 from medialane_process import ONE_PROCESS_ENGINE, START_S, STOP_S, MedialaneProcess, free_port, free_ports, launch
 from openai_http import OpenAiHttp
 from small_dummies import with_small_dummies
+from two_hosts import TwoHosts
 
+from linked_hosts import linked_hosts
 from medialane.cli.server_process import plain_vllm as start_plain_vllm
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
 from poison import PROGRAM
@@ -43,7 +46,14 @@ STORE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", *MEDIA_FLAGS)
 API_KEY = "tested-key"
 
 #: Files that run last, in this order.
-_LAST = ("test_e2e_processes_killed", "test_e2e_stop", "test_e2e_ray", "test_plain_vllm")
+_LAST = (
+    "test_e2e_essential_tasks",
+    "test_e2e_hosts",
+    "test_e2e_processes_killed",
+    "test_e2e_stop",
+    "test_e2e_ray",
+    "test_plain_vllm",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -143,8 +153,12 @@ async def serve(request, starting_serve, plain_vllm) -> MedialaneProcess:
     """`medialane serve` with two workers, all of them ready: before, the exit of one would fail the start."""
     await starting_serve.answers()
     await eventually(lambda: "Ctrl-C stops it" in starting_serve.log.read_text(), "all workers are ready", START_S)
-    if any("gateways" in item.fixturenames for item in request.session.items):
+    needed = {name for item in request.session.items for name in item.fixturenames}
+    if "starting_gateways" in needed:
         request.getfixturevalue("starting_gateways")
+    if "starting_hosts" in needed:
+        with suppress(pytest.skip.Exception):  # the tests that use them are skipped
+            request.getfixturevalue("starting_hosts")
     return starting_serve
 
 
@@ -180,6 +194,8 @@ GATEWAYS = {
     "joined": (),
     "encoders": ("--encode-at", "encoders"),
 }
+#: What the last test of them ends in a gateway (gateways_program.py).
+ENDINGS = {"url": "links", "features/inline": "server"}
 APART = ("apart", "features/tcp", "decoded/tcp")
 GATEWAYS_PROGRAM = Path(__file__).with_name("gateways_program.py")
 
@@ -219,11 +235,11 @@ def starting_gateways(
         found = workers if name != "joined" else ["--join-listen", f"tcp://127.0.0.1:{join_port}"]
         found = [*found, "--worker", encoder_address] if name == "encoders" else found
         ours = [serve.model, "--port", str(port), *found, *flags, *store, *MEDIA_FLAGS]
-        commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key]])
+        commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key], ENDINGS.get(name)])
     process = launch(
         [sys.executable, str(GATEWAYS_PROGRAM), json.dumps(commands)],
         environ={**vllm_environ, "VLLM_MEDIA_CONNECTOR": "medialane"},  # as the command sets it before it imports vLLM
-        log=next(iter(places.values()))[1],  # what it prints before it forks
+        log=logs / "program.log",
     )
     started = {name: MedialaneProcess(process, port, serve.model, log) for name, (port, log) in places.items()}
     yield started
@@ -239,3 +255,23 @@ async def gateways(serve, starting_gateways) -> dict[str, OpenAiHttp]:
         name: OpenAiHttp(process.base_url, process.model, api_key=API_KEY if name == "features/shm" else "")
         for name, process in starting_gateways.items()
     }
+
+
+@pytest.fixture(scope="session")
+def network():
+    """As root, with NIXL; elsewhere the tests of two hosts are skipped."""
+    if importlib.util.find_spec("nixl") is None:
+        pytest.skip("NOT TESTED: vLLM on two hosts, since NIXL is not installed (the extra nixl)")
+    with linked_hosts(2, here=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def starting_hosts(network, tiny_model, vllm_environ, tmp_path_factory) -> Iterator[TwoHosts]:
+    """Not ready yet: use the fixture `gateways` of test_e2e_hosts.py instead."""
+    logs = tmp_path_factory.mktemp("hosts")
+    hosts = TwoHosts(
+        network, model=str(tiny_model), flags=SERVER_FLAGS, media=MEDIA_FLAGS, environ=vllm_environ, logs=logs
+    )
+    yield hosts
+    hosts.close()

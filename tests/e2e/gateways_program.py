@@ -1,9 +1,12 @@
 """Several `medialane gateway` processes, forked from one that has imported vLLM: `python gateways_program.py JSON`.
 
-JSON is a list of [log, arguments]. Importing vLLM takes ten seconds of CPU time; apart from that each process is as the
-command starts it. SIGTERM ends all of them, and so does the failure of one.
+JSON is a list of [log, arguments, ending]. Importing vLLM takes ten seconds of CPU time; apart from that each process
+is as the command starts it. SIGTERM ends all of them, and so does the failure of one; their exit statuses are printed.
+
+`ending` is what ends in a gateway on SIGUSR1, though it must not: one of ENDINGS, or null.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +15,36 @@ from typing import NoReturn
 
 from medialane.cli import gateway  # noqa: F401 - vLLM, once for all of them
 from medialane.cli.main import main
+from medialane.gateway import WorkerPool
+from medialane.gateway.http_server import BoundedServer
+
+
+async def _ended() -> None:
+    signalled = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, signalled.set)
+    await signalled.wait()
+
+
+def _end_links() -> None:
+    whole = WorkerPool.run
+
+    async def run_until_signal(pool: WorkerPool) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(whole(pool))
+            await _ended()
+            raise RuntimeError("an injected error")
+
+    WorkerPool.run = run_until_signal
+
+
+def _end_server() -> None:
+    async def main_loop_until_signal(_server: BoundedServer) -> None:
+        await _ended()
+
+    BoundedServer.main_loop = main_loop_until_signal
+
+
+ENDINGS = {"links": _end_links, "server": _end_server}
 
 
 def run(log: str, arguments: list[str]) -> NoReturn:
@@ -26,34 +59,40 @@ def run(log: str, arguments: list[str]) -> NoReturn:
         os._exit(status)
 
 
-def start(commands: list[tuple[str, list[str]]]) -> set[int]:
-    pids = set()
-    for log, arguments in commands:
+def start(commands: list[tuple[str, list[str], str | None]]) -> list[int]:
+    pids = []
+    for log, arguments, ending in commands:
         pid = os.fork()
         if pid == 0:
+            if ending is not None:
+                ENDINGS[ending]()
             run(log, arguments)
-        pids.add(pid)
+        pids.append(pid)
     return pids
 
 
-def stop(pids: set[int]) -> None:
+def send(number: int, pids: list[int]) -> None:
     for pid in pids:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, number)
 
 
-def wait(pids: set[int]) -> int:
-    """The worst exit status."""
-    worst = 0
-    while pids:
+def wait(pids: list[int]) -> list[int]:
+    """The exit statuses."""
+    found: dict[int, int] = {}
+    while len(found) < len(pids):
         pid, status = os.wait()
-        pids.remove(pid)
+        found[pid] = os.waitstatus_to_exitcode(status)
         if status:
-            worst = 1
-            stop(pids)
-    return worst
+            send(signal.SIGTERM, [other for other in pids if other not in found])
+    return [found[pid] for pid in pids]
 
 
 if __name__ == "__main__":
-    started = start(json.loads(sys.argv[1]))
-    signal.signal(signal.SIGTERM, lambda *_: stop(started))
-    sys.exit(wait(started))
+    commands = json.loads(sys.argv[1])
+    started = start(commands)
+    ending = [pid for pid, command in zip(started, commands, strict=True) if command[2] is not None]
+    signal.signal(signal.SIGTERM, lambda *_: send(signal.SIGTERM, started))
+    signal.signal(signal.SIGUSR1, lambda *_: send(signal.SIGUSR1, ending))
+    statuses = wait(started)
+    sys.stdout.write(f"\n{json.dumps(statuses)}\n")
+    sys.exit(int(any(statuses)))

@@ -2,7 +2,6 @@
 hosts, and what becomes of them in faults."""
 
 import asyncio
-import importlib.util
 import os
 import signal
 
@@ -23,11 +22,9 @@ from test_e2e_routing import (
     test_system_prompt_shared_by_different_images,  # noqa: F401
     test_text_with_a_common_prefix,  # noqa: F401
 )
-from two_hosts import LOST_S, PATHS, TwoHosts, num_pulls
+from two_hosts import LOST_S, PATHS, num_pulls
 
-from conftest import MEDIA_FLAGS, SERVER_FLAGS
 from host_state import stats_of, store_link
-from linked_hosts import linked_hosts
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
@@ -35,24 +32,11 @@ pytestmark = pytest.mark.vllm
 ASK = text("Describe the picture.")
 
 
-@pytest.fixture(scope="session")
-def network():
-    """As root, with NIXL; elsewhere these tests are skipped."""
-    if importlib.util.find_spec("nixl") is None:
-        pytest.skip("NOT TESTED: vLLM on two hosts, since NIXL is not installed (the extra nixl)")
-    with linked_hosts(2, here=True) as found:
-        yield found
-
-
-@pytest.fixture(scope="session")
-def starting_hosts(network, tiny_model, vllm_environ, tmp_path_factory):
-    """Not ready yet: use the fixture `gateways` instead."""
-    logs = tmp_path_factory.mktemp("hosts")
-    hosts = TwoHosts(
-        network, model=str(tiny_model), flags=SERVER_FLAGS, media=MEDIA_FLAGS, environ=vllm_environ, logs=logs
-    )
-    yield hosts
-    hosts.close()
+@pytest.fixture(scope="module", autouse=True)
+def _are_closed_at_the_end(starting_hosts):
+    """The tests that follow need the memory and the cores."""
+    yield
+    starting_hosts.close()
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -1,6 +1,7 @@
 """The command line `serve --gateways 2` with TLS, as a user gives it, over a simulated worker."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -9,12 +10,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+import aiohttp
 import pytest
 import trustme
 from medialane_process import START_S, MedialaneProcess, free_port, launch
 from openai_http import OpenAiHttp, both_gateways_answer, chat, picture
 from process_tree import command_of, descendants, is_alive
 
+from host_state import as_before, state_of, store_link
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
 from waiting import eventually
 
@@ -23,14 +26,16 @@ pytestmark = pytest.mark.vllm
 PROGRAM = Path(__file__).with_name("serve_simulated_program.py")
 #: On a busy machine the processor takes longer to load than items wait by default.
 WAIT = ("--prepare-queue-timeout", "200")
+#: Answers take ten seconds: longer than it takes to kill a gateway, shorter than it takes to start one.
+NUM_TOKENS = 200
 FLAGS = ("--gateways", "2", "--stage", "features", "--preparers", "1", "--arena-size", "64MiB", *WAIT)
 
 
 class Served:
-    """The command's process, and a client of the shared port."""
+    """The command's process, a client of the shared port and, during a test, a connection to the store."""
 
     def __init__(self, process, client):
-        self.process, self.client = process, client
+        self.process, self.client, self.store = process, client, None
 
     def pid(self, command):
         (found,) = [pid for pid in descendants(self.process.pid) if command in command_of(pid)]
@@ -38,6 +43,38 @@ class Served:
 
     async def both_are_up(self):
         return await self.client.by_gateway("medialane_gateway_up") == {"0": 1, "1": 1}
+
+    async def answer(self):
+        """The number of tokens of a long answer about an image. Raises aiohttp.ClientError."""
+        num_tokens = 0
+        body = chat(picture(1), max_tokens=NUM_TOKENS, stream=True, ignore_eos=True)
+        async with self.client.opened(body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    num_tokens += sum(len(c.get("token_ids") or ()) for c in json.loads(line[6:])["choices"])
+        return num_tokens
+
+    async def on_both(self):
+        """Start answers until both gateways have some in flight. Returns their tasks, and the number by gateway."""
+        answers = []
+
+        async def in_flight(number):
+            return sum((await self.client.by_gateway("medialane_worker_in_flight")).values()) == number
+
+        async def started():
+            answers.append(asyncio.create_task(self.answer()))
+            await eventually(lambda: in_flight(len(answers)), "it is in flight", 30)
+            return all((await self.client.by_gateway("medialane_worker_in_flight")).values())
+
+        await eventually(started, "both gateways have answers in flight", 60)
+        return answers, await self.client.by_gateway("medialane_worker_in_flight")
+
+    async def state(self):
+        """Includes which gateways are up, and what the worker runs."""
+        page = await self.client.metrics()
+        names = ("medialane_gateway_up", "medialane_worker_running")
+        return await state_of(self.process.pid, self.store, *map(page.value, names))
 
     async def idle(self):
         page = await self.client.metrics()
@@ -75,20 +112,27 @@ async def served(serving):
     await eventually(
         lambda: ready in serving.process.log.read_text(), "it is ready", START_S, more=serving.process.tail
     )
-    return serving
+    async with store_link(serving.process.store_address) as serving.store:
+        yield serving
 
 
-async def test_killed_gateway_comes_back_on_the_same_port(served):
+async def test_killed_gateway_costs_its_own_requests_only_and_comes_back_on_the_same_port(served):
     assert await served.both_are_up()
     await both_gateways_answer(served.client)
     arenas, killed = served.process.arenas(), served.pid("--gateway-index 0")
-    os.kill(killed, signal.SIGKILL)
-    await eventually(lambda: not is_alive(killed), "it is gone", 5)
-    for _ in range(4):  # while it restarts, the other one gets all connections
-        await served.client.succeed(chat(picture(2), max_tokens=1))
-    assert await served.client.by_gateway("medialane_gateway_up") == {"0": 0, "1": 1}
-    await eventually(served.both_are_up, "it is back", START_S)
-    assert served.process.log.read_text().count("exited (") == 1
+    async with as_before(served.state, START_S):
+        answers, in_flight = await served.on_both()
+        os.kill(killed, signal.SIGKILL)
+        await eventually(lambda: not is_alive(killed), "it is gone", 5)
+        for _ in range(4):  # while it restarts, the other one gets all connections
+            await served.client.succeed(chat(picture(2), max_tokens=1))
+        assert await served.client.by_gateway("medialane_gateway_up") == {"0": 0, "1": 1}
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        assert sum(isinstance(result, aiohttp.ClientError) for result in results) == in_flight["0"]
+        assert [r for r in results if not isinstance(r, aiohttp.ClientError)] == [NUM_TOKENS] * int(in_flight["1"])
+    assert await served.both_are_up()
+    log = served.process.log.read_text()
+    assert log.count("exited (") == log.count("gateway 0: exited (killed by SIGKILL)") == 1
     assert served.pid("--gateway-index 0") != killed
     await both_gateways_answer(served.client)
     assert served.process.arenas() == arenas

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from medialane_process import STOP_S, MedialaneProcess, free_port, launch
-from openai_http import OpenAiHttp
+from openai_http import OpenAiHttp, chat, picture
 from process_tree import command_of, descendants
 
 from host_state import stats_of
@@ -109,7 +109,7 @@ class TwoHosts:
             places[name] = free_port(), self.log(name)
             joined = ["--join-listen", f"tcp://{self.network.addresses[0]}:{FIRST_PORT + number}"]
             ours = [self.model, "--port", str(places[name][0]), *joined, "--store", self.address(store), *flags]
-            commands.append([str(places[name][1]), [*ours, *self._media, "--", *self._flags]])
+            commands.append([str(places[name][1]), [*ours, *self._media, "--", *self._flags], None])
         self._environ[0]["VLLM_MEDIA_CONNECTOR"] = "medialane"
         process = self._launch(0, "gateways", [str(GATEWAYS_PROGRAM), json.dumps(commands)])
         self.processes["gateways"] = process
@@ -123,6 +123,9 @@ class TwoHosts:
             clients[name] = OpenAiHttp(process.base_url, self.model)
         for client in clients.values():
             await self.joined(client)
+        # The workers' store starts its NIXL process for the first copy; a busy machine takes longer than it waits.
+        by_nixl = next(clients[name] for name, (mover, *_) in PATHS.items() if mover == "nixl")
+        await eventually(lambda: is_answered(by_nixl, chat(picture(79))), "media are copied by NIXL", 60)
         return clients
 
     async def joined(self, client: OpenAiHttp, number: int = 2, timeout_s: float = 240.0) -> None:
@@ -140,15 +143,22 @@ class TwoHosts:
         return next((pid for pid in pids if "medialane store" in command_of(pid)), 0)
 
     def close(self) -> None:
-        """Stop everything, gateways first: they hold what is in the stores."""
-        statuses = {}
-        for name in reversed(self.processes):
-            process = self.processes[name]
+        """Stop everything, gateways first: they hold what is in the stores. Idempotent."""
+        if not self.processes:
+            return
+        self.processes["gateways"].terminate()
+        self.processes["gateways"].wait(STOP_S)
+        for process in self.processes.values():
             process.terminate()
-            statuses[name] = process.wait(STOP_S)
+        statuses = {name: process.wait(STOP_S) for name, process in self.processes.items()}
+        self.processes.clear()
         for folder in self._folders:
             shutil.rmtree(folder)
         assert set(statuses.values()) == {0}, statuses
+
+
+async def is_answered(client: OpenAiHttp, body: dict[str, Any]) -> bool:
+    return (await client.post(body)).status == 200
 
 
 async def num_pulls(store: StoreLink) -> Counter[str]:

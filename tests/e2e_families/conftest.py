@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from medialane_process import ONE_PROCESS_ENGINE, START_S, MedialaneProcess
+from medialane_process import ONE_PROCESS_ENGINE, START_S, STOP_S, MedialaneProcess
 from openai_http import OpenAiHttp
 from tiny_families import FAMILIES, Family
 
@@ -79,5 +79,7 @@ async def servers(request, environ, tmp_path_factory):
                 OpenAiHttp(ours.base_url, model),
                 OpenAiHttp(plain.base_url.removesuffix("/v1"), plain.model),
             )
+            ours.process.terminate()  # both servers stop at the same time
+        assert ours.process.wait(STOP_S) == 0
     finally:
         ours.stop()

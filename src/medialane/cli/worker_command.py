@@ -87,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         check_store(args.store, "--store")
     elif args.start_store:
         raise StartupFailed("--start-store needs --store unix:/path, at which the store is to listen")
+    elif config.worker.encode_cache == "on":
+        raise StartupFailed("--encode-cache on needs --store unix:/path, in whose arena embeddings are kept")
     if args.listen is None and not config.worker.join:
         raise StartupFailed("a worker needs --join HOST:PORT, the gateways to connect to, or --listen ADDRESS")
     check_join(config)

@@ -72,8 +72,8 @@ class ScoringInput(msgspec.Struct, frozen=True, eq=False):
 
 
 class Rates(NamedTuple):
-    """Rates of a slot's score besides its base cost, in the order of `native_choice`, and then those of items, of which
-    native code gets the product (`item`)."""
+    """Rates of a slot's score besides its base cost, in the order of `native_choice`; the last two are those of an item
+    that a slot has in neither cache, of which native code gets the products."""
 
     request: float = 0.0
     token: float = 0.0
@@ -84,12 +84,6 @@ class Rates(NamedTuple):
     temperature: float = 0.0
     embed: float = 0.0
     embedding_byte: float = 0.0
-
-    def item(self, item: EncoderItem) -> float:
-        """Return what an item costs a slot that has it in neither cache."""
-        if item.embedding_bytes:
-            return item.embedding_bytes * self.embedding_byte
-        return item.num_embeds * self.embed
 
 
 class SlotCost(NamedTuple):
@@ -124,17 +118,22 @@ class CostModel:
         """Return the cost breakdown of one slot, which has the first `cached_tokens` of the prompt."""
         config, request = self._config, offer.request
         queue, running, kv_pressure = slot.parts
-        needed, missing = [], []
+        needed, num_embeds, num_to_encode, load_bytes, num_to_load = [], 0, 0, 0, 0
         for item, holders in zip(offer.items, offer.holders, strict=True):
             if item.end > cached_tokens:
                 needed.append(item)
-                if not holders >> slot.number & 1:
-                    missing.append(item)
-        to_encode = [item.num_embeds for item in missing if not item.embedding_bytes]
+                if holders >> slot.number & 1:
+                    continue
+                if item.embedding_bytes:
+                    load_bytes += item.embedding_bytes
+                    num_to_load += 1
+                else:
+                    num_embeds += item.num_embeds
+                    num_to_encode += 1
         computed_tokens = request.num_tokens - cached_tokens
         prefill = config.request_ms + computed_tokens * config.prefill_ms_per_token
-        encoder = sum(to_encode) * config.encoder_ms_per_token
-        load = sum(item.embedding_bytes for item in missing) / _MIB * config.load_ms_per_mib
+        encoder = num_embeds * config.encoder_ms_per_token
+        load = load_bytes / _MIB * config.load_ms_per_mib
         handover = request.handover_bytes / _MIB * config.local_ms_per_mib
         if not slot.same_host and request.handover_bytes:
             handover += self.rates.remote + request.handover_bytes * self.rates.remote_byte
@@ -149,4 +148,4 @@ class CostModel:
             contention=(prefill + encoder + load) * config.contention_weight,
             session=-config.session_ms if offer.session_slot == slot.number else 0.0,
         )
-        return SlotCost(cached_tokens, needed, len(to_encode), len(missing) - len(to_encode), parts)
+        return SlotCost(cached_tokens, needed, num_to_encode, num_to_load, parts)

@@ -25,8 +25,8 @@ from medialane.routing.config import RoutingConfig
 _MIB: Final = 1 << 20
 #: Weight of a ms by which a sequence at the worker is delayed, relative to a ms until the item is encoded. In traces of
 #: `medialane bench encode_sim`, items wait too long for busy encoders if it is larger, and sequences are delayed while
-#: encoders are idle if it is smaller; from 0.1 to 0.3 there is little difference.
-_DELAY_WEIGHT: Final = 0.2
+#: encoders are idle if it is smaller; from 0.2 to 0.3 there is little difference.
+_DELAY_WEIGHT: Final = 0.25
 
 
 class NewItem(NamedTuple):

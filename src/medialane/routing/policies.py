@@ -127,7 +127,7 @@ class Policy:
 
     def _write(self, offer: ScoringInput) -> None:
         """Write candidates, items and their holders, and block sizes into the arrays that native code reads."""
-        request, candidates, size, rates = offer.request, offer.candidates, self._mask_bytes, self._rates
+        request, candidates, size = offer.request, offer.candidates, self._mask_bytes
         _SIZE.pack_into(self._sizes, 0, request.block_size, len(request.block_ids))
         if request.other_block_ids:
             for number, (block_size, ids) in enumerate(request.other_block_ids.items(), 1):
@@ -136,7 +136,9 @@ class Policy:
             self._masks[:size] = candidates.to_bytes(size, "little")
             self._written = candidates
         for number, item in enumerate(offer.items):
-            _ITEM.pack_into(self._items, number * _ITEM.size, item.end, rates.item(item))
+            loaded = item.embedding_bytes
+            cost = loaded * self._rates.embedding_byte if loaded else item.num_embeds * self._rates.embed
+            _ITEM.pack_into(self._items, number * _ITEM.size, item.end, cost)
             start = size * (FIRST_HOLDERS + number)
             self._masks[start : start + size] = offer.holders[number].to_bytes(size, "little")
 

@@ -13,8 +13,10 @@ IMPORTS = '{"torch": [true, "2.13.0"], "torchvision": [false, "RuntimeError: ope
 
 @pytest.fixture
 def light(monkeypatch):
-    """Replaces the processes that load torch and vLLM by immediate results."""
+    """Replaces the processes that load libraries by immediate results."""
     monkeypatch.setattr(doctor, "_IMPORTS", f"print({IMPORTS!r})")
+    monkeypatch.setattr(doctor, "_KINDS", """print('["image (jpeg png)", []]')""")
+    monkeypatch.setattr(doctor, "_SANDBOX", "print('[]')")
     monkeypatch.setattr(doctor, "_SEAMS", """print('["vLLM 0.32.0: 64 private seams, all found", true]')""")
 
 

@@ -120,6 +120,12 @@ def test_store_to_start_needs_an_address(capsys, monkeypatch):
     assert "--start-store needs --store" in capsys.readouterr().err
 
 
+def test_embeddings_that_must_be_kept_need_a_store(capsys, monkeypatch):
+    monkeypatch.setattr(worker_command, "configure", lambda _: None)
+    assert main(["worker", "model", "--listen", "unix:/tmp/w.sock", "--encode-cache", "on"]) == 2
+    assert "--encode-cache on needs --store" in capsys.readouterr().err
+
+
 def test_command_line_is_one_of_a_store_without_a_processor():
     words = worker_store.command("model", "unix:/s.sock")
     assert words[3:] == ["store", "model", "--listen", "unix:/s.sock", "--stage", "url", "--preparers", "1"]
