@@ -8,7 +8,7 @@ import torch
 from tiny_families import FAMILIES
 
 from medialane.core.errors import PromptRejected
-from medialane.core.feature import Feature, MediaPayload
+from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, FrameBatch, Image
 from medialane.core.request import ExpandedPrompt
@@ -188,6 +188,18 @@ def test_worker_accepts_split_processing(halves, name, prompt):
     decoded = [decode_item(made.header, made.buffers) for _, made in items]
     family.checker.check(ExpandedPrompt(assembled.token_ids, handed), decoded)
     assert len(handed) == len(items_of(prompt))
+
+
+@pytest.mark.parametrize(("name", "prompt"), CASES)
+def test_encoder_accepts_each_item_alone(halves, name, prompt):
+    """The prompt of an encode request is the placeholder of one item, as it is in the prompt of a request."""
+    family = halves(name)
+    items, assembled = family.prepared(prompt)
+    for (modality, made), place in zip(items, assembled.placeholders, strict=True):
+        alone = PlaceholderRange(0, place.length, place.is_embed)
+        handed = MediaPayload(modality, "f" * 64, made.header, (), made.size, alone)
+        token_ids = assembled.token_ids[place.offset : place.end]
+        family.checker.check(ExpandedPrompt(token_ids, (handed,)), [decode_item(made.header, made.buffers)])
 
 
 @pytest.mark.parametrize(("name", "prompt"), CASES)
