@@ -280,6 +280,22 @@ async def test_listener_is_notified_of_joins_blocks_and_leaves(net):
     assert heard.calls == [("joined", [(0, 1, True)]), ("reported", 0), ("left", net.address)]
 
 
+async def test_encoder_is_connected_but_neither_a_candidate_nor_ready_for_requests(net):
+    heard = Heard()
+    server = await net.serve(FakeHandler(card=msgspec.structs.replace(FAKE_CARD, role="encoder")))
+    link = net.link(heard)
+    pool = WorkerPool([link])
+    await eventually(lambda: link.client is not None)
+    await eventually(lambda: link.client.loads)  # all that a worker reports at once has arrived
+    assert (pool.num_ready, pool.of_role("worker"), pool.of_role("encoder")) == (0, [], [link])
+    assert (link.endpoint().role, link.endpoint().ready) == ("encoder", True)
+    await server.close()
+    await eventually(lambda: link.client is None)
+    assert (link.endpoint().role, link.endpoint().ready) == ("encoder", False)
+    assert pool.of_role("encoder") == [link]
+    assert heard.calls == []
+
+
 async def test_load_is_reported_per_rank(net):
     card = msgspec.structs.replace(FAKE_CARD, data_parallel_size=2)
     handler, heard = FakeHandler(card=card), Heard()
