@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 from vllm.platforms import current_platform
-from vllm.utils.system_utils import get_mp_context
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -35,28 +34,6 @@ def test_executor_set_by_the_user_is_kept(tiny_model):
 
 def test_multiple_ranks_use_vllms_executor(tiny_model):
     assert executor(tiny_model, "--tensor-parallel-size=2") is MultiprocExecutor
-
-
-@pytest.mark.parametrize(
-    ("chosen", "flags", "used"),
-    [
-        ("fork", [], "fork"),
-        ("spawn", [], "spawn"),
-        (None, [], "spawn"),
-        ("fork", ["--tensor-parallel-size=2"], "spawn"),
-    ],
-)
-def test_engine_is_forked_if_the_user_wants_it_and_it_runs_the_model_itself(
-    tiny_model, monkeypatch, chosen, flags, used
-):
-    """vLLM overrides the variable on a CPU: OpenMP is configured in the processes of its own executor."""
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # restored afterwards, if it is not set
-    if chosen is None:
-        monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
-    else:
-        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", chosen)
-    engine_args(str(tiny_model), ["--max-model-len=512", *flags]).create_engine_config()
-    assert get_mp_context().get_start_method() == used
 
 
 @pytest.fixture

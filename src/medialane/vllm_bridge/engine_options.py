@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from vllm import envs
 from vllm.config import KVEventsConfig, VllmConfig
@@ -24,24 +23,6 @@ EncodeCache = Literal["auto", "on", "off"]
 #: Independent of Python's version and of the process: gateways compute the same block hashes.
 HASH_ALGORITHM = "sha256_cbor"
 
-_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-
-
-class WorkerEngineArgs(AsyncEngineArgs):  # type: ignore[misc]  # vllm is not typed
-    """vLLM's arguments, with the user's choice of how EngineCore is started on a CPU.
-
-    There vLLM 0.32 always sets `spawn` (`platforms/cpu.py`), since it configures OpenMP by environment variables, and
-    EngineCore imports vLLM once more, which takes five seconds. CpuExecutor configures OpenMP by calls. As on GPUs,
-    `fork` is possible, as long as this process has no OpenMP threads: with OMP_NUM_THREADS=1.
-    """
-
-    def create_engine_config(self, *args: Any, **settings: Any) -> VllmConfig:
-        method = os.environ.get(_START_METHOD)
-        config = super().create_engine_config(*args, **settings)
-        if method is not None and self.distributed_executor_backend == cpu_executor.QUALIFIED_NAME:
-            os.environ[_START_METHOD] = method
-        return config
-
 
 def engine_args(
     model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConfig | None = None, role: WorkerRole = "worker"
@@ -53,7 +34,7 @@ def engine_args(
     if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
         raise StartupFailed("VLLM_ALLOW_INSECURE_SERIALIZATION is set: workers do not accept pickles, unset it")
     parsed = parse_vllm_args(model, vllm_args)
-    found: AsyncEngineArgs = WorkerEngineArgs.from_cli_args(parsed)
+    found = AsyncEngineArgs.from_cli_args(parsed)
     if _is_given(vllm_args, "--mm-processor-cache-gb") and parsed.mm_processor_cache_gb:
         raise StartupFailed("--mm-processor-cache-gb must be 0 in a worker: processed media are cached in the arena")
     if parsed.enable_prefix_caching is False:

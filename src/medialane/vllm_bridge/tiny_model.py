@@ -41,12 +41,11 @@ TINY_MODEL_FLAGS = (
 )
 
 #: vLLM settings that exist only as environment variables, for a tiny model on a shared CPU. One thread per engine: with
-#: two on two cores, each would wait for the other while the server runs, and EngineCore could not be forked.
+#: two on two cores, each would wait for the other while the server runs.
 TINY_MODEL_ENVIRON: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
