@@ -90,9 +90,11 @@ def runtime_directory() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def encoder_address(runtime_directory) -> str:
-    """Where the encoder listens."""
-    return f"unix:{runtime_directory}/encoder.sock"
+def encoder_address() -> Iterator[str]:
+    """Where the encoder listens. It is killed, so that its socket stays."""
+    folder = Path(tempfile.mkdtemp(prefix="ml-enc-", dir="/tmp"))  # pytest's own paths are too long for sockets
+    yield f"unix:{folder}/encoder.sock"
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

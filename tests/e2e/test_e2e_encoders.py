@@ -68,6 +68,8 @@ async def encoder(serve, client, server_flags, encoder_address, vllm_environ, ru
     )
     encoder = Encoder(process.pid, encoder_address, client)
     await eventually(encoder.is_ready, "the encoder is ready", START_S)
+    # Earlier tests have reset the workers' encoder caches: since then their embeddings are not those of a new process.
+    await client.succeed({}, "/reset_encoder_cache")
     yield encoder
     process.kill()
     process.wait()

@@ -74,6 +74,11 @@ class Allocator:
             size += after
         self._add_hole(offset, size)
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether `extend` can still add memory."""
+        return self._usable_bytes < self.size_bytes
+
     def extend(self, usable_bytes: int) -> None:
         """Allocate from [0, usable_bytes) from now on. Raises ValueError unless it is larger, aligned, within size."""
         start, end = self._usable_bytes, usable_bytes

@@ -85,6 +85,11 @@ class Arena:
         """
         return self._file.prefault(stop, on_progress)
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether `prefaulted` can still add memory."""
+        return self._table.is_growing
+
     def prefaulted(self, num_bytes: int) -> None:
         """Use the first `num_bytes` of the file of an arena that grows."""
         self._table.extend(num_bytes - PAGE_BYTES)

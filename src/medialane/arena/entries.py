@@ -93,6 +93,10 @@ class EntryTable(Generic[V]):
         self._num_reservations = self._num_leases = 0
         self._num_hits = self._num_misses = self._num_evictions = 0
 
+    @property
+    def is_growing(self) -> bool:
+        return self._allocator.is_growing
+
     def extend(self, usable_bytes: int) -> None:
         """Use the first `usable_bytes` from now on."""
         self._allocator.extend(usable_bytes)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from medialane.arena import Arena, Lease
 from medialane.core.errors import (
@@ -71,6 +72,12 @@ logger = logging.getLogger(__name__)
 
 #: Longest time in which a client must write the bytes of an item (200 MB take a tenth of a second), or count an image.
 ANSWER_TIMEOUT_S = 30.0
+
+#: How long a call waits for memory that is being prefaulted, 10 GB at most, and between two attempts.
+GROWTH_TIMEOUT_S = 10.0
+GROWTH_INTERVAL_S = 0.05
+
+T = TypeVar("T")
 
 
 class StoreSession:
@@ -258,12 +265,7 @@ class StoreSession:
             upload=upload,
             admit=lambda width, height: self._ask(ImageSize(call.call_id, width, height)),
         )
-        try:
-            found = await find()
-        except ArenaFull:
-            if not await self._reclaim_all():
-                raise
-            found = await find()
+        found = await self._with_memory(find)
         value = found.lease.value
         return ItemFound(
             call.call_id,
@@ -278,13 +280,9 @@ class StoreSession:
 
     async def _find_embedding(self, call: FindEmbedding) -> Reply:
         client = "" if self.hello is None else self.hello.client_id
-        try:
-            found = await self._items.embeddings.find(call, client)
-        except ArenaFull:
-            found = None
-            if await self._reclaim_all():
-                with suppress(ArenaFull):
-                    found = await self._items.embeddings.find(call, client)
+        found = None
+        with suppress(ArenaFull):
+            found = await self._with_memory(partial(self._items.embeddings.find, call, client), waits_for_growth=False)
         if found is None:
             return NoEmbedding(call.call_id)
         hold_id = self.use.hold([found.hold])
@@ -307,14 +305,25 @@ class StoreSession:
 
     async def _pull(self, call: PullEntries) -> Reply:
         """Hold copies of the entries. All or none."""
-        try:
-            leases = await self._pulls.pull(call.entries)
-        except ArenaFull:
-            if not await self._reclaim_all():
-                raise
-            leases = await self._pulls.pull(call.entries)
+        leases = await self._with_memory(partial(self._pulls.pull, call.entries))
         ranges = [lease.range for lease in leases]
         return EntriesPulled(call.call_id, [self.use.hold([lease]) for lease in leases], ranges)
+
+    async def _with_memory(self, find: Callable[[], Awaitable[T]], *, waits_for_growth: bool = True) -> T:
+        """Return what `find` does, called again if memory is short and more is to come: an arena that is being
+        prefaulted grows for a while, and clients release what they hold without using it. Raises ArenaFull."""
+        loop = asyncio.get_running_loop()
+        deadline, has_reclaimed = loop.time() + (GROWTH_TIMEOUT_S if waits_for_growth else 0.0), False
+        while True:
+            try:
+                return await find()
+            except ArenaFull:
+                if self._arena.is_growing and loop.time() < deadline:
+                    await asyncio.sleep(GROWTH_INTERVAL_S)
+                elif has_reclaimed or not await self._reclaim_all():
+                    raise
+                else:
+                    has_reclaimed = True
 
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""

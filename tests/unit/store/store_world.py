@@ -130,10 +130,10 @@ class Client:
 class World:
     """The store, and the pipes whose ends stand for the processes of its clients."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size_bytes: int = 16 << 20) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size_bytes: int = 16 << 20, *, grows: bool = False) -> None:
         poison_freed(monkeypatch)  # before there is an arena
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
-        self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes))
+        self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes), grows=grows)
         self.items = PatternItems(self.arena)
         self.processor: dict[str, str] = {}
         self.has_started = True

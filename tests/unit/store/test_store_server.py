@@ -9,7 +9,7 @@ import stat
 import pytest
 from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
-from medialane.core.errors import HandoverFailed, ProtocolViolation, StartupFailed, StoreUnavailable
+from medialane.core.errors import ArenaFull, HandoverFailed, ProtocolViolation, StartupFailed, StoreUnavailable
 from medialane.store.client import StoreClient
 from medialane.store.holds import StoreEntries
 from medialane.store.messages import FindItem, ItemFound, Release, StoreHello
@@ -249,3 +249,25 @@ def test_unreadable_frames_are_violations():
         for frame in (b"", b"\xc1", b"\x91\xa1x", b"\x93\xa8FindItem\x01\x90"):
             with pytest.raises(ProtocolViolation):
                 decode(memoryview(frame))
+
+
+async def test_items_wait_for_memory_that_is_being_prefaulted(monkeypatch):
+    world = await World(monkeypatch, grows=True).start()
+    gateway = await world.client()
+    finding = asyncio.create_task(gateway.find("a"))
+    await asyncio.sleep(0.1)  # time: until the first attempt has failed
+    assert not finding.done()
+    world.arena.prefaulted(world.arena.size_bytes)
+    gateway.release(await asyncio.wait_for(finding, 5))
+    await gateway.disconnect()
+    await world.close()
+
+
+async def test_arena_that_stops_growing_is_full_after_a_deadline(monkeypatch):
+    monkeypatch.setattr("medialane.store.session.GROWTH_TIMEOUT_S", 0.1)
+    world = await World(monkeypatch, grows=True).start()
+    gateway = await world.client()
+    with pytest.raises(ArenaFull):
+        await asyncio.wait_for(gateway.find("a"), 5)
+    await gateway.disconnect()
+    await world.close()
