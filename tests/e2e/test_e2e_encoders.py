@@ -58,12 +58,12 @@ def client(gateways):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def encoder(serve, client, server_flags, encoder_address, vllm_environ, runtime_directory, tmp_path_factory):
+async def encoder(serve, client, server_flags, encoder_address, vllm_environ, tmp_path_factory):
     """Started once. The last test kills it."""
     command = [sys.executable, "-m", "medialane", "worker", serve.model, "--role", "encoder"]
     process = launch(
         [*command, "--listen", encoder_address, "--store", serve.store_address, "--", *server_flags],
-        environ={**vllm_environ, "VLLM_RPC_BASE_PATH": str(runtime_directory)},
+        environ={**vllm_environ, "VLLM_RPC_BASE_PATH": os.path.dirname(encoder_address.removeprefix("unix:"))},
         log=tmp_path_factory.mktemp("encoder") / "encoder.log",
     )
     encoder = Encoder(process.pid, encoder_address, client)
