@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -40,7 +40,7 @@ from medialane.gateway.report import Sent
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.route import Route, Routes
 from medialane.gateway.scope import RequestScope, current_scope
-from medialane.gateway.workers import WorkerLink, WorkerPool
+from medialane.gateway.workers import WorkerLink, WorkerPool, on_hosts_of
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
 from medialane.rpc import RemoteRequest
@@ -263,15 +263,16 @@ class Gateway:
         return num_items > 0
 
     def _reroute(self, call: _Call, lost: frozenset[str], error: WorkerLost) -> tuple[_Call, Sequence[TransferPath]]:
-        """Choose a worker that is not `lost`; raises `error` if there is none. The scope still holds the media."""
+        """Choose a worker that is not `lost`, of another host if there is one: a lost link or host costs all workers
+        there, one after the other. Raises `error` if there is no worker. The scope still holds the media."""
         call.route.routed.release()
-        try:
-            rerouted = self._route(call.request, call.prepared, call.scope, lost)
-        except NoWorkerReady:
-            raise error from None
-        logger.warning("%s was lost before the first token: sending to another worker", call.route.link.address)
-        self._metrics.count_rerouted()
-        return rerouted
+        for excluded in (on_hosts_of(lost, self._workers.links), lost):
+            with suppress(NoWorkerReady):
+                rerouted = self._route(call.request, call.prepared, call.scope, excluded)
+                logger.warning("%s was lost before the first token: sending to another worker", call.route.link.address)
+                self._metrics.count_rerouted()
+                return rerouted
+        raise error
 
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
         return RAW_STAGE if prompt.has_embeds else self._config.stage

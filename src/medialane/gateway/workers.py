@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -400,3 +400,15 @@ class WorkerPool:
 
 def _taken(name: str) -> WorkerLost:
     return WorkerLost(f"another worker named {name} is connected: choose another --worker-name")
+
+
+def on_hosts_of(lost: Iterable[str], workers: Iterable[str]) -> frozenset[str]:
+    """Return the addresses `lost`, and those of `workers` that are at the same TCP hosts. Names of workers that have
+    joined do not show their hosts."""
+    lost = frozenset(lost)
+    hosts = {_tcp_host(address) for address in lost} - {""}
+    return lost.union(address for address in workers if _tcp_host(address) in hosts)
+
+
+def _tcp_host(address: str) -> str:
+    return address.rpartition(":")[0] if address.startswith("tcp://") else ""

@@ -29,7 +29,17 @@ def test_another_process_loads_an_equal_configuration():
             case str() if setting.is_secret:
                 variables[setting.variable] = "123 text"
             case str() if not setting.flag.endswith(
-                ("stage", "transport", "router", "level", "nixl", "gpus-per-worker", "gateway-nodes", "encode-cache")
+                (
+                    "stage",
+                    "transport",
+                    "router",
+                    "level",
+                    "nixl",
+                    "gpus-per-worker",
+                    "gateway-nodes",
+                    "encode-cache",
+                    "encode-at",
+                )
             ):
                 changed[setting.name] = "123 text"
     config = load(changed, environ=variables)

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
+from medialane.gateway.workers import on_hosts_of
 from medialane.observability.metrics import Metrics
 from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, RpcServer
 from medialane.rpc.fake import FAKE_CARD
@@ -437,3 +438,18 @@ async def test_router_drops_a_worker_in_the_iteration_of_its_connection_loss(net
     await client.wait_closed()
     assert seen == [True]
     await server.close()
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [
+        ("tcp://10.0.0.1:7001", {"tcp://10.0.0.1:7001", "tcp://10.0.0.1:7002"}),
+        ("tcp://[fe80::1]:7001", {"tcp://[fe80::1]:7001", "tcp://[fe80::1]:7002"}),
+        ("unix:/run/worker-0", {"unix:/run/worker-0"}),
+        ("joined", {"joined"}),
+    ],
+)
+def test_workers_that_may_be_lost_with_another_are_those_of_its_tcp_host(lost, expected):
+    workers = [f"tcp://{host}:{port}" for host in ("10.0.0.1", "10.0.0.10", "[fe80::1]") for port in (7001, 7002)]
+    workers += ["unix:/run/worker-0", "unix:/run/worker-1", "joined", "joined-2"]
+    assert on_hosts_of([lost], workers) == expected
