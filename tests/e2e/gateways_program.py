@@ -38,8 +38,11 @@ def _end_links() -> None:
 
 
 def _end_server() -> None:
-    async def main_loop_until_signal(_server: BoundedServer) -> None:
-        await _ended()
+    async def main_loop_until_signal(server: BoundedServer) -> None:
+        ended = asyncio.create_task(_ended())
+        # By SIGTERM, if the test that ends it does not run.
+        while not (ended.done() or server.should_exit):  # noqa: ASYNC110 - uvicorn sets a flag, not an event
+            await asyncio.sleep(0.1)
 
     BoundedServer.main_loop = main_loop_until_signal
 
