@@ -42,7 +42,7 @@ def _end_server() -> None:
         ended = asyncio.create_task(_ended())
         # By SIGTERM, if the test that ends it does not run.
         while not (ended.done() or server.should_exit):  # noqa: ASYNC110 - uvicorn sets a flag, not an event
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1)  # time: how soon it sees the flag
 
     BoundedServer.main_loop = main_loop_until_signal
 

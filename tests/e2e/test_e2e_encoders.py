@@ -2,16 +2,13 @@
 
 import asyncio
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import pytest_asyncio
 from medialane_process import START_S, kill, launch
 from openai_http import chat, picture, text, video
-from process_tree import descendants
+from process_tree import descendants, suspended
 
 from host_state import stats_of, store_link
 from waiting import eventually
@@ -39,17 +36,6 @@ class Encoder:
 
     async def num_encoded(self):
         return (await self.outcomes()).get("encoded", 0)
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        pids = [self.pid, *descendants(self.pid)]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +98,7 @@ async def burst(client, seed, number=NUM_REQUESTS):
 
 async def test_burst_while_the_encoder_is_stopped_is_answered_by_the_workers(client, plain, encoder, store):
     before = await encoder.outcomes()
-    with encoder.stopped():
+    with suspended(encoder.pid, *descendants(encoder.pid)):
         running = asyncio.create_task(burst(client, 10_000))
         await asyncio.sleep(STOPPED_S)  # time: as long as the encoder is stopped
     bodies, ids = await running

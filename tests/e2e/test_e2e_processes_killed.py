@@ -11,8 +11,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import aiohttp
 import pytest
@@ -20,7 +20,7 @@ import pytest_asyncio
 from medialane_process import kill
 from openai_http import Answer, chat, data_url, image, in_flight, load, long_chat, num_begun, picture, text
 from PIL import Image
-from process_tree import arenas_of, cpu_s, descendants, is_alive, parent_of
+from process_tree import arenas_of, cpu_s, descendants, is_alive, parent_of, suspended
 
 from host_state import HostState, as_before, state_of, stats_of, store_link
 from medialane.store import StoreLink
@@ -50,18 +50,6 @@ async def busy_one(pids: list[int], before: dict[int, float]) -> int:
 
     await eventually(lambda: bool(working()), "a preparer works", 30)
     return working()[0]
-
-
-@contextmanager
-def suspended(*pids: int) -> Iterator[None]:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
 
 
 def engine_pids(serve) -> list[int]:

@@ -85,6 +85,15 @@ class RequestEmbeddings:
                 raise HandoverFailed("an embedding is in an arena that this worker's engine has not mapped")
             self._use(item.mm_hash, item.embedding, is_filled=True)
 
+    def check_encoder(self, now: EncoderCard | None) -> None:
+        """An administrative call may have replaced the encoder while embeddings were looked up: what the engine encodes
+        `now` is not kept under the earlier one's key. Raises HandoverFailed if an embedding of that is to be loaded."""
+        if now == self._encoder:
+            return
+        if any(use.is_filled for use in self._uses.values()):
+            raise HandoverFailed("the worker's encoder has changed")
+        self._uses.clear()
+
     def uses(self, media: Sequence[MediaPayload]) -> list[EmbeddingUse | None]:
         """Return what the engine does with the embedding of each item."""
         return [self._uses.get(item.mm_hash) for item in media]
@@ -92,7 +101,7 @@ class RequestEmbeddings:
     def on_first_output(self, delta: OutputDelta, is_complete: Callable[[ArenaRange], bool]) -> OutputDelta:
         """Release what has been written. Returns `delta` with the items whose embeddings are in the arena."""
         if not self._uses:
-            return delta
+            return delta  # what was found and is not used ends with the request
         loaded = [mm_hash for mm_hash, use in self._uses.items() if use.is_filled]
         written = [mm_hash for mm_hash, use in self._uses.items() if not use.is_filled]
         embedded = [*loaded, *(mm_hash for mm_hash in written if is_complete(self._uses[mm_hash].tensor.range))]

@@ -128,6 +128,7 @@ class Worker:
             request = await embeddings.find(request, self._mapped)  # first: what is found need not be held or copied
             request, hold = await self._hold(request, embeddings.ranges)
             embeddings.use_sent(request.prompt.media, self._mapped)
+            embeddings.check_encoder(self._engine.card.encoder)
             media, tensors = request.prompt.media, self._tensors(request.prompt)
             with self._reading({found.arena for found in (*_ranges(request.prompt), *embeddings.ranges)}):
                 async with aclosing(self._engine.generate(request, tensors, embeddings.uses(media))) as deltas:

@@ -265,3 +265,25 @@ def test_embedding_of_another_host_is_pulled_like_tensors():
     assert _ranges(sent.prompt) == {there}
     assert _ranges(moved) == {here}
     assert moved.media[0].embedding == Embedding(embedding().key, TensorDescriptor(SPEC, here, 64))
+
+
+OTHER = EncoderCard("e" * 64, "bfloat16", {"image": 8})
+
+
+async def test_embedding_of_an_encoder_that_was_replaced_meanwhile_is_not_loaded(host):
+    found = RequestEmbeddings(ENCODER, host)
+    sent = request(item(sent=embedding()))
+    found.use_sent(sent.prompt.media, ARENA)
+    found.check_encoder(ENCODER)
+    with pytest.raises(HandoverFailed):
+        found.check_encoder(OTHER)
+
+
+async def test_nothing_is_written_for_an_encoder_that_was_replaced_meanwhile(host):
+    host.has("h", is_filled=False)
+    found = RequestEmbeddings(ENCODER, host)
+    asked = await found.find(request(item()), ARENA)
+    found.check_encoder(OTHER)
+    assert found.uses(asked.prompt.media) == [None]
+    found.release()
+    assert host.holds["h"].num_released == 1
