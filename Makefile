@@ -3,7 +3,7 @@
 #   EXTRA=cpu|vllm   the vLLM build to install into .venv (default: vllm if a GPU is found, else cpu)
 #   PYTHON=python3   the Python (3.11 or newer) for .venv
 #   ARGS=...         passed on: make demo ARGS="--image photo.jpg", make test ARGS="-k arena"
-#   JOBS=2           number of processes that run unit tests in parallel
+#   JOBS=3           number of processes that run unit tests in parallel; most of their time they wait
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -14,7 +14,7 @@ EXTRA ?= $(if $(wildcard /dev/nvidia0 /dev/nvidiactl),vllm,cpu)
 ARGS ?=
 SECONDS ?= 600
 SEED ?= 1
-JOBS ?= 2
+JOBS ?= 3
 
 # Tests start hundreds of Python processes: without it each would compile our modules again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -42,17 +42,16 @@ check: $(STAMP) ## lint, format, types, architecture
 
 test: check     ## check, then every test that needs no GPU
 	@$(call pytest,tests/unit tests/seams tests/test_conftest.py --ignore=tests/unit/vllm_bridge -n $(JOBS) --dist worksteal)
-	@$(call pytest,tests/contract tests/unit/vllm_bridge -n $(JOBS) --no-loadscope-reorder)
-	@$(call pytest,tests/hostile)
-	@$(call pytest,tests/fuzz)
+	@$(call pytest,tests/hostile tests/fuzz tests/contract tests/unit/vllm_bridge -n 3 --no-loadscope-reorder)
 	@$(call pytest,tests/e2e)
-	@$(call pytest,tests/e2e_families)
+	@$(call pytest,tests/e2e_families -n 2)
 
 fuzz: $(STAMP)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/
 	$(BIN)/pytest tests/fuzz --fuzz-seconds $(SECONDS) --fuzz-seed $(SEED) $(ARGS)
 
-test-families: $(STAMP) ## whole responses of all eight families compared with plain vLLM (a quarter of an hour)
-	$(BIN)/pytest tests/e2e_families $(ARGS)
+test-families: $(STAMP) ## `medialane check` of every family of tests/families, and docs/models.md (half an hour)
+	$(BIN)/pytest tests/e2e_families --reports .families -n 2 $(ARGS)
+	$(BIN)/python tests/families/models_page.py .families
 
 test-gpu: $(STAMP) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
@@ -62,7 +61,7 @@ bench: $(STAMP) ## all benchmarks; tables on the screen, figures in bench-result
 	$(BIN)/medialane bench all --json bench-results/$$(git rev-parse --short HEAD 2>/dev/null || echo release).json $(ARGS)
 
 clean:          ## remove .venv and every cache
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .families .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One process for each kind of test: once imported, vLLM changes the process's logging and leaves child processes. Tests

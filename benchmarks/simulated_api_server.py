@@ -11,7 +11,9 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator
 from typing import NoReturn
 
+import numpy as np
 import uvloop
+from numpy.typing import NDArray
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.renderers import renderer_from_config
@@ -21,7 +23,6 @@ from medialane.core.errors import MedialaneError
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
-from medialane.vllm_bridge.app import TASKS
 from medialane.vllm_bridge.arguments import create_frontend_config
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.seams.arguments import (
@@ -50,7 +51,16 @@ class InProcessEngine:
     def resolve(self, url: str) -> MediaRef:
         return _text_only()
 
+    def original_url(self, url: str) -> str:
+        _text_only()
+
     async def by_uuid(self, url: str) -> MediaRef:
+        _text_only()
+
+    async def decode_audio(self, url: str, sample_rate: int) -> bytes:
+        _text_only()
+
+    async def audio(self, samples: NDArray[np.float32], sample_rate: int) -> MediaRef:
         _text_only()
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
@@ -68,7 +78,7 @@ async def _serve(args: Namespace) -> None:
     address, sock = setup_server(args, reuse_port=False)
     config = create_frontend_config(args)
     backend = InProcessEngine(SimulatedEngine(SimulatedConfig(), model=args.model))
-    client = RoutedEngineClient(config, renderer_from_config(config), backend, TASKS)
+    client = RoutedEngineClient(config, renderer_from_config(config), backend, ("generate",))
     with sock:
         await (await build_and_serve(client, address, sock, args))
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import cache
 from io import BytesIO
 
 import av
 import numpy as np
 import soundfile
+
+from medialane.cli.sample_audio import sample_audio
 
 LAYOUTS = {1: "mono", 2: "stereo", 6: "5.1", 8: "7.1"}
 
@@ -20,12 +21,8 @@ def tones(rate: int, channels: int = 1, seconds: float = 0.2) -> np.ndarray:
     return (tones + 0.1 * rng.standard_normal(tones.shape)).astype(np.float32)
 
 
-@cache
 def tone(pitch_hz: float, seconds: float = 1.5, *, rate: int = 16000, container: str = "WAV") -> bytes:
-    """A tone with two overtones that swells and fades. Unlike noise, its spectrum varies."""
-    time = np.arange(int(seconds * rate)) / rate
-    wave = sum(np.sin(2 * np.pi * pitch_hz * k * time) / k for k in (1, 2, 3))
-    return by_libsndfile((wave * 0.3 * np.sin(np.pi * time / seconds)).astype(np.float32), rate, container)
+    return sample_audio(pitch_hz, seconds, rate=rate, container=container)
 
 
 def by_libsndfile(samples: np.ndarray, rate: int, container: str = "WAV", coding: str | None = None) -> bytes:

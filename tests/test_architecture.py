@@ -56,7 +56,7 @@ OWNERS = {
     "llvmlite": ("routing/native_view.py",),
     # File locks, which show whether an owner is alive, and whether a range is being written.
     "fcntl": ("core/owner_lock.py", "arena/fill.py"),
-    "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py"),
+    "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py", "cli/sample_video.py"),
 }
 
 FILES = sorted(SRC.rglob("*.py"))
@@ -129,7 +129,9 @@ PUBLIC = {
         "GenerationError", "GracefulHTTPError", "VLLMClientError", "VLLMError", "VLLMServerError",
         "VLLMUnprocessableEntityError", "VLLMValidationError",
     },
-    "vllm.inputs": {"mm_input", "tokens_input"},
+    "vllm.inputs": {
+        "build_enc_dec_input", "mm_enc_dec_input", "mm_input", "split_enc_dec_input", "tokens_input",
+    },
     "vllm.logprobs": {"Logprob"},
     "vllm.lora.request": {"LoRARequest"},
     "vllm.multimodal": {"MULTIMODAL_REGISTRY"},
@@ -143,10 +145,12 @@ PUBLIC = {
     "vllm.multimodal.media.video": {"VideoMediaIO"},
     "vllm.multimodal.parse": {"MultiModalDataItems"},
     "vllm.multimodal.processing.processor": {"BaseMultiModalProcessor", "PromptUpdateDetails"},
-    "vllm.outputs": {"CompletionOutput", "PoolingRequestOutput", "RequestOutput"},
+    "vllm.outputs": {"CompletionOutput", "PoolingOutput", "PoolingRequestOutput", "RequestOutput"},
     "vllm.platforms": {"current_platform"},
+    "vllm.pooling_params": {"PoolingParams"},
     "vllm.reasoning": {"ReasoningParserManager"},
     "vllm.renderers": {"BaseRenderer", "renderer_from_config"},
+    "vllm.renderers.inputs.preprocess": {"parse_model_prompt"},
     "vllm.sampling_params": {"RequestOutputKind", "SamplingParams"},
     "vllm.tool_parsers": {"ToolParserManager"},
     "vllm.usage.usage_lib": {"UsageContext"},

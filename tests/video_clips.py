@@ -7,14 +7,11 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import cache
 from io import BytesIO
 
 import av
 import numpy as np
 from PIL import Image
-
-from medialane.cli.sample_images import sample_pixels
 
 #: The image of a frame, by index, width and height.
 Draw = Callable[[int, int, int], np.ndarray]
@@ -31,21 +28,6 @@ def pixels(index: int, width: int, height: int) -> np.ndarray:
     frame = np.stack([x * 2 + index * 5, y * 3 - index * 2, x + y + index * 11], axis=-1).astype(np.uint8)
     frame[: height // 3, : width // 3] = (index * 37 % 256, index * 101 % 256, index * 17 % 256)
     return frame
-
-
-def panned(seed: int, num_frames: int = 30) -> Draw:
-    """Draws what a camera sees that moves over a photo-like picture: clips of a seed are unlike those of another."""
-
-    def draw(index: int, width: int, height: int) -> np.ndarray:
-        scene = _scene(seed, width + 4 * num_frames, height)
-        return np.ascontiguousarray(scene[:, 4 * index : 4 * index + width])
-
-    return draw
-
-
-@cache
-def _scene(seed: int, width: int, height: int) -> np.ndarray:
-    return sample_pixels(seed, width, height)
 
 
 def clip(

@@ -12,7 +12,7 @@ from inspect import isawaitable
 from typing import TypeVar
 
 DEADLINE_S = 10.0
-_MIN_POLL_S, _MAX_POLL_S = 0.005, 0.05
+_MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ async def comes_true(condition: Callable[[], object | Awaitable[object]], timeou
         if time.monotonic() > deadline:
             return False
         await asyncio.sleep(poll_s)  # time: between two polls
-        poll_s = min(2 * poll_s, _MAX_POLL_S)
+        poll_s = min(1.5 * poll_s, _MAX_POLL_S)
 
 
 def comes_true_sync(condition: Callable[[], object], timeout_s: float = DEADLINE_S) -> bool:
@@ -36,7 +36,7 @@ def comes_true_sync(condition: Callable[[], object], timeout_s: float = DEADLINE
         if time.monotonic() > deadline:
             return False
         time.sleep(poll_s)  # time: between two polls
-        poll_s = min(2 * poll_s, _MAX_POLL_S)
+        poll_s = min(1.5 * poll_s, _MAX_POLL_S)
     return True
 
 

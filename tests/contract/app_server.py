@@ -4,7 +4,7 @@ import base64
 
 import httpx
 from fake_backend import FakeBackend
-from prometheus_client import CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.middleware import Middleware
 
 from medialane.core.loop_fairness import LoopFairness
@@ -31,23 +31,33 @@ DATA_URL = "data:image/png;base64," + BASE64
 KEY = {"authorization": "Bearer secret"}
 
 
+def _forget_http_metrics():
+    """Those of an earlier app of this process, which would stay the only one to be counted."""
+    found = {metric for name, metric in REGISTRY._names_to_collectors.items() if name.startswith("http_")}
+    for metric in found:
+        REGISTRY.unregister(metric)
+
+
 class Server:
     """Started by `start`, stopped by `close`."""
 
     @classmethod
-    async def start(cls, model):
+    async def start(cls, model, vllm_args=VLLM_ARGS, tasks=None):
         server = cls()
         server.model = model
-        server.frontend = Frontend(model, VLLM_ARGS)
-        server.backend = FakeBackend(server.frontend.config.model_config.hf_config.image_token_id)
+        server.frontend = Frontend(model, vllm_args)
+        hf_config = server.frontend.config.model_config.hf_config.to_dict()
+        server.backend = FakeBackend(hf_config.get("image_token_id"))
         server.registry = CollectorRegistry()
         server.fairness = LoopFairness()
+        _forget_http_metrics()
         server.app = await server.frontend.app(
             server.backend,
             outer=Middleware(ScopeMiddleware, metrics=Metrics(server.registry)),
             inner=[Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), fairness=server.fairness)],
             pages={"/medialane/decisions": server.backend.page},
             actions={"/medialane/publish": server.backend.publish_images},
+            tasks=tasks,
         )
 
         @server.app.get("/unforeseen")

@@ -64,13 +64,14 @@ def family_renderer():
 
     @cache
     def of(name):
-        from tiny_families import FAMILIES
+        from tiny_families import CHECKED, DEPENDENT, PREPARED
         from vllm.renderers import renderer_from_config
 
         from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 
-        folder = FAMILIES[name].build(cache_folder(os.environ))
-        args = parse_vllm_args(str(folder), [*FAMILIES[name].flags, "--mm-processor-cache-gb=0"])
+        family = (CHECKED | PREPARED | DEPENDENT)[name]
+        folder = family.build(cache_folder(os.environ))
+        args = parse_vllm_args(str(folder), [*family.flags, "--mm-processor-cache-gb=0"])
         made.append(renderer_from_config(create_frontend_config(args)))
         return made[-1]
 

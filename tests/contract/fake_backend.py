@@ -3,11 +3,14 @@
 import asyncio
 
 import msgspec
+import numpy as np
 
 from medialane.core.errors import InvalidRequest, PromptRejected, UnknownMediaUuid
 from medialane.core.feature import Feature, PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.media import MediaSize
-from medialane.core.request import CompletionDelta, OutputDelta
+from medialane.core.media import MediaRef, MediaSize
+from medialane.core.request import CompletionDelta, OutputDelta, PooledPart
+from medialane.core.tensor import TensorSpec
+from medialane.core.wave import wave_bytes
 from medialane.gateway import current_scope
 
 #: Tokens that one image takes in a prompt that the fake expanded.
@@ -28,6 +31,7 @@ class FakeBackend:
         self.token_s = 0.0
         self.tokens = [11, 12, 13]
         self.prompts, self.prepared, self.requests, self.scopes = [], [], [], []
+        self.samples, self.decoded = np.zeros(16000, np.float32), []
         self.num_ended = 0
         self.known = {}
         self.calls, self.admin_result = [], None
@@ -52,8 +56,19 @@ class FakeBackend:
         self._fail_at("prepare")
         return b'{"images":[]}'
 
+    async def decode_audio(self, url, sample_rate):
+        self.decoded.append((self.resolve(url), sample_rate))
+        self._fail_at("decode")
+        return wave_bytes(self.samples, sample_rate)
+
+    async def audio(self, samples, sample_rate):
+        return MediaRef("audio", "file", data=wave_bytes(samples, sample_rate))
+
     def resolve(self, url):
         return current_scope().resolve(url)
+
+    def original_url(self, url):
+        return current_scope().resolve(url).client_url
 
     async def by_uuid(self, url):
         ref = current_scope().resolve(url)
@@ -75,6 +90,9 @@ class FakeBackend:
         self.prepared.append(prepared)
         try:
             self._fail_at("generate")
+            if request.is_pooling:
+                yield self._pooled(request, prepared)
+                return
             for number, token in enumerate(self.tokens):
                 last = number == len(self.tokens) - 1
                 completion = CompletionDelta(0, f"<{token}>", [token], finish_reason="stop" if last else None)
@@ -94,6 +112,13 @@ class FakeBackend:
         self._fail_at("administer")
         return [self.admin_result]
 
+    def _pooled(self, request, prepared):
+        """Two numbers, which depend on the tokens alone; one for a classifier with one label."""
+        numbers = [len(request.prompt.token_ids), sum(request.prompt.token_ids)]
+        data = np.array(numbers[: 1 if b"classify" in request.sampling_params else 2], np.float32)
+        part = PooledPart(TensorSpec("float32", data.shape), data.view(np.uint8).data)
+        return OutputDelta(request.request_id, [], finished=True, num_cached_tokens=0, pooled=part)
+
     def _fail_at(self, place):
         if self.error_at == place:
             if isinstance(self.error, PromptRejected):
@@ -101,6 +126,11 @@ class FakeBackend:
             raise self.error
 
     def _expand(self, prompt):
+        if prompt.is_encoder_prompt:
+            feature = Feature("audio", "0" * 64, b"", (), MediaSize(num_samples=1))
+            placed = PlacedFeature(feature, PlaceholderRange(0, NUM_EMBEDS))
+            encoder_token_ids = [0] * NUM_EMBEDS
+            return PreparedPrompt(prompt.token_ids, (placed,), ("0" * 64,), prompt, None, encoder_token_ids)
         token_ids, features, items = [], [], iter(prompt.items)
         for token in prompt.token_ids:
             if token != self.image_token:

@@ -47,6 +47,30 @@ def assert_exact(data: bytes) -> None:
     assert decoded.samples.tobytes() == expected.tobytes()
 
 
+def assert_resampled_exactly(data: bytes, rate: int) -> None:
+    from vllm.multimodal.media.audio import load_audio
+
+    expected, _ = load_audio(BytesIO(data), sr=rate)
+    decoded = decode_audio(memoryview(data), CONFIG, sample_rate=rate)
+    assert decoded.sample_rate == rate
+    assert len(expected) > 0
+    assert decoded.samples.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 24000])
+@pytest.mark.parametrize("name", FILES)
+def test_resampled_upload_matches_vllm(name, rate):
+    """As vLLM decodes uploads for transcription."""
+    assert_resampled_exactly(FILES[name](), rate)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.05, 3])
+def test_resampled_clip_of_any_length_matches_vllm(seconds):
+    assert_resampled_exactly(by_libsndfile(tones(44100, 2, seconds), 44100), 16000)
+    if seconds > 1:
+        assert_resampled_exactly(by_ffmpeg(tones(44100, 6, seconds), 44100, "ipod", "aac"), 16000)
+
+
 def test_torchcodec_is_absent():
     """With torchcodec, which needs a system FFmpeg, vLLM decodes differently and its values are not ours."""
     from vllm.multimodal.media.audio import load_audio_torchcodec

@@ -18,7 +18,8 @@ from medialane.core.request import SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.media.embeds import read_embeds
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.embeds import BY_GRID, BY_ROWS, EmbedsReader
+from medialane.vllm_bridge.embeds import EmbedsReader
+from medialane.vllm_bridge.embeds_trial import AcceptedEmbeds
 from medialane.vllm_bridge.source_prompt import SourceRenderer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -32,6 +33,9 @@ VLLM_ARGS = [
     "--enable-mm-embeds",
 ]
 HIDDEN = 128
+
+#: What the trial at start finds for this model (`test_family_embeddings`).
+ACCEPTED = AcceptedEmbeds(fields=["image_embeds", "image_grid_thw"], width=HIDDEN, fault="")
 PARAM = "messages[0].content[0].image_embeds"
 
 
@@ -45,6 +49,7 @@ async def embeds_renderer(tiny_model):
 @pytest.fixture
 def source(embeds_renderer):
     source = SourceRenderer(embeds_renderer, embeds_renderer.model_config)
+    source.accept_embeds(ACCEPTED)
     yield source
     source.close()
 
@@ -177,7 +182,7 @@ async def test_invalid_embedding_bytes_are_rejected(source, embeds_renderer):
 
 
 async def test_worker_without_the_flag_rejects_embeddings(renderer):
-    reader = EmbedsReader(renderer.get_mm_processor(), renderer.model_config)
+    reader = EmbedsReader(renderer.get_mm_processor(), renderer.model_config, ACCEPTED)
     data = handed(payload((1, 4, 6))).tensors[0].data
     with pytest.raises(InvalidEmbeds, match="--enable-mm-embeds"):
         reader.read("image", decode_embeds(data))
@@ -185,7 +190,7 @@ async def test_worker_without_the_flag_rejects_embeddings(renderer):
 
 async def test_renderer_output_is_validated_against_the_placeholders(source, embeds_renderer):
     found = await rendered(source, embeds_renderer, handed(payload((1, 4, 6))))
-    reader = EmbedsReader(embeds_renderer.get_mm_processor(), embeds_renderer.model_config)
+    reader = EmbedsReader(embeds_renderer.get_mm_processor(), embeds_renderer.model_config, ACCEPTED)
     reader.check("image", found, 1)
     with pytest.raises(InvalidEmbeds):
         reader.check("image", found, 2)
@@ -194,8 +199,21 @@ async def test_renderer_output_is_validated_against_the_placeholders(source, emb
         reader.check("image", found, 1)
 
 
-async def test_families_supporting_embeddings_exist():
-    from vllm.model_executor.models import llava, llava_next, qwen2_5_vl, qwen2_vl
+@pytest.mark.parametrize(
+    "accepted", [None, AcceptedEmbeds(fields=[], width=0, fault="it raises")], ids=["untried", "no"]
+)
+async def test_model_that_does_not_accept_embeddings_gets_none(embeds_renderer, accepted):
+    reader = EmbedsReader(embeds_renderer.get_mm_processor(), embeds_renderer.model_config, accepted)
+    data = handed(payload((1, 4, 6))).tensors[0].data
+    with pytest.raises(InvalidEmbeds, match="image_embeds of this model"):
+        reader.read("image", decode_embeds(data))
 
-    there = {name for module in (llava, llava_next, qwen2_vl, qwen2_5_vl) for name in vars(module)}
-    assert there >= BY_GRID | BY_ROWS
+
+async def test_width_of_embeddings_is_the_encoders(embeds_renderer):
+    """Those of Qwen3-VL are wider than the language model."""
+    wide = AcceptedEmbeds(fields=[UNNAMED], width=256, fault="")
+    reader = EmbedsReader(embeds_renderer.get_mm_processor(), embeds_renderer.model_config, wide)
+    found = reader.read("image", decode_embeds(handed(saved(values(6, 256))).tensors[0].data))
+    assert torch.equal(found[UNNAMED], values(6, 256))
+    with pytest.raises(InvalidEmbeds, match="256"):
+        reader.read("image", decode_embeds(handed(saved(values(6))).tensors[0].data))

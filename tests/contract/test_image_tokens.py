@@ -1,10 +1,10 @@
-"""Token counts that eight families predict from an image's size, compared with its placeholder in a prompt."""
+"""Token counts that families predict from an image's size, compared with its placeholder in a prompt."""
 
 from functools import cache
 
 import numpy as np
 import pytest
-from tiny_families import FAMILIES
+from tiny_families import FAMILIES, family_params
 
 from medialane.core.hashing import canonical_options
 from medialane.core.media import Image
@@ -18,20 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning"),
 ]
 
-#: Families that never predict too many tokens. Gemma-3 counts only image tokens, without the surrounding ones.
-SAYS = {
-    "qwen2_5_vl": True,
-    "qwen3_vl": True,
-    "qwen2_5_omni": True,
-    "gemma3": True,
-    "paligemma": True,
-    "llava_next": True,
-    "internvl": True,
-    "qwen2_audio": False,
-}
-
-#: Families whose bytes are predicted, too: those with as many for each token.
-BYTES = {"qwen2_5_vl", "qwen3_vl", "qwen2_5_omni", "gemma3", "paligemma", "internvl"}
 SIZES = [(64, 64), (640, 480), (480, 640), (1500, 200), (1600, 1200)]
 SMALL = canonical_options({"size": {"longest_edge": 200_000, "shortest_edge": 3136}})
 
@@ -53,12 +39,12 @@ def in_prompt(engine_processor, item, options=b"{}"):
     return min(len(update.content.full) for update in layout.updates["image"][0])
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", family_params())
 def test_families_predicting_image_tokens(predicted, name):
-    assert predicted(name)[1].is_trusted == SAYS[name]
+    assert predicted(name)[1].is_trusted == ("tokens" in FAMILIES[name].predicted)
 
 
-@pytest.mark.parametrize("name", [name for name, says in SAYS.items() if says])
+@pytest.mark.parametrize("name", family_params(predicted="tokens"))
 def test_predicted_cost_never_exceeds_the_actual(predicted, name):
     heavy, tokens = predicted(name)
     for width, height in SIZES:
@@ -67,8 +53,8 @@ def test_predicted_cost_never_exceeds_the_actual(predicted, name):
         actual, num_bytes = in_prompt(heavy._processor, item), sum(spec.nbytes for spec in item.specs)
         assert cost.num_tokens <= actual
         assert cost.num_bytes in (0, num_bytes)
-        assert bool(cost.num_bytes) == (name in BYTES)
-        if "qwen" in name:
+        assert bool(cost.num_bytes) == ("bytes" in FAMILIES[name].predicted)
+        if FAMILIES[name].has_pixel_limits:
             assert cost.num_tokens == actual
 
 

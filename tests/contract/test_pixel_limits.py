@@ -3,11 +3,14 @@
 import json
 
 import pytest
+from tiny_families import FAMILIES, family_params
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from medialane.core.errors import InvalidRequest
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.pixel_limits import item_options, max_pixels_of
+from medialane.vllm_bridge.pixel_limits import _is_limit, item_options, max_pixels_of
+from medialane.vllm_bridge.preparation import VllmProcessor
+from medialane.vllm_bridge.resize_target import ResizeTargets
 
 PARAM = "messages[0].content[0].image_url"
 
@@ -25,6 +28,27 @@ def test_limit_is_the_operators_or_the_models(tiny_model, options, expected):
     args = ["--max-model-len=8192"] + ([] if options is None else [f"--mm-processor-kwargs={json.dumps(options)}"])
     config = create_model_config(parse_vllm_args(str(tiny_model), args))
     assert max_pixels_of(MULTIMODAL_REGISTRY.create_processor(config)) == expected
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "modality", "limit", "expected"),
+    [
+        ("qwen2_5_vl", "image", 12_845_056, True),
+        ("qwen2_5_vl", "image", 1536, False),  # a side, not a number of pixels
+        ("qwen3_vl", "image", 1 << 20, True),
+        ("qwen2_5_omni", "video", 1 << 20, True),  # its defaults are other ones
+        ("qwen2_5_omni", "video", 1536, False),
+    ],
+)
+def test_limit_of_another_kind_is_not_used(family_renderer, name, modality, limit, expected):
+    assert _is_limit(family_renderer(name).get_mm_processor(), modality, limit) == expected
+
+
+@pytest.mark.timeout(120)  # creates the family's checkpoint and renderer
+@pytest.mark.parametrize("name", family_params())
+def test_families_with_pixel_limits(family_renderer, name):
+    assert bool(max_pixels_of(family_renderer(name).get_mm_processor())) == FAMILIES[name].has_pixel_limits
 
 
 @pytest.mark.parametrize(
@@ -47,3 +71,15 @@ def test_min_pixels_above_max_pixels_is_rejected(item, most):
     with pytest.raises(InvalidRequest) as raised:
         item_options(json.dumps(item).encode(), most, PARAM)
     assert raised.value.param == f"{PARAM}.min_pixels"
+
+
+def test_model_without_a_hugging_face_processor_has_no_limits(renderer, monkeypatch):
+    """vLLM's own processor of the family never loads one: the model has no files for it."""
+    processor = renderer.get_mm_processor()
+
+    def no_files(**_):
+        raise OSError("there is no processor_config.json")
+
+    monkeypatch.setattr(processor.info, "get_hf_processor", no_files)
+    assert max_pixels_of(processor) == {}
+    assert ResizeTargets.of(processor, VllmProcessor(processor).process)

@@ -1,5 +1,9 @@
 """Our split of vLLM's processor, compared with vLLM's own `apply`: ids, ranges and tensors."""
 
+import copy
+import json
+
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -8,10 +12,15 @@ from PIL import Image as PILImage
 from medialane.core.errors import InvalidImage, PromptRejected
 from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaSize
-from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
+from medialane.prepare.processor import FactoryConfig
+from medialane.vllm_bridge.app import Frontend
+from medialane.vllm_bridge.assembler import VllmAssembler
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.placeholder_layout import stand_in
-from medialane.vllm_bridge.preparation import VllmProcessor
+from medialane.vllm_bridge.preparation import VllmProcessor, trial_video
+from medialane.vllm_bridge.processor_factory import build_processor
+from medialane.vllm_bridge.stage_fitness import summary, unfit_reasons
+from medialane.vllm_bridge.validation import FeatureChecker
 
 SIZES = [(1024, 768), (500, 333), (28, 28), (1, 57), (333, 3), (3, 333), (97, 1211)]
 
@@ -132,6 +141,19 @@ def test_image_rejected_by_the_model_is_a_client_error(processor):
         processor.process(Image(pixels(1000, 2)), b"{}")  # an aspect ratio over 200
 
 
+@pytest.mark.parametrize("options", [b"{}", b'{"max_pixels":40000}'], ids=str)
+def test_processor_out_of_memory_is_no_client_error(renderer, processor, monkeypatch, options):
+    """vLLM raises a ValueError for whatever Hugging Face's processor has raised."""
+
+    def out_of_memory(*_args, **_kwargs):
+        raise MemoryError
+
+    images = type(renderer.get_mm_processor().info.get_hf_processor().image_processor)
+    monkeypatch.setattr(images, "__call__", out_of_memory)
+    with pytest.raises(MemoryError):
+        processor.process(Image(pixels(64, 64)), options)
+
+
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning")
 def test_items_with_different_options_are_placed_by_their_grids(renderer, processor, assembler):
     assert assembler.accepts_item_options
@@ -164,6 +186,23 @@ def test_stand_in_has_a_size_but_no_memory():
 
 
 def test_only_families_keeping_the_cached_hf_step_may_be_split(renderer):
-    assert supports_split(renderer.get_mm_processor())
-    overriding = type("Overriding", (), {"_cached_apply_hf_processor": lambda self: None})()
-    assert not supports_split(overriding)
+    assert not unfit_reasons(renderer.get_mm_processor())
+    overriding = copy.copy(renderer.get_mm_processor())
+    overriding.__class__ = type("Overriding", (type(overriding),), {"_cached_apply_hf_processor": lambda self: None})
+    found = unfit_reasons(overriding)
+    assert found.keys() == {"image", "video"}
+    assert "number of items" in summary(found)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("modality", ["image", "video"])
+def test_model_whose_requests_may_have_no_items_of_a_modality_is_served(tiny_model, modality):
+    limit = json.dumps({modality: 0})
+    args = ["--max-model-len=8192", "--enforce-eager", f"--limit-mm-per-prompt={limit}"]
+    frontend = Frontend(str(tiny_model), args)
+    assert (frontend.takes_media, frontend.unfit_reason) == (True, "")
+    FeatureChecker(frontend.renderer.get_mm_processor())
+    frontend.renderer.shutdown()
+    prepared = build_processor(msgspec.json.encode(FactoryConfig(model=str(tiny_model), vllm_args=args)))
+    media = Image(np.zeros((56, 56, 3), np.uint8)) if modality == "video" else trial_video()
+    assert prepared.process(media, b"{}").specs

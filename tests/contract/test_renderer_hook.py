@@ -212,7 +212,6 @@ async def test_vllms_connector_resolves_references_and_fetches_nothing_itself(se
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
     connector = MEDIA_CONNECTOR_REGISTRY.load(CONNECTOR, media_io_kwargs={})
-    closed = ["fetch_image", "fetch_audio", "fetch_video"]
     for modality in ("image", "audio", "video"):
         find = getattr(connector, f"fetch_{modality}_async")
         with open_scope() as scope:
@@ -221,16 +220,18 @@ async def test_vllms_connector_resolves_references_and_fetches_nothing_itself(se
             ref = MediaRef(modality, "messages[0].content[0]", url="http://169.254.169.254/")
             scope.extracted = ExtractedMedia((ref,))
             assert await find("medialane:0") == ref
-            with pytest.raises(InvalidRequest):
-                getattr(connector, f"fetch_{modality}")("medialane:0")
+            blocking = getattr(connector, f"fetch_{modality}")  # in queries and documents to score
+            assert blocking("medialane:0") == ref
+            with pytest.raises(InvalidMediaUrl):
+                blocking("http://169.254.169.254/")
     public = {n for n in vars(MediaConnector) if n.startswith(("fetch_", "load_"))}
     embeddings = {n for n in public if "_embedding" in n}
     for name in embeddings:
         refuse = getattr(connector, name)
         with open_scope(), pytest.raises(InvalidRequest, match="embeddings"):
             await refuse("AAAA") if inspect.iscoroutinefunction(refuse) else refuse("AAAA")
-    opened = {f"{name}_async" for name in closed}
-    assert public - embeddings == {*closed, *opened, "load_from_url", "load_from_url_async"}
+    opened = {f"fetch_{modality}{form}" for modality in ("image", "audio", "video") for form in ("", "_async")}
+    assert public - embeddings == {*opened, "load_from_url", "load_from_url_async"}
 
 
 async def test_image_in_non_strict_json_becomes_a_reference(server):

@@ -1,4 +1,4 @@
-"""Resize targets that eight families' processors predict, and features of JPEGs decoded smaller for them."""
+"""Resize targets that families' processors predict, and features of JPEGs decoded smaller for them."""
 
 from functools import cache
 from io import BytesIO
@@ -6,7 +6,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 from PIL import Image as PILImage
-from tiny_families import FAMILIES
+from tiny_families import FAMILIES, family_params
 
 from medialane.core.hashing import canonical_options
 from medialane.core.media import Image
@@ -23,17 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning"),
 ]
 
-#: Families whose size is predictable; for others images are decoded at full size.
-TELLS = {
-    "qwen2_5_vl": True,
-    "qwen3_vl": True,
-    "qwen2_5_omni": True,
-    "gemma3": True,
-    "paligemma": True,
-    "llava_next": False,
-    "internvl": False,
-    "qwen2_audio": False,
-}
 SIZE = (2400, 1800)
 SMALLER = [(-(-SIZE[0] * k // 8), -(-SIZE[1] * k // 8)) for k in EIGHTHS]
 MAX_PIXELS = canonical_options({"size": {"longest_edge": 200_000, "shortest_edge": 3136}})
@@ -56,12 +45,12 @@ def jpeg(image):
     return out.getvalue()
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("name", family_params())
 def test_families_predicting_the_resize_target(processor, name):
-    assert processor(name).has_resize_target() == TELLS[name]
+    assert processor(name).has_resize_target() == ("target" in FAMILIES[name].predicted)
 
 
-@pytest.mark.parametrize("name", [name for name, tells in TELLS.items() if tells and "qwen" in name])
+@pytest.mark.parametrize("name", family_params(modality="image", predicted="target", pixel_limits=True))
 def test_scaled_jpeg_gives_equal_shapes_and_similar_pixels(processor, name):
     one = processor(name)
     options = MAX_PIXELS

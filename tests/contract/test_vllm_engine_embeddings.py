@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing, asynccontextmanager
+from itertools import repeat
 
 import msgspec
 import pytest
@@ -21,6 +22,9 @@ from medialane.core.tensor import TensorSpec
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
 MAX_TOKENS = 8
+NUM_AT_ONCE = 200
+#: A step of a large model on a GPU takes 10 ms or more.
+MAX_STEP_S = 0.01
 
 _ids = iter(range(10**6))
 
@@ -249,6 +253,20 @@ async def test_item_with_an_embedding_is_validated_like_any_other(vllm_engine, m
         with pytest.raises(InvalidFeature):
             await answer(vllm_engine, bad, [use])
     assert await answer(vllm_engine, good, [use]) == expected
+
+
+async def test_embeddings_take_no_noticeable_time_of_a_step(vllm_engine, maker, host):
+    """Many requests at once: the scheduler asks about each of them."""
+    prompts = [maker.inline(pixels(56, 56, 1000 + number)) for number in range(NUM_AT_ONCE)]
+    uses = [[EmbeddingUse(host.reserved(prompt.features[0])[1], is_filled=False)] for prompt in prompts]
+    before = await counted(vllm_engine)
+    await asyncio.gather(*map(answer, repeat(vllm_engine), prompts, uses))
+    await host.forget()
+    known = [without_tensors(prompt, 0) for prompt in prompts]
+    filled = [[use._replace(is_filled=True)] for (use,) in uses]
+    await asyncio.gather(*map(answer, repeat(vllm_engine), known, filled))
+    assert await since(vllm_engine, before) == EmbeddingCounts(NUM_AT_ONCE, NUM_AT_ONCE, NUM_AT_ONCE)
+    assert 0 < vllm_engine.longest_embedding_step_s <= MAX_STEP_S
 
 
 async def test_clients_cannot_address_the_connector(vllm_engine, maker):

@@ -2,6 +2,7 @@
 
 import pytest
 from vllm.config import KVEventsConfig
+from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from medialane.core.admin import ResetEncoderCache, ResetPrefixCache, Sleep, WakeUp, changes_encoder
@@ -20,7 +21,6 @@ from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 def test_unsupported_worker_flags_are_rejected(tiny_model, monkeypatch):
     for flag in (
         "--mm-processor-cache-gb=4",
-        "--no-enable-prefix-caching",
         "--prefix-caching-hash-algo=sha256",
         '--kv-events-config={"enable_kv_cache_events": true}',
     ):
@@ -35,8 +35,12 @@ def test_required_worker_options_are_set(tiny_model):
     args = engine_args(str(tiny_model), ["--max-model-len=1234", "--mm_processor_cache_gb", "0"])
     assert args.max_model_len == 1234
     assert args.mm_processor_cache_gb == 0
-    assert args.enable_prefix_caching is True
+    assert args.create_engine_config().cache_config.enable_prefix_caching is True
     assert args.prefix_caching_hash_algo == "sha256_cbor"
+
+
+def test_prefix_cache_may_be_switched_off(tiny_model):
+    assert config_of(tiny_model, "--no-enable-prefix-caching").cache_config.enable_prefix_caching is False
 
 
 def test_unknown_vllm_flag_is_named(tiny_model):
@@ -50,7 +54,7 @@ def test_unknown_vllm_flag_is_named(tiny_model):
 def test_max_tokens_may_fill_the_context_left_by_the_expanded_prompt(asked, num_prompt_tokens, granted):
     """If nothing is left, vLLM rejects the prompt with its own message."""
     params = SamplingParams(max_tokens=asked, min_tokens=asked or 0)
-    clamp(params, {"prompt_token_ids": [1] * num_prompt_tokens}, 100)
+    clamp(params, tokens_input([1] * num_prompt_tokens), 100)
     assert (params.max_tokens, params.min_tokens) == (granted, granted or 0)
 
 
@@ -58,9 +62,16 @@ def config_of(model, *flags):
     return engine_args(str(model), ["--enforce-eager", *flags]).create_engine_config()
 
 
+def test_prefix_caching_is_off_only_for_poolers_whose_results_it_would_change(tiny_model):
+    for pooling, is_on in (("LAST", True), ("MEAN", False)):
+        flags = ("--runner=pooling", f'--pooler-config={{"seq_pooling_type": "{pooling}"}}')
+        assert config_of(tiny_model, *flags).cache_config.enable_prefix_caching is is_on
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
+        (["--runner=pooling"], "pooling requests"),
         (['--ec-transfer-config={"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}'], "--ec-transfer-config"),
         (["--language-model-only"], "--language-model-only"),
         (['--limit-mm-per-prompt={"image": 0, "video": 0}'], "does not support media"),

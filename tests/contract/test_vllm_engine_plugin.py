@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from vllm.inputs import mm_input
+from vllm.multimodal.cache import MultiModalCacheMissError
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -20,8 +21,10 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest, core, core_client
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, core, core_client
+from vllm.v1.engine.output_processor import OutputProcessor
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature
@@ -30,7 +33,7 @@ from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorSpec
 from medialane.vllm_bridge import arena_decoder
-from medialane.vllm_bridge.arena_decoder import KEY, ArenaDecoder
+from medialane.vllm_bridge.arena_decoder import KEY, RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.arena_encoder import ArenaEncoder, ArenaItem
 from medialane.vllm_bridge.engine import VllmEngine
 from medialane.vllm_bridge.engine_core import install
@@ -219,6 +222,40 @@ async def test_failure_of_a_request_with_tensors_in_an_arena_asks_engine_core(ar
     del failing
     gc.collect()  # the traceback references frames, which reference views of the arena
     assert asked == ["medialane_refused"]
+
+
+@pytest.mark.parametrize(
+    ("params", "error"), [(PoolingParams(task="embed"), MultiModalCacheMissError), (None, InvalidFeature)]
+)
+def test_pooling_request_that_cannot_be_read_fails_by_the_only_error_that_the_front_end_survives(params, error):
+    install()
+    request = SimpleNamespace(
+        mm_features=Unreadable(), pooling_params=params, request_id="r", external_req_id="theirs", lora_request=None
+    )
+    with pytest.raises(error):
+        core.EngineCore.preprocess_add_request(None, request)
+    assert RESOLVER.has_refused("theirs")
+
+
+def test_failed_pooling_request_is_an_output_of_the_front_end():
+    """What EngineCore sends for the error above, processed by vLLM's own front end."""
+    processor = OutputProcessor(tokenizer=None, log_stats=False)
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        mm_features=None,
+        sampling_params=None,
+        pooling_params=PoolingParams(task="embed"),
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        external_req_id="theirs",
+    )
+    processor.add_request(request, None)
+    failed = EngineCoreOutput("r", [], finish_reason=FinishReason.ERROR, mm_cache_miss_hashes=["r"])
+    (found,) = processor.process_outputs([failed]).request_outputs
+    assert found.error is not None
 
 
 async def test_arena_that_engine_core_did_not_confirm_in_time_is_unmapped_as_well():

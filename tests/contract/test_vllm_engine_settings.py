@@ -39,7 +39,7 @@ def test_stores_preparers_and_gateway_agree(tiny_model, settings_of, flags, monk
     """A gateway refuses a store that processes media otherwise."""
     from huggingface_hub import constants
 
-    from medialane.vllm_bridge.preparation import build_processor
+    from medialane.vllm_bridge.processor_factory import build_processor
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)  # which `build_processor` changes
     processor = build_processor(msgspec.json.encode(FactoryConfig(str(tiny_model), list(flags))))
@@ -61,6 +61,14 @@ def test_setting_that_changes_features_is_detected(settings_of, settings, flag, 
 
 def test_setting_that_changes_no_feature_is_ignored(settings_of, settings):
     assert settings_of("--max-model-len=1234", "--enforce-eager") == settings
+
+
+def test_use_of_the_processor_changes_no_setting(renderer):
+    """vLLM keeps one Hugging Face processor per process, which may remember what it has computed."""
+    processor = renderer.get_mm_processor()
+    before = settings_in(renderer.model_config, renderer)
+    processor.info.get_hf_processor().image_processor.remembered = "of an image"
+    assert settings_in(renderer.model_config, renderer) == before
 
 
 def test_local_paths_are_not_reported(settings, tiny_model):

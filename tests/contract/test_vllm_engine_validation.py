@@ -134,7 +134,7 @@ def place_of(prompt, index=0):
         ("not those", lambda p: PlaceholderRange(offset=p.offset, length=p.length + 1)),
         ("not those", lambda p: PlaceholderRange(offset=p.offset - 1, length=p.length)),
         (
-            "no token for an embedding",
+            "not those",
             lambda p: PlaceholderRange(offset=p.offset, length=p.length, is_embed=b"\0" * p.length),
         ),
         ("the prompt at", lambda p: PlaceholderRange(offset=p.offset + p.length + 500, length=p.length)),

@@ -59,7 +59,7 @@ HOSTILE = {
     "invocations": ("/invocations", {"messages": [{}] * PARTS, "tools": [{}] * TOOLS}),
     "tokenize": ("/tokenize", {"messages": [{}] * PARTS}),
     "detokenize": ("/detokenize", {"tokens": ["no"] * 900}),
-    "scoring": ("/generative_scoring", {"query": "x", "items": [{}] * MEMBERS, "label_token_ids": [20, 30]}),
+    "scoring": ("/generative_scoring", {"query": "x", "items": [{}] * PROMPTS, "label_token_ids": [20, 30]}),
     "scoring, the last item": (
         "/generative_scoring",
         {"query": "x", "items": [*["x"] * (PROMPTS - 1), 1], "label_token_ids": [20, 30]},

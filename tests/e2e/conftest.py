@@ -18,7 +18,17 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from medialane_process import ONE_PROCESS_ENGINE, START_S, STOP_S, MedialaneProcess, free_port, free_ports, launch
+from medialane_process import (
+    FORKING_VLLM,
+    ONE_PROCESS_ENGINE,
+    PING_S,
+    START_S,
+    STOP_S,
+    MedialaneProcess,
+    free_port,
+    free_ports,
+    launch,
+)
 from openai_http import OpenAiHttp
 from small_dummies import with_small_dummies
 from two_hosts import TwoHosts
@@ -38,6 +48,8 @@ SERVER_FLAGS = (
     "--enable-prompt-tokens-details",
     "--trust-request-mm-kwargs",
     "--enable-mm-embeds",
+    # Five engines run at the same time on a machine of 24 GB.
+    f"--kv-cache-memory-bytes={256 << 20}",
 )
 
 #: Test images are served from the loopback interface.
@@ -72,7 +84,9 @@ def _turn(item: pytest.Item) -> int:
 def vllm_environ() -> dict[str, str]:
     """The whole environment of a process that runs vLLM."""
     # vLLM has its administrative routes only in this mode, both plain and in the gateway.
-    return {**TINY_MODEL_ENVIRON, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    found = {**TINY_MODEL_ENVIRON, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    del found["VLLM_CPU_KVCACHE_SPACE"]  # it would override the flag in SERVER_FLAGS
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +139,7 @@ def starting_serve(
     process = MedialaneProcess.spawn(
         "serve",
         str(tiny_model),
-        ["--workers", "2", "--verbose", *STORE_FLAGS, *joining],
+        ["--workers", "2", "--verbose", "--worker-ping-interval", str(PING_S), *STORE_FLAGS, *joining],
         SERVER_FLAGS,
         environ={
             **vllm_environ,
@@ -146,7 +160,7 @@ async def plain_vllm(request, tiny_model, vllm_environ, tmp_path_factory):
         request.getfixturevalue("starting_serve")  # side by side
     log = tmp_path_factory.mktemp("plain_vllm") / "server.log"
     flags = (*SERVER_FLAGS, ONE_PROCESS_ENGINE)
-    async with start_plain_vllm(str(tiny_model), flags, environ=vllm_environ, log=log) as server:
+    async with start_plain_vllm(str(tiny_model), flags, environ=vllm_environ, log=log, program=FORKING_VLLM) as server:
         yield server
 
 

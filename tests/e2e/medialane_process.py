@@ -19,6 +19,12 @@ from waiting import eventually
 #: model takes ten seconds of CPU time to import vLLM, and spins for a second after each step.
 ONE_PROCESS_ENGINE = "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
+#: How often the workers of `serve` ask their engines whether they respond, and for their counts.
+PING_S = 0.2
+
+#: Plain vLLM with its engine forked.
+FORKING_VLLM = (str(Path(__file__).with_name("plain_vllm_program.py")),)
+
 START_S = 400
 STOP_S = 90
 _LOG_LINES = 40

@@ -8,7 +8,7 @@ import socket
 import zlib
 
 import pytest
-from openai_http import CHAT, assert_same, chat, data_url, image, photo, picture, text
+from openai_http import CHAT, MAX_TOKENS, assert_same, chat, data_url, image, photo, picture, text
 from picture_server import picture_server
 
 from waiting import eventually
@@ -122,7 +122,10 @@ async def test_too_long_prompt_gives_plain_vllms_error(ours, plain, content):
 
 async def test_image_exceeding_the_context_length_is_reported(ours, plain):
     """Its text alone would fit: only the expanded placeholder does not."""
-    body = chat(picture(66, 3600, 2600), ASK)
+    long = text("What is in the picture? " * 680)
+    without = await plain.succeed({"messages": chat(long)["messages"]}, "/tokenize")
+    assert without.json["count"] + MAX_TOKENS <= without.json["max_model_len"]
+    body = chat(picture(66, 1200, 900), long)
     answer, right = await ours.post(body), await plain.post(body)
     assert answer.status == right.status == 400
     assert answer.error["code"] == right.error["code"]

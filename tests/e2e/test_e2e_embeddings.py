@@ -6,7 +6,9 @@ import os
 import signal
 
 import pytest
-from openai_http import OpenAiHttp, chat, long_chat, picture, text, video
+from medialane_process import PING_S
+from openai_http import OpenAiHttp, chat, in_flight, long_chat, picture, text, video
+from process_tree import descendants, suspended
 
 from host_state import stats_of, store_link
 from waiting import eventually
@@ -14,8 +16,9 @@ from waiting import eventually
 pytestmark = pytest.mark.vllm
 
 ASK = text("What is in the picture?")
-#: After this, the counts include what was answered before.
-REPORTED_S = 3.0
+#: After this, the counts include what was answered before: workers ask their engines for them every PING_S.
+REPORTED_S = 5 * PING_S
+EVICTED_S = 0.5
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ class Engines:
 
     async def counts(self):
         """The items encoded and loaded, of all requests that have been answered."""
-        await asyncio.sleep(REPORTED_S)  # time: a worker asks its engine for the counts every two seconds
+        await asyncio.sleep(REPORTED_S)  # time: until the workers have asked their engines
         return [await self.count(outcome) for outcome in ("encoded", "loaded")]
 
 
@@ -123,6 +126,25 @@ async def test_evicted_embedding_is_made_again(ours, plain, serve, store, engine
     assert answer.ids == (await plain.succeed(chat(*content))).ids
     assert outcomes in (["encoded"], ["unkept"])
     assert (await engines.counts())[1] == before[1]
+
+
+async def test_eviction_between_routing_and_load_spares_what_is_to_be_loaded(ours, plain, serve, store, engines):
+    """What is evicted is overwritten: an embedding that nobody held would give another answer."""
+    await ask(ours, picture(710), ASK)
+    before = await engines.counts()
+    contents = [(text(f"Question {number}:"), picture(710), ASK) for number in range(8)]
+    workers = [serve.worker_pid(address) for address in serve.worker_addresses()]
+    with suspended(*(pid for worker in workers for pid in descendants(worker))):
+        asked = [asyncio.create_task(ask(ours, *content)) for content in contents]
+        await eventually(lambda: in_flight(ours, len(contents)), "all requests are at a worker", 30)
+        os.kill(serve.store_pid(), signal.SIGUSR1)
+        await asyncio.sleep(EVICTED_S)  # time: the store evicts at once, and has no message for it
+    for content, (answer, outcomes, _) in zip(contents, await asyncio.gather(*asked), strict=True):
+        assert outcomes == ["loaded"]
+        assert answer.ids == (await plain.succeed(chat(*content))).ids
+    encoded, loaded = await engines.counts()
+    assert encoded == before[0]
+    assert loaded > before[1], "one of the workers had it in no cache of its engine"
 
 
 async def test_client_that_leaves_before_the_first_token_leaves_no_range(ours, store):

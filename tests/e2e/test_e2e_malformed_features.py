@@ -37,7 +37,8 @@ TWO = chat(picture(120), picture(121), text("Compare the pictures."))
 @pytest.fixture(scope="module")
 def processor(serve):
     """The processor that preparers run."""
-    from medialane.vllm_bridge.preparation import FactoryConfig, build_processor
+    from medialane.prepare.processor import FactoryConfig
+    from medialane.vllm_bridge.processor_factory import build_processor
 
     return build_processor(msgspec.json.encode(FactoryConfig(serve.model, [])))
 

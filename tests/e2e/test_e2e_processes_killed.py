@@ -255,6 +255,7 @@ async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, 
             sent = asyncio.create_task(ours.post(unstarted))
             await eventually(lambda: in_flight(ours, 4), "a request without a token is at a worker", 60)
             await eventually(lambda: holds(store, num_held + 2), "the worker holds its image, too", 20)
+            assert (await stats_of(store)).embeddings.num_writing == 1, "its engine is about to write an embedding"
             (address,) = [a for a, n in (await load(ours)).items() if n > num_streams[a]]
             killed = serve.worker_pid(address)
             engines = descendants(killed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from family import ALL_PREDICTED, Family, written_by
 from tiny_recipe import LANGUAGE, TURN_END, ids, tokenizer, write_model
 from transformers import (
     Qwen2_5OmniProcessor,
@@ -98,3 +99,19 @@ def write_qwen2_5_omni(folder: Path) -> None:
 
 def _ear() -> WhisperFeatureExtractor:
     return WhisperFeatureExtractor(feature_size=128, return_attention_mask=True)
+
+
+FAMILIES = (
+    # Masks that the prompt's expansion reads.
+    Family("qwen2_audio", {"audio": 2}, AUDIO_PROMPT, written_by(write_qwen2_audio, __file__), in_make_test=True),
+    # Three modalities in one prompt.
+    Family(
+        "qwen2_5_omni",
+        {"image": 2, "video": 1, "audio": 2},
+        OMNI,
+        written_by(write_qwen2_5_omni, __file__),
+        predicted=ALL_PREDICTED,
+        has_pixel_limits=True,
+        in_make_test=True,
+    ),
+)

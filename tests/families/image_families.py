@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny_recipe import LANGUAGE, TOWER, ids, tokenizer, write_model
+from family import ALL_PREDICTED, Family, written_by
+from tiny_recipe import LANGUAGE, TOWER, TOWER_NAMES, ids, tokenizer, write_model
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -32,13 +33,6 @@ INTERNVL = {"image": "<IMG_CONTEXT>", "video": "<video>"}
 _SQUARE = {"height": 112, "width": 112}
 _PINPOINTS = [[112, 224], [224, 112], [224, 224], [336, 112], [112, 336]]
 
-#: transformers saves the towers without a level that vLLM's have.
-_TOWER_NAMES = {
-    f"{start}vision_tower.{part}": f"{start}vision_tower.vision_model.{part}"
-    for start in ("", "model.")
-    for part in ("embeddings", "encoder", "post_layernorm", "pre_layrnorm")
-}
-
 
 def write_llava_next(folder: Path) -> None:
     words = tokenizer(["<image>"], LLAVA, named={"image_token": "<image>"})
@@ -49,7 +43,7 @@ def write_llava_next(folder: Path) -> None:
         tie_word_embeddings=False,
         **ids(words, image_token_index="<image>"),
     )
-    write_model(folder, LlavaNextForConditionalGeneration(config), renames=_TOWER_NAMES)
+    write_model(folder, LlavaNextForConditionalGeneration(config), renames=TOWER_NAMES)
     images = LlavaNextImageProcessor(
         size={"shortest_edge": 112}, crop_size=_SQUARE, image_grid_pinpoints=_PINPOINTS, do_pad=True
     )
@@ -84,7 +78,7 @@ def write_gemma3(folder: Path) -> None:
         tie_word_embeddings=True,
         **ids(words, boi_token_index=start, eoi_token_index=stop, image_token_index=image),
     )
-    write_model(folder, Gemma3ForConditionalGeneration(config), embeddings=0.01, renames=_TOWER_NAMES)
+    write_model(folder, Gemma3ForConditionalGeneration(config), embeddings=0.01, renames=TOWER_NAMES)
     Gemma3Processor(
         Gemma3ImageProcessor(size=_SQUARE), words, chat_template=words.chat_template, image_seq_length=16
     ).save_pretrained(folder)
@@ -130,7 +124,38 @@ def write_paligemma(folder: Path) -> None:
         tie_word_embeddings=True,
         **ids(words, image_token_index="<image>"),
     )
-    write_model(folder, PaliGemmaForConditionalGeneration(config), embeddings=0.01, renames=_TOWER_NAMES)
+    write_model(folder, PaliGemmaForConditionalGeneration(config), embeddings=0.01, renames=TOWER_NAMES)
     images = SiglipImageProcessor(size=_SQUARE)
     images.image_seq_length = 64
     PaliGemmaProcessor(images, words, chat_template=words.chat_template).save_pretrained(folder)
+
+
+FAMILIES = (
+    # As many tokens as the image's own size says; as many tiles as the request's largest image has.
+    Family(
+        "llava_next",
+        {"image": 2},
+        LLAVA,
+        written_by(write_llava_next, __file__),
+        predicted=frozenset(("tokens",)),
+        padded=frozenset(("pixel_values",)),
+        in_make_test=True,
+    ),
+    # Newlines around an image merge with those of the text.
+    Family(
+        "gemma3", {"image": 2}, GEMMA, written_by(write_gemma3, __file__), predicted=ALL_PREDICTED, in_make_test=True
+    ),
+    # Tiles; one text for frames and tiles; a field that is shared by all videos.
+    Family(
+        "internvl",
+        {"image": 2, "video": 1},
+        INTERNVL,
+        written_by(write_internvl, __file__),
+        predicted=frozenset(("tokens", "bytes")),
+        in_make_test=True,
+    ),
+    # No placeholder in the prompt; its own `apply`.
+    Family(
+        "paligemma", {"image": 1}, {}, written_by(write_paligemma, __file__), predicted=ALL_PREDICTED, in_make_test=True
+    ),
+)

@@ -1,9 +1,10 @@
-"""Tiny Qwen3-VL. Qwen2.5-VL is the product's own tiny model."""
+"""Tiny models of Qwen's families with images and video. Qwen2.5-VL is the product's own tiny model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from family import ALL_PREDICTED, Family, written_by
 from tiny_recipe import LANGUAGE, TURN_END, ids, tokenizer, write_model
 from transformers import (
     Qwen2VLImageProcessor,
@@ -12,6 +13,8 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+
+from medialane.vllm_bridge.tiny_model import build_tiny_model
 
 IMAGE, VIDEO, START, STOP = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 VISION = {"image": f"{START}{IMAGE}{STOP}", "video": f"{START}{VIDEO}{STOP}"}
@@ -55,3 +58,27 @@ def write_qwen3_vl(folder: Path) -> None:
     images = Qwen2VLImageProcessor(**PATCHES, **HALF, size={"shortest_edge": 4096, "longest_edge": 1 << 20})
     videos = Qwen3VLVideoProcessor(**PATCHES, **HALF, size={"shortest_edge": 4096, "longest_edge": 1 << 22})
     Qwen3VLProcessor(images, words, videos, chat_template=words.chat_template).save_pretrained(folder)
+
+
+FAMILIES = (
+    # Grids of patches in flat fields; frames sampled by the default sampler.
+    Family(
+        "qwen2_5_vl",
+        {"image": 2, "video": 2},
+        VISION,
+        build_tiny_model,
+        predicted=ALL_PREDICTED,
+        has_pixel_limits=True,
+        in_make_test=True,
+    ),
+    # Text (timestamps) inside a video's placeholder, an embedding mask, its own frame sampler.
+    Family(
+        "qwen3_vl",
+        {"image": 2, "video": 2},
+        VISION,
+        written_by(write_qwen3_vl, __file__),
+        predicted=ALL_PREDICTED,
+        has_pixel_limits=True,
+        in_make_test=True,
+    ),
+)

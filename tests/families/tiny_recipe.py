@@ -6,6 +6,7 @@ a model gives every image the same output.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,6 +37,21 @@ LANGUAGE = {
     "tie_word_embeddings": False,
 }
 
+#: Qwen3.5's language model: heads of 128, since vLLM's gated delta layers refuse smaller ones on a CPU.
+QWEN3_5_LAYERS = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "mrope_section": [2, 1, 1],
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.25,
+    },
+}
+
 #: For the towers of CLIP's kind: 8x8 patches of 14 pixels.
 TOWER = {
     "hidden_size": 64,
@@ -44,6 +60,13 @@ TOWER = {
     "num_attention_heads": 4,
     "image_size": 112,
     "patch_size": 14,
+}
+
+#: Names of weights for `write_model`: transformers saves the towers of CLIP's kind without a level that vLLM's have.
+TOWER_NAMES = {
+    f"{start}vision_tower.{part}": f"{start}vision_tower.vision_model.{part}"
+    for start in ("", "model.")
+    for part in ("embeddings", "encoder", "post_layernorm", "pre_layrnorm")
 }
 
 _CHAT_TEMPLATE = """\
@@ -114,11 +137,13 @@ def write_model(
     *,
     embeddings: float = 1.0,
     renames: Mapping[str, str] | None = None,
+    transposed: tuple[str, ...] = (),
 ) -> None:
     """Fill the model with random weights and save it as bf16.
 
     `embeddings` is their scale: a tied head wants small ones. `renames` maps beginnings of the names that transformers
-    saves to those that vLLM loads.
+    saves to those that vLLM loads; `transposed` are ends of the names of weights that the hub's checkpoints have
+    transposed.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -126,15 +151,20 @@ def write_model(
             drawn = random_weights(name, parameter, generator)
             parameter.copy_(drawn * embeddings if "embed_tokens" in name else drawn)
     logging.disable_progress_bar()
-    model.to(torch.bfloat16).save_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values")  # tables of Llama 4, which are not saved
+        model.to(torch.bfloat16).save_pretrained(folder)
     logging.enable_progress_bar()
-    if renames:
-        _rename(folder / "model.safetensors", renames)
+    if renames or transposed:
+        _rewrite(folder / "model.safetensors", renames or {}, transposed)
 
 
-def _rename(weights: Path, renames: Mapping[str, str]) -> None:
-    found = load_file(weights)
-    save_file({_renamed(name, renames): tensor for name, tensor in found.items()}, weights, {"format": "pt"})
+def _rewrite(weights: Path, renames: Mapping[str, str], transposed: tuple[str, ...]) -> None:
+    found = {
+        _renamed(name, renames): tensor.mT.contiguous() if name.endswith(transposed) else tensor
+        for name, tensor in load_file(weights).items()
+    }
+    save_file(found, weights, {"format": "pt"})
 
 
 def _renamed(name: str, renames: Mapping[str, str]) -> str:

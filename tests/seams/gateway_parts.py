@@ -121,6 +121,11 @@ class FakeWorker:
         with suppress(WorkerLost):
             await self._worker.watch()
 
+    @property
+    def num_store_calls(self) -> int:
+        """What the worker has asked its store since they are connected."""
+        return self._store.link._client._num_calls
+
     def drop_connections(self) -> None:
         """Like a network failure: the worker keeps running."""
         for session in list(self._server._sessions):

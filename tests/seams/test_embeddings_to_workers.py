@@ -126,6 +126,7 @@ async def test_new_image_is_encoded_once_and_loaded_from_then_on_by_every_worker
     assert await answer(parts) == (expected, ["encoded"])
     for _ in range(2):
         assert await answer(parts) == (expected, ["loaded"])
+    assert worker.num_store_calls == 0, "its gateway has passed all holds"
     other, second = await host.add()
     assert await answer(other) == (expected, ["loaded"])
     assert (worker.engine.num_encoded, worker.engine.num_loaded) == (1, 2)

@@ -12,6 +12,7 @@ from gateway_parts import png
 from host_store import HostStore, StoreClientTask
 
 from medialane.arena import Arena, ArenaConfig, FillWriter
+from medialane.core.feature import WantedEmbedding
 from medialane.core.hashing import content_hash, embedding_key
 from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorSpec
@@ -75,7 +76,7 @@ async def test_embedding_that_one_engine_has_written_is_read_on_two_hosts_instea
     key = embedding_key(mm_hash=pixels.feature.mm_hash, encoder=ENCODER)
     described = msgspec.structs.replace(pixels.feature, tensors=())
     worker = StoreEntries(await clients(near))
-    fill = await worker.embedding(key, described, SPEC, wait_s=0)
+    fill = await worker.embedding(WantedEmbedding(key, described, SPEC), wait_s=0)
     assert not fill.is_filled
     with FillWriter.open(fill.embedding.tensor.range, str(near.arena.path.parent)) as payload:
         payload[:] = OUTPUT
@@ -106,15 +107,15 @@ async def test_two_workers_encode_an_item_once(near, clients):
     key = embedding_key(mm_hash=pixels.feature.mm_hash, encoder=ENCODER)
     described = msgspec.structs.replace(pixels.feature, tensors=())
     one, two = [StoreEntries(await clients(near)) for _ in range(2)]
-    fill = await one.embedding(key, described, SPEC, wait_s=0)
-    assert await two.embedding(key, described, SPEC, wait_s=0) is None
+    fill = await one.embedding(WantedEmbedding(key, described, SPEC), wait_s=0)
+    assert await two.embedding(WantedEmbedding(key, described, SPEC), wait_s=0) is None
     fill.hold.release()
-    fill = await two.embedding(key, described, SPEC, wait_s=5)
+    fill = await two.embedding(WantedEmbedding(key, described, SPEC), wait_s=5)
     assert not fill.is_filled
     with FillWriter.open(fill.embedding.tensor.range, str(near.arena.path.parent)) as payload:
         payload[:] = OUTPUT
     fill.hold.release()
     await eventually(lambda: near.arena.contains(key, "embedded"))
-    found = await one.embedding(key, described, SPEC, wait_s=0)
+    found = await one.embedding(WantedEmbedding(key, described, SPEC), wait_s=0)
     assert found.is_filled
     found.hold.release()

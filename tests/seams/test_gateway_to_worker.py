@@ -14,8 +14,10 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, ref, request
 from PIL import Image as PILImage
 
+from audio_maker import by_libsndfile, tones
 from medialane.core.errors import (
     ArenaFull,
+    FeatureUnsupported,
     GenerationFailed,
     HandoverFailed,
     InvalidFeature,
@@ -36,6 +38,7 @@ from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
 from medialane.core.stage import STAGES
 from medialane.core.tensor import InlineTensor
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
+from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.transfer import TransferConfig
 from waiting import eventually, iterations
 
@@ -99,6 +102,47 @@ async def test_features_arrive_in_prompt_order_and_repeats_hit_the_cache(arena, 
     assert [(f.size.width, f.size.height) for f in features] == [(300, 200), (30, 30), (90, 60)]
     assert [f.placeholder.offset for f in features] == sorted(f.placeholder.offset for f in features)
     assert [f.mm_hash for f in features] == [f.mm_hash for f in seen[1].prompt.features]
+
+
+async def test_features_that_the_worker_refuses_are_processed_there(arena, preparers, worker):
+    seen = spy(worker, [InvalidFeature("image: a field that no sample had")])
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            assert await parts.answer(prompt(png()))
+    assert isinstance(seen[0].prompt, ExpandedPrompt)
+    assert seen[1].prompt.stage == "url"
+
+
+async def test_prompt_that_cannot_be_expanded_here_is_by_the_worker(arena, preparers, worker, caplog, monkeypatch):
+    def assemble(*_):
+        raise FeatureUnsupported("the prompt depends on pixels")
+
+    monkeypatch.setattr(FakeAssembler, "assemble", assemble)
+    seen = spy(worker)
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            assert await parts.answer(prompt(png()))
+    assert seen[0].prompt.stage == "decoded"
+    assert "stage decoded, not features: the prompt depends on pixels" in caplog.text
+
+
+@pytest.mark.parametrize("instead", ["decoded", "url"])
+async def test_stage_of_a_request_is_that_of_its_modalities(arena, preparers, worker, monkeypatch, instead):
+    """Of the model's audio no features are made: images are sent as features, except with audio."""
+    monkeypatch.setattr(FakeAssembler, "stages_instead", {"audio": instead})
+    seen = spy(worker)
+    image, audio = (
+        ref(png()),
+        MediaRef("audio", "messages[0].content[1].audio_url", data=by_libsndfile(tones(8000), 8000)),
+    )
+    async with Parts(arena, preparers, [worker]) as parts:
+        for items in ((image,), (audio,), (image, audio)):
+            token_ids = [1, *[2, PLACEHOLDER_TOKEN] * len(items)]
+            with open_scope():
+                assert await parts.answer(MediaPrompt(token_ids, items))
+    assert isinstance(seen[0].prompt, ExpandedPrompt)
+    assert [found.prompt.stage for found in seen[1:]] == [instead, instead]
+    assert [item.modality for item in seen[2].prompt.media] == ["image", "audio"]
 
 
 async def test_concurrent_requests_prepare_one_image_once(arena, preparers, worker):
@@ -362,7 +406,7 @@ async def test_invalid_request_is_a_client_error_without_fallback(arena, prepare
     seen = spy(worker, [InvalidFeature("image pixel_values: shape (60000, 6) instead of (None, 1176)")])
     async with Parts(arena, preparers, [worker]) as parts:
         with open_scope() as scope, pytest.raises(InvalidRequest, match="pixel_values") as refused:
-            await parts.answer(prompt(png()))
+            await parts.answer(prompt(png(), options=b'{"scale":2}'))
         assert (refused.value.status, refused.value.code) == (400, "invalid_feature")
         assert scope.error_code == "invalid_feature"
         await eventually(lambda: parts.num_held == 0)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import models_page
 import pytest
 
 from medialane.cli.bench import names
@@ -77,3 +78,13 @@ def test_readme_fits_two_screens():
 def test_generated_figures_are_current():
     check = [sys.executable, str(ROOT / "benchmarks" / "figures.py"), "--check"]
     assert subprocess.run(check, timeout=20).returncode == 0, "run `python benchmarks/figures.py`"
+
+
+def test_table_of_models_is_current():
+    write_again = "run `python tests/families/models_page.py`"
+    assert models_page.PAGE.read_text() == models_page.page(models_page.load()), write_again
+
+
+def test_no_family_in_the_table_of_models_differs_from_plain_vllm():
+    rows = models_page.load()
+    assert not [name for name, row in rows.items() if row.differs or row.verdicts.get("differs")]

@@ -23,6 +23,7 @@ from rich.table import Table
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.local import check_port
 from medialane.cluster.placement import find_gpus, installed_version, usable_cores, vllm_is_for_cpu
+from medialane.cluster.preflight import check_flags, check_model
 from medialane.config import Config, format_size, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.rpc.address import TcpAddress, format_tcp
@@ -37,6 +38,8 @@ _POPULATE_KERNEL = (5, 14)
 _MIN_OPEN_FILES = 4096
 _IMPORT_TIMEOUT_S = 120
 _CONNECT_TIMEOUT_S = 3
+#: Before the message of an error that is written for the operator.
+_OUR_ERROR = f"{StartupFailed.__module__}.{StartupFailed.__qualname__}: "
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 #: Runs in a separate process: a broken build may crash the process that imports it.
@@ -64,6 +67,13 @@ broken = probe()
 print(json.dumps([summary(broken), not broken]))
 """
 
+#: Its argument is the model and vLLM's flags, as JSON.
+_MODEL = """
+import json, sys
+from medialane.vllm_bridge.model_report import model_report
+print(json.dumps(model_report(*json.loads(sys.argv[1]))))
+"""
+
 #: Runs in a separate process, because it forks and must have one thread.
 _SANDBOX = """
 import json
@@ -81,15 +91,20 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="also check how this model's media would be handled")
     parser.add_argument("--join", metavar="HOST:PORT,...", help="also try to reach the gateways that workers here join")
     parser.add_argument("--json", action="store_true", help="print findings as JSON, for a report")
     add_settings(parser, ("server", "arena"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding; 1 if one of them is a failure, else 0. Raises StartupFailed for invalid settings."""
+    """Print every finding; 1 if one of them is a failure, else 0. Raises StartupFailed for invalid settings, and for a
+    model or flags of vLLM with which `medialane serve` would not start."""
     config = load_config(given_settings(args), file=args.config, sections=("server",))
+    _check_arguments(args.model, args.vllm_args)
     findings = list(run_checks(config))
+    if args.model is not None:
+        findings += _model(args.model, args.vllm_args)
     if args.join is not None:
         findings += [("gateways", finding) for finding in _gateways(WorkerConfig(join=args.join).gateways())]
     if args.json:
@@ -97,6 +112,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(findings)
     return int(any(finding.verdict == "fail" for _, finding in findings))
+
+
+def _check_arguments(model: str | None, vllm_args: Sequence[str]) -> None:
+    """Reject a typo before the checks, which take half a minute."""
+    if model is None and vllm_args:
+        raise StartupFailed("flags after `--` are those of a model: medialane doctor MODEL -- FLAGS")
+    if model is not None:
+        check_flags(vllm_args)
+        check_model(model, vllm_args, process_environ())
 
 
 def run_checks(config: Config) -> Iterator[tuple[str, Finding]]:
@@ -162,18 +186,53 @@ def _media() -> Finding:
     return Finding("warn" if fixes else "ok", line.removeprefix("media: "), "; ".join(fixes))
 
 
-def _probe(script: str, advice: str, verdict: Verdict = "fail") -> Any:
-    """Return what a script prints as JSON in its last line; a Finding if its process crashed or hung."""
+def _model(model: str, vllm_args: Sequence[str]) -> Iterator[tuple[str, Finding]]:
+    """Check the stage of a model's media, and whether embeddings are kept, as far as that is known without a worker."""
+    advice = "check the model's name and the flags after `--`"
+    found = _probe(_MODEL, advice, argument=json.dumps([model, list(vllm_args)]), failed="it cannot be loaded")
+    if isinstance(found, Finding):
+        yield "model", found
+        return
+    if not found["takes_media"]:
+        yield "model", Finding("ok", f"{found['architecture']}: it takes no media")
+        return
+    limits = ", ".join(f"{modality} (at most {number})" for modality, number in found["limits"].items())
+    yield "model", Finding("ok", f"{found['architecture']}: {limits} in a prompt")
+    if found["no_features"]:
+        advice = "none is needed: preparers decode, workers run the processor, and answers are the same"
+        yield "stage", Finding("warn", f"decoded: {found['no_features']}", advice)
+    else:
+        yield "stage", Finding("ok", "features")
+    if found["no_embeddings"]:
+        advice = "none is needed: each worker encodes for itself, and answers are the same"
+        yield "embeddings", Finding("warn", f"not kept: {found['no_embeddings']}", advice)
+    else:
+        yield "embeddings", Finding("ok", "kept, unless the worker's trial at start fails: its log says why")
+
+
+def _probe(
+    script: str,
+    advice: str,
+    verdict: Verdict = "fail",
+    *,
+    argument: str = "",
+    failed: str = "importing it crashed Python",
+) -> Any:
+    """Return what a script prints as JSON in its last line; a Finding if its process `failed` or hung."""
     try:
         done = subprocess.run(  # noqa: S603 - our own script, no shell
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
+            [sys.executable, "-c", script, argument],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         text = f"not loaded within {_IMPORT_TIMEOUT_S} s"
         return Finding(verdict, text, "check the disk and the load of this machine")
     if done.returncode != 0 or not done.stdout.strip():
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Finding(verdict, f"importing it crashed Python ({last[:200]})", advice)
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix(_OUR_ERROR)
+        return Finding(verdict, f"{failed} ({last[:200]})", advice)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -181,11 +181,22 @@ async def _start(
             raise StartupFailed("this model takes media: start `medialane store` on this host, and pass its --store")
         tasks.start(store.run(), "connecting to the media store")
         await store.ready()
-    app = await _app(components, gateway, peers)  # may take longer than a worker waits for a heartbeat
-    tasks.start(links.run(), "connecting to workers")
-    if gateway_config.join_listen:
-        await _listen_for_workers(components, peers, stack)
+    model_tasks = None
+    if frontend.is_pooling:
+        await _connect_to_workers(components, peers, stack, tasks)
+        model_tasks = (await links.first_card()).tasks
+    app = await _app(components, gateway, peers, model_tasks)  # may take longer than a worker waits for a heartbeat
+    if not frontend.is_pooling:
+        await _connect_to_workers(components, peers, stack, tasks)
     return frontend, *app
+
+
+async def _connect_to_workers(
+    components: _Components, peers: Peers, stack: AsyncExitStack, tasks: EssentialTasks
+) -> None:
+    tasks.start(components.links.run(), "connecting to workers")
+    if components.gateway_config.join_listen:
+        await _listen_for_workers(components, peers, stack)
 
 
 async def _listen_for_workers(components: _Components, peers: Peers, stack: AsyncExitStack) -> None:
@@ -204,20 +215,22 @@ def _join_addresses(config: GatewayConfig, peers: Peers) -> list[str]:
 
 
 def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
-    """Return the settings with a stage that this model supports: if its items cannot be processed one by one, workers
-    do all processing. Raises StartupFailed."""
+    """Return the settings with a stage that this model supports. With `auto` that of a request depends on its items: if
+    they cannot be processed one by one, workers do it (`Assembler.stages_instead`). Raises StartupFailed."""
     if not frontend.takes_media:
         return msgspec.structs.replace(config, stage=RAW_STAGE)
     stage = prepared_stage(config.stage)
     if stage.is_decoded:
         frontend.check_media_options()
-    if frontend.supports_split or not stage.is_processed:
+    if not frontend.unfit_reason or not stage.is_processed:
         return config
     if config.stage != "auto" or stage.instead is None:
         others = " or ".join(found.name for found in STAGES.values() if not found.is_processed)
-        raise StartupFailed(f"this model's media cannot be processed one by one: use --stage auto, {others}")
-    logger.info("this model's media cannot be processed one by one: the workers do it (stage %s)", stage.instead)
-    return msgspec.structs.replace(config, stage=stage.instead)
+        raise StartupFailed(f"{frontend.unfit_reason}: use --stage auto, {others}")
+    which = "" if frontend.is_unfit else f", for prompts with {' or '.join(frontend.unfit)}"
+    instead = " or ".join(sorted(set(frontend.stages_instead.values())))
+    logger.warning("stage %s, not %s%s: %s", instead, stage.name, which, frontend.unfit_reason)
+    return config
 
 
 def _warn_of_scaling(stage: StageChoice, frontend: Frontend) -> None:
@@ -293,7 +306,9 @@ def _gateway(components: _Components) -> Gateway:
     )
 
 
-async def _app(components: _Components, gateway: Gateway, peers: Peers) -> tuple[Any, GatewayGroup | None]:
+async def _app(
+    components: _Components, gateway: Gateway, peers: Peers, model_tasks: tuple[str, ...] | None
+) -> tuple[Any, GatewayGroup | None]:
     """Build vLLM's app around the gateway, and register the metrics of all components."""
     metrics, links = components.metrics, components.links
     metrics.watch_store(lambda: status.stats if (status := components.store.status) is not None else None)
@@ -331,5 +346,6 @@ async def _app(components: _Components, gateway: Gateway, peers: Peers) -> tuple
         pages={"/medialane/decisions": gateway.routes.decisions},
         actions={"/medialane/publish": gateway.publish_images} if components.config.media.allow_rdma else {},
         health=health,
+        tasks=model_tasks,
     )
     return app, group

@@ -61,7 +61,8 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Store(msgspec.Struct, frozen=True):
-    """The store of the gateway's host."""
+    """The store of the gateway's host. Embeddings are outputs of encoders: `num_filled` were stored, `num_found` were
+    used instead of an encoder, since the store was started."""
 
     size_bytes: int
     free_bytes: int
@@ -69,6 +70,9 @@ class Store(msgspec.Struct, frozen=True):
     num_preparers: int
     num_busy: int
     num_queued: int
+    embedded_bytes: int = 0
+    num_filled: int = 0
+    num_found: int = 0
 
 
 class GatewayState(msgspec.Struct, frozen=True):
@@ -163,6 +167,7 @@ def _store(samples: _Samples) -> Store | None:
     if not arena:
         return None
     preparers = _by_label(samples, "medialane_preparers", "state")
+    embeddings = _by_label(samples, "medialane_store_embeddings_total", "outcome")
     return Store(
         int(arena["size"]),
         int(arena["free"]),
@@ -170,6 +175,9 @@ def _store(samples: _Samples) -> Store | None:
         int(preparers.get("alive", 0)),
         int(preparers.get("busy", 0)),
         int(_value(samples, "medialane_preparer_queue")),
+        int(_by_label(samples, "medialane_arena_media_bytes", "kind").get("embedded", 0)),
+        int(embeddings.get("filled", 0)),
+        int(embeddings.get("found", 0)),
     )
 
 

@@ -47,15 +47,19 @@ COMMANDS = {
         "worker_command", "a single vLLM worker", f"MODEL --listen ADDRESS | --join HOST:PORT[,...] {_VLLM}"
     ),
     "demo": Command("demo", "run photos through gateway and workers with a tiny model, and compare with plain vLLM"),
+    "check": Command(
+        "check_command", "compare a model's answers with plain vLLM's, over a matrix of requests", f"MODEL {_VLLM}"
+    ),
     "bench": Command("bench", "run a benchmark"),
     "status": Command("status", "what a running gateway is connected to: hosts, workers, store, health"),
-    "doctor": Command("doctor", "check this machine for missing requirements"),
+    "doctor": Command("doctor", "check this machine for missing requirements", f"[MODEL] {_VLLM}"),
 }
 
 _EPILOG = """\
 examples:
   medialane serve Qwen/Qwen2.5-VL-3B-Instruct --workers 2
   medialane serve ./model --workers 2 --arena-size 4GiB -- --max-model-len 8192 --api-key secret
+  medialane check ./model
   medialane doctor
 
 `medialane COMMAND --help` describes each."""

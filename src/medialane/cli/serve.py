@@ -192,7 +192,8 @@ def announce(config: Config, model: str, vllm_args: Sequence[str]) -> str:
         {"type": "image_url", "image_url": {"url": picture}},
     ]
     body = {"model": local.served_name(model, vllm_args), "messages": [{"role": "user", "content": content}]}
-    words = ["curl", *(["-k"] if url.startswith("https") else []), f"{url}/v1/chat/completions"]
+    path = "/pooling" if flag_value(vllm_args, "--runner") == "pooling" else "/v1/chat/completions"
+    words = ["curl", *(["-k"] if url.startswith("https") else []), f"{url}{path}"]
     words += ["-H", "Content-Type: application/json"]
     if flag_value(vllm_args, "--api-key") or has_flag(vllm_args, "--api-key"):
         words += ["-H", "Authorization: Bearer <your --api-key>"]

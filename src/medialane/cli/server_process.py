@@ -1,8 +1,8 @@
 """An OpenAI server in a subprocess, for comparisons: medialane's own, or plain vLLM's API server.
 
-The server leads its own process group, so that all of its processes are killed with it, and the kernel stops it if this
-process is killed. It is polled, not watched by a loop's child watcher, because the object may be created in one event
-loop and used in another, as in a test session.
+The server leads its own process group, so that all of its processes are killed with it. If this process is killed, the
+kernel stops the server, and an orphan reaper what is left of its group. The server is polled, not watched by a loop's
+child watcher, because the object may be created in one event loop and used in another, as in a test session.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from medialane.cluster import HttpAnswers
 from medialane.cluster.child_process import spawn_leader
+from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.core.errors import StartupFailed
+
+#: Plain vLLM's API server, as arguments of Python.
+PLAIN_VLLM = ("-m", "vllm.entrypoints.openai.api_server")
 
 _POLL_S = 0.1
 _LOG_LINES = 30
+_LINE_CHARS = 400
 
 
 @dataclass(frozen=True)
@@ -57,16 +62,14 @@ async def server_process(
     """
     port = _free_port()
     argv = [sys.executable, *command, "--port", str(port), *flags]
-    if log is None:
-        process = spawn_leader(argv, environ)
-    else:
-        with log.open("wb") as output:
-            process = spawn_leader(argv, environ, output.fileno())
-    try:
-        await _wait_ready(process, f"http://127.0.0.1:{port}/health", name=name, log=log, start_s=start_s)
-        yield ServerProcess(f"http://127.0.0.1:{port}/v1", model, process.pid, log)
-    finally:
-        await _stop(process, stop_s)
+    with closing(OrphanReaper()) as reaper:
+        process = _spawn(argv, environ, log)
+        reaper.watch(process.pid)
+        try:
+            await _wait_ready(process, f"http://127.0.0.1:{port}/health", name=name, log=log, start_s=start_s)
+            yield ServerProcess(f"http://127.0.0.1:{port}/v1", model, process.pid, log)
+        finally:
+            await _stop(process, stop_s)
 
 
 def plain_vllm(
@@ -77,14 +80,22 @@ def plain_vllm(
     log: Path,
     start_s: float = 300,
     stop_s: float = 20,
+    program: Sequence[str] = PLAIN_VLLM,
 ) -> AbstractAsyncContextManager[ServerProcess]:
     """Run `vllm serve`'s server, the reference for medialane's responses and times, without plugins."""
-    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
+    command = [*program, "--model", model, "--host", "127.0.0.1"]
     # Our plugin, if installed, would change its engine processes, too.
     environ = {**environ, "VLLM_PLUGINS": ""}
     return server_process(
         "plain vLLM", command, flags, model=model, environ=environ, log=log, start_s=start_s, stop_s=stop_s
     )
+
+
+def _spawn(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+    if log is None:
+        return spawn_leader(argv, environ)
+    with log.open("wb") as output:
+        return spawn_leader(argv, environ, output.fileno())
 
 
 def _free_port() -> int:
@@ -102,10 +113,10 @@ async def _wait_ready(
         async with asyncio.timeout(start_s):
             while not await is_ready.passes():
                 if _has_ended(process):
-                    raise StartupFailed(f"{name} exited before it was ready{_tail(log)}")
+                    raise StartupFailed(f"{name} exited before it was ready{log_tail(log)}")
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
-        raise StartupFailed(f"{name} was not ready after {start_s:g} s{_tail(log)}") from error
+        raise StartupFailed(f"{name} was not ready after {start_s:g} s{log_tail(log)}") from error
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
@@ -125,7 +136,9 @@ async def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
         process.wait()  # returns quickly after SIGKILL
 
 
-def _tail(log: Path | None) -> str:
+def log_tail(log: Path | None) -> str:
+    """Return the end of a server's log, for the end of an error message."""
     if log is None:
         return "; see its output above"
-    return "; its last lines:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    return "; its last lines:\n" + "\n".join(line[:_LINE_CHARS] for line in lines)

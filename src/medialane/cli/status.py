@@ -112,6 +112,8 @@ def _show_store(console: Console, state: GatewayState) -> None:
     preparers = f"{store.num_preparers} preparers, {store.num_busy} busy, {store.num_queued} items queued"
     size, free = format_size(store.size_bytes), f"{store.free_bytes / store.size_bytes:.0%} free"
     console.print(f"store: {size}, {free}, {store.num_entries} entries; {preparers}")
+    counts = f"{store.num_filled} stored and {store.num_found} found since the store's start"
+    console.print(f"embeddings: {store.embedded_bytes / (1 << 20):.1f} MiB; {counts}", soft_wrap=True)
 
 
 def _up(is_up: bool, otherwise: str) -> str:

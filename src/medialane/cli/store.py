@@ -39,7 +39,7 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 #: Share of the arena that reads of stopped hosts may withhold.
 _MAX_GIVEN_UP_SHARE = 0.125
 
-PROCESSOR_FACTORY = "medialane.vllm_bridge.preparation:build_processor"
+PROCESSOR_FACTORY = "medialane.vllm_bridge.processor_factory:build_processor"
 
 
 def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:

@@ -157,8 +157,7 @@ async def _host_arena(config: Config, args: argparse.Namespace | None) -> AsyncI
     running = asyncio.create_task(link.run(), name="store link")
     try:
         async with host_store(config, args.model, args.store) if args.start_store else nullcontext():
-            if args.start_store:
-                await _wait_for(link, config.store.wait_timeout_s)
+            await _wait_for(link, config.store.wait_timeout_s)
             yield StoreEntries(link, retention_s=config.store.hold_retention_s)
     finally:
         running.cancel()
@@ -166,13 +165,13 @@ async def _host_arena(config: Config, args: argparse.Namespace | None) -> AsyncI
 
 
 async def _wait_for(link: StoreLink, timeout_s: float) -> None:
-    """Wait for the store, if it comes: gateways would send media in messages, or none, to a worker that has joined
+    """Wait for the store, if it comes: gateways would send media in messages, or none, to a worker that they reach
     before."""
     try:
         async with asyncio.timeout(timeout_s):
             await link.ready()
     except TimeoutError:
-        logger.warning("the store of this host is not ready after %g s: joining without it", timeout_s)
+        logger.warning("the store of this host is not ready after %g s: starting without it", timeout_s)
     except StartupFailed:
         pass  # logged by the link, which tries again
 

@@ -66,6 +66,7 @@ class ImageTooComplex(InvalidRequest, code="image_too_complex"): ...
 class TooManyFrames(InvalidRequest, code="too_many_frames"): ...
 class TooManyMediaItems(InvalidRequest, code="too_many_media_items"): ...
 class UnknownMediaUuid(InvalidRequest, code="unknown_media_uuid"): ...
+class InvalidUpload(InvalidRequest, code="invalid_upload"): ...  # vLLM's status for every file that it does not accept
 
 class PromptRejected(InvalidRequest, code="invalid_prompt"): ...  # vLLM rejected the prompt or its parameters
 class PromptTooLong(PromptRejected, code="prompt_too_long"): ...  # one item alone exceeds the maximum model length
@@ -74,8 +75,8 @@ class InvalidFeature(InvalidRequest, code="invalid_feature"):
     """A feature is inconsistent in itself, or with its placeholder, the prompt or the model; it must never reach an
     engine.
 
-    A client can change the processor options of its media. There is no fallback to another stage, which would apply
-    the same options.
+    A client can change the processor options of its media: there is no fallback to another stage, which would apply
+    the same options. Without options, the worker is to process the media itself.
     """
 
 class TooLarge(InvalidRequest, code="too_large", status=413): ...
@@ -113,6 +114,9 @@ class AdminCallIncomplete(Unavailable, code="admin_call_incomplete"):
 class PreparationFailed(MedialaneError, code="media_preparation_failed"): ...
 class PreparerCrashed(PreparationFailed, code="media_decoder_crashed"): ...
 class PreparerTimeout(PreparationFailed, code="media_decoder_timeout"): ...
+
+class FeatureUnsupported(PreparationFailed, code="feature_unsupported"):
+    """An item or its prompt cannot be processed separately from the engine. Another stage may succeed."""
 
 class GenerationFailed(MedialaneError, code="generation_failed"): ...  # the engine failed this request
 

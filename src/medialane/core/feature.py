@@ -11,7 +11,7 @@ import msgspec
 from medialane.core.media import MediaRef, MediaSize, Modality
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.stage import StageName
-from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor
+from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 
 V = TypeVar("V")
 
@@ -126,12 +126,13 @@ class MediaPrompt(msgspec.Struct, frozen=True):
     """A prompt as rendered by the chat template: each item is one unexpanded placeholder.
 
     `items` are in the order of the placeholders of their modality; `options` are the request's processor options,
-    canonical JSON.
+    canonical JSON. With `is_encoder_prompt` the model has an encoder and a decoder, and this is the encoder's prompt.
     """
 
     token_ids: list[int]
     items: tuple[MediaRef, ...]
     options: bytes = b"{}"
+    is_encoder_prompt: bool = False
 
     @property
     def has_embeds(self) -> bool:
@@ -156,6 +157,14 @@ class FoundEmbedding(NamedTuple):
     embedding: Embedding
     hold: Hold
     is_filled: bool
+
+
+class WantedEmbedding(NamedTuple):
+    """The embedding `key` of the item that `feature` describes, without tensors: a tensor of `spec`."""
+
+    key: str
+    feature: Feature
+    spec: TensorSpec
 
 
 class FoundItem(NamedTuple, Generic[V]):
@@ -223,6 +232,9 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
 
     In a stage that `is_processed`, `token_ids` are expanded and `features` are in the order of the source's items. In
     other stages `token_ids` are the source's and there are no features. `mm_hashes` identify the items in every stage.
+
+    A model with encoder and decoder has two prompts: `encoder_token_ids`, in which the placeholders are (the source's
+    in other stages), and the decoder's, `token_ids`. For all others `encoder_token_ids` is None.
     """
 
     token_ids: list[int]
@@ -230,6 +242,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     mm_hashes: tuple[str, ...]
     source: MediaPrompt
     media: StagedMedia
+    encoder_token_ids: list[int] | None = None
 
     def __repr__(self) -> str:
         return f"PreparedPrompt({len(self.token_ids)} tokens, {len(self.features)} features)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -62,10 +63,28 @@ class MediaRef(msgspec.Struct, frozen=True):
         """Whether the client has sent only the item's alias."""
         return self.url is None and self.data is None
 
+    @property
+    def client_url(self) -> str:
+        """The URL that the client has sent; for media in the body, a data: URL."""
+        if self.data is None:
+            return self.url or ""
+        return f"data:{self.media_type or ''};base64,{b64encode(self.data).decode()}"
+
     def __repr__(self) -> str:
         what = "alias" if self.is_alias else f"url={self.url!r}"
         what = what if self.data is None else f"data={len(self.data)} bytes"
         return f"MediaRef({self.modality}, {self.param}, {what})"
+
+
+class AudioIo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Decoding options of audio (`MediaRef.io`), which no client sets: the rate to resample to, 0 for the file's."""
+
+    sample_rate: int = 0
+
+
+def audio_io(sample_rate: int) -> bytes:
+    """Return the decoding options of audio that is resampled."""
+    return msgspec.json.encode(AudioIo(sample_rate))
 
 
 class EncodedMedia(msgspec.Struct, frozen=True):
@@ -141,7 +160,7 @@ class FrameBatch:
 
 
 class AudioSamples:
-    """Mono audio at its original rate: float32 of shape (samples,); `sample_rate` in Hz."""
+    """Mono audio, at its original rate unless it was resampled: float32 of shape (samples,); `sample_rate` in Hz."""
 
     __slots__ = ("sample_rate", "samples")
 

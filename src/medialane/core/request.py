@@ -7,9 +7,10 @@ from typing import Final, Literal
 
 import msgspec
 
-from medialane.core.feature import MediaPayload, MediaSpan
+from medialane.core.feature import MAX_HEADER_BYTES, Feature, MediaPayload, MediaSpan, WantedEmbedding
+from medialane.core.hashing import embedding_key
 from medialane.core.stage import STAGES, StageName
-from medialane.core.tensor import Dtype
+from medialane.core.tensor import Dtype, TensorSpec
 
 
 class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
@@ -17,11 +18,18 @@ class ExpandedPrompt(msgspec.Struct, frozen=True, tag="expanded"):
     features, a text prompt.
 
     `options` are the request's processor options, canonical JSON: the worker needs them to check the placeholders.
+    `encoder_token_ids` are as in `PreparedPrompt`.
     """
 
     token_ids: list[int]
     features: tuple[MediaPayload, ...] = ()
     options: bytes = b"{}"
+    encoder_token_ids: list[int] | None = None
+
+    @property
+    def expanded_token_ids(self) -> list[int]:
+        """The token ids in which the features' placeholders are."""
+        return self.token_ids if self.encoder_token_ids is None else self.encoder_token_ids
 
     @property
     def media(self) -> tuple[MediaPayload, ...]:
@@ -38,13 +46,15 @@ class SourcePrompt(msgspec.Struct, frozen=True, tag="source"):
     """Prompt of the other stages: token ids whose placeholders are not expanded, and the items that the worker
     processes, in the order of their modality.
 
-    `options` are the request's processor options, canonical JSON.
+    `options` are the request's processor options, canonical JSON. For a model with encoder and decoder,
+    `encoder_token_ids` is the encoder's prompt, for which the items are, and `token_ids` the decoder's.
     """
 
     token_ids: list[int]
     media: tuple[MediaPayload, ...]
     options: bytes = b"{}"
     stage: StageName = "url"
+    encoder_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         if STAGES[self.stage].is_processed:
@@ -61,7 +71,9 @@ Prompt = ExpandedPrompt | SourcePrompt
 
 
 class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A generation request for a worker. `sampling_params` are in the engine's encoding; only the bridge reads them.
+    """A request for a worker. `sampling_params` are in the engine's encoding; only the bridge reads them. If it
+    `is_pooling`, they are pooling parameters, and the output is one tensor. If not `reads_prefix_cache`, the engine
+    computes all tokens of the prompt, whatever it has cached.
 
     `lora` is a LoRA request in the engine's encoding, `lora_name` the adapter's name in it; `reasoning` are the
     reasoning parser's arguments. Outputs are deltas, or a single final one; if `cumulative`, each has everything so
@@ -83,6 +95,8 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning: bytes | None = None
     cumulative: bool = False
     has_passed_holds: bool = False
+    is_pooling: bool = False
+    reads_prefix_cache: bool = True
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -117,11 +131,21 @@ class EngineTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_s: float = 0.0
 
 
+class PooledPart(msgspec.Struct, frozen=True):
+    """A part of a pooling request's output: the next bytes of a tensor, in order."""
+
+    spec: TensorSpec
+    data: memoryview
+
+    def __repr__(self) -> str:
+        return f"PooledPart({self.spec}, {len(self.data)} bytes)"
+
+
 class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Output of one step of a request. The first one also has the token ids of a prompt that the worker expanded
     (stages `decoded` and `url`), the positions of its items (`placed`), and the hashes of items whose embeddings are
     now in the arena of the worker's host (`embedded`), and of those among them that the engine was to load instead of
-    encoding the item (`loaded`)."""
+    encoding the item (`loaded`). The output of a pooling request is split into `pooled` parts, one in each delta."""
 
     request_id: str
     completions: list[CompletionDelta]
@@ -134,6 +158,7 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     placed: tuple[MediaSpan, ...] = ()
     embedded: tuple[str, ...] = ()
     loaded: tuple[str, ...] = ()
+    pooled: PooledPart | None = None
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
@@ -193,6 +218,17 @@ class EncoderCard(msgspec.Struct, frozen=True):
     dtype: Dtype
     widths: dict[str, int]
 
+    def wanted(self, item: MediaPayload) -> WantedEmbedding | None:
+        """Return the item's embedding; None if those of such items are not kept."""
+        if item.placeholder is None or len(item.header) > MAX_HEADER_BYTES:
+            return None
+        shape = (item.placeholder.num_embeds, self.widths.get(item.modality, 0))
+        if not all(shape):
+            return None
+        feature = Feature(item.modality, item.mm_hash, item.header, (), item.size)
+        key = embedding_key(mm_hash=item.mm_hash, encoder=self.digest)
+        return WantedEmbedding(key, feature, TensorSpec(self.dtype, shape))
+
 
 #: What a worker does: generate, or only encode media, so that other workers load the embeddings.
 WorkerRole = Literal["worker", "encoder"]
@@ -203,9 +239,10 @@ class ModelCard(msgspec.Struct, frozen=True):
     """Description of a worker's model and engine. `processor` are the settings that must match for features to be
     interchangeable: model, dtype, processor class and backend, device-side normalisation, versions.
 
+    `block_size` is the number of tokens in a block of the prefix cache, 0 if the engine has none.
     `encoder_cache_tokens` is the encoder cache's size in embeddings, `num_kv_blocks` the KV cache's size per rank in
     blocks. Sizes are 0 if the engine does not report them. `max_loras` is 0 if LoRA is disabled, None if not reported.
-    `encoder` is None if embeddings are not kept.
+    `encoder` is None if embeddings are not kept. `tasks` are those of a pooling model, by vLLM's names.
     """
 
     model: str
@@ -220,6 +257,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_loras: int | None = None
     encoder: EncoderCard | None = None
     role: WorkerRole = "worker"
+    tasks: tuple[str, ...] = ()
 
 
 class Endpoint(msgspec.Struct, frozen=True):

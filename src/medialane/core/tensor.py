@@ -7,20 +7,30 @@ from typing import Literal, get_args
 
 import msgspec
 
-Dtype = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+Dtype = Literal[
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
+    "float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+]  # fmt: skip
 
 #: Bytes per element. Other dtypes are rejected: a wrong guess would silently corrupt data.
 ITEM_BYTES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
     "int8": 1,
+    "uint16": 2,
     "int16": 2,
+    "uint32": 4,
     "int32": 4,
+    "uint64": 8,
     "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
     "float16": 2,
     "bfloat16": 2,
     "float32": 4,
     "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
 }
 assert set(ITEM_BYTES) == set(get_args(Dtype))  # noqa: S101 - the two tables above must agree; checked once at import
 

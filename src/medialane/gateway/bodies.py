@@ -94,6 +94,10 @@ class BudgetCharge:
         self._budget.charge(num_bytes - self._num_bytes)
         self._num_bytes = num_bytes
 
+    def add(self, num_bytes: int) -> None:
+        """Charge more. Raises BodyMemoryExhausted."""
+        self.set(self._num_bytes + num_bytes)
+
     def release(self) -> None:
         self.set(0)
 

@@ -149,7 +149,9 @@ class Encoders:
         token_ids = prepared.token_ids[place.offset : place.end]
         prompt = self._handover.features_prompt(token_ids, [alone], prepared.source.options)
         request = EngineRequest(request_id, prompt, self._params)
-        passed = self._handover.pass_holds(prompt, to=link.store_client, request_id=request_id)
+        passed = self._handover.pass_holds(
+            prompt, to=link.store_client, request_id=request_id, encoder=link.encoder_card
+        )
         return replace(request, has_passed_holds=passed)
 
     def _ready(self, digest: str) -> list[WorkerLink]:

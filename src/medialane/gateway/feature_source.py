@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from medialane.core.feature import Feature, FoundItem, Hold
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.tensor import ArenaRange
@@ -48,6 +51,14 @@ class FeatureSource(Protocol):
 
         An image of a URL is counted in `budget`.
         """
+        ...
+
+    def samples(self, feature: Feature) -> NDArray[np.float32]:
+        """Return the samples of decoded audio, in the arena: valid while the caller holds them."""
+        ...
+
+    async def wave(self, samples: NDArray[np.float32], sample_rate: int) -> bytes:
+        """Return a copy of the samples as a file (`core.wave`)."""
         ...
 
     async def publish(self, entry: ArenaRange) -> bytes:

@@ -10,11 +10,15 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import (
+    FeatureUnsupported,
     GenerationFailed,
     HandoverFailed,
+    InvalidFeature,
     InvalidRequest,
     MedialaneError,
     MediaLost,
@@ -26,9 +30,10 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.core.hashing import merged_options
-from medialane.core.media import MediaRef
+from medialane.core.media import MediaRef, audio_io
 from medialane.core.request import EngineRequest, OutputDelta
-from medialane.core.stage import RAW_STAGE, STAGES, StageChoice, prepared_stage
+from medialane.core.stage import RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
+from medialane.core.wave import wave_size
 from medialane.gateway.administration import Administration
 from medialane.gateway.admission import Admission
 from medialane.gateway.assembly import Assembly
@@ -93,6 +98,7 @@ class Gateway:
         self._handover = handover
         self._assembly = Assembly(assembler)
         self._accepts_item_options = assembler.accepts_item_options
+        self._stages_instead = assembler.stages_instead
         self._workers = workers
         self.routes = Routes(router, workers, metrics)
         self._administration = Administration(workers, timeout_s=config.admin_timeout_s)
@@ -109,6 +115,9 @@ class Gateway:
 
     def resolve(self, url: str) -> MediaRef:
         return current_scope().resolve(url)
+
+    def original_url(self, url: str) -> str:
+        return current_scope().resolve(url).client_url
 
     async def by_uuid(self, url: str) -> MediaRef:
         scope = current_scope()
@@ -132,25 +141,54 @@ class Gateway:
         self._admission.admit(scope)
         prompt = _with_common_options(prompt)
         stage = prepared_stage(self._stage_for(prompt))
+        if stage.is_processed and stage.instead and self._instead(prompt):
+            stage = STAGES[stage.instead]
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
         encoder = self.routes.encoder if self._transfer.transport != "inline" else ""
         media = RequestMedia(prompt, self._features, scope, self._assembly, encoder=encoder)
         try:
-            items = await media.in_stage(stage.name)
+            return await self._prepared(prompt, stage, media, scope)
         except PromptTooLong as error:
             scope.fail(error, app_responds=True)
             raise
+        except FeatureUnsupported as error:
+            if self._config.stage != "auto" or stage.instead is None:
+                raise
+            logger.warning("a request is sent in stage %s, not %s: %s", stage.instead, stage.name, error.message)
+            self._metrics.count_fallback(stage.name, error.code)
+            _check_options(prompt)
+            return await self._prepared(prompt, STAGES[stage.instead], media, scope)
+
+    async def _prepared(
+        self, prompt: MediaPrompt, stage: Stage, media: RequestMedia, scope: RequestScope
+    ) -> PreparedPrompt:
+        items = await media.in_stage(stage.name)
         mm_hashes = tuple(item.feature.mm_hash for item in items)
         if not stage.is_processed:
             scope.note_prepared(items)
-            return PreparedPrompt(prompt.token_ids, (), mm_hashes, prompt, media)
+            encoder_token_ids = prompt.token_ids if prompt.is_encoder_prompt else None
+            return PreparedPrompt(prompt.token_ids, (), mm_hashes, prompt, media, encoder_token_ids)
         features = tuple(item.feature for item in items)
         with scope.timeline.measure("assemble"):
             assembled = await self._assembly.assemble(prompt, features)
         scope.note_prepared(items, [place.num_embeds for place in assembled.placeholders])
         placed = tuple(map(PlacedFeature, features, assembled.placeholders))
-        return PreparedPrompt(assembled.token_ids, placed, mm_hashes, prompt, media)
+        return PreparedPrompt(assembled.token_ids, placed, mm_hashes, prompt, media, assembled.encoder_token_ids)
+
+    async def decode_audio(self, url: str, sample_rate: int) -> bytes:
+        scope = current_scope()
+        self._admission.admit(scope)
+        ref = msgspec.structs.replace(scope.resolve(url), io=audio_io(sample_rate))
+        (item,) = await RequestMedia(MediaPrompt([], (ref,)), self._features, scope, self._assembly).in_stage("decoded")
+        _charge(scope, wave_size(item.feature.size.num_samples))
+        return await self._features.wave(self._features.samples(item.feature), sample_rate)
+
+    async def audio(self, samples: NDArray[np.float32], sample_rate: int) -> MediaRef:
+        scope = current_scope()
+        _charge(scope, wave_size(samples.size))
+        data = await self._features.wave(samples, sample_rate)
+        return MediaRef("audio", next((ref.param for ref in scope.extracted.refs), ""), data=data)
 
     async def publish_images(self) -> bytes:
         """Decode and publish the images of the current request for RDMA reads."""
@@ -211,6 +249,8 @@ class Gateway:
                     raise _untransferable(error, prepared) from error
                 self._metrics.count_fallback(str(tries[0]), error.code)
                 tries = tries[1:]
+            except InvalidFeature as error:
+                tries = self._without_features(call, tries, error)
             except WorkerLost as error:
                 lost |= {call.route.link.address}
                 if started or len(lost) == _MAX_WORKERS:
@@ -262,6 +302,18 @@ class Gateway:
         self._metrics.count_embeddings("fallback", num_items)
         return num_items > 0
 
+    def _without_features(
+        self, call: _Call, tries: Sequence[TransferPath], error: InvalidFeature
+    ) -> Sequence[TransferPath]:
+        """Return the paths by which the worker processes the media itself, after it has refused our features. Raises
+        `error` if it would do the same: by the request's options, or already."""
+        sources = [path for path in tries if not STAGES[path.stage].is_processed]
+        if not STAGES[tries[0].stage].is_processed or not sources or _has_options(call.prepared):
+            raise error
+        logger.warning("%s refused %s: %s", call.route.link.address, tries[0], error.message)
+        self._metrics.count_fallback(str(tries[0]), error.code)
+        return sources
+
     def _reroute(self, call: _Call, lost: frozenset[str], error: WorkerLost) -> tuple[_Call, Sequence[TransferPath]]:
         """Choose a worker that is not `lost`, of another host if there is one: a lost link or host costs all workers
         there, one after the other. Raises `error` if there is no worker. The scope still holds the media."""
@@ -275,7 +327,13 @@ class Gateway:
         raise error
 
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
-        return RAW_STAGE if prompt.has_embeds else self._config.stage
+        is_raw = self._config.stage == "auto" and RAW_STAGE in self._instead(prompt)
+        return RAW_STAGE if prompt.has_embeds or is_raw else self._config.stage
+
+    def _instead(self, prompt: MediaPrompt) -> set[StageName]:
+        """Return the stages that items of the prompt need instead of the first."""
+        modalities = {item.modality for item in prompt.items}
+        return {stage for modality, stage in self._stages_instead.items() if modality in modalities}
 
     def _transfer_paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[TransferPath]:
         if prepared is None:
@@ -301,10 +359,13 @@ class Gateway:
             remote = await self._send(call, transfer_path)
         self._begin(call, transfer_path)
         sent_at = time.perf_counter()
+        is_first = True
         try:
             async for delta in remote:
-                if "first_token" not in timeline.seconds:
-                    timeline.add("first_token", time.perf_counter() - sent_at)
+                if is_first:
+                    is_first = False
+                    if "first_token" not in timeline.seconds:  # of another prompt of the request
+                        timeline.add("first_token", time.perf_counter() - sent_at)
                     outcomes = self.routes.answered(call.route, call.prepared, delta)
                     call.scope.note_answered(delta.num_cached_tokens, outcomes)
                 if delta.embedded and call.prepared is not None:
@@ -330,8 +391,9 @@ class Gateway:
             if is_processed and (transfer_path.transport == "inline" or route.link.encoder != self.routes.encoder):
                 await self._drop_embeddings(prepared)
             prompt = await self._handover.prompt(transfer_path, request.prompt.token_ids, prepared, scope.timeline)
+        link = route.link
         has_passed_holds = transfer_path.transport == "shm" and self._handover.pass_holds(
-            prompt, to=route.link.store_client, request_id=request_id
+            prompt, to=link.store_client, request_id=request_id, encoder=link.encoder_card
         )
         sent = msgspec.structs.replace(
             request,
@@ -340,7 +402,7 @@ class Gateway:
             data_parallel_rank=route.data_parallel_rank,
             has_passed_holds=has_passed_holds,
         )
-        remote = route.link.submit(sent)
+        remote = link.submit(sent)
         # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.
         scope.defer(remote.abort)
         return remote
@@ -348,7 +410,8 @@ class Gateway:
     def _begin(self, call: _Call, transfer_path: TransferPath, *, is_sent: bool = True) -> None:
         with call.scope.timeline.measure("route"):
             self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
-            call.scope.note_sent(Sent(transfer_path.stage, transfer_path.transport, call.route.routed.decision))
+            decision, has_media = call.route.routed.decision, call.prepared is not None
+            call.scope.note_sent(Sent(transfer_path.stage, transfer_path.transport, decision, has_media))
 
 
 def _untransferable(error: HandoverFailed, prepared: PreparedPrompt | None) -> MedialaneError:
@@ -358,6 +421,12 @@ def _untransferable(error: HandoverFailed, prepared: PreparedPrompt | None) -> M
     return GenerationFailed("the request's media could not be transferred to a worker")
 
 
+def _charge(scope: RequestScope, num_bytes: int) -> None:
+    """Charge samples of an upload, which are several times as large as the file. Raises BodyMemoryExhausted."""
+    if scope.memory is not None:
+        scope.memory.add(num_bytes)
+
+
 def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:
     """Move options that all items share to the request, where every stage and every model family supports them."""
     merged = {merged_options(prompt.options, ref.options) for ref in prompt.items if not ref.is_embeds}
@@ -365,6 +434,13 @@ def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:
         return prompt
     items = tuple(msgspec.structs.replace(ref, options=b"{}") for ref in prompt.items)
     return msgspec.structs.replace(prompt, items=items, options=merged.pop())
+
+
+def _has_options(prepared: PreparedPrompt | None) -> bool:
+    """Return whether the request has options of the processor, which every stage applies."""
+    if prepared is None:
+        return False
+    return prepared.source.options != b"{}" or any(ref.options != b"{}" for ref in prepared.source.items)
 
 
 def _check_options(prompt: MediaPrompt) -> None:

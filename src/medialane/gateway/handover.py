@@ -8,9 +8,17 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from medialane.core.errors import HandoverFailed, StoreUnavailable
-from medialane.core.feature import Feature, MediaPayload, PlacedFeature, PlaceholderRange, PreparedPrompt, StagedItem
+from medialane.core.feature import (
+    Feature,
+    MediaPayload,
+    PlacedFeature,
+    PlaceholderRange,
+    PreparedPrompt,
+    StagedItem,
+    WantedEmbedding,
+)
 from medialane.core.remote_entry import MoverChoice, RemoteEntry
-from medialane.core.request import ExpandedPrompt, Prompt, SourcePrompt
+from medialane.core.request import EncoderCard, ExpandedPrompt, Prompt, SourcePrompt
 from medialane.core.stage import STAGES
 from medialane.core.tensor import ArenaRange, TensorDescriptor
 from medialane.observability.timeline import StageTimeline
@@ -31,8 +39,11 @@ class Grants(Protocol):
 class PassesHolds(Protocol):
     """Passes holds on entries to workers of this host; implemented by `store.HoldPasser`."""
 
-    def pass_on(self, ranges: Sequence[ArenaRange], *, to: str, request_id: str) -> bool:
-        """Have the store's client `to` hold entries, which the caller holds. Return False if none is passed."""
+    def pass_on(
+        self, ranges: Sequence[ArenaRange], *, to: str, request_id: str, wanted: Sequence[WantedEmbedding] = ()
+    ) -> bool:
+        """Have the store's client `to` hold entries, which the caller holds, and find or write embeddings. Return False
+        if none is passed."""
         ...
 
 
@@ -82,19 +93,24 @@ class Handover:
         if transfer_path.transport == "pull":
             payloads = await self._granted(payloads)
         if is_processed:
-            return ExpandedPrompt(token_ids, tuple(payloads), options)
-        return SourcePrompt(token_ids, tuple(payloads), options, transfer_path.stage)
+            return ExpandedPrompt(token_ids, tuple(payloads), options, prepared.encoder_token_ids)
+        encoder_token_ids = None if prepared.encoder_token_ids is None else prepared.source.token_ids
+        return SourcePrompt(token_ids, tuple(payloads), options, transfer_path.stage, encoder_token_ids)
 
     def features_prompt(self, token_ids: list[int], items: Sequence[PlacedFeature], options: bytes) -> ExpandedPrompt:
         """Return a prompt with features of the arena, for a worker that has mapped it. The caller holds them."""
         payloads = [self._feature(item.feature, item.placeholder, item.feature.tensors) for item in items]
         return ExpandedPrompt(token_ids, tuple(payloads), options)
 
-    def pass_holds(self, prompt: Prompt, *, to: str, request_id: str) -> bool:
-        """Pass holds on what the prompt refers to, to the worker that is about to get it. Return whether it is to wait
-        for them."""
+    def pass_holds(self, prompt: Prompt, *, to: str, request_id: str, encoder: EncoderCard | None = None) -> bool:
+        """Pass holds on what the prompt refers to, to the worker that is about to get it, and on the embeddings of new
+        items if that has an `encoder`. Return whether it is to wait for them."""
         ranges = list(dict.fromkeys(payload.entry for payload in prompt.media if payload.entry is not None))
-        return bool(ranges) and self._holds is not None and self._holds.pass_on(ranges, to=to, request_id=request_id)
+        if not ranges or self._holds is None:
+            return False
+        new = {payload.mm_hash: payload for payload in prompt.media if payload.embedding is None}
+        wanted = [found for payload in new.values() if encoder and (found := encoder.wanted(payload)) is not None]
+        return self._holds.pass_on(ranges, to=to, request_id=request_id, wanted=wanted)
 
     async def _granted(self, payloads: Sequence[MediaPayload]) -> list[MediaPayload]:
         """Return the payloads with the right to copy their entries. Raises HandoverFailed.
@@ -162,7 +178,7 @@ def _unexpanded(token_ids: list[int], prepared: PreparedPrompt) -> list[int]:
     """
     if any(ref.options != b"{}" for ref in prepared.source.items):
         raise HandoverFailed("a worker processes all items of a request with the same options")
-    if not prepared.features:
+    if not prepared.features or prepared.encoder_token_ids is not None:  # the decoder's prompt has no placeholders
         return token_ids
     num_expanded = len(prepared.token_ids)
     if token_ids[:num_expanded] != prepared.token_ids:

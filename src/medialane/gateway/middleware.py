@@ -18,6 +18,7 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Intake, extract
 from medialane.gateway.intake.edits import Buffer
+from medialane.gateway.intake.form import extract_files, is_multipart
 from medialane.gateway.report import ReportSender
 from medialane.gateway.scope import ExtractedMedia, RequestScope, current_scope, open_scope
 from medialane.media import MediaConfig
@@ -65,7 +66,7 @@ class ScopeMiddleware:
 
 
 class IntakeMiddleware:
-    """Passes JSON bodies to the app without their media. Every body is read within its limits.
+    """Passes JSON bodies and forms to the app without their media. Every body is read within its limits.
 
     As the innermost middleware, it also replaces the app's responses to our errors, and adds the report to responses
     for which the client requested one, before any other middleware compresses them.
@@ -85,15 +86,17 @@ class IntakeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_read_here = scope["method"] not in _WITHOUT_BODY and not _is_form(scope)
+        content_type = _header(scope, b"content-type") or b""
+        is_read_here = scope["method"] not in _WITHOUT_BODY and not _is_urlencoded(content_type)
         limit = self._media.max_body_bytes if is_read_here else self._config.max_text_bytes
         request, form = current_scope(), error_form(scope)
         request.take(charge := BudgetCharge(self._budget))
+        request.memory = charge
         try:
             declared = _check_declared(scope, limit)
             incoming = BoundedReceive(receive, limit, charge, self._config)
             # This frame lives as long as the response, so it must not hold the original body.
-            body = await self._extract(incoming, declared, charge) if is_read_here else None
+            body = await self._extract(incoming, declared, charge, content_type) if is_read_here else None
         except MedialaneError as error:
             request.fail(error)
             await send_error(send, error, form)
@@ -112,14 +115,17 @@ class IntakeMiddleware:
             if not await sender.fail_stream(error):
                 raise
 
-    async def _extract(self, receive: Receive, declared: int, charge: BudgetCharge) -> bytes | None:
+    async def _extract(
+        self, receive: Receive, declared: int, charge: BudgetCharge, content_type: bytes
+    ) -> bytes | None:
         """Return the body without its media, which move to the request's scope. None if the client has disconnected."""
         request = current_scope()
         body = Body(self._buffers, declared)
         if not await body.read(receive, self._fairness):
             body.release()
             return None
-        intake = await self._fairness.run(body.size, partial(self._work, body.buffer, body.size, request))
+        work = partial(self._work, body.buffer, body.size, request, content_type)
+        intake = await self._fairness.run(body.size, work)
         body.release()
         charge.set(intake.num_bytes)
         request.extracted = ExtractedMedia(
@@ -127,8 +133,10 @@ class IntakeMiddleware:
         )
         return intake.body
 
-    def _work(self, buffer: Buffer, size: int, request: RequestScope) -> Intake:
+    def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> Intake:
         with request.timeline.measure("lift"):
+            if is_multipart(content_type):
+                return extract_files(buffer, content_type, self._media, self._config, size=size)
             return extract(buffer, self._media, self._config, size=size)
 
 
@@ -145,11 +153,10 @@ def _recording_errors(receive: Receive, request: RequestScope) -> Receive:
     return recording
 
 
-def _is_form(scope: Scope) -> bool:
-    """Return whether the body is a form. Any other body may be JSON: some of vLLM's handlers parse JSON regardless of
-    the content type."""
-    content_type = _header(scope, b"content-type")
-    return content_type is not None and content_type.lower().startswith((b"multipart/", b"application/x-www-form-"))
+def _is_urlencoded(content_type: bytes) -> bool:
+    """Return whether the body is a form without files. Any body that is not a form may be JSON: some of vLLM's handlers
+    parse JSON regardless of the content type."""
+    return content_type.lower().startswith(b"application/x-www-form-")
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

@@ -57,11 +57,12 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """How and where a request was sent."""
+    """How and where a prompt was sent."""
 
     stage: StageName
     transport: TransportName
     decision: RoutingDecision
+    has_media: bool = True
 
 
 def media_report(item: StagedItem, num_tokens: int) -> MediaReport:

@@ -143,6 +143,8 @@ class Routes:
         excluded: frozenset[str] = frozenset(),
     ) -> RoutingRequest:
         block_ids = self._block_ids(request, known)
+        if not request.reads_prefix_cache:
+            block_ids = {size: ids[:0] for size, ids in block_ids.items()}
         block_size = next(iter(block_ids))
         return RoutingRequest(
             block_ids=block_ids.pop(block_size),
@@ -182,7 +184,7 @@ class Routes:
         decision = route.routed.decision
         num_tokens = len(first.prompt_token_ids) if first.prompt_token_ids is not None else decision.num_tokens
         self._metrics.count_prompt(num_tokens, routed_cached=decision.cached_tokens, engine_cached=num_cached)
-        for span in first.placed or route.known.media:
+        for span in first.placed or (*route.known.media, *route.known.unplaced_items):
             self._metrics.count_media(span.modality, is_cached=span.end <= (num_cached or 0))
         if prepared is not None and first.placed and first.prompt_token_ids is not None:
             self._expansions.learn(prepared.source.token_ids, first.prompt_token_ids, first.placed)
@@ -239,6 +241,8 @@ class Routes:
         """Return the prompt as the engine will see it, as far as that is known."""
         if prepared is None:
             return Known(request.prompt.token_ids)
+        if prepared.encoder_token_ids is not None:
+            return Known(request.prompt.token_ids, (), _beside(prepared, len(request.prompt.token_ids)))
         if prepared.features:
             return Known(request.prompt.token_ids, tuple(map(_span, prepared.features)))
         source = prepared.source
@@ -255,6 +259,14 @@ def _span(placed: PlacedFeature) -> MediaSpan:
     place, feature = placed.placeholder, placed.feature
     embedding_bytes = feature.nbytes if feature.embedding is not None else 0
     return MediaSpan(feature.mm_hash, place.offset, place.length, feature.modality, place.num_embeds, embedding_bytes)
+
+
+def _beside(prepared: PreparedPrompt, end: int) -> tuple[MediaSpan, ...]:
+    """Return the items of an encoder's prompt: they are encoded, but have no position in the decoder's."""
+    if not prepared.features:
+        pairs = zip(prepared.mm_hashes, prepared.source.items, strict=True)
+        return tuple(MediaSpan(mm_hash, end, 0, ref.modality) for mm_hash, ref in pairs)
+    return tuple(msgspec.structs.replace(_span(placed), offset=end, length=0) for placed in prepared.features)
 
 
 def _num_bytes(prepared: PreparedPrompt | None) -> int:

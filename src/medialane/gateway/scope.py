@@ -32,6 +32,14 @@ class Releasable(Protocol):
     def release(self) -> None: ...
 
 
+class Memory(Protocol):
+    """The request's share of the memory for bodies (`bodies.BudgetCharge`)."""
+
+    def add(self, num_bytes: int) -> None:
+        """Charge more, until the request ends. Raises BodyMemoryExhausted."""
+        ...
+
+
 class ExtractedMedia(msgspec.Struct, frozen=True):
     """What intake has found in a request's body: its media, the size of the rest (None if the body was not read by
     intake), whether the client requests a report, and, if the body could not be parsed for media, why not."""
@@ -53,6 +61,8 @@ class Failure(msgspec.Struct, frozen=True):
 class RequestScope:
     """Owns the resources of one request and releases them in reverse order.
 
+    `memory` is charged by what is made of its media in this process.
+
     Also holds results for the response: `extracted` by intake, `failure` (the first one), and for the report the
     prepared items, the destination, and the engine's cached tokens.
     """
@@ -61,6 +71,7 @@ class RequestScope:
         self.timeline = StageTimeline()
         self.extracted = ExtractedMedia()
         self.failure: Failure | None = None
+        self.memory: Memory | None = None
         self._items: tuple[MediaReport, ...] = ()
         self._sent: Sent | None = None
         self._engine_cached_tokens: int | None = None
@@ -106,8 +117,10 @@ class RequestScope:
             self._items += tuple(map(media_report, items, counts))
 
     def note_sent(self, sent: Sent) -> None:
-        """Record how and where a request is sent. The last call counts: earlier attempts have failed."""
-        self._sent = sent
+        """Record how and where a prompt is sent. The last call counts: earlier attempts have failed. But of several
+        prompts (documents that are scored) one with media counts."""
+        if sent.has_media or self._sent is None or not self._sent.has_media:
+            self._sent = sent
 
     def note_answered(
         self, num_cached_tokens: int | None, outcomes: Mapping[str, EmbeddingOutcome] = _NO_OUTCOMES

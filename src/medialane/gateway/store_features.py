@@ -7,13 +7,16 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from medialane.core.errors import InvalidRequest, MediaTooLarge, ProtocolViolation
+from medialane.core.errors import InvalidRequest, MediaLost, MediaTooLarge, ProtocolViolation, StoreUnavailable
 from medialane.core.feature import Feature, FoundItem, Hold
 from medialane.core.hashing import content_hash, feature_key, merged_options
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.tensor import ArenaRange
+from medialane.core.wave import wave_bytes
 from medialane.gateway.image_budget import ImageBudget
 from medialane.media import MediaConfig, image_size
 from medialane.observability.timeline import StageTimeline
@@ -119,6 +122,15 @@ class StoreFeatures:
     async def encoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[EncodedMedia]:
         hold = await self._find(ref, _Wanted("encoded"), timeline, budget)
         return _item(hold, hold.value.encoded)
+
+    def samples(self, feature: Feature) -> NDArray[np.float32]:
+        try:
+            return np.frombuffer(self._link.tensor(feature.tensors[0]), np.float32)
+        except MediaLost as error:
+            raise StoreUnavailable(error.message) from error
+
+    async def wave(self, samples: NDArray[np.float32], sample_rate: int) -> bytes:
+        return await self._fairness.run(samples.nbytes, lambda: wave_bytes(samples, sample_rate))
 
     async def publish(self, entry: ArenaRange) -> bytes:
         reply = await self._link.call_at(entry.arena, lambda call_id: PublishImage(call_id, entry))

@@ -21,7 +21,7 @@ from medialane.core.backoff import Backoff
 from medialane.core.errors import AlreadyJoined, MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
-from medialane.core.request import Endpoint, EngineRequest, WorkerLoad, WorkerRole
+from medialane.core.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerLoad, WorkerRole
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.connected_worker import ConnectedWorker, check_same_model, disagreements, lost_endpoint
 from medialane.observability.metrics import Metrics
@@ -97,6 +97,8 @@ class WorkerLink:
         self._joined = False
         self._in_use = asyncio.Lock()
         self.listener: WorkerListener | None = None
+        #: Called with the card of a worker or encoder that has become ready.
+        self.on_ready: Callable[[ModelCard], None] = lambda _card: None
         self.refusal: MedialaneError | None = None
         self._failure: str | None = None
 
@@ -125,6 +127,12 @@ class WorkerLink:
         if worker is None or worker.disagreements or not (worker.same_host or worker.can_pull):
             return ""
         return "" if worker.client.encoder is None else worker.client.encoder.digest
+
+    @property
+    def encoder_card(self) -> EncoderCard | None:
+        """As `encoder`."""
+        client = self.client
+        return client.encoder if client is not None and self.encoder else None
 
     @property
     def store_client(self) -> str:
@@ -233,6 +241,7 @@ class WorkerLink:
         logger.info("%s %s is ready", self.role, self.address)
         self._worker = ConnectedWorker(self.address, client, differing, self._own_arena, self._can_grant)
         self._join(client)
+        self.on_ready(client.welcome.card)
         self._failure = None
 
     def _join(self, client: RpcClient) -> None:
@@ -307,6 +316,21 @@ class WorkerPool:
         #: The names of workers that have joined, and when lost ones are forgotten.
         self._joined: set[str] = set()
         self._forgetting: dict[str, asyncio.TimerHandle] = {}
+        self._card: ModelCard | None = None
+        self._has_card = asyncio.Event()
+        for link in links:
+            link.on_ready = self._on_ready
+
+    async def first_card(self) -> ModelCard:
+        """Return the card of the first worker that has become ready; wait for it."""
+        while self._card is None:
+            await self._has_card.wait()
+        return self._card
+
+    def _on_ready(self, card: ModelCard) -> None:
+        if self._card is None and card.role == "worker":
+            self._card = card
+            self._has_card.set()
 
     def listen(self, listener: WorkerListener) -> None:
         """Register `listener` with all links. Called once, before `run`."""
@@ -375,6 +399,7 @@ class WorkerPool:
         else:
             link = self.links[join.name] = self._new_link(join.name)
             link.listener = self._listener
+            link.on_ready = self._on_ready
             self._joined.add(join.name)
         self._keep(join.name)
         return link

@@ -11,6 +11,7 @@ Runs inside a preparer: synchronously, in one thread, on untrusted bytes.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -75,17 +76,22 @@ _TOO_MANY_PLANES = 8
 
 _READ_BYTES = 1 << 16
 
+#: Fewer samples are padded, as by vLLM: libswresample might return none for them.
+_MIN_RESAMPLED = 1024
+
 _Floats = NDArray[np.float32]
 
 
-def decode_audio(data: memoryview, config: MediaConfig) -> AudioSamples:
-    """Decode one audio item to mono at its own rate. `data` is not copied as a whole, nor needed afterwards.
+def decode_audio(data: memoryview, config: MediaConfig, *, sample_rate: int = 0) -> AudioSamples:
+    """Decode one audio item to mono, at `sample_rate` or its own rate. `data` is not copied as a whole, nor needed
+    afterwards.
 
     Raises InvalidAudio, AudioTooLong, and what `sniff_audio` raises.
     """
     media_type = _type_of(data, config)
     with np.errstate(all="ignore"):  # hostile floats; samples that are not finite are rejected below
-        audio = _by_libsndfile(data, config) or _by_ffmpeg(data, media_type, config)
+        audio = _by_libsndfile(data, config)
+        audio = _by_ffmpeg(data, media_type, config, sample_rate) if audio is None else _resampled(audio, sample_rate)
         _check_samples(audio.samples)
     return audio
 
@@ -182,12 +188,41 @@ def _mean_of_interleaved(samples: _Floats) -> _Floats:
     return mean
 
 
+def _resampled(audio: AudioSamples, sample_rate: int) -> AudioSamples:
+    """Return the audio at another rate, by the calls of vLLM's `resample_audio_pyav`."""
+    samples, rate = audio.samples, audio.sample_rate
+    if sample_rate in (0, rate) or not samples.size:
+        return audio
+    if av is None:
+        raise UnsupportedMediaType("this server does not support audio of this sample rate")
+    num_samples = math.ceil(samples.size * sample_rate / rate)
+    padded = np.pad(samples, (0, max(0, _MIN_RESAMPLED - samples.size)))
+    frame = av.AudioFrame.from_ndarray(padded.reshape(1, -1), format="fltp", layout="mono")
+    frame.sample_rate = rate
+    resampler = av.AudioResampler(format="fltp", layout="mono", rate=sample_rate)
+    with _ffmpeg_errors():
+        frames = [*resampler.resample(frame), *resampler.resample(None)]
+    resampled = np.concatenate([found.to_ndarray() for found in frames], axis=1)[0]
+    return AudioSamples(resampled[:num_samples], sample_rate)
+
+
 # FFmpeg
 
 
-def _by_ffmpeg(data: memoryview, media_type: AudioType, config: MediaConfig) -> AudioSamples:
+def _by_ffmpeg(data: memoryview, media_type: AudioType, config: MediaConfig, sample_rate: int) -> AudioSamples:
     with _opened_by_ffmpeg(data, media_type, config) as (container, stream):
-        return AudioSamples(_gather(container.decode(stream), stream.rate, config), stream.rate)
+        frames, rate = container.decode(stream), sample_rate or stream.rate
+        if rate != stream.rate:
+            frames = _resampled_frames(frames, rate)
+        return AudioSamples(_gather(frames, rate, config), rate)
+
+
+def _resampled_frames(frames: Iterator[av.AudioFrame], sample_rate: int) -> Iterator[av.AudioFrame]:
+    """Resample to mono as vLLM does, which mixes channels here, and drops what the resampler has buffered at the
+    end."""
+    resampler = av.AudioResampler(format="fltp", layout="mono", rate=sample_rate)
+    for frame in frames:
+        yield from resampler.resample(frame)
 
 
 @contextmanager

@@ -67,7 +67,9 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_audio_channels: PositiveInt = field(default=8, name="media-max-audio-channels")
     """most audio channels"""
     max_items: PositiveInt = field(default=16, name="media-max-items")
-    """most media items of one request (vLLM's --limit-mm-per-prompt applies as well)"""
+    """most media items of one prompt (vLLM's --limit-mm-per-prompt applies as well)"""
+    max_batch_items: PositiveInt = field(default=256, name="media-max-batch-items")
+    """most media items of one request with several prompts: conversations of a batch, documents to score"""
     max_url_chars: PositiveInt = field(default=8192, name="media-max-url-chars")
     """longest media URL that is not a data: URL"""
 

@@ -5,7 +5,9 @@ Runs inside a preparer: synchronously, in one thread, with a memory limit and a 
 
 from __future__ import annotations
 
-from medialane.core.media import Decoded, Modality
+import msgspec
+
+from medialane.core.media import AudioIo, Decoded, Modality
 from medialane.media.audio import check_audio, decode_audio
 from medialane.media.config import MediaConfig
 from medialane.media.image import check_image, decode_image
@@ -40,7 +42,7 @@ def decode(
     if modality == "image":
         return decode_image(data, config, chooser)
     if modality == "audio":
-        return decode_audio(data, config)
+        return decode_audio(data, config, sample_rate=msgspec.json.decode(io, type=AudioIo).sample_rate)
     with open_video(data, media_type, config) as video:
         return sampler.sample(video, io)
 

@@ -27,6 +27,7 @@ from medialane.core.errors import (
     TooManyRedirects,
     UpstreamFailed,
 )
+from medialane.core.own_fault import raise_exhausted
 from medialane.media.body import Body, HeapBody
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.freshness import Freshness, freshness_of
@@ -223,6 +224,7 @@ def _mapped_errors() -> Iterator[None]:
     except aiohttp.ClientSSLError as error:
         raise MediaFetchFailed("TLS connection to the media host failed") from error
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        raise_exhausted(error)
         raise _RetryableFailure(MediaFetchFailed("cannot connect to the media host")) from error
     except (aiohttp.ClientError, ValueError) as error:
         raise MediaFetchFailed("the media host sent an invalid HTTP response") from error

@@ -33,6 +33,7 @@ from PIL import Image as PILImage
 
 from medialane.core.errors import ImageTooComplex, ImageTooLarge, InvalidImage
 from medialane.core.media import Image
+from medialane.core.own_fault import own_fault
 from medialane.media.config import MediaConfig
 from medialane.media.image_header import ImageType, check_exif, check_limits, sniff_image
 from medialane.media.jpeg_scale import ScaledImage, scaled_size
@@ -113,6 +114,8 @@ def _opened(
         except PILImage.DecompressionBombError as error:
             raise ImageTooLarge("the image has too many pixels") from error
         except _PILLOW_ERRORS as error:
+            if own_fault(error) is not None:
+                raise
             raise InvalidImage(_UNDECODABLE) from error
 
 

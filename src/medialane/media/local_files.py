@@ -29,6 +29,7 @@ from medialane.core.errors import (
     MediaTooLarge,
     MediaUrlForbidden,
 )
+from medialane.core.own_fault import raise_exhausted
 from medialane.media.body import Body, HeapBody
 from medialane.media.config import FetchLimits
 
@@ -155,6 +156,7 @@ def open_beneath(root: str, path: str) -> OpenFile:
         finally:
             os.close(folder)
     except OSError as error:
+        raise_exhausted(error)
         if error.errno in (errno.ENOENT, errno.EAGAIN):
             raise MediaFetchFailed("the media file does not exist") from error
         raise MediaUrlForbidden(_REFUSED) from error

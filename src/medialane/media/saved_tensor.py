@@ -151,7 +151,7 @@ def _read_npy(data: bytes) -> EmbedsTensor:
         raise InvalidEmbeds("the embeddings are not one array as numpy.save writes it")
     dtype = np.dtype(header[1].decode())
     shape = tuple(int(n) for n in header[3].split(b",") if n.strip())
-    if dtype.name not in ITEM_BYTES or len(shape) > MAX_DIMS:
+    if dtype.name not in _STORAGES.values() or len(shape) > MAX_DIMS:
         raise InvalidEmbeds(_NOT_SAVED)
     if len(data) - end != prod(shape) * dtype.itemsize:
         raise InvalidEmbeds("the embeddings are larger than what was sent")

@@ -10,7 +10,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, TextIO
 
@@ -47,6 +48,20 @@ def configure(config: LoggingConfig, stream: TextIO | None = None) -> None:
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("medialane").setLevel(config.level.upper())
+
+
+@contextmanager
+def unchanged_levels() -> Iterator[None]:
+    """Restore the levels of the root logger and its handlers at the end. A library that vLLM's app imports
+    (model_hosting_container_standards) raises them to ERROR, and our own messages would be lost."""
+    root = logging.getLogger()
+    level, levels = root.level, [(handler, handler.level) for handler in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler, own in levels:
+            handler.setLevel(own)
 
 
 class RateLimitedWarning:

@@ -20,7 +20,8 @@ import numpy as np
 
 from medialane.core.errors import InvalidImage, PromptRejected, StartupFailed, UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import Decoded, FrameBatch, Image, Video
+from medialane.core.media import Decoded, FrameBatch, Image, Modality, Video
+from medialane.core.stage import StageName
 from medialane.core.tensor import TensorSpec
 from medialane.prepare.processor import AssembledPrompt, ImageCost, ProcessedItem
 
@@ -103,6 +104,7 @@ class FakeAssembler:
     """Replaces the n-th placeholder token by one token per patch of the n-th feature."""
 
     accepts_item_options = False
+    stages_instead: Mapping[Modality, StageName] = MappingProxyType({})
 
     def __init__(self, max_tokens: int = sys.maxsize) -> None:
         self.max_tokens = max_tokens

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from medialane.core.errors import UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Video
+from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
+from medialane.core.stage import StageName
 from medialane.core.tensor import TensorSpec
 
 
@@ -113,10 +114,12 @@ class NoProcessor:
 
 @dataclass(frozen=True, slots=True)
 class AssembledPrompt:
-    """Expanded token ids, and one placeholder per feature, in the order of the features."""
+    """Expanded token ids, and one placeholder per feature, in the order of the features. `encoder_token_ids` are as in
+    `PreparedPrompt`."""
 
     token_ids: list[int]
     placeholders: tuple[PlaceholderRange, ...]
+    encoder_token_ids: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,11 @@ class Assembler(Protocol):
     @property
     def accepts_item_options(self) -> bool:
         """Whether an item's tokens depend only on its feature, so that items may differ in processor options."""
+        ...
+
+    @property
+    def stages_instead(self) -> Mapping[Modality, StageName]:
+        """The stages of prompts with items of which no features are made, by modality."""
         ...
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:

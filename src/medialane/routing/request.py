@@ -54,9 +54,12 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
             raise ValueError("block_ids must be a contiguous, writable array of uint64")
 
     def blocks_at(self, card: ModelCard | None) -> PromptBlocks:
-        """Return the prompt's blocks at a worker; none if the ids by its block size are not known."""
+        """Return the prompt's blocks at a worker; none if the ids by its block size are not known, or it has no prefix
+        cache."""
         if card is None or card.block_size == self.block_size:
             return PromptBlocks(self.block_size, self.block_ids, self.num_tokens)
+        if not card.block_size:
+            return PromptBlocks(self.block_size, self.block_ids[:0], self.num_tokens)
         ids = self.other_block_ids.get(card.block_size, self.block_ids[:0])
         return PromptBlocks(card.block_size, ids, self.num_tokens)
 

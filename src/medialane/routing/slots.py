@@ -236,7 +236,8 @@ class SlotTable:
         return len(self._slots) - 1
 
     def _find_block_sizes(self) -> None:
-        self.block_sizes = tuple(dict.fromkeys(slot.card.block_size for slot in self if slot.card is not None))
+        sizes = dict.fromkeys(slot.card.block_size for slot in self if slot.card is not None)
+        self.block_sizes = tuple(size for size in sizes if size)
 
     def _close(self, number: int) -> None:
         self.open &= ~(1 << number)

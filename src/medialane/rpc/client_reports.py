@@ -144,7 +144,7 @@ class ClientReports:
 
 def _check(card: ModelCard) -> None:
     if not (
-        0 < card.block_size <= _MAX_BLOCK_SIZE
+        0 <= card.block_size <= _MAX_BLOCK_SIZE
         and 0 <= card.data_parallel_size <= _MAX_RANKS
         and 0 <= card.num_kv_blocks <= _MAX_KV_BLOCKS
         and card.encoder_cache_tokens >= 0

@@ -17,6 +17,7 @@ from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.messages import Abort, Submit
 from medialane.rpc.payload import OutgoingRequest, split
+from medialane.rpc.pooled_output import PooledOutput
 from medialane.rpc.remote_request import RemoteRequest
 
 
@@ -45,6 +46,7 @@ class ClientRequests:
             request_id,
             max_queued_bytes=self._config.max_queued_bytes,
             mergeable=not request.cumulative,
+            pooled=PooledOutput(self._config.max_pooled_bytes) if request.is_pooling else None,
             send_abort=self._abort,
         )
         try:

@@ -22,6 +22,8 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
     """most concurrent requests on one connection; more get 503"""
     max_queued_bytes: PositiveInt = field(default=8 * MIB, name="rpc-max-queued-bytes")
     """most output bytes buffered for a slow client before its request is aborted"""
+    max_pooled_bytes: PositiveInt = field(default=512 * MIB, name="rpc-max-pooled-bytes")
+    """largest output of a pooling request (embeddings of all tokens of a prompt); a larger one gets 413"""
     max_connections: PositiveInt = field(default=64, name="rpc-max-connections")
     """most gateways connected to one worker"""
     connect_timeout_s: float = field(default=30.0, name="rpc-connect-timeout")

@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 from medialane.core.errors import GenerationFailed, MedialaneError
 from medialane.core.request import OutputDelta, merge_deltas
+from medialane.rpc.pooled_output import PooledOutput
 
 
 class RemoteRequest:
     """Async iterator over the output deltas, for one consumer. Created by `RpcClient.submit`.
 
     If `mergeable`, deltas received while the consumer was busy (for example, writing to a slow client) are merged:
-    later processing costs per delta, not per token.
+    later processing costs per delta, not per token. The parts of a `pooled` output are one delta.
 
     The iteration ends after the finished delta. It raises the error reported by the worker, WorkerLost if the
     connection is closed first, GenerationFailed after `abort` or if more than `max_queued_bytes` are queued for a slow
@@ -28,11 +29,13 @@ class RemoteRequest:
         *,
         max_queued_bytes: int,
         mergeable: bool = True,
+        pooled: PooledOutput | None = None,
         send_abort: Callable[[str], None],
     ) -> None:
         self.request_id = request_id
         self._max_queued_bytes = max_queued_bytes
         self._mergeable = mergeable
+        self._pooled = pooled
         self._send_abort = send_abort
         self._queue: deque[tuple[OutputDelta, int]] = deque()
         self._num_queued_bytes = 0
@@ -69,6 +72,9 @@ class RemoteRequest:
     def on_output(self, delta: OutputDelta, nbytes: int) -> None:
         if self._complete:
             return  # sent before our abort arrived
+        if self._pooled is not None:
+            self._on_pooled(self._pooled, delta)
+            return
         if self._queue and self._num_queued_bytes + nbytes > self._max_queued_bytes:
             self._give_up(GenerationFailed("the response is read too slowly"))
             return
@@ -85,6 +91,17 @@ class RemoteRequest:
 
     def on_release(self) -> None:
         self.on_error(GenerationFailed("the worker released the request before its output was complete"))
+
+    def _on_pooled(self, output: PooledOutput, part: OutputDelta) -> None:
+        try:
+            whole = output.add(part)
+        except MedialaneError as error:
+            self._give_up(error)
+            return
+        if whole is not None:
+            self._queue.append((whole, 0))
+            self._complete = True
+            self._wake()
 
     def _give_up(self, error: MedialaneError) -> None:
         if self._complete:

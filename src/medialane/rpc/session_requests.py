@@ -27,6 +27,7 @@ from medialane.rpc.connection import Connection
 from medialane.rpc.handler import Handler, report_of
 from medialane.rpc.messages import Failed, Output, Released, Submit, UnreadableSubmit
 from medialane.rpc.payload import IncomingPayload, join
+from medialane.rpc.pooled_output import check_size
 
 
 class _Running:
@@ -64,6 +65,7 @@ class SessionRequests:
         self._handler = handler
         self._connection = connection
         self._max_in_flight = config.max_in_flight
+        self._max_pooled_bytes = config.max_pooled_bytes
         self._request_ids = request_ids
         self._tasks = tasks
         self._on_change = on_change
@@ -152,6 +154,8 @@ class SessionRequests:
         self._released(running)
 
     def _send(self, delta: OutputDelta) -> None:
+        if delta.pooled is not None:
+            check_size(delta.pooled, self._max_pooled_bytes)
         try:
             self._connection.send(Output(delta))
         except ProtocolViolation:

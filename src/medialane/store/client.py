@@ -176,7 +176,7 @@ class StoreClient:
                 self._welcome.set_result(message)
                 self._connection.start_heartbeat()
             case HoldsPassed():
-                self._holds.update(message.hold_ids)
+                self._holds.update(message.hold_ids, (found.hold_id for found in message.embeddings))
                 self._on_passed(message)
             case Reclaim():
                 self._on_reclaim()

@@ -63,9 +63,7 @@ class Embeddings:
 
     def lookup(self, key: str) -> Lease[Feature] | None:
         """Lease the entry of an embedding, if it is cached or completed. The caller owns the lease."""
-        fill = self._fills.get(key)
-        if fill is not None and self._arena.is_completed(fill.reservation):
-            self.end(fill)
+        self._fill(key)
         if not self._arena.contains(key, "embedded"):
             return None  # not counted as a miss of the arena: nothing is made because of it
         self._num_found += 1
@@ -79,12 +77,7 @@ class Embeddings:
         """
         loop = asyncio.get_running_loop()
         deadline, has_waited = loop.time() + wanted.wait_ms / 1000, False
-        while True:
-            if (lease := self.lookup(wanted.key)) is not None:
-                return _checked(lease, wanted)
-            fill = self._fills.get(wanted.key)
-            if fill is None:
-                return self._start(wanted, client)
+        while (fill := self._fill(wanted.key)) is not None:
             if fill.client == client or loop.time() >= deadline:
                 return None
             self._num_waited += not has_waited
@@ -92,6 +85,13 @@ class Embeddings:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(min(deadline, loop.time() + POLL_INTERVAL_S)):
                     await fill.ended.wait()
+        return self.find_now(wanted, client)
+
+    def find_now(self, wanted: FindEmbedding, client: str) -> FoundEmbedding | None:
+        """As `find`, without waiting for a client that is writing the embedding."""
+        if (lease := self.lookup(wanted.key)) is not None:
+            return _checked(lease, wanted)
+        return None if wanted.key in self._fills else self._start(wanted, client)
 
     def end(self, fill: Fill) -> None:
         """Cache what was written, or free the range: the client has ended the fill, or it is completed."""
@@ -111,6 +111,13 @@ class Embeddings:
             again.cancel()
             reservation.abandon()
         self._revoking.clear()
+
+    def _fill(self, key: str) -> Fill | None:
+        """Return the fill of an embedding that is not completed yet."""
+        fill = self._fills.get(key)
+        if fill is not None and self._arena.is_completed(fill.reservation):
+            self.end(fill)
+        return self._fills.get(key)
 
     def _start(self, wanted: FindEmbedding, client: str) -> FoundEmbedding | None:
         if wanted.spec.nbytes > self._arena.max_payload_bytes:

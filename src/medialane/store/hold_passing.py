@@ -1,4 +1,5 @@
-"""Holds that a gateway passes to the worker that it sends a request to, so that the worker need not ask the store.
+"""Holds that a gateway passes to the worker that it sends a request to, so that the worker need not ask the store. With
+them go the embeddings that the worker will want: those that are there, and memory for those that it is to write.
 
 The gateway tells the store before it sends the request, and the store tells the worker while the request is on its way.
 If a hold does not arrive in time, the worker asks for one itself (`HoldEntries`); it releases one that arrives for no
@@ -12,9 +13,10 @@ from collections.abc import Sequence
 
 from cachetools import TTLCache
 
+from medialane.core.feature import WantedEmbedding
 from medialane.core.tensor import ArenaOffer, ArenaRange
 from medialane.store.link import StoreLink
-from medialane.store.messages import HoldsPassed, PassHolds
+from medialane.store.messages import FindEmbedding, HoldsPassed, PassHolds
 
 #: Longest time for which a worker waits for a hold. The store takes 0.1 ms; if it is late, asking it takes as long.
 MAX_WAIT_S = 0.1
@@ -34,11 +36,16 @@ class HoldPasser:
         self._link = link
         self._recent: TTLCache[tuple[str, ArenaRange], None] = TTLCache(_MAX_REMEMBERED, retention_s)
 
-    def pass_on(self, ranges: Sequence[ArenaRange], *, to: str, request_id: str) -> bool:
-        """Pass holds on entries, which the caller holds, to the store's client `to`. Return False if none is passed:
-        the client may hold them already."""
+    def pass_on(
+        self, ranges: Sequence[ArenaRange], *, to: str, request_id: str, wanted: Sequence[WantedEmbedding] = ()
+    ) -> bool:
+        """Pass holds on entries, which the caller holds, to the store's client `to`, and on embeddings that it will
+        want. Return False if none is passed: the client may hold the entries already."""
         new = [entry for entry in ranges if (to, entry) not in self._recent]
-        is_passed = bool(to and new) and self._link.notify(new[0].arena, PassHolds(to, request_id, new))
+        embeddings = [FindEmbedding(0, *one) for one in wanted]
+        is_passed = bool(to and (new or (ranges and embeddings))) and self._link.notify(
+            ranges[0].arena, PassHolds(to, request_id, new, embeddings)
+        )
         if is_passed or not new:
             for entry in ranges:
                 self._recent[to, entry] = None
@@ -69,7 +76,7 @@ class PassedHolds:
             return await arrival
         except asyncio.CancelledError:
             if arrival.done() and not arrival.cancelled() and (unused := arrival.result()) is not None:
-                self._release(unused)
+                self._link.release_passed(unused)
             raise
         finally:
             deadline.cancel()
@@ -89,16 +96,12 @@ class PassedHolds:
             arrival.set_result(None)
 
     def _expire(self, request_id: str) -> None:
-        self._release(self._pop(request_id))
+        self._link.release_passed(self._pop(request_id))
 
     def _pop(self, request_id: str) -> HoldsPassed:
         passed, expiry = self._arrived.pop(request_id)
         expiry.cancel()
         return passed
-
-    def _release(self, passed: HoldsPassed) -> None:
-        for entry, hold_id in zip(passed.ranges, passed.hold_ids, strict=True):
-            self._link.release(hold_id, entry.arena)
 
     def _arena_changed(self, arena: ArenaOffer | None) -> None:
         """The connection is lost, and what was on its way with it."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import cast
 
-from medialane.core.feature import Embedding, Feature, FoundEmbedding
+from medialane.core.feature import Embedding, FoundEmbedding, WantedEmbedding
 from medialane.core.remote_entry import RemoteEntry
-from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
+from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.store.hold_cache import HoldCache
 from medialane.store.hold_passing import PassedHolds
 from medialane.store.link import StoreLink
@@ -20,6 +20,8 @@ from medialane.store.messages import (
     FindEmbedding,
     GrantPulls,
     HoldEntries,
+    HoldsPassed,
+    PassedEmbedding,
     PullEntries,
     PullsGranted,
 )
@@ -63,6 +65,8 @@ class StoreEntries:
         self._copies: HoldCache[ArenaRange, ArenaRange] = HoldCache(link, retention_s=retention_s)
         #: Embeddings that are cached in the store, by key.
         self._embeddings: HoldCache[str, TensorDescriptor] = HoldCache(link, retention_s=retention_s)
+        #: Those that were passed with requests, by request and key.
+        self._arrived: dict[tuple[str, str], FoundEmbedding] = {}
 
     def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
         self._link.watch(listener)
@@ -74,10 +78,11 @@ class StoreEntries:
     async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> EntriesHold:
         with ExitStack() as holds:
             missing = [entry for entry in ranges if not self._use(entry, holds)]
-            if missing and passed_with is not None and (passed := await self._passed.take(passed_with)) is not None:
+            if passed_with is not None and (passed := await self._passed.take(passed_with)) is not None:
                 for entry, hold_id in zip(passed.ranges, passed.hold_ids, strict=True):
                     holds.callback(self._holds.add(entry, hold_id, entry, None).release)
                 missing = [entry for entry in missing if entry not in passed.ranges]
+                self._adopt(passed, holds)
             if missing:
                 reply = await self._link.call_at(missing[0].arena, lambda call_id: HoldEntries(call_id, missing))
                 hold_ids = cast("EntriesHeld", reply).hold_ids
@@ -101,21 +106,38 @@ class StoreEntries:
                     copies[entry.range] = copy
             return EntriesHold(holds.pop_all()), [copies[entry.range] for entry in entries]
 
-    async def embedding(self, key: str, feature: Feature, spec: TensorSpec, *, wait_s: float) -> FoundEmbedding | None:
+    async def embedding(
+        self, wanted: WantedEmbedding, *, wait_s: float, passed_with: str | None = None
+    ) -> FoundEmbedding | None:
+        key = wanted.key
+        if passed_with is not None and (passed := self._arrived.pop((passed_with, key), None)) is not None:
+            return passed
         if (hold := self._embeddings.use(key)) is None:
             wait_ms = min(wait_s * 1000, MAX_EMBEDDING_WAIT_MS)
             reply = await self._link.call_at(
-                self._link.arena or "", lambda call_id: FindEmbedding(call_id, key, feature, spec, wait_ms)
+                self._link.arena or "", lambda call_id: FindEmbedding(call_id, *wanted, wait_ms)
             )
-            if not isinstance(reply, EmbeddingFound):
-                return None
-            shared_key = key if reply.is_filled else None
-            hold = self._embeddings.add(shared_key, reply.hold_id, reply.tensor.range, reply.tensor)
-            return FoundEmbedding(Embedding(key, hold.value), hold, reply.is_filled)
-        if hold.value.spec != spec:
+            return self._found(key, reply) if isinstance(reply, EmbeddingFound) else None
+        if hold.value.spec != wanted.spec:
             hold.release()
             return None
         return FoundEmbedding(Embedding(key, hold.value), hold, is_filled=True)
+
+    def _adopt(self, passed: HoldsPassed, holds: ExitStack) -> None:
+        """Keep the embeddings that were passed with a request until it asks for them, or ends."""
+        for found in passed.embeddings:
+            key = passed.request_id, found.key
+            self._arrived[key] = self._found(found.key, found)
+            holds.callback(self._drop, key)
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        if (unused := self._arrived.pop(key, None)) is not None:
+            unused.hold.release()
+
+    def _found(self, key: str, reply: EmbeddingFound | PassedEmbedding) -> FoundEmbedding:
+        shared_key = key if reply.is_filled else None
+        hold = self._embeddings.add(shared_key, reply.hold_id, reply.tensor.range, reply.tensor)
+        return FoundEmbedding(Embedding(key, hold.value), hold, reply.is_filled)
 
     def _use(self, entry: ArenaRange, holds: ExitStack) -> bool:
         if (hold := self._holds.use(entry)) is None:

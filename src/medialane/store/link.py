@@ -193,6 +193,13 @@ class StoreLink:
         else:
             self._holds.discard(hold_id)
 
+    def release_passed(self, passed: HoldsPassed) -> None:
+        """End holds that nobody uses."""
+        for entry, hold_id in zip(passed.ranges, passed.hold_ids, strict=True):
+            self.release(hold_id, entry.arena)
+        for found in passed.embeddings:
+            self.release(found.hold_id, found.tensor.range.arena)
+
     def payload(self, entry: ArenaRange) -> memoryview:
         """Return the payload of an entry that this client writes. Raises ConnectionLost if its store is lost."""
         if self._view is None:
@@ -285,8 +292,7 @@ class StoreLink:
         if self._on_passed is not None:
             self._on_passed(passed)
             return
-        for entry, hold_id in zip(passed.ranges, passed.hold_ids, strict=True):
-            self.release(hold_id, entry.arena)
+        self.release_passed(passed)
 
     def _reclaim(self) -> None:
         for listener in self._reclaimers:

@@ -13,8 +13,9 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
                             <-      EntriesHeld(call, holds)    one hold each
-    PassHolds(client, request, ranges)->                     have another client hold entries that this one holds
-                            <-      HoldsPassed(request, ranges, holds) to that client, if it is connected
+    PassHolds(client, request, ...)->                       have another client hold entries that this one holds, and
+                                                            find embeddings, or write them
+                            <-      HoldsPassed(request, ranges, holds, embeddings) to that client, if it is connected
     GrantPulls(call, ranges)->                              let another host's store copy entries that the client holds
                             <-      PullsGranted(call, entries)
     FindEmbedding(call, key, ...)->                         find the output of the encoder for an item, or write it
@@ -58,7 +59,7 @@ from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor, Tens
 from medialane.observability.timeline import TimelineReport
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -170,20 +171,22 @@ class EntriesHeld(msgspec.Struct, frozen=True, array_like=True, tag=True):
     hold_ids: list[int]
 
 
-class PassHolds(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A gateway is about to send a request that reads these entries to the worker whose `client_id` is `to`."""
+class PassedEmbedding(msgspec.Struct, frozen=True, array_like=True):
+    """As `EmbeddingFound`, of the embedding `key`."""
 
-    to: str
-    request_id: str
-    ranges: list[ArenaRange]
+    key: str
+    hold_id: int
+    tensor: TensorDescriptor
+    is_filled: bool
 
 
 class HoldsPassed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The receiver holds these entries, in the order of the ids."""
+    """The receiver holds these entries, in the order of the ids, and these embeddings."""
 
     request_id: str
     ranges: list[ArenaRange]
     hold_ids: list[int]
+    embeddings: list[PassedEmbedding] = []
 
 
 class GrantPulls(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -215,6 +218,16 @@ class FindEmbedding(msgspec.Struct, frozen=True, array_like=True, tag=True):
             raise ValueError("not the description of an item without tensors")
         if not self.spec.nbytes or not 0 <= self.wait_ms <= MAX_EMBEDDING_WAIT_MS:
             raise ValueError("an embedding has a size, and the wait for it a limit")
+
+
+class PassHolds(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A gateway is about to send a request that reads these entries to the worker whose `client_id` is `to`, which will
+    want these embeddings. Those for which it would have to wait are not passed: it asks for them itself."""
+
+    to: str
+    request_id: str
+    ranges: list[ArenaRange]
+    embeddings: list[FindEmbedding] = []
 
 
 class EmbeddingFound(msgspec.Struct, frozen=True, array_like=True, tag=True):

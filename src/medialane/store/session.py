@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -46,6 +46,7 @@ from medialane.store.messages import (
     ImageSize,
     ItemFound,
     NoEmbedding,
+    PassedEmbedding,
     PassHolds,
     Proceed,
     PublishImage,
@@ -134,7 +135,8 @@ class StoreSession:
         """Have this client hold entries, if they are still held: otherwise it asks, and is told."""
         with suppress(HandoverFailed):
             hold_ids = [self.use.hold([lease]) for lease in self._share(passed.ranges)]
-            self.connection.send(HoldsPassed(passed.request_id, passed.ranges, hold_ids), at_once=True)
+            embeddings = list(self._passed_embeddings(passed.embeddings))
+            self.connection.send(HoldsPassed(passed.request_id, passed.ranges, hold_ids, embeddings), at_once=True)
 
     async def reclaim(self) -> None:
         """Have the client release what it does not use, and wait until it has, or is lost."""
@@ -287,6 +289,15 @@ class StoreSession:
             return NoEmbedding(call.call_id)
         hold_id = self.use.hold([found.hold])
         return EmbeddingFound(call.call_id, hold_id, found.embedding.tensor, found.is_filled)
+
+    def _passed_embeddings(self, wanted: Sequence[FindEmbedding]) -> Iterator[PassedEmbedding]:
+        """Have the client hold those embeddings for which it need not wait."""
+        client = "" if self.hello is None else self.hello.client_id
+        for one in wanted:
+            with suppress(ArenaFull):
+                if (found := self._items.embeddings.find_now(one, client)) is not None:
+                    hold_id = self.use.hold([found.hold])
+                    yield PassedEmbedding(one.key, hold_id, found.embedding.tensor, found.is_filled)
 
     def _hold(self, call: HoldEntries) -> Reply:
         """Raises HandoverFailed."""

@@ -7,6 +7,7 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -20,15 +21,19 @@ from vllm.tool_parsers import ToolParserManager
 
 from medialane.core.errors import MedialaneError, PromptRejected, StartupFailed
 from medialane.core.feature import Feature
+from medialane.core.media import Modality
+from medialane.core.stage import StageName
+from medialane.observability.logging import unchanged_levels
 from medialane.prepare.processor import AssembledPrompt, Assembler, ImageCost
-from medialane.vllm_bridge import inline_rendering, renderer_hook
+from medialane.vllm_bridge import inline_rendering, pooling_endpoints, renderer_hook, speech
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.assembler import VllmAssembler, supports_split
+from medialane.vllm_bridge.assembler import VllmAssembler
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.fail_fast import VALIDATION, failing_fast, is_large
 from medialane.vllm_bridge.http_server import ServerFactory, check_http, serve_http
 from medialane.vllm_bridge.image_tokens import ImageTokens
 from medialane.vllm_bridge.media_options import check_model_io
+from medialane.vllm_bridge.mistral_chat import expand_marks, tokenize_without_media
 from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.request_backend import RequestBackend
 from medialane.vllm_bridge.seams.api_server import (
@@ -39,11 +44,14 @@ from medialane.vllm_bridge.seams.api_server import (
     validate_api_server_args,
     validate_in_thread,
 )
+from medialane.vllm_bridge.seams.multimodal import accepted_modalities
 from medialane.vllm_bridge.settings import settings_of
+from medialane.vllm_bridge.stage_fitness import stages_instead, summary, unfit_reasons
+from medialane.vllm_bridge.tasks import supported_tasks
+from medialane.vllm_bridge.trial_items import SAMPLES
 
 logger = logging.getLogger(__name__)
 
-TASKS = ("generate",)
 
 #: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
 Page = Callable[[Mapping[str, str]], bytes]
@@ -73,18 +81,23 @@ class Frontend:
             self.renderer: BaseRenderer = renderer_from_config(self.config)
         except (OSError, ValueError) as error:
             raise StartupFailed(f"vLLM cannot load the model's configuration or processors: {error}") from error
+        if self.takes_media:
+            expand_marks(self.renderer.get_mm_processor())
+        if self.is_pooling:
+            pooling_endpoints.check_supported(self.config)
         self.processor_settings: dict[str, str] = settings_of(self.config.model_config, self.renderer)
-        #: One that always raises if `supports_split` is false.
-        self.assembler: Assembler = self._assembler() if self.supports_split else _NoAssembler()
+        #: The modalities that workers must process, and why (`stage_fitness`).
+        self.unfit: Mapping[Modality, str] = unfit_reasons(self.renderer.get_mm_processor()) if self.takes_media else {}
+        self.assembler: Assembler = self._assembler()
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the model is served for pooling: its tasks are those that its workers report."""
+        return bool(self.config.model_config.runner_type == "pooling")
 
     @property
     def takes_media(self) -> bool:
         return bool(self.config.model_config.supports_multimodal_inputs)
-
-    @property
-    def supports_split(self) -> bool:
-        """Whether items of this model may be processed one by one; otherwise workers must process them."""
-        return self.takes_media and supports_split(self.renderer.get_mm_processor())
 
     @property
     def max_headers(self) -> int:
@@ -94,16 +107,37 @@ class Frontend:
     def has_resize_target(self) -> bool:
         """Return whether JPEGs may be decoded at a fraction of their size for this model (`jpeg_scaled_decode`).
         Processes an image to find out."""
-        return self.supports_split and VllmProcessor(self.renderer.get_mm_processor()).has_resize_target()
+        if not self.takes_media or "image" in self.unfit:
+            return False
+        return VllmProcessor(self.renderer.get_mm_processor()).has_resize_target()
 
     def check_media_options(self) -> None:
         """Raise StartupFailed for a decode option of the operator that our decoders do not support."""
         check_model_io(self.config.model_config)
 
+    @cached_property
+    def stages_instead(self) -> Mapping[Modality, StageName]:
+        """The stages of requests with modalities that are unfit for `features`."""
+        return stages_instead(self.renderer.get_mm_processor()) if self.unfit else {}
+
+    @property
+    def unfit_reason(self) -> str:
+        """Why workers must process some of this model's media, or all; empty if they need not."""
+        return summary(self.unfit)
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether workers must process all of this model's media."""
+        accepted = SAMPLES.keys() & accepted_modalities(self.renderer.get_mm_processor())
+        return bool(self.unfit) and accepted <= self.unfit.keys()
+
     def _assembler(self) -> Assembler:
+        if not self.takes_media or self.is_unfit:
+            return _NoAssembler(self.stages_instead)
         processor = self.renderer.get_mm_processor()
         images = ImageTokens.verified(processor)
-        return VllmAssembler(processor, images, max_tokens=self.config.model_config.max_model_len)
+        max_tokens = self.config.model_config.max_model_len
+        return VllmAssembler(processor, images, max_tokens=max_tokens, stages_instead=self.stages_instead)
 
     async def app(
         self,
@@ -114,15 +148,19 @@ class Frontend:
         pages: Mapping[str, Page] | None = None,
         actions: Mapping[str, Action] | None = None,
         health: Probe | None = None,
+        tasks: tuple[str, ...] | None = None,
     ) -> Any:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `inner` runs
         inside vLLM's own middleware and responds to requests that fail by an error recorded in `backend`. `pages` and
-        `actions` are medialane's, by path; `health` replaces vLLM's `/health`, which assumes one engine."""
+        `actions` are medialane's, by path; `health` replaces vLLM's `/health`, which assumes one engine; `tasks` are
+        those of the workers, by default what a model that generates supports."""
+        tokenize_without_media(self.renderer)
         if self.takes_media:
             renderer_hook.install(self.renderer, backend)
-        client = RoutedEngineClient(self.config, self.renderer, backend, TASKS)
-        with middleware_stack_not_built(), failing_fast():
-            app = build_app(self.args, TASKS, self.config.model_config)
+        tasks = tasks or supported_tasks(self.config.model_config)
+        client = RoutedEngineClient(self.config, self.renderer, backend, tasks)
+        with middleware_stack_not_built(), failing_fast(), unchanged_levels():
+            app = build_app(self.args, tasks, self.config.model_config)
         validate_in_thread(is_large, VALIDATION)
         app.user_middleware.extend(inner)
 
@@ -137,10 +175,17 @@ class Frontend:
             summary = (action.__doc__ or "").partition("\n")[0]
             handler = _guarded(self.args, _doing(action))
             app.add_api_route(path, handler, methods=["POST"], tags=["medialane"], summary=summary)
+        app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
         if health is not None:
             _add_health(app, health)
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
-        await init_app_state(client, app.state, self.args, TASKS)
+        # With it, a document is scored by the worker that has its query: scores would be lost with that worker.
+        self.args.enable_flash_late_interaction = False
+        await init_app_state(client, app.state, self.args, tasks)
+        if self.is_pooling:
+            pooling_endpoints.install(app.state, self.renderer, backend)
+        if "transcription" in tasks:
+            speech.install(app.state, backend)
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever
             inline_rendering.install(self.renderer, backend)
         client.is_serving = True
@@ -160,10 +205,13 @@ class Frontend:
 
 
 class _NoAssembler:
-    """Used for models whose items are not processed one by one, or without media."""
+    """Used for models of which no items are processed one by one, or without media."""
 
     accepts_item_options = False
     max_tokens = sys.maxsize
+
+    def __init__(self, stages_instead: Mapping[Modality, StageName]) -> None:
+        self.stages_instead = stages_instead
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         raise PromptRejected("this model's prompts are not assembled by the gateway")

@@ -9,59 +9,71 @@ families depend. Private methods of vLLM 0.32 are used; `tests/contract/test_pre
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import PromptRejected
+from medialane.core.errors import FeatureUnsupported, PromptRejected
 from medialane.core.feature import Feature, PlaceholderRange
+from medialane.core.media import Modality
+from medialane.core.stage import StageName
 from medialane.prepare.processor import AssembledPrompt, ImageCost
 from medialane.vllm_bridge.error_text import public_text
+from medialane.vllm_bridge.header_values import NO_OPTIONS
 from medialane.vllm_bridge.image_tokens import ImageTokens
+from medialane.vllm_bridge.item_options_trial import tokens_follow_features
 from medialane.vllm_bridge.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.resize_target import Size
-from medialane.vllm_bridge.seams.multimodal import expand_prompt, processes_items_apart
-
-#: Families whose prompt updates derive an item's token count from the grid in its feature, not from its size and the
-#: options (vLLM 0.32, `_get_prompt_updates` of each). PaddleOCR-VL also has a grid, but counts by size.
-#: By name, since importing the models of other families takes seconds.
-_TOKENS_BY_GRID = frozenset(
-    ("Qwen2VLMultiModalProcessor", "Qwen3VLMultiModalProcessor", "Qwen2_5OmniThinkerMultiModalProcessor")
-)
+from medialane.vllm_bridge.seams.multimodal import expand_prompt
+from medialane.vllm_bridge.seams.stand_ins import ValueUnknown
 
 
 class VllmAssembler:
     """Expands prompts from headers and sizes. Not thread-safe. Without `images`, no image's cost is predicted."""
 
     def __init__(
-        self, processor: BaseMultiModalProcessor, images: ImageTokens | None = None, *, max_tokens: int = sys.maxsize
+        self,
+        processor: BaseMultiModalProcessor,
+        images: ImageTokens | None = None,
+        *,
+        max_tokens: int = sys.maxsize,
+        stages_instead: Mapping[Modality, StageName] = MappingProxyType({}),
     ) -> None:
         self.max_tokens = max_tokens
+        self.stages_instead = stages_instead
         self._processor = processor
         self._images = images
         self._layouts = PlaceholderLayouts(processor)
 
-    @property
+    @cached_property
     def accepts_item_options(self) -> bool:
-        return any(cls.__name__ in _TOKENS_BY_GRID for cls in type(self._processor).__mro__)
+        return tokens_follow_features(self._processor)
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         try:
             applied = self._apply(token_ids, features, options)
+        except ValueUnknown as error:
+            raise FeatureUnsupported("the prompt depends on values that are not in the headers of its items") from error
         except (ValueError, AssertionError, RuntimeError) as error:
             # vLLM raises these if an item has no placeholder in the prompt.
-            raise PromptRejected(public_text(error)) from error
+            raise PromptRejected(public_text(error) or "the model's processor refuses this prompt") from error
         except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            if options == b"{}":
-                raise
+            if options == NO_OPTIONS:
+                raise FeatureUnsupported("the model's processor cannot expand the prompt from its items") from error
             raise PromptRejected("the model's processor does not support these mm_processor_kwargs") from error
-        ranges = {
-            modality: iter([_range(found) for found in places])
-            for modality, places in applied["mm_placeholders"].items()
-        }
+        ranges = {modality: iter(places) for modality, places in placeholder_ranges(applied).items()}
+        try:
+            placeholders = tuple([next(ranges[feature.modality]) for feature in features])
+        except (KeyError, StopIteration) as error:  # not all families look for them
+            raise PromptRejected("the prompt has fewer placeholders than items") from error
         return AssembledPrompt(
-            token_ids=applied["prompt_token_ids"], placeholders=tuple(next(ranges[f.modality]) for f in features)
+            token_ids=applied["prompt_token_ids"],
+            placeholders=placeholders,
+            encoder_token_ids=applied.get("encoder_prompt_token_ids"),
         )
 
     def image_cost(self, size: Size, options: bytes) -> ImageCost | None:
@@ -83,13 +95,9 @@ class VllmAssembler:
         )
 
 
-def supports_split(processor: BaseMultiModalProcessor) -> bool:
-    """Return whether items of this model may be processed one by one.
-
-    False if the family overrides the step that we replace: its results depend on the number of items in the request
-    (DeepSeek-VL2, H2OVL). Such models are served in stages `decoded` and `url`.
-    """
-    return processes_items_apart(processor)
+def placeholder_ranges(applied: Any) -> dict[str, list[PlaceholderRange]]:
+    """Return the placeholders in vLLM's result, by modality."""
+    return {modality: list(map(_range, places)) for modality, places in applied["mm_placeholders"].items()}
 
 
 def _copied(layout: PlaceholderLayout) -> dict[str, list[list[Any]]]:

@@ -28,6 +28,7 @@ from medialane.vllm_bridge.seams.encoder_cache import (
     restore_inputs,
     tensor_parallel_rank,
 )
+from medialane.vllm_bridge.step_clock import StepClock
 
 #: The only key of `ec_transfer_params` in a request. Its value is a `RequestEmbeddings`, encoded.
 KEY = "medialane"
@@ -63,42 +64,50 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]
         restore_inputs(vllm_config)
         if role is ECConnectorRole.SCHEDULER:
             self.schedule = EmbeddingSchedule(RESOLVER.is_readable, RESOLVER.refuse)
+            self.clock = StepClock()
             return
         directory = vllm_config.ec_transfer_config.ec_connector_extra_config[DIRECTORY]
         self._copies = EmbeddingCopies(RESOLVER.tensor, directory, saves=tensor_parallel_rank() == 0)
         self._cache: dict[str, torch.Tensor] = {}
         self._step = StepEmbeddings()
 
-    # In the scheduler
+    # In the scheduler. `has_cache_item` is one lookup, for each item in each step, and not worth the clock's calls.
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        return self.schedule.is_available(
-            request.request_id,
-            (request.ec_transfer_params or {}).get(KEY),
-            ends=lambda: {f.identifier: f.mm_position.offset + f.mm_position.length for f in request.mm_features},
-            num_computed_tokens=num_computed_tokens,
-        )
+        with self.clock.measure():
+            return self.schedule.is_available(
+                request.request_id,
+                (request.ec_transfer_params or {}).get(KEY),
+                ends=lambda: {f.identifier: f.mm_position.offset + f.mm_position.length for f in request.mm_features},
+                num_computed_tokens=num_computed_tokens,
+            )
 
     def has_cache_item(self, identifier: str) -> bool:
         return self.schedule.has(identifier)
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        self.schedule.allocated(request.mm_features[index].identifier)
+        with self.clock.measure():
+            self.schedule.allocated(request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         freed, num_tokens = scheduler_output.free_encoder_mm_hashes, scheduler_output.total_num_scheduled_tokens
-        return StepMetadata(self.schedule.take_step(freed=freed, runs_model=num_tokens > 0))
+        with self.clock.measure():
+            step = self.schedule.take_step(freed=freed, runs_model=num_tokens > 0)
+        self.clock.end_step()
+        return StepMetadata(step)
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
         if isinstance(found := connector_output.ec_connector_worker_meta, CopiedMetadata):
             done = found.copied
-            self.schedule.report(num_saved=done.num_saved, num_failed=done.num_failed, unusable=done.unusable)
+            with self.clock.measure():
+                self.schedule.report(num_saved=done.num_saved, num_failed=done.num_failed, unusable=done.unusable)
 
     def take_unavailable_requests(self) -> set[str]:
         return self.schedule.take_refused()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        self.schedule.end(request.request_id)
+        with self.clock.measure():
+            self.schedule.end(request.request_id)
         return False, None
 
     # In the model's processes

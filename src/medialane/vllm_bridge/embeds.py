@@ -5,8 +5,7 @@ trusts shapes: a grid determines the number of placeholder tokens, and embedding
 EngineCore with all its requests. So embeddings are checked twice: each item before vLLM gets it, and the renderer's
 result against the placeholders.
 
-Whether a model's forward pass accepts embeddings is only visible in its code: Gemma-3 asserts that there are none,
-Pixtral-HF declares the field and raises. Only tested families are accepted, by the exact class of their processor.
+In which form a model accepts embeddings, if in any, is found by a trial at start (`embeds_trial`), not by its family.
 """
 
 from __future__ import annotations
@@ -22,17 +21,10 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from medialane.core.embeds import UNNAMED, Embeds
 from medialane.core.errors import InvalidEmbeds
 from medialane.core.media import Modality
+from medialane.vllm_bridge.embeds_trial import GRID, MODALITY, VALUES, AcceptedEmbeds
 from medialane.vllm_bridge.features import tensor_over
+from medialane.vllm_bridge.merge_size import merge_size
 from medialane.vllm_bridge.seams.multimodal import embeds_data
-from medialane.vllm_bridge.validation import merge_size
-
-#: Families that need an object of `image_embeds` and `image_grid_thw`.
-BY_GRID = frozenset(("Qwen2VLMultiModalProcessor", "Qwen2_5_VLMultiModalProcessor"))
-
-#: Families that need one tensor, with one row per placeholder token.
-BY_ROWS = frozenset(("LlavaMultiModalProcessor", "LlavaNextMultiModalProcessor"))
-
-VALUES, GRID = "image_embeds", "image_grid_thw"
 
 _GRID_NUMBERS = 3
 
@@ -40,19 +32,21 @@ _GRID_NUMBERS = 3
 class EmbedsReader:
     """Reads and checks embeddings for one model."""
 
-    def __init__(self, processor: BaseMultiModalProcessor, model_config: ModelConfig) -> None:
+    def __init__(
+        self, processor: BaseMultiModalProcessor, model_config: ModelConfig, accepted: AcceptedEmbeds | None
+    ) -> None:
+        """`accepted` is None if the model has not been tried: it then accepts none."""
         self._processor = processor
         self._is_on = bool(model_config.multimodal_config.enable_mm_embeds)
-        self._hidden_size = model_config.get_inputs_embeds_size()
+        self._width = 0 if accepted is None else accepted["width"]
+        self._fields = set() if accepted is None else set(accepted["fields"])
         self._merge = merge_size(processor)
-        family = type(processor).__name__
-        self._fields = {VALUES, GRID} if family in BY_GRID else {UNNAMED} if family in BY_ROWS else set()
 
     def read(self, modality: Modality, embeds: Embeds) -> dict[str, torch.Tensor]:
         """Return one item's tensors, over the received bytes without a copy. Raises InvalidEmbeds."""
         if not self._is_on:
             raise InvalidEmbeds(f"this server does not support {modality}_embeds (--enable-mm-embeds)")
-        if modality != "image" or not self._fields:
+        if modality != MODALITY or not self._fields:
             raise InvalidEmbeds(f"{modality}_embeds of this model are not supported by this gateway")
         if embeds.fields.keys() != self._fields:
             names = " and ".join(sorted(self._fields)) if UNNAMED not in self._fields else "one tensor without a name"
@@ -74,7 +68,7 @@ class EmbedsReader:
         if not len(items) == len(places) == num_items:
             raise InvalidEmbeds(f"{len(items)} items and {len(places)} placeholders of {num_items} embeddings")
         for item, place in zip(items, places, strict=True):
-            expected = (place.get_num_embeds(), self._hidden_size)
+            expected = (place.get_num_embeds(), self._width)
             found = item[VALUES].data if VALUES in item else None
             if not isinstance(found, torch.Tensor) or tuple(found.shape) != expected:
                 raise InvalidEmbeds(f"{modality}: embeddings do not have the shape {expected} of their placeholder")
@@ -84,8 +78,8 @@ class EmbedsReader:
         if not values.is_floating_point():
             raise InvalidEmbeds("embeddings must be floating-point numbers")
         shape = tuple(values.shape)
-        if shape[-1:] != (self._hidden_size,) or len(shape) not in (2, 3) or shape[:-2] not in ((), (1,)):
-            raise InvalidEmbeds(f"embeddings must have the shape (tokens, {self._hidden_size})")
+        if shape[-1:] != (self._width,) or len(shape) not in (2, 3) or shape[:-2] not in ((), (1,)):
+            raise InvalidEmbeds(f"embeddings must have the shape (tokens, {self._width})")
         return values.view(shape[-2:])
 
     def _grid(self, grid: torch.Tensor, *, num_rows: int) -> torch.Tensor:

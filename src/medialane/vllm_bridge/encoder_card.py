@@ -7,7 +7,7 @@ hub, or samples of the files in a folder, which are the same on each host. Readi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from medialane.core.hashing import content_hash, digest
 from medialane.core.request import EncoderCard
 from medialane.vllm_bridge.encoder_measure import Measured
+from medialane.vllm_bridge.stable_description import describe
 
 #: Suffixes of files with weights.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
@@ -86,15 +87,7 @@ def _is_of_encoder(name: str) -> bool:
 
 def _config(hf_config: Any) -> str:
     settings = {k: v for k, v in hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    return content_hash(repr(_sorted(settings)).encode())
-
-
-def _sorted(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return [(str(name), _sorted(value[name])) for name in sorted(value, key=str)]
-    if isinstance(value, list | tuple):
-        return [_sorted(inner) for inner in value]
-    return str(value)
+    return describe(settings).text
 
 
 def _weights(config: VllmConfig) -> str:

@@ -27,14 +27,20 @@ import msgspec
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from medialane.core.admin import AdminCall, AdminResult, changes_encoder
-from medialane.core.errors import GenerationFailed, HandoverFailed, MedialaneError, StartupFailed, WorkerLost
+from medialane.core.errors import (
+    GenerationFailed,
+    HandoverFailed,
+    MedialaneError,
+    StartupFailed,
+    WorkerLost,
+)
 from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
@@ -50,13 +56,14 @@ from medialane.core.request import (
 from medialane.vllm_bridge import administration
 from medialane.vllm_bridge.adapters import LoadedAdapters
 from medialane.vllm_bridge.arena_encoder import ArenaEncoder
+from medialane.vllm_bridge.embeds_trial import AcceptedEmbeds
 from medialane.vllm_bridge.engine_core import install
-from medialane.vllm_bridge.engine_embeddings import EngineEmbeddings
+from medialane.vllm_bridge.engine_embeddings import MEASURE_TIMEOUT_S, EngineEmbeddings
 from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
-from medialane.vllm_bridge.engine_options import EncodeCache, engine_args, keep_embeddings
+from medialane.vllm_bridge.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine_request import RequestReader, clamp, has_arena_items, placed_media
 from medialane.vllm_bridge.kv_events import KvEventReader
-from medialane.vllm_bridge.outputs import to_delta
+from medialane.vllm_bridge.outputs import ended_by_front_end, has_error, to_deltas
 from medialane.vllm_bridge.private_folder import PrivateFolder
 from medialane.vllm_bridge.seams.engine import (
     SchedulerStats,
@@ -111,6 +118,7 @@ def build_engine(
         recorder = LoadRecorder()
         usage = UsageContext.OPENAI_API_SERVER
         config = args.create_engine_config(usage)
+        check_prefix_cache(config)
         unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory, role=role)
         llm = AsyncLLM.from_vllm_config(
             config,
@@ -204,20 +212,43 @@ class VllmEngine:
         return self._embeddings.counts
 
     @property
+    def longest_embedding_step_s(self) -> float:
+        """As of the last `ping`."""
+        return self._embeddings.longest_step_s
+
+    @property
     def encode_cache_reason(self) -> str:
         """Why embeddings are not kept; empty if they are, and until `learn_encoder`."""
         return self._embeddings.reason
 
     async def learn_encoder(self) -> None:
-        """Complete the card: what the encoder's embeddings look like, if they are kept. To be awaited once, before the
-        card is sent to anyone. Raises StartupFailed, with the engine closed, if they must be kept and cannot be;
-        WorkerLost."""
+        """Complete the card: what the encoder's embeddings look like, if they are kept; the tasks of a pooling model.
+
+        To be awaited once, before the card is sent to anyone. Raises StartupFailed, with the engine closed, if
+        embeddings must be kept and cannot be; WorkerLost.
+        """
         try:
             await self._embeddings.learn(self._ask)
         except StartupFailed:
             await self.close()
             raise
+        if self._llm.model_config.runner_type == "pooling":
+            tasks = tuple(await self._result_or_death(self._llm.get_supported_tasks()))
+            self.card = msgspec.structs.replace(self.card, tasks=tasks)
         self._renew_card()
+        await self._learn_embeds()
+
+    async def _learn_embeds(self) -> None:
+        """Find out in which form the model accepts embeddings of clients, if they may send any."""
+        media = self._llm.model_config.multimodal_config
+        if media is None or not media.enable_mm_embeds or not self.takes_media:
+            return
+        with self._warned("whether the model accepts image_embeds is unknown"):
+            engines = await self._ask("medialane_try_embeds", timeout_s=MEASURE_TIMEOUT_S)
+            accepted: AcceptedEmbeds = engines[0][0]
+            self._reader.accept_embeds(accepted)
+            if accepted["fault"]:
+                logger.warning("image_embeds are refused, as the model does not accept them: %s", accepted["fault"])
 
     def loads(self) -> list[WorkerLoad]:
         """Return the load of each rank: unfinished requests as of now, running ones as of the last step (an idle engine
@@ -261,15 +292,17 @@ class VllmEngine:
         with mapped_errors():
             sent = self._reader.embeddings(request, embeddings)
             engine_input = await self._reader.engine_input(request, tensors, embeddings)
-            expanded_here = isinstance(request.prompt, SourcePrompt)
+            # The decoder's prompt of a model that has an encoder's is known to the gateway.
+            expanded_here = isinstance(request.prompt, SourcePrompt) and request.prompt.encoder_token_ids is None
             placed = placed_media(engine_input) if expanded_here else []
             reads_arena = sent is not None or has_arena_items(engine_input)  # vLLM takes items out of its input
             async with aclosing(self._outputs(request, engine_input, sent)) as outputs:
                 first = True
                 async for output in outputs:
-                    if reads_arena and _has_error(output):
+                    if reads_arena and has_error(output):
                         await self._check_refused(request.request_id)
-                    yield to_delta(output, first=first, expanded_here=expanded_here, placed=placed)
+                    for delta in to_deltas(output, first=first, expanded_here=expanded_here, placed=placed):
+                        yield delta
                     first = False
 
     async def administer(self, call: AdminCall) -> AdminResult:
@@ -305,18 +338,21 @@ class VllmEngine:
 
     async def _outputs(
         self, request: EngineRequest, engine_input: Any, embeddings: bytes | None
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
         """Yield vLLM's outputs. Returns only after EngineCore has released the request."""
-        params = self._reader.params(request, embeddings)
-        clamp(params, engine_input, self.card.max_model_len)
         arguments = self._reader.arguments(request)
+        if request.is_pooling:
+            run, params = self._llm.encode, self._reader.pooling_params(request)
+        else:
+            run, params = self._llm.generate, self._reader.params(request, embeddings)
+            clamp(params, engine_input, self.card.max_model_len)
         await self._adapters.ensure(arguments["lora_request"])
-        generating = self._llm.generate(engine_input, params, request.request_id, **arguments)
+        generating = run(engine_input, params, request.request_id, **arguments)
         cut_short = settled = False
         try:
             async with aclosing(generating):
                 async for output in generating:
-                    cut_short = cut_short or _ended_by_front_end(output)
+                    cut_short = cut_short or ended_by_front_end(output)
                     settled = output.finished and not cut_short
                     yield output
         except REFUSED:
@@ -433,9 +469,10 @@ def _card(llm: AsyncLLM) -> ModelCard:
         model=llm.model_config.model,
         max_model_len=llm.model_config.max_model_len,
         # In hybrid models full attention may have larger blocks than the rest; its blocks count for the prefix cache.
-        block_size=cache.effective_attention_block_size or cache.block_size,
+        block_size=(cache.effective_attention_block_size or cache.block_size) if cache.enable_prefix_caching else 0,
         processor=settings_of(llm.model_config, llm.renderer),
-        encoder_cache_tokens=encoder_cache_tokens(llm),
+        # An encoder-decoder's outputs are not kept for other requests.
+        encoder_cache_tokens=0 if llm.model_config.is_encoder_decoder else encoder_cache_tokens(llm),
         num_kv_blocks=(cache.num_gpu_blocks or 0) // num_ranks,  # vLLM reports the sum over its ranks
         max_num_seqs=config.scheduler_config.max_num_seqs,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
@@ -443,12 +480,3 @@ def _card(llm: AsyncLLM) -> ModelCard:
         max_loras=config.lora_config.max_loras if config.lora_config is not None else 0,
         role=role,
     )
-
-
-def _has_error(output: RequestOutput) -> bool:
-    return any(completion.finish_reason == "error" for completion in output.outputs)
-
-
-def _ended_by_front_end(output: RequestOutput) -> bool:
-    """Return whether a stop string or an abort ended it: EngineCore was notified but has not confirmed yet."""
-    return any(isinstance(c.stop_reason, str) or c.finish_reason == "abort" for c in output.outputs)

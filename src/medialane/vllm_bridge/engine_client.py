@@ -7,12 +7,15 @@ from contextlib import aclosing, contextmanager
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import GenerationError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.pooling_params import PoolingParams
 from vllm.renderers import BaseRenderer
+from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -21,8 +24,8 @@ from medialane.core.errors import AdminCallIncomplete, InvalidRequest, Medialane
 from medialane.core.loop_fairness import FewPerIteration
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.adapters import with_own_id
-from medialane.vllm_bridge.outputs import to_request_output
-from medialane.vllm_bridge.prepared_input import prepared_prompt
+from medialane.vllm_bridge.outputs import to_pooling_output, to_request_output
+from medialane.vllm_bridge.prepared_input import decoder_input, prepared_prompt
 from medialane.vllm_bridge.renderer_hook import remembered_errors
 from medialane.vllm_bridge.request_backend import RequestBackend
 from medialane.vllm_bridge.seams.engine import FrontEndInputs, MsgpackEncoder
@@ -110,18 +113,15 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
     ) -> AsyncGenerator[RequestOutput, None]:
         await self._pieces.next_piece()
         with self._bridged():
-            request = EngineRequest(
-                request_id=request_id,
-                prompt=ExpandedPrompt(_token_ids(prompt)),
-                sampling_params=self._encode(sampling_params),
+            prompt = decoder_input(await self._rendered(prompt))
+            request = msgspec.structs.replace(
+                self._request(
+                    request_id, prompt, sampling_params, lora_request=lora_request, trace_headers=trace_headers
+                ),
                 prompt_text=prompt_text or prompt.get("prompt"),
-                cache_salt=prompt.get("cache_salt"),
-                lora=None if lora_request is None else self._encode(with_own_id(lora_request)),
-                lora_name=None if lora_request is None else lora_request.lora_name,
                 priority=priority,
                 data_parallel_rank=data_parallel_rank,
                 session_id=session_id,
-                trace_headers=None if trace_headers is None else dict(trace_headers),
                 reasoning_ended=reasoning_ended,
                 reasoning=None if reasoning_parser_kwargs is None else self._encode(reasoning_parser_kwargs),
                 cumulative=sampling_params.output_kind is RequestOutputKind.CUMULATIVE,
@@ -146,16 +146,67 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         except MedialaneError as error:
             raise BridgedError(error) from error
 
+    async def _rendered(self, prompt: Any) -> Any:
+        """Render what the app has not: the prompt with which it has a model detect the language of speech."""
+        if isinstance(prompt, dict) and "type" in prompt:
+            return prompt
+        (rendered,) = await self.renderer.render_cmpl_async([parse_model_prompt(self.model_config, prompt)])
+        return rendered
+
     def _encode(self, value: Any) -> bytes:
         try:
             (encoded,) = self._encoder.encode(value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequest("a sampling parameter cannot be sent to a worker") from error
+            raise InvalidRequest("a parameter cannot be sent to a worker") from error
         return bytes(encoded)
 
-    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
-        _unsupported("pooling")
-        yield
+    async def encode(  # noqa: PLR0917 - vLLM's signature
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        await self._pieces.next_piece()
+        with self._bridged():
+            reads_cache = not pooling_params.skip_reading_prefix_cache and self.model_config.is_prefix_caching_supported
+            request = msgspec.structs.replace(
+                self._request(
+                    request_id, prompt, pooling_params, lora_request=lora_request, trace_headers=trace_headers
+                ),
+                priority=priority,
+                is_pooling=True,
+                reads_prefix_cache=reads_cache,
+            )
+            async with aclosing(self._backend.generate(request, prepared_prompt(prompt))) as deltas:
+                async for delta in deltas:  # a single one
+                    # The app counts the tokens of its own prompt, which may have been expanded by the worker.
+                    prompt["prompt_token_ids"] = delta.prompt_token_ids or request.prompt.token_ids
+                    yield to_pooling_output(delta, request_id=request_id, prompt_token_ids=prompt["prompt_token_ids"])
+
+    def _request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        *,
+        lora_request: LoRARequest | None,
+        trace_headers: Mapping[str, str] | None,
+    ) -> EngineRequest:
+        """Return what generation and pooling requests have in common."""
+        return EngineRequest(
+            request_id=request_id,
+            prompt=ExpandedPrompt(_token_ids(prompt)),
+            sampling_params=self._encode(params),
+            cache_salt=prompt.get("cache_salt"),
+            lora=None if lora_request is None else self._encode(with_own_id(lora_request)),
+            lora_name=None if lora_request is None else lora_request.lora_name,
+            trace_headers=None if trace_headers is None else dict(trace_headers),
+        )
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Unsupported: a request is aborted by closing its generator, as vLLM's app does with its own."""
@@ -252,6 +303,6 @@ def _unsupported(what: str) -> NoReturn:
 
 
 def _token_ids(prompt: Any) -> list[int]:
-    if not isinstance(prompt, dict) or prompt.get("type") not in ("token", "multimodal"):
-        raise InvalidRequest("prompts given as embeddings or unrendered are not supported by this gateway")
+    if prompt["type"] not in ("token", "multimodal"):
+        raise InvalidRequest("prompts given as embeddings are not supported by this gateway")
     return list(prompt["prompt_token_ids"])

@@ -17,7 +17,7 @@ from medialane.core.errors import InvalidFeature
 from medialane.core.parent_death import signal_on_parent_death
 from medialane.vllm_bridge.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.embedding_connector import EmbeddingConnector
-from medialane.vllm_bridge.embedding_schedule import EmbeddingSchedule
+from medialane.vllm_bridge.embeds_trial import try_embeds
 from medialane.vllm_bridge.encoder_measure import measure
 from medialane.vllm_bridge.seams import engine_core
 from medialane.vllm_bridge.seams.encoder_cache import connector_of, on_every_rank
@@ -41,8 +41,9 @@ def install() -> None:
             ),
             "medialane_detach_ranks": lambda engine, arena: on_every_rank(engine, _detach, arena),
             "medialane_encoder": lambda engine: on_every_rank(engine, measure),
-            "medialane_embeddings": lambda engine: _embeddings(engine, lambda schedule: astuple(schedule.counts)),
-            "medialane_drop_fills": lambda engine: _embeddings(engine, EmbeddingSchedule.drop_fills),
+            "medialane_try_embeds": lambda engine: on_every_rank(engine, try_embeds),
+            "medialane_embeddings": lambda engine: _embeddings(engine, _totals),
+            "medialane_drop_fills": lambda engine: _embeddings(engine, lambda found: found.schedule.drop_fills()),
         },
     )
 
@@ -62,10 +63,14 @@ def _detach(_worker: Any, arena: str) -> None:
     RESOLVER.detach(arena)
 
 
-def _embeddings(engine: Any, use: Callable[[EmbeddingSchedule], T]) -> T | None:
+def _embeddings(engine: Any, use: Callable[[EmbeddingConnector], T]) -> T | None:
     """Return what `use` returns for the scheduler's embeddings; None if it has none."""
     connector = connector_of(engine)
-    return use(connector.schedule) if isinstance(connector, EmbeddingConnector) else None
+    return use(connector) if isinstance(connector, EmbeddingConnector) else None
+
+
+def _totals(connector: EmbeddingConnector) -> tuple[tuple[int, ...], float]:
+    return astuple(connector.schedule.counts), connector.clock.longest_s
 
 
 def _die_with(_engine: Any, pid: int) -> bool:

@@ -37,6 +37,7 @@ class EngineEmbeddings:
         self.reason = reason
         self.arenas: set[str] = set()
         self.counts = EmbeddingCounts()
+        self.longest_step_s = 0.0  # that embeddings took of a step of a scheduler
         self._config = config
         self._digest = ""  # of the encoder as it was loaded
         self._wanted: EncodeCache = wanted
@@ -88,7 +89,8 @@ class EngineEmbeddings:
             await ask("medialane_drop_fills", timeout_s=_TIMEOUT_S)
 
     async def refresh(self, ask: Ask, *, timeout_s: float) -> None:
-        """Update `counts`."""
+        """Update `counts` and `longest_step_s`."""
         if self.card is not None:
             found = [totals for totals in await ask("medialane_embeddings", timeout_s=timeout_s) if totals]
-            self.counts = EmbeddingCounts(*map(sum, zip(*found, strict=True)))
+            self.counts = EmbeddingCounts(*map(sum, zip(*(counts for counts, _ in found), strict=True)))
+            self.longest_step_s = max((longest_s for _, longest_s in found), default=0.0)

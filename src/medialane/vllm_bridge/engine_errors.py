@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from vllm.exceptions import (
     GracefulHTTPError,
     VLLMClientError,
@@ -16,17 +17,34 @@ from vllm.exceptions import (
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from medialane.core.errors import GenerationFailed, PromptRejected, Unavailable, WorkerLost
+from medialane.core.own_fault import is_exhausted, own_fault
 from medialane.vllm_bridge.error_text import public_text
 
 logger = logging.getLogger(__name__)
+
+#: What neither a media item nor a request's options cause.
+_OWN = (VLLMServerError, GracefulHTTPError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+#: In the message of the RuntimeError that torch raises when the host's memory has run out.
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 #: Raised by vLLM's front end, before anything of the request has reached EngineCore.
 REFUSED = (VLLMClientError, GracefulHTTPError)
 
 
+def engine_fault(error: BaseException) -> BaseException | None:
+    """Return the exception, `error` or one of its causes, for which no request is to blame; None if there is none. vLLM
+    wraps whatever a Hugging Face processor raises in a ValueError."""
+    found = own_fault(error, *_OWN)
+    if found is None and any(_CPU_ALLOCATOR in str(one) for one in (error, error.__cause__) if one is not None):
+        return MemoryError(str(error))
+    return found
+
+
 @contextmanager
 def mapped_errors() -> Iterator[None]:
-    """Convert vLLM's exceptions to PromptRejected, Unavailable, WorkerLost or GenerationFailed."""
+    """Convert vLLM's exceptions, and those of a process that has run out of memory, to PromptRejected, Unavailable,
+    WorkerLost or GenerationFailed."""
     try:
         yield
     except VLLMClientError as error:
@@ -36,6 +54,11 @@ def mapped_errors() -> Iterator[None]:
         raise Unavailable(error.message) from error
     except EngineDeadError as error:
         raise WorkerLost("the worker's engine has died") from error
+    except (MemoryError, OSError, RuntimeError) as error:
+        if is_exhausted(error) or isinstance(error, torch.OutOfMemoryError):
+            logger.exception("a request was refused")
+            raise Unavailable("the worker is out of memory, files or threads") from error
+        raise
     except VLLMServerError as error:
         logger.exception("the engine failed a request")
         raise GenerationFailed("the engine failed this request") from error

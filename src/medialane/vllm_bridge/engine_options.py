@@ -37,20 +37,25 @@ def engine_args(
     found = AsyncEngineArgs.from_cli_args(parsed)
     if _is_given(vllm_args, "--mm-processor-cache-gb") and parsed.mm_processor_cache_gb:
         raise StartupFailed("--mm-processor-cache-gb must be 0 in a worker: processed media are cached in the arena")
-    if parsed.enable_prefix_caching is False:
-        raise StartupFailed("--no-enable-prefix-caching is not supported: without it, media have no identity in vLLM")
     if _is_given(vllm_args, "--kv-events-config"):
         # vLLM has one publisher per engine, whose events contain every prompt: it is not shared.
         raise StartupFailed("--kv-events-config cannot be set in a worker: it reads its engine's events itself")
     _check_hash_algorithm(vllm_args, parsed)
     found.mm_processor_cache_gb = 0
-    found.enable_prefix_caching = True
+    # `enable_prefix_caching` is left to vLLM: results of some models would change with it, others would not start.
     found.prefix_caching_hash_algo = HASH_ALGORITHM
     found.kv_events_config = kv_events if role == "worker" else None
     found.mm_encoder_only = found.mm_encoder_only or role == ENCODER
     if current_platform.is_cpu() and found.distributed_executor_backend is None and _is_single(found):
         found.distributed_executor_backend = cpu_executor.QUALIFIED_NAME
     return found
+
+
+def check_prefix_cache(config: VllmConfig) -> None:
+    """Raise StartupFailed if the user's flags give a prefix cache to a model whose first request would end the engine
+    with it."""
+    if config.cache_config.enable_prefix_caching and config.model_config.is_encoder_decoder:
+        raise StartupFailed("--enable-prefix-caching is not possible: the model has an encoder and a decoder")
 
 
 def keep_embeddings(

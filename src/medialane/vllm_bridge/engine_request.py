@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-from vllm.inputs import mm_input, tokens_input
+from vllm.inputs import build_enc_dec_input, mm_enc_dec_input, mm_input, tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -20,12 +22,17 @@ from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge import embedding_connector
 from medialane.vllm_bridge.arena_encoder import ArenaItem
 from medialane.vllm_bridge.embedding_use import request_embeddings
+from medialane.vllm_bridge.embeds_trial import AcceptedEmbeds
 from medialane.vllm_bridge.engine_embeddings import EngineEmbeddings
 from medialane.vllm_bridge.features import decode_item, decode_item_without_tensors, decode_small_fields
-from medialane.vllm_bridge.prepared_input import to_vllm_range
+from medialane.vllm_bridge.mistral_chat import expand_marks
+from medialane.vllm_bridge.prepared_input import decoder_input, to_vllm_range
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 from medialane.vllm_bridge.source_prompt import SourceRenderer
+from medialane.vllm_bridge.stage_fitness import summary, unfit_reasons
 from medialane.vllm_bridge.validation import FeatureChecker, placeholder_of
+
+logger = logging.getLogger(__name__)
 
 #: Raised by the typed decoders for malformed bytes; NotImplementedError is for msgpack extension types.
 _UNREADABLE = (msgspec.DecodeError, NotImplementedError, TypeError, ValueError, RecursionError)
@@ -43,20 +50,30 @@ class RequestReader:
         self._embeddings = embeddings
         takes_media = llm.model_config.supports_multimodal_inputs
         self._checker = FeatureChecker(llm.renderer.get_mm_processor()) if takes_media else None
+        if takes_media and (unfit := unfit_reasons(llm.renderer.get_mm_processor())):
+            logger.warning("this worker processes %s of its requests: %s", " and ".join(unfit), summary(unfit))
+        if takes_media:
+            expand_marks(llm.renderer.get_mm_processor())
         self._sources = SourceRenderer(llm.renderer, llm.model_config, self._checker)
         self._params = MsgpackDecoder(SamplingParams)
+        self._pooling_params = MsgpackDecoder(PoolingParams)
         self._lora = MsgpackDecoder(LoRARequest)
 
+    def accept_embeds(self, accepted: AcceptedEmbeds) -> None:
+        """See `SourceRenderer.accept_embeds`."""
+        self._sources.accept_embeds(accepted)
+
     def arguments(self, request: EngineRequest) -> dict[str, Any]:
-        """Return keyword arguments of `AsyncLLM.generate`. Raises PromptRejected."""
+        """Return keyword arguments of `AsyncLLM.generate`, or `encode` for pooling. Raises PromptRejected."""
         with readable("LoRA request"):
             lora = None if request.lora is None else self._lora.decode(request.lora)
         with readable("reasoning arguments"):
             reasoning = request.reasoning and msgspec.msgpack.decode(request.reasoning, type=dict[str, Any])
+        common = {"lora_request": lora, "trace_headers": request.trace_headers, "priority": request.priority}
+        if request.is_pooling:  # vLLM itself chooses the rank of pooling requests
+            return common
         return {
-            "lora_request": lora,
-            "trace_headers": request.trace_headers,
-            "priority": request.priority,
+            **common,
             "data_parallel_rank": request.data_parallel_rank,
             "session_id": request.session_id,
             "reasoning_ended": request.reasoning_ended,
@@ -75,6 +92,11 @@ class RequestReader:
         if embeddings is not None:
             params.extra_args = {**(params.extra_args or {}), _FOR_CONNECTOR: {embedding_connector.KEY: embeddings}}
         return params
+
+    def pooling_params(self, request: EngineRequest) -> PoolingParams:
+        """Return the pooling parameters, decoded by type without pickle. Raises PromptRejected."""
+        with readable("pooling parameters"):
+            return self._pooling_params.decode(request.sampling_params)
 
     def embeddings(self, request: EngineRequest, uses: Sequence[EmbeddingUse | None]) -> bytes | None:
         """Return what `params` sends of the request's embeddings; None if there are none. Raises HandoverFailed,
@@ -131,14 +153,19 @@ class RequestReader:
             kwargs.setdefault(feature.modality, []).append(item)
             hashes.setdefault(feature.modality, []).append(feature.mm_hash)
             ranges.setdefault(feature.modality, []).append(to_vllm_range(placeholder_of(feature)))
-        return mm_input(
-            prompt.token_ids,
+        expanded = mm_input(
+            prompt.expanded_token_ids,
             MultiModalKwargsItems(kwargs),
             hashes,
             ranges,
-            prompt=request.prompt_text,
+            prompt=request.prompt_text if prompt.encoder_token_ids is None else None,
             cache_salt=request.cache_salt,
         )
+        if prompt.encoder_token_ids is None:
+            return expanded
+        both = mm_enc_dec_input(expanded, prompt.token_ids, decoder_prompt=request.prompt_text)
+        # The gateway's renderer has added the decoder's start token, if there must be one.
+        return build_enc_dec_input(both, None, decoder_start_token_id=-1, skip_decoder_start_token=True)
 
     def _item(self, feature: MediaPayload, datas: Sequence[memoryview]) -> MultiModalKwargsItem:
         """Return the item as it will be sent to EngineCore. Raises InvalidFeature."""
@@ -155,12 +182,15 @@ class RequestReader:
 
 def has_arena_items(engine_input: Mapping[str, Any]) -> bool:
     """Return whether EngineCore will read tensors of this input from an arena."""
-    kwargs: Mapping[str, Sequence[Any]] = engine_input.get("mm_kwargs") or {}
+    kwargs: Mapping[str, Sequence[Any]] = decoder_input(engine_input).get("mm_kwargs") or {}
     return any(isinstance(item, ArenaItem) for items in kwargs.values() for item in items)
 
 
 def placed_media(engine_input: Mapping[str, Any]) -> list[MediaSpan]:
-    """Return where vLLM's renderer has placed the items of a prompt, in prompt order."""
+    """Return where vLLM's renderer has placed the items of a prompt, in prompt order. Those of an encoder's prompt are
+    not in the prompt that is continued."""
+    if engine_input["type"] == "enc_dec":
+        return []
     hashes = engine_input.get("mm_hashes") or {}
     found = [
         MediaSpan(mm_hash, place.offset, place.length, modality, place.get_num_embeds())
@@ -173,7 +203,7 @@ def placed_media(engine_input: Mapping[str, Any]) -> list[MediaSpan]:
 def clamp(params: SamplingParams, engine_input: Mapping[str, Any], max_model_len: int) -> None:
     """Limit `max_tokens` to the tokens left: in stage `url` the gateway has computed it from the unexpanded prompt. If
     the prompt leaves none, vLLM rejects it."""
-    left = max_model_len - len(engine_input["prompt_token_ids"])
+    left = max_model_len - len(decoder_input(engine_input)["prompt_token_ids"])
     if params.max_tokens is not None and 0 < left < params.max_tokens:
         params.max_tokens = left
         params.min_tokens = min(params.min_tokens, left)

@@ -2,15 +2,16 @@
 
 Theory of operation. A `MultiModalKwargsItem` maps field names to (nested) tensors and to a *field*, which specifies how
 items are batched for the model. The header is a typed msgpack document of all of that in which tensors of up to
-`INLINE_BYTES` are inline and larger ones are indices into a list of tensors sent separately. Prompt assembly only reads
-small tensors (grids, sizes, token counts, audio masks: checked for 36 families of vLLM 0.32), so the header suffices
-to expand a prompt. Nothing is pickled; field kinds and dtypes are closed tables.
+`INLINE_BYTES` are inline, and also larger ones if prompt assembly or validation read them (`header_values` finds that
+out); others are indices into a list of tensors sent separately. So the header suffices to expand a prompt: the others
+are replaced by stand-ins then, whose values cannot be read. Nothing is pickled; field kinds and dtypes are closed
+tables.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,11 +26,12 @@ from vllm.multimodal.inputs import (
     MultiModalSharedField,
 )
 
-from medialane.core.errors import InvalidFeature, PreparationFailed
+from medialane.core.errors import FeatureUnsupported, InvalidFeature
 from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.tensor import ITEM_BYTES, TensorSpec
+from medialane.vllm_bridge.seams.stand_ins import stand_in_for
 
-#: Largest tensor that is inline in the header. An audio mask of 30 s is 12 kB.
+#: Largest tensor that is always inline in the header. An audio mask of 30 s is 12 kB.
 INLINE_BYTES = 16 * 1024
 
 #: Largest header whose decoded form is cached.
@@ -56,7 +58,7 @@ class LargeTensor(msgspec.Struct, frozen=True, tag="large"):
 
 
 class Scalar(msgspec.Struct, frozen=True, tag="scalar"):
-    value: int | float
+    value: bool | int | float | str | None
 
 
 class Nested(msgspec.Struct, frozen=True, tag="nested"):
@@ -98,14 +100,17 @@ _DECODER = msgspec.msgpack.Decoder(Header)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode_item(item: MultiModalKwargsItem) -> tuple[bytes, tuple[TensorSpec, ...], tuple[memoryview, ...]]:
-    """Split one processed item into its header and its large tensors.
+def encode_item(
+    item: MultiModalKwargsItem, inline: Collection[str] = ()
+) -> tuple[bytes, tuple[TensorSpec, ...], tuple[memoryview, ...]]:
+    """Split one processed item into its header, which has all tensors of the `inline` fields, and its large tensors.
 
     Returns the header, and per large tensor its spec and its bytes (C-contiguous, valid as long as the memoryview).
-    Raises PreparationFailed for an unsupported dtype or field kind.
+    Raises FeatureUnsupported for an unsupported dtype, value or field kind.
     """
     large: list[torch.Tensor] = []
-    fields = [Field(name, _kind(elem.field), _value(elem.data, large)) for name, elem in item.items()]
+    limits = {name: MAX_HEADER_BYTES if name in inline else INLINE_BYTES for name in item}
+    fields = [Field(name, _kind(elem.field), _value(elem.data, large, limits[name])) for name, elem in item.items()]
     specs = tuple(spec_of(t) for t in large)
     return _ENCODER.encode(Header(fields)), specs, tuple(_bytes(t) for t in large)
 
@@ -134,8 +139,8 @@ def decode_small_fields(header: bytes) -> MultiModalKwargsItem:
 
 
 def decode_item_without_tensors(header: bytes) -> MultiModalKwargsItem:
-    """Rebuild an item for prompt assembly: large tensors are zero-stride stand-ins of the same dtype and shape."""
-    return _rebuild(header, lambda large: torch.zeros((), dtype=_DTYPES[large.spec.dtype]).expand(large.spec.shape))
+    """Rebuild an item for prompt assembly and validation: large tensors are stand-ins of the same dtype and shape."""
+    return _rebuild(header, lambda large: stand_in_for(_DTYPES[large.spec.dtype], large.spec.shape))
 
 
 class _Field(NamedTuple):
@@ -241,10 +246,10 @@ def tensor_over(spec: TensorSpec, data: memoryview) -> torch.Tensor:
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Return a tensor's spec. Raises PreparationFailed for an unsupported dtype."""
+    """Return a tensor's spec. Raises FeatureUnsupported for an unsupported dtype."""
     name = _NAMES.get(tensor.dtype)
     if name is None:
-        raise PreparationFailed(f"the processor gave a tensor of dtype {tensor.dtype}, which has no wire form")
+        raise FeatureUnsupported(f"the processor gave a tensor of dtype {tensor.dtype}, which has no wire form")
     return TensorSpec(name, tuple(tensor.shape))  # type: ignore[arg-type]  # _NAMES holds exactly the Dtype literals
 
 
@@ -253,17 +258,18 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def _value(data: Any, large: list[torch.Tensor]) -> Value:
+def _value(data: Any, large: list[torch.Tensor], inline_bytes: int) -> Value:
+    """Append tensors of more than `inline_bytes` to `large`."""
     if isinstance(data, torch.Tensor):
-        if data.nbytes <= INLINE_BYTES:
+        if data.nbytes <= inline_bytes:
             return SmallTensor(spec_of(data), bytes(_bytes(data)))
         large.append(data)
         return LargeTensor(len(large) - 1, spec_of(data))
-    if isinstance(data, int | float):
+    if data is None or isinstance(data, int | float | str):
         return Scalar(data)
     if isinstance(data, list | tuple):
-        return Nested([_value(inner, large) for inner in data])
-    raise PreparationFailed(f"the processor gave a {type(data).__name__}, which has no wire form")
+        return Nested([_value(inner, large, inline_bytes) for inner in data])
+    raise FeatureUnsupported(f"the processor gave a {type(data).__name__}, which has no wire form")
 
 
 def _kind(field: BaseMultiModalField) -> Batched | Flat | Shared:
@@ -276,7 +282,7 @@ def _kind(field: BaseMultiModalField) -> Batched | Flat | Shared:
         rows: Any = field.slices if nested else [[s] for s in field.slices]
         slices = [[(_int(s.start), _int(s.stop), _int(s.step)) for s in row] for row in rows]
         return Flat(slices, nested, field.dim, field.keep_on_cpu)
-    raise PreparationFailed(f"the processor gave a field of kind {type(field).__name__}, which has no wire form")
+    raise FeatureUnsupported(f"the processor gave a field of kind {type(field).__name__}, which has no wire form")
 
 
 def _int(value: Any) -> int | None:

@@ -20,6 +20,7 @@ from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 
 from medialane.core.errors import InvalidRequest, InvalidVideo, TooManyFrames
 from medialane.core.media import FrameBatch, Video
+from medialane.vllm_bridge.engine_errors import engine_fault
 from medialane.vllm_bridge.seams.multimodal import (
     OpenCVError,
     VideoLoader,
@@ -61,6 +62,8 @@ class VllmFrameSampler:
         try:
             frames, metadata = self._load(video, media_io)
         except _REFUSALS as error:
+            if (fault := engine_fault(error)) is not None:
+                raise fault from error
             raise InvalidVideo("the model's sampler does not support this video with these options") from error
         if not len(frames):
             raise InvalidVideo("no frame of the video can be decoded")

@@ -22,6 +22,7 @@ from medialane.prepare.processor import ImageCost, ProcessedItem
 from medialane.vllm_bridge.placeholder_layout import PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.preparation import VllmProcessor, trial_image
 from medialane.vllm_bridge.resize_target import Size
+from medialane.vllm_bridge.seams.multimodal import accepted_modalities
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class ImageTokens:
     def verified(cls, processor: BaseMultiModalProcessor) -> ImageTokens:
         """Return the predictions of this processor, compared with some images that it processes here."""
         tokens, heavy = cls(processor), VllmProcessor(processor)
-        if "image" in processor.info.supported_mm_limits:
+        if "image" in accepted_modalities(processor):
             tokens.verify(heavy.process(trial_image(*size), b"{}") for size in _TRIAL_SIZES)
         return tokens
 

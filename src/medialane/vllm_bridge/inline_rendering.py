@@ -6,7 +6,8 @@ interpreter's lock, up to `sys.getswitchinterval()` (5 ms) each time.
 
 The event loop does this work only for bodies of at most `MAX_TEXT_BYTES`, and for at most about `MAX_LOOP_S` per
 iteration: a small body may contain a thousand prompts. Tokenizers are not thread-safe in general, so it does none
-while the thread is working.
+while the thread is working. Chats whose tokenizer also processes blanks for media (`mistral_chat.py`) stay in the
+thread: 65 images in 4 KiB take 30 ms.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from vllm.renderers import BaseRenderer
 
+from medialane.vllm_bridge.mistral_chat import tokenizes_blanks
 from medialane.vllm_bridge.request_backend import RequestBackend
 from medialane.vllm_bridge.seams.multimodal import submit_rendering_by
 
@@ -32,7 +34,9 @@ Submit = Callable[..., Any]
 
 
 def install(renderer: BaseRenderer, backend: RequestBackend) -> None:
-    """Render the short prompts of `backend`'s requests on the event loop."""
+    """Render the short prompts of `backend`'s requests on the event loop, if that takes no longer with media."""
+    if tokenizes_blanks(renderer):
+        return
     submit_rendering_by(renderer, lambda submit: InlineRendering(submit, backend).submit)
 
 

@@ -1,4 +1,4 @@
-"""Converts vLLM's `RequestOutput` to `OutputDelta` and back, field by field.
+"""Converts vLLM's `RequestOutput` and `PoolingRequestOutput` to `OutputDelta` and back, field by field.
 
 Fields that vLLM's OpenAI app reads are included; those that belong to one engine (KV-transfer parameters, routed
 experts, sampling masks) stay in the worker.
@@ -6,15 +6,21 @@ experts, sampling masks) stay in the worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 
+from medialane.core.errors import GenerationFailed, Unavailable
 from medialane.core.feature import MediaSpan
-from medialane.core.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, TokenLogprob
+from medialane.core.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, PooledPart, TokenLogprob
+from medialane.vllm_bridge.features import spec_of, tensor_over
 from medialane.vllm_bridge.seams.engine import RequestStateStats
+
+#: A message of this size is encoded and decoded in 0.1 ms: token embeddings of a long prompt may take many.
+POOLED_PART_BYTES = 256 * 1024
 
 
 def to_delta(
@@ -32,6 +38,39 @@ def to_delta(
         num_cache_creation_tokens=output.num_cache_creation_tokens,
         times=_times(output.metrics) if first else None,
         placed=tuple(placed) if first else (),
+    )
+
+
+def to_pooled_deltas(
+    output: PoolingRequestOutput, *, expanded_here: bool = False, placed: Sequence[MediaSpan] = ()
+) -> Iterator[OutputDelta]:
+    """Yield the output of a pooling request as messages of at most POOLED_PART_BYTES of its tensor."""
+    spec = spec_of(output.outputs.data)
+    flat = output.outputs.data.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, max(1, flat.nbytes), POOLED_PART_BYTES):
+        end = start + POOLED_PART_BYTES
+        yield OutputDelta(
+            request_id=output.request_id,
+            completions=[],
+            finished=end >= flat.nbytes,
+            prompt_token_ids=list(output.prompt_token_ids) if expanded_here and not start else None,
+            num_cached_tokens=output.num_cached_tokens,
+            placed=() if start else tuple(placed),
+            pooled=PooledPart(spec, flat[start:end]),
+        )
+
+
+def to_pooling_output(delta: OutputDelta, *, request_id: str, prompt_token_ids: list[int]) -> PoolingRequestOutput:
+    """Return the whole output of a pooling request as vLLM's type. Raises GenerationFailed if it has no tensor."""
+    if delta.pooled is None:
+        raise GenerationFailed("the worker's engine has not pooled this request")
+    data = tensor_over(delta.pooled.spec, delta.pooled.data)
+    return PoolingRequestOutput(
+        request_id=request_id,
+        outputs=PoolingOutput(data),
+        prompt_token_ids=prompt_token_ids,
+        num_cached_tokens=delta.num_cached_tokens or 0,
+        finished=True,
     )
 
 
@@ -103,3 +142,29 @@ def _times(stats: RequestStateStats | None) -> EngineTimes | None:
         queue_s=max(0.0, stats.scheduled_ts - stats.queued_ts),
         prefill_s=max(0.0, stats.first_token_ts - stats.scheduled_ts),
     )
+
+
+def has_error(output: RequestOutput | PoolingRequestOutput) -> bool:
+    """Return whether the engine has failed the request."""
+    if isinstance(output, PoolingRequestOutput):
+        return output.error is not None
+    return any(completion.finish_reason == "error" for completion in output.outputs)
+
+
+def to_deltas(
+    output: RequestOutput | PoolingRequestOutput, *, first: bool, expanded_here: bool, placed: Sequence[MediaSpan]
+) -> Iterable[OutputDelta]:
+    """Return one output of vLLM as messages. Raises Unavailable or GenerationFailed if it is a failed pooling
+    request."""
+    if not isinstance(output, PoolingRequestOutput):
+        return (to_delta(output, first=first, expanded_here=expanded_here, placed=placed),)
+    if output.error is not None:
+        raise (Unavailable if output.error.retryable else GenerationFailed)("the engine failed this request")
+    return to_pooled_deltas(output, expanded_here=expanded_here, placed=placed)
+
+
+def ended_by_front_end(output: RequestOutput | PoolingRequestOutput) -> bool:
+    """Return whether a stop string or an abort ended it: EngineCore was notified but has not confirmed yet."""
+    if isinstance(output, PoolingRequestOutput):
+        return False
+    return any(isinstance(c.stop_reason, str) or c.finish_reason == "abort" for c in output.outputs)

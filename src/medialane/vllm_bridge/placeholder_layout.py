@@ -14,13 +14,14 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 from cachetools import LRUCache
-from vllm.multimodal.inputs import MultiModalKwargsItems
+from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, MultiModalKwargsItems
 from vllm.multimodal.parse import MultiModalDataItems
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.media import MediaSize, Modality
 from medialane.vllm_bridge.features import decode_item_without_tensors
 from medialane.vllm_bridge.seams.multimodal import prompt_updates
+from medialane.vllm_bridge.seams.stand_ins import has_stand_in, stand_ins_like
 
 #: Limit of cached keys and token lists. A 1024x768 image of Qwen2.5-VL takes 9 kB.
 MAX_BYTES = 16 << 20
@@ -71,25 +72,44 @@ class PlaceholderLayouts:
         if found is None:
             if check is not None:
                 check()
-            found = self._compute(media, options)
+            items = _equally_known([decode_item_without_tensors(item.header) for item in media])
+            found = layout_of(self._processor, media, items, options)
             if confirm is not None:
                 confirm(found)
             if found.nbytes <= self._cache.maxsize:
                 self._cache[key] = found
         return found
 
-    def _compute(self, media: Sequence[Described], options: bytes) -> PlaceholderLayout:
-        sizes: dict[str, list[Any]] = {}
-        items: dict[str, list[Any]] = {}
-        for item in media:
-            sizes.setdefault(item.modality, []).append(stand_in(item.modality, item.size))
-            items.setdefault(item.modality, []).append(decode_item_without_tensors(item.header))
-        data = self._processor.info.parse_mm_data(sizes)
-        kwargs = MultiModalKwargsItems(items)
-        updates = prompt_updates(self._processor, data, decode_options(options), kwargs)
-        num_tokens = sum(len(u.content.full) for found in updates.values() for item in found for u in item)
-        nbytes = num_tokens * _TOKEN_BYTES + sum(len(item.header) + len(item.size.metadata) for item in media)
-        return PlaceholderLayout(data, kwargs, updates, nbytes)
+
+def layout_of(
+    processor: BaseMultiModalProcessor,
+    media: Sequence[Described],
+    items: Sequence[MultiModalKwargsItem],
+    options: bytes,
+) -> PlaceholderLayout:
+    """Return the layout of `items`, those of `media` in order. Raises whatever the processor raises."""
+    sizes: dict[str, list[Any]] = {}
+    processed: dict[str, list[Any]] = {}
+    for one, item in zip(media, items, strict=True):
+        sizes.setdefault(one.modality, []).append(stand_in(one.modality, one.size))
+        processed.setdefault(one.modality, []).append(item)
+    data = processor.info.parse_mm_data(sizes)
+    kwargs = MultiModalKwargsItems(processed)
+    updates = prompt_updates(processor, data, decode_options(options), kwargs)
+    num_tokens = sum(len(u.content.full) for found in updates.values() for item in found for u in item)
+    nbytes = num_tokens * _TOKEN_BYTES + sum(len(one.header) + len(one.size.metadata) for one in media)
+    return PlaceholderLayout(data, kwargs, updates, nbytes)
+
+
+def _equally_known(items: Sequence[MultiModalKwargsItem]) -> list[MultiModalKwargsItem]:
+    """Replace fields by stand-ins that are stand-ins in another item: vLLM batches a field of all items into one
+    tensor, which has values or not. An item whose values are needed has them in its header."""
+    unknown = {name for item in items for name, elem in item.items() if has_stand_in(elem.data)}
+
+    def known(name: str, elem: MultiModalFieldElem) -> MultiModalFieldElem:
+        return MultiModalFieldElem(stand_ins_like(elem.data), elem.field) if name in unknown else elem
+
+    return [MultiModalKwargsItem({name: known(name, elem) for name, elem in item.items()}) for item in items]
 
 
 def stand_in(modality: Modality, size: MediaSize) -> Any:

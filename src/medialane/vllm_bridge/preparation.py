@@ -9,7 +9,8 @@ prompt, so a preparer runs it for a single item. It uses private methods of vLLM
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -19,44 +20,31 @@ import numpy as np
 import torch
 from huggingface_hub import constants
 from PIL import Image as PILImage
-from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import INVALID_MEDIA, InvalidImage, InvalidRequest, UnsupportedMediaType
+from medialane.core.errors import (
+    INVALID_MEDIA,
+    FeatureUnsupported,
+    InvalidRequest,
+    PreparationFailed,
+    UnsupportedMediaType,
+)
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
 from medialane.media.model_choices import FrameSampler
-from medialane.prepare.processor import FactoryConfig, NoProcessor, ProcessedItem, Processor
-from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.features import encode_item
-from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
+from medialane.prepare.processor import ProcessedItem
+from medialane.vllm_bridge.engine_errors import engine_fault
+from medialane.vllm_bridge.header_values import NO_OPTIONS, UNFIT, HeaderWriter
 from medialane.vllm_bridge.placeholder_layout import decode_options
 from medialane.vllm_bridge.resize_target import ResizeTargets, Size
-from medialane.vllm_bridge.seams.multimodal import fields_config, processes_items_apart, run_hf_processor
-from medialane.vllm_bridge.settings import processor_settings
-
-
-def build_processor(config: bytes) -> Processor:
-    """Build and warm up a fork server's processor from a JSON `FactoryConfig`. The process stays single-threaded."""
-    factory_config = msgspec.json.decode(config, type=FactoryConfig)
-    torch.set_num_threads(1)
-    model_config = create_model_config(parse_vllm_args(factory_config.model, factory_config.vllm_args))
-    if not model_config.supports_multimodal_inputs:
-        return NoProcessor()
-    engine_processor = MULTIMODAL_REGISTRY.create_processor(model_config)
-    takes_video = "video" in engine_processor.info.supported_mm_limits
-    sampler = VllmFrameSampler(model_config, max_sampled_frames=factory_config.max_sampled_frames)
-    settings = processor_settings(model_config, engine_processor)
-    processor = VllmProcessor(engine_processor, sampler if takes_video else None, settings)
-    if processes_items_apart(engine_processor):
-        processor.warm_up()
-    constants.HF_HUB_OFFLINE = True  # preparers have no network: huggingface_hub must not check its cache for updates
-    return processor
-
+from medialane.vllm_bridge.seams.multimodal import accepted_modalities, fields_config, run_hf_processor
 
 #: Sizes of the images with which `warm_up` compares the two input formats of the model's processor.
 _TRIAL_SIZES = ((64, 64), (56, 168), (301, 211))
+
+#: Raised for an item of a trial that a model's processor refuses, or cannot handle: a library or a file may be missing.
+REFUSED = (InvalidRequest, PreparationFailed, *UNFIT, ImportError, OSError)
 
 #: An image side of up to this many pixels could be mistaken for the channel dimension.
 _MAX_CHANNELS = 4
@@ -81,6 +69,7 @@ class VllmProcessor:
         self.settings = settings
         self._processor = processor
         self._sampler = sampler
+        self._headers = HeaderWriter(processor)
         self._accepts_tensors = False
 
     @property
@@ -95,15 +84,18 @@ class VllmProcessor:
     def _targets(self) -> ResizeTargets:
         return ResizeTargets.of(self._processor, self.process)
 
-    def warm_up(self) -> None:
-        """Process some media, so that forked children inherit imported modules and warm caches."""
-        modalities = self._processor.info.get_supported_mm_limits()
+    def warm_up(self, *, without: Collection[str] = ()) -> None:
+        """Process some media, so that forked children inherit imported modules and warm caches; a model may refuse
+        them. `without`: modalities of which no item is processed here."""
+        modalities = accepted_modalities(self._processor).difference(without)
         if "image" in modalities:
             self._accepts_tensors = all(self._is_same_for_tensors(*size) for size in _TRIAL_SIZES)
         if "video" in modalities:
-            self.process(trial_video(), b"{}")
+            with suppress(*REFUSED):
+                self.process(trial_video(), NO_OPTIONS)
         if "audio" in modalities:
-            self.process(trial_audio(), b"{}")
+            with suppress(*REFUSED):
+                self.process(trial_audio(), NO_OPTIONS)
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         if self._sampler is None:
@@ -118,42 +110,51 @@ class VllmProcessor:
 
     def has_resize_target(self) -> bool:
         """Return whether the target size of a photograph is known, with the model's own options."""
-        has_images = "image" in self._processor.info.get_supported_mm_limits()
+        has_images = "image" in accepted_modalities(self._processor)
         return has_images and self._targets.target((1024, 768), b"{}") is not None
 
     def _is_same_for_tensors(self, width: int, height: int) -> bool:
         noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        expected = self._process(Image(noise), b"{}", as_tensor=False)
         try:
-            found = self._process(Image(noise), b"{}", as_tensor=True)
-        except (AttributeError, InvalidImage, LookupError, RuntimeError):  # a processor that uses Pillow's methods
+            expected = self._process(Image(noise), NO_OPTIONS, as_tensor=False)
+            found = self._process(Image(noise), NO_OPTIONS, as_tensor=True)
+        except REFUSED:  # a processor that uses Pillow's methods, or refuses such a size
             return False
         return (expected.header, expected.specs, expected.buffers) == (found.header, found.specs, found.buffers)
 
     def _process(self, media: Decoded, options: bytes, *, as_tensor: bool) -> ProcessedItem:
-        kwargs = decode_options(options)
         try:
-            return self._apply(media, kwargs, as_tensor=as_tensor)
+            return self._apply(media, options, as_tensor=as_tensor)
         except (ValueError, TypeError) as error:
-            raise _refusal(media) from error
-        except (LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
-            if not kwargs:
+            raise _failure(error, media) from error
+        except UNFIT as error:
+            if options == NO_OPTIONS:
                 raise
-            raise _refusal(media) from error  # the processor rejected the options
+            raise _failure(error, media) from error  # the processor rejected the options
 
-    def _apply(self, media: Decoded, kwargs: dict[str, object], *, as_tensor: bool) -> ProcessedItem:
+    def _apply(self, media: Decoded, options: bytes, *, as_tensor: bool) -> ProcessedItem:
+        kwargs = decode_options(options)
         modality = modality_of(media)
         items = self._processor.info.parse_mm_data({modality: [engine_media(media, as_tensor=as_tensor)]})
         with torch.inference_mode():
             data = run_hf_processor(self._processor, items, kwargs)
-        fields = fields_config(self._processor, data, kwargs)
-        (item,) = MultiModalKwargsItems.from_hf_inputs(data, fields)[modality]
-        header, specs, buffers = encode_item(item)
-        return ProcessedItem(header=header, specs=specs, buffers=buffers, size=_processed_size(media, items))
+        try:
+            found = MultiModalKwargsItems.from_hf_inputs(data, fields_config(self._processor, data, kwargs))
+        except UNFIT as error:
+            if options != NO_OPTIONS:
+                raise
+            raise FeatureUnsupported(f"the fields of one {modality} cannot be separated") from error
+        if list(found) != [modality] or len(found[modality]) != 1:
+            counts = {name: len(made) for name, made in found.items()}
+            raise FeatureUnsupported(f"the model's processor makes items {counts} of one {modality}")
+        return self._headers.encode(modality, found[modality][0], _processed_size(media, items), options)
 
 
-def _refusal(media: Decoded) -> InvalidRequest:
-    """Return the error for media and options that a processor rejects (e.g. an image's aspect ratio over 200)."""
+def _failure(error: Exception, media: Decoded) -> BaseException:
+    """Return the error for media and options that a processor rejects (e.g. an image's aspect ratio over 200), unless
+    it has failed for another reason."""
+    if (fault := engine_fault(error)) is not None:
+        return fault
     modality = modality_of(media)
     return INVALID_MEDIA[modality](f"the model's processor rejected this {modality} or its options")
 

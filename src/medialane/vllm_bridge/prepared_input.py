@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.inputs import mm_input
+from vllm.inputs import mm_enc_dec_input, mm_input, split_enc_dec_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
 from medialane.core.errors import InvalidRequest
@@ -32,18 +32,29 @@ class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not
 
 
 def engine_input(prepared: PreparedPrompt) -> Any:
-    """Return vLLM's engine input of a prepared prompt. If it has no features, its items are not placed yet."""
+    """Return what vLLM's processor would return for a prepared prompt. If it has no features, its items are not placed
+    yet."""
     hashes: dict[str, list[str]] = {}
     placeholders: dict[str, list[PlaceholderRange]] = {}
     for placed in prepared.features:
         modality = placed.feature.modality
         hashes.setdefault(modality, []).append(placed.feature.mm_hash)
         placeholders.setdefault(modality, []).append(to_vllm_range(placed.placeholder))
-    return mm_input(prepared.token_ids, PreparedItems(prepared), hashes, placeholders)
+    encoder_token_ids = prepared.encoder_token_ids
+    if encoder_token_ids is None:
+        return mm_input(prepared.token_ids, PreparedItems(prepared), hashes, placeholders)
+    encoder_prompt = mm_input(encoder_token_ids, PreparedItems(prepared), hashes, placeholders)
+    return mm_enc_dec_input(encoder_prompt, prepared.token_ids)
+
+
+def decoder_input(engine_input: Any) -> Any:
+    """Return the part of an engine input that has the tokens of the decoder and the items; for models without an
+    encoder prompt, all of it."""
+    return split_enc_dec_input(engine_input)[1]
 
 
 def prepared_prompt(prompt: Mapping[str, Any]) -> PreparedPrompt | None:
-    """Return the prepared prompt of an engine input, with vLLM's placeholders (truncation may have moved them); None
+    """Return the prepared prompt of a decoder's input, with vLLM's placeholders (truncation may have moved them); None
     for text. Raises InvalidRequest for media that do not come from `engine_input`."""
     if prompt["type"] == "token":
         return None

@@ -34,8 +34,9 @@ from medialane.vllm_bridge.option_limits import check_options
 from medialane.vllm_bridge.pixel_limits import item_options, max_pixels_of
 from medialane.vllm_bridge.prepared_input import engine_input
 from medialane.vllm_bridge.processor_options import check_processor_options
+from medialane.vllm_bridge.raw_audio import expected_sample_rate, is_audio, sampled
 from medialane.vllm_bridge.request_backend import RequestBackend
-from medialane.vllm_bridge.seams.multimodal import prepare_media_by
+from medialane.vllm_bridge.seams.multimodal import prepare_media_by, unknown_modalities
 
 #: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
 CONNECTOR = "medialane"
@@ -59,6 +60,15 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
         return self._ref("video", video_url)
 
     async def fetch_audio_async(self, audio_url: str) -> Any:
+        return self._ref("audio", audio_url)
+
+    def fetch_image(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
+        return self._ref("image", image_url)
+
+    def fetch_video(self, video_url: str, *, image_mode: str | None = "RGB", video_processor: str | None = None) -> Any:
+        return self._ref("video", video_url)
+
+    def fetch_audio(self, audio_url: str) -> Any:
         return self._ref("audio", audio_url)
 
     def _refuse_embeddings(self, data: str) -> None:
@@ -110,12 +120,18 @@ class RendererHook:
     def __init__(self, renderer: BaseRenderer, backend: RequestBackend) -> None:
         self.backend = backend
         self._io = model_io(renderer.model_config)
-        self._max_pixels_of = max_pixels_of(renderer.get_mm_processor())
+        processor = renderer.get_mm_processor()
+        self._max_pixels_of = max_pixels_of(processor)
+        self._has_encoder_prompt = bool(renderer.model_config.is_encoder_decoder)
+        self._sample_rate = expected_sample_rate(processor)
+        self._unknown_modalities = unknown_modalities(processor)
 
     def reference(self, modality: Modality, url: str, request_io: Mapping[str, Any] | None) -> MediaRef:
         """Return the reference for a media URL of the body. Raises what `RequestBackend.resolve` raises, and
-        InvalidRequest for its options."""
+        InvalidRequest for its options, or if this model takes media as something that we do not have."""
         with remembered_errors(self.backend):
+            if self._unknown_modalities:
+                raise InvalidRequest(f"{modality}s are not supported by this gateway for this model")
             return self._completed(self.backend.resolve(url), modality, request_io)
 
     async def process(  # noqa: PLR0917 - vLLM's signature
@@ -135,7 +151,8 @@ class RendererHook:
             options = canonical_options(mm_processor_kwargs or {})
             items = await self._references(mm_data, mm_uuids or {}, media_io_kwargs)
             try:
-                return engine_input(await self.backend.prepare(MediaPrompt(list(prompt), items, options)))
+                found = MediaPrompt(list(prompt), items, options, self._has_encoder_prompt)
+                return engine_input(await self.backend.prepare(found))
             except PromptTooLong as error:  # the response is that of vLLM for a complete prompt
                 raise VLLMValidationError(error.message) from error
 
@@ -156,7 +173,7 @@ class RendererHook:
         """Return the references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid."""
         found = []
         for modality, items in mm_data.items():
-            items = items if isinstance(items, list | tuple) else [items]
+            items = [items] if is_audio(items) or not isinstance(items, list | tuple) else items
             uuids = mm_uuids.get(modality) or [None] * len(items)
             found += [
                 await self._one(modality, item, uuid, request_io) for item, uuid in zip(items, uuids, strict=True)
@@ -166,6 +183,8 @@ class RendererHook:
     async def _one(self, modality: str, item: Any, uuid: str | None, request_io: Mapping[str, Any] | None) -> MediaRef:
         if isinstance(item, MediaRef):
             return item
+        if is_audio(item):  # a transcription's, decoded by the store
+            return await self.backend.audio(*sampled(item, self._sample_rate))
         if item is not None:
             raise InvalidRequest(f"{modality} given as a raw object is not supported by this gateway")
         if not uuid:

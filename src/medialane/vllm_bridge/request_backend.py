@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import MediaPrompt, PreparedPrompt
@@ -32,9 +35,22 @@ class RequestBackend(Protocol):
         """Return the reference by which intake replaced a media URL of the current request. Raises InvalidMediaUrl."""
         ...
 
+    def original_url(self, url: str) -> str:
+        """Return the client's URL which intake replaced by `url`. Called in any thread. Raises InvalidMediaUrl."""
+        ...
+
     async def by_uuid(self, url: str) -> MediaRef:
         """Return the reference by which intake replaced a uuid of the current request, with the content and options to
         which the uuid is bound. Raises InvalidMediaUrl, UnknownMediaUuid, StoreUnavailable."""
+        ...
+
+    async def decode_audio(self, url: str, sample_rate: int) -> bytes:
+        """Return the mono samples of an uploaded file, to which intake has given this reference, as `core.wave` bytes.
+        Raises MedialaneError."""
+        ...
+
+    async def audio(self, samples: NDArray[np.float32], sample_rate: int) -> MediaRef:
+        """Return a reference to a part of an upload, which is its own media item. Raises BodyMemoryExhausted."""
         ...
 
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:

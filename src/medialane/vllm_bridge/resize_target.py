@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from medialane.core.media import Decoded, Image
 from medialane.core.tensor import TensorSpec
 from medialane.prepare.processor import ProcessedItem
 from medialane.vllm_bridge.features import decode_item_without_tensors
+from medialane.vllm_bridge.header_values import UNFIT
+from medialane.vllm_bridge.seams.multimodal import hf_processor_of
 
 #: (width, height)
 Size = tuple[int, int]
@@ -58,14 +60,13 @@ class ResizeTargets:
         cls, processor: BaseMultiModalProcessor, process: Callable[[Decoded, bytes], ProcessedItem]
     ) -> ResizeTargets:
         """Return an instance for vLLM's processor, whose heavy half is `process`."""
-        # Only families with image support have one.
-        image_processor = getattr(processor.info.get_hf_processor(), "image_processor", None)
-        settings: dict[str, Any] = {} if image_processor is None else image_processor.to_dict()
-        patch_side = settings.get("patch_size")
+        # Only families with image support have one; not all have these settings.
+        image_processor = getattr(hf_processor_of(processor), "image_processor", None)
+        patch_side = getattr(image_processor, "patch_size", None)
         return cls(
             process,
             patch_side=patch_side if isinstance(patch_side, int) else None,
-            crops=bool(settings.get("do_center_crop")),
+            crops=bool(getattr(image_processor, "do_center_crop", None)),
         )
 
     def smaller_size(self, size: Size, smaller: Sequence[Size], options: bytes) -> Size | None:
@@ -105,7 +106,7 @@ class ResizeTargets:
         width, height = size
         try:
             item = self._process(Image(np.zeros((height, width, 3), np.uint8)), options)
-        except MedialaneError:
+        except (MedialaneError, *UNFIT):
             return None
         return Outcome(item.header, item.specs)
 

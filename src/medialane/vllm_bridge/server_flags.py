@@ -19,6 +19,9 @@ REFUSED: Mapping[str, str] = {
     "uds": "the gateway listens on --host and --port",
     "headless": "a worker alone is `medialane worker`",
     "api_server_count": "start one `medialane gateway` for each server",
+    # vLLM's own fetching is disabled: these restrictions would be lost without a word.
+    "allowed_media_domains": "media are fetched by the store: give --allow-media-domain NAME before `--` for each",
+    "allowed_local_media_path": "files are read by the store: give --allowed-local-media-path before `--`",
     "grpc": "the gateway serves HTTP",
     "grpc_port": "the gateway serves HTTP",
     "data_parallel_supervisor_port": "medialane monitors its workers itself",

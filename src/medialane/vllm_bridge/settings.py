@@ -7,7 +7,8 @@ worker with a CUDA build.
 
 from __future__ import annotations
 
-import json
+import logging
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from typing import Any
 import torch
 import transformers
 import vllm
+from huggingface_hub import constants
 from vllm.config import ModelConfig
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from vllm.renderers import BaseRenderer
 
 from medialane.core.hashing import canonical_options, content_hash, digest
+from medialane.vllm_bridge.seams.multimodal import load_hf_processor
+from medialane.vllm_bridge.stable_description import Description, attributes, describe, is_component
+from medialane.vllm_bridge.stage_fitness import unfit_reasons
 
 #: Files of a model from which its processor or tokenizer is built.
 _FILES = (
@@ -34,8 +39,10 @@ _FILES = (
     "params.json",
 )
 
-#: Components of a Hugging Face processor that convert media to tensors.
-_PARTS = ("image_processor", "video_processor", "feature_extractor")
+#: Raised for a model whose family processes media by itself, without the files of a Hugging Face processor.
+_NO_PROCESSOR = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError)
+
+logger = logging.getLogger(__name__)
 
 
 def processor_settings(model_config: ModelConfig, processor: BaseMultiModalProcessor | None) -> dict[str, str]:
@@ -62,25 +69,59 @@ def _model(model_config: ModelConfig) -> str:
 
 def _media_settings(model_config: ModelConfig, processor: BaseMultiModalProcessor) -> dict[str, str]:
     config = model_config.multimodal_config
-    parts = _parts(processor.info.get_hf_processor())
     return {
         "processor": type(processor).__qualname__,
         "device_normalize": str(bool(config.mm_device_do_normalize)),
         "processor_kwargs": canonical_options(config.mm_processor_kwargs or {}).decode(),
-        **{name: f"{type(part).__qualname__} {_digest_of(part)}" for name, part in parts.items()},
+        "no_features": " ".join(unfit_reasons(processor)),
+        **_hf_settings(processor, _folders(model_config)),
     }
 
 
-def _parts(hf_processor: Any) -> dict[str, Any]:
-    """Return the components of a family's processor; only its class knows which it has."""
-    found = {name: getattr(hf_processor, name, None) for name in _PARTS}
-    return {name: part for name, part in found.items() if part is not None}
+def _hf_settings(processor: BaseMultiModalProcessor, folders: Sequence[str]) -> dict[str, str]:
+    try:
+        return compared_settings(lambda: load_hf_processor(processor), folders)
+    except _NO_PROCESSOR as error:
+        logger.warning("the model has no Hugging Face processor whose settings could be compared: %r", error)
+        return {}
 
 
-def _digest_of(part: Any) -> str:
-    """Return a digest of the effective settings (sizes, means, flags), from whatever file or default."""
-    settings = {k: v for k, v in part.to_dict().items() if k not in ("_name_or_path", "name_or_path")}
-    return content_hash(json.dumps(settings, sort_keys=True, default=str).encode())[:16]
+def compared_settings(load: Callable[[], Any], folders: Sequence[str] = ()) -> dict[str, str]:
+    """Return the effective settings (sizes, means, flags) of the Hugging Face processor that `load` makes, from
+    whatever file or default. Paths in `folders` are described relatively to them.
+
+    Two new ones are compared: neither has been changed by use, and what differs between them is not a setting.
+    """
+    one, two = (_described(load(), folders) for _ in range(2))
+    changing = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
+    if changing:
+        names = ", ".join(changing)
+        logger.warning("not compared, because each time the model's processor is loaded they differ: %s", names)
+    found = {name: description for name, description in one.items() if name not in changing}
+    unknown = sorted({f"{name}{path}" for name, description in found.items() for path in description.unknown})
+    if unknown:
+        logger.warning("settings of the model's processor of which only the type is compared: %s", ", ".join(unknown))
+    return {name: description.text for name, description in found.items()}
+
+
+def _described(hf_processor: Any, folders: Sequence[str]) -> dict[str, Description]:
+    """Describe a processor and its components (image processor, feature extractor) by their attributes, so that one
+    that differs can be named."""
+    found = {"hf_processor": describe(type(hf_processor))}
+    for attribute, part in (attributes(hf_processor) or {}).items():
+        if attribute.endswith("tokenizer"):  # compared as files of the model
+            continue
+        name = f"hf_processor.{attribute}"
+        members = attributes(part) if is_component(part) else None
+        found[name] = describe(part if members is None else type(part), folders=folders)
+        for member, value in (members or {}).items():
+            found[f"{name}.{member}"] = describe(value, folders=folders)
+    return found
+
+
+def _folders(model_config: ModelConfig) -> list[str]:
+    named = (model_config.model, model_config.tokenizer, model_config.hf_config_path)
+    return [*[str(path) for path in named if path and Path(path).is_absolute()], constants.HF_HUB_CACHE]
 
 
 def _release(found: str) -> str:

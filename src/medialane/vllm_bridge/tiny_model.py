@@ -41,11 +41,13 @@ TINY_MODEL_FLAGS = (
 )
 
 #: vLLM settings that exist only as environment variables, for a tiny model on a shared CPU. One thread per engine: with
-#: two on two cores, each would wait for the other while the server runs.
+#: two on two cores, each would wait for the other while the server runs. Also with --enforce-eager vLLM compiles the
+#: function that ranks logprobs: 12 s of CPU time in each engine, at the first request for them.
 TINY_MODEL_ENVIRON: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }

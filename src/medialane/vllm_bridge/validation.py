@@ -12,10 +12,11 @@ the features with what the model's own processor would have produced for the sam
   and stand-ins of the true size, compared with the prompt at each placeholder.
 
 All of that depends on headers, sizes and options only, so results are cached: an image of a known size is only compared
-with its prompt. This is valid because small tensors, which the checks read, are always inside the header.
+with its prompt. This is valid because the checks get stand-ins for tensors outside the header, whose values they cannot
+read (`seams.stand_ins`).
 
-The results of vLLM's own renderer in this process (stages `decoded` and `url`) are checked likewise (`check_rendered`),
-since a request's options have been applied there too.
+The results of vLLM's own renderer in this process (stages `decoded` and `url`) are checked likewise if a request's
+options have been applied there (`check_rendered`). Without options they are what plain vLLM sends to its engine.
 
 The methods of vLLM's processor used here are private; `tests/contract/test_vllm_engine_validation.py` pins them.
 """
@@ -25,13 +26,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.feature_extraction_utils import BatchFeature
+from vllm.inputs import split_enc_dec_input
 from vllm.multimodal.inputs import (
-    MultiModalBatchedField,
     MultiModalFieldElem,
     MultiModalFlatField,
     MultiModalKwargsItem,
@@ -43,20 +44,20 @@ from medialane.core.errors import InvalidFeature, PromptRejected
 from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.media import Modality
 from medialane.core.request import ExpandedPrompt
-from medialane.vllm_bridge.item_shape import UNFIT, learn, num_embeds
+from medialane.vllm_bridge.features import decode_item_without_tensors
+from medialane.vllm_bridge.header_values import NO_OPTIONS, configs_of
+from medialane.vllm_bridge.item_shape import UNFIT, check_layout, counts_by_size, learn, num_embeds
+from medialane.vllm_bridge.merge_size import check_grids, merge_size
 from medialane.vllm_bridge.pixel_limits import max_pixels_of
 from medialane.vllm_bridge.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.processor_options import check_worker_options
-from medialane.vllm_bridge.seams.multimodal import fields_config, find_placeholders, prompt_updates
+from medialane.vllm_bridge.seams.multimodal import find_placeholders, prompt_updates
 
 #: mm_hash is opaque to us, but it is a key of several caches.
 MAX_HASH_CHARS = 256
 
 #: Seconds between two rows of a video's grid, in Qwen2.5-VL and Qwen-Omni.
 _FRAME_TIMES = ("second_per_grid_ts", "video_second_per_grid")
-
-#: The options of a request that has none.
-NO_OPTIONS = b"{}"
 
 
 class FeatureChecker:
@@ -76,12 +77,12 @@ class FeatureChecker:
         prompt. Raises PromptRejected if there are more of them than the operator allows."""
         features = prompt.features
         places = [placeholder_of(f) for f in features]
-        check_ranges(len(prompt.token_ids), places)
+        check_ranges(len(prompt.expanded_token_ids), places)
         check_order([f.modality for f in features], places)
         self._check_counts(features)
         if not all(0 < len(feature.mm_hash) <= MAX_HASH_CHARS for feature in features):
             raise InvalidFeature("a feature has no usable mm_hash")
-        self._check_placeholders(prompt, self._layout_of(prompt, items))
+        self._check_placeholders(prompt, self._layout_of(prompt))
         self._check_durations(items)
 
     def _check_counts(self, features: Sequence[MediaPayload]) -> None:
@@ -90,10 +91,10 @@ class FeatureChecker:
             if count > limit:
                 raise PromptRejected(f"At most {limit} {modality}(s) may be provided in one prompt.")
 
-    def _layout_of(self, prompt: ExpandedPrompt, items: Sequence[MultiModalKwargsItem]) -> PlaceholderLayout:
+    def _layout_of(self, prompt: ExpandedPrompt) -> PlaceholderLayout:
         def check_items() -> None:
-            for feature, item in zip(prompt.features, items, strict=True):
-                self._check_item(feature.modality, item, prompt.options)
+            for feature in prompt.features:
+                self._check_item(feature.modality, decode_item_without_tensors(feature.header), prompt.options)
 
         def confirm(layout: PlaceholderLayout) -> None:
             if prompt.options == NO_OPTIONS:
@@ -112,7 +113,10 @@ class FeatureChecker:
     def _check_durations(self, items: Iterable[MultiModalKwargsItem]) -> None:
         """Raise InvalidFeature if the prompt's videos last too long by the time between their frames, which a request's
         `fps` can set: EngineCore computes rotary positions from it, and those outside the model's table end it."""
-        durations = list(map(_duration_s, items))
+        try:
+            durations = list(map(_duration_s, items))
+        except UNFIT as error:
+            raise InvalidFeature("the duration of a video cannot be computed from its fields") from error
         if not (all(duration >= 0 for duration in durations) and sum(durations) <= self._max_video_s):
             raise InvalidFeature(f"the prompt's videos last {sum(durations):g} s, more than {self._max_video_s:g} s")
 
@@ -120,31 +124,47 @@ class FeatureChecker:
         """Raise InvalidRequest naming an option with which this process may not process such items."""
         check_worker_options(decode_options(options), self._max_pixels, modalities)
 
-    def check_rendered(self, rendered: Mapping[str, Any], media: Mapping[str, Any], options: bytes) -> None:
+    def check_rendered(self, rendered: Mapping[str, Any], media: Mapping[Modality, Any], options: bytes) -> None:
         """Raise InvalidFeature unless the renderer's result for `media` matches the model and the placeholders.
 
         Items of modalities that are not in `media` are not checked.
         """
-        found: Mapping[str, Any] = rendered["encoder_prompt"] if rendered["type"] == "enc_dec" else rendered
-        token_ids = found.get("encoder_prompt_token_ids", found["prompt_token_ids"])
-        kwargs = {modality: found["mm_kwargs"][modality] for modality in media}
+        encoder, found = split_enc_dec_input(rendered)
+        token_ids = (encoder or found)["prompt_token_ids"]
+        token_ids = found.get("encoder_prompt_token_ids", token_ids)
+        kwargs: dict[Modality, Any] = {modality: found["mm_kwargs"][modality] for modality in media}
         places = {modality: [_own_range(p) for p in found["mm_placeholders"][modality]] for modality in media}
         check_ranges(len(token_ids), [place for of in places.values() for place in of])
         for modality, items in kwargs.items():
             if len(items) != len(places[modality]):
                 raise InvalidFeature(f"{modality}: {len(items)} items and {len(places[modality])} placeholders")
-            for item in items:
-                self._check_item(modality, item, options)
         self._check_durations(item for items in kwargs.values() for item in items)
         if options != NO_OPTIONS:
-            self._check_rendered_embeds(kwargs, places, media)
+            self._check_rendered_items(kwargs, places, media, options)
 
-    def _check_rendered_embeds(
-        self,
-        kwargs: Mapping[str, Sequence[MultiModalKwargsItem]],
-        places: Mapping[str, Sequence[PlaceholderRange]],
-        media: Mapping[str, Any],
+    def unchanged(self, modalities: Iterable[Modality], options: bytes) -> list[Modality]:
+        """Return those of which items must have the same layout as without these options (`check_unchanged`)."""
+        return [m for m in modalities if options != NO_OPTIONS and counts_by_size(self._processor, m)]
+
+    def check_unchanged(
+        self, rendered: Mapping[str, Any], default: Mapping[str, Any], modalities: Iterable[Modality]
     ) -> None:
+        """Raise InvalidRequest if these items have another layout than in `default`, the result without options."""
+        found, expected = (split_enc_dec_input(one)[1]["mm_kwargs"] for one in (rendered, default))
+        for modality in modalities:
+            for item, plain in zip(found[modality], expected[modality], strict=True):
+                check_layout(modality, item, plain)
+
+    def _check_rendered_items(
+        self,
+        kwargs: Mapping[Modality, Sequence[MultiModalKwargsItem]],
+        places: Mapping[Modality, Sequence[PlaceholderRange]],
+        media: Mapping[Modality, Any],
+        options: bytes,
+    ) -> None:
+        for modality, items in kwargs.items():
+            for item in items:
+                self._check_item(modality, item, options)
         try:
             data = self._processor.info.parse_mm_data(media)
             defaults = prompt_updates(self._processor, data, {}, MultiModalKwargsItems(kwargs))
@@ -154,19 +174,18 @@ class FeatureChecker:
             for item, place, default in zip(items, places[modality], defaults[modality], strict=True):
                 self._check_embeds(modality, item, place.num_embeds, default)
 
-    def _check_item(self, modality: str, item: MultiModalKwargsItem, options: bytes) -> None:
+    def _check_item(self, modality: Modality, item: MultiModalKwargsItem, options: bytes) -> None:
         shape = self._shapes.get(modality)
         if shape is None:
             raise InvalidFeature(f"this worker does not support {modality} features")
         shape.check(modality, item, has_options=options != NO_OPTIONS)
-        for name, elem in item.items():
-            if name.endswith("grid_thw"):
-                _check_grid(f"{modality} {name}", elem.data, self._merge)
+        check_grids(modality, item, self._merge)
         self._check_rows(modality, item, decode_options(options))
 
-    def _check_embeds(self, modality: str, item: MultiModalKwargsItem, count: int, default: Sequence[Any]) -> None:
+    def _check_embeds(self, modality: Modality, item: MultiModalKwargsItem, count: int, default: Sequence[Any]) -> None:
         """`default` are the processor's prompt updates without the request's options."""
-        matches = self._shapes[modality].accepts(item, count)
+        shape = self._shapes.get(modality)
+        matches = None if shape is None else shape.accepts(item, count)
         if matches is None:
             matches = count in [num_embeds(update.content) for update in default]
         if not matches:
@@ -174,9 +193,8 @@ class FeatureChecker:
 
     def _check_rows(self, modality: str, item: MultiModalKwargsItem, kwargs: Mapping[str, object]) -> None:
         """Raise InvalidFeature unless every flat field has the length implied by the item's other fields."""
-        batch = BatchFeature({name: _as_batch(elem) for name, elem in item.items()})
         try:
-            configs = fields_config(self._processor, batch, kwargs)
+            configs = configs_of(self._processor, item, kwargs)
         except UNFIT as error:
             raise InvalidFeature(f"{modality}: the fields are not those of an item") from error
         for name, elem in item.items():
@@ -190,10 +208,13 @@ class FeatureChecker:
         """Raise InvalidFeature unless the prompt has, at each placeholder, the tokens of the model's own processor."""
         expected = {modality: iter(items) for modality, items in layout.updates.items()}
         fit = [
-            any(_fits(prompt.token_ids, placeholder_of(feature), u.content) for u in next(expected[feature.modality]))
+            any(
+                _fits(prompt.expanded_token_ids, placeholder_of(feature), u.content)
+                for u in next(expected[feature.modality])
+            )
             for feature in prompt.features
         ]
-        if not all(fit) and not self._has_placeholders(prompt, layout.updates):
+        if not (all(fit) or self._has_placeholders(prompt, layout.updates) or _fits_alone(prompt, layout.updates)):
             first = prompt.features[fit.index(False)]
             place = placeholder_of(first)
             raise InvalidFeature(
@@ -202,7 +223,7 @@ class FeatureChecker:
 
     def _has_placeholders(self, prompt: ExpandedPrompt, updates: Any) -> bool:
         """Use the family's own search, for those that modify an update's tokens in the prompt (Gemma-3's newlines)."""
-        found = find_placeholders(self._processor, prompt.token_ids, updates)
+        found = find_placeholders(self._processor, prompt.expanded_token_ids, updates)
         ranges = {modality: iter([_own_range(p.to_range()) for p in places]) for modality, places in found.items()}
         return all(next(ranges.get(f.modality, iter(())), None) == f.placeholder for f in prompt.features)
 
@@ -227,8 +248,6 @@ def check_ranges(num_tokens: int, ranges: Sequence[PlaceholderRange]) -> None:
     for found in ranges:
         mask = np.ones(found.length, bool) if found.is_embed is None else np.frombuffer(found.is_embed, bool)
         tokens = assigned[found.offset : found.end]
-        if not mask.any():
-            raise InvalidFeature(f"the placeholder at {found.offset} has no token for an embedding")
         if (tokens & mask).any():
             raise InvalidFeature(f"the placeholder at {found.offset} overlaps another")
         tokens |= mask
@@ -252,20 +271,6 @@ def _duration_s(item: MultiModalKwargsItem) -> float:
     return float(torch.as_tensor(times[0], dtype=torch.float64).view(-1)[0]) * int(grid.data.view(-1)[0])
 
 
-def _check_grid(name: str, grid: torch.Tensor, merge: int) -> None:
-    """Raise InvalidFeature unless `grid` is (frames, rows, columns) of patches that form whole squares, which the Qwen
-    family's encoder merges."""
-    frames, rows, columns = grid.view(-1).tolist() if grid.numel() == _GRID_NUMBERS else (0, 0, 0)
-    if frames < 1 or rows < 1 or columns < 1 or rows % merge or columns % merge:
-        raise InvalidFeature(f"{name}: {grid.tolist()} is not a grid of {merge}x{merge} squares")
-
-
-def merge_size(processor: BaseMultiModalProcessor) -> int:
-    """Return the `spatial_merge_size` of the vision encoder; 1 if the family has none."""
-    vision = getattr(processor.info.get_hf_config(), "vision_config", None)
-    return int(getattr(vision, "spatial_merge_size", 1))
-
-
 def max_video_s(config: Any) -> float:
     """Return how long a video may be by its rotary positions. vLLM's table has four times `max_position_embeddings`
     (`MRotaryEmbedding`), of which a prompt's other tokens take one at most."""
@@ -274,16 +279,6 @@ def max_video_s(config: Any) -> float:
     per_second = per_second or getattr(config, "position_id_per_seconds", None) or 1.0
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return math.inf if positions is None else 3 * positions / per_second
-
-
-_GRID_NUMBERS = 3
-
-
-def _as_batch(elem: MultiModalFieldElem) -> Any:
-    """Return the field as the Hugging Face processor returns it for a request with this single item."""
-    if isinstance(elem.field, MultiModalBatchedField):
-        return elem.data.unsqueeze(0) if isinstance(elem.data, torch.Tensor) else [elem.data]
-    return elem.data
 
 
 def _check_flat(name: str, elem: MultiModalFieldElem, field: MultiModalFlatField) -> None:
@@ -301,6 +296,28 @@ def _fits(token_ids: list[int], place: PlaceholderRange, content: PromptUpdateDe
         return False
     expected = None if content.is_embed is None else _mask(content.is_embed(content.full))
     return expected == place.is_embed
+
+
+def _fits_alone(prompt: ExpandedPrompt, updates: Any) -> bool:
+    """Return whether the prompt is that of an encode request, one placeholder, with the embedded tokens of its feature.
+    The tokens around them may contain the item's number in the request that it is part of (MiniCPM-V)."""
+    if len(prompt.features) != 1:
+        return False
+    (feature,) = prompt.features
+    place, token_ids = placeholder_of(feature), prompt.expanded_token_ids
+    if (place.offset, place.length) != (0, len(token_ids)):
+        return False
+    found = _embedded(token_ids, place.is_embed)
+    return any(
+        found
+        == _embedded(u.content.full, None if u.content.is_embed is None else _mask(u.content.is_embed(u.content.full)))
+        for u in updates[feature.modality][0]
+    )
+
+
+def _embedded(token_ids: Sequence[int], is_embed: bytes | None) -> list[int]:
+    """Return the tokens that are replaced by embeddings."""
+    return list(token_ids) if is_embed is None else list(compress(token_ids, is_embed))
 
 
 def _own_range(place: Any) -> PlaceholderRange:

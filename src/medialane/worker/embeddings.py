@@ -15,17 +15,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from medialane.core.errors import HandoverFailed, MedialaneError
-from medialane.core.feature import (
-    MAX_HEADER_BYTES,
-    Embedding,
-    EmbeddingUse,
-    Feature,
-    FoundEmbedding,
-    MediaPayload,
-)
-from medialane.core.hashing import embedding_key
+from medialane.core.feature import Embedding, EmbeddingUse, FoundEmbedding, MediaPayload, WantedEmbedding
 from medialane.core.request import EncoderCard, EngineRequest, OutputDelta
-from medialane.core.tensor import ArenaRange, TensorSpec
+from medialane.core.tensor import ArenaRange
 from medialane.worker.host_arena import HostArena
 
 logger = logging.getLogger(__name__)
@@ -60,18 +52,21 @@ class RequestEmbeddings:
                 raise HandoverFailed("an embedding is not one of this worker's encoder")
 
     async def find(self, request: EngineRequest, arena: str | None) -> EngineRequest:
-        """Find the embeddings of items that came with tensors in `arena`, which the engine has mapped.
+        """Find the embeddings of items that came with tensors in `arena`, which the engine has mapped. If holds were
+        passed with the request, they have been taken before.
 
         Returns the request without the tensors of items that the engine loads.
         """
         media = request.prompt.media
         sent = {item.mm_hash for item in media if item.embedding is not None}
-        wanted = {item.mm_hash: item for item in media if item.mm_hash not in sent and self._spec(item)}
+        new = {item.mm_hash: item for item in media if item.mm_hash not in sent}
+        wanted = [(item, found) for item in new.values() if (found := self._wanted(item)) is not None]
         if arena is None or not wanted:
             return request
+        passed_with = request.request_id if request.has_passed_holds else None
         async with asyncio.TaskGroup() as tasks:
-            for item in wanted.values():
-                tasks.create_task(self._find(item, arena))
+            for item, one in wanted:
+                tasks.create_task(self._find(item, one, arena, passed_with))
         prompt = request.prompt.with_media(list(map(self._without_tensors, media)))
         return msgspec.structs.replace(request, prompt=prompt)
 
@@ -99,38 +94,38 @@ class RequestEmbeddings:
         return [self._uses.get(item.mm_hash) for item in media]
 
     def on_first_output(self, delta: OutputDelta, is_complete: Callable[[ArenaRange], bool]) -> OutputDelta:
-        """Release what has been written. Returns `delta` with the items whose embeddings are in the arena."""
+        """Return `delta` with the items whose embeddings are in the arena: nothing is written from now on."""
         if not self._uses:
             return delta  # what was found and is not used ends with the request
         loaded = [mm_hash for mm_hash, use in self._uses.items() if use.is_filled]
         written = [mm_hash for mm_hash, use in self._uses.items() if not use.is_filled]
         embedded = [*loaded, *(mm_hash for mm_hash in written if is_complete(self._uses[mm_hash].tensor.range))]
-        for mm_hash in written:
-            self._found.pop(mm_hash).hold.release()
         return msgspec.structs.replace(delta, embedded=tuple(embedded), loaded=tuple(loaded))
+
+    def end_writing(self) -> None:
+        """Release what has been written, after the first output."""
+        for mm_hash, use in self._uses.items():
+            if not use.is_filled and (found := self._found.pop(mm_hash, None)) is not None:
+                found.hold.release()
 
     def release(self) -> None:
         """End all holds. Idempotent."""
         while self._found:
             self._found.popitem()[1].hold.release()
 
-    async def _find(self, item: MediaPayload, arena: str) -> None:
+    async def _find(self, item: MediaPayload, wanted: WantedEmbedding, arena: str, passed_with: str | None) -> None:
         """Without an answer the engine encodes the item, and the embedding is not kept."""
-        if self._encoder is None or (spec := self._spec(item)) is None:
-            return
-        key = embedding_key(mm_hash=item.mm_hash, encoder=self._encoder.digest)
-        feature = Feature(item.modality, item.mm_hash, item.header, (), item.size)
         wait_s = min(max(item.embedding_wait_ms / 1000, 0.0), MAX_WAIT_S)
         try:
             async with asyncio.timeout(wait_s + ANSWER_TIMEOUT_S):
-                found = await self._host_arena.embedding(key, feature, spec, wait_s=wait_s)
+                found = await self._host_arena.embedding(wanted, wait_s=wait_s, passed_with=passed_with)
         except (MedialaneError, TimeoutError) as error:
             logger.warning("the embedding of an item is not kept: %s", error)
             return
         if found is None:
             return
         self._found[item.mm_hash] = found  # before anything can raise: `release` ends the hold
-        if found.embedding.tensor.range.arena == arena and found.embedding.tensor.spec == spec:
+        if found.embedding.tensor.range.arena == arena and found.embedding.tensor.spec == wanted.spec:
             self._use(item.mm_hash, found.embedding, is_filled=found.is_filled)
 
     def _use(self, mm_hash: str, embedding: Embedding, *, is_filled: bool) -> None:
@@ -143,14 +138,9 @@ class RequestEmbeddings:
             return item
         return msgspec.structs.replace(item, tensors=(), embedding=self._embeddings[item.mm_hash], remote=None)
 
-    def _spec(self, item: MediaPayload) -> TensorSpec | None:
-        """Return dtype and shape of the item's embedding; None if embeddings of such items are not kept."""
-        if self._encoder is None or item.placeholder is None or len(item.header) > MAX_HEADER_BYTES:
-            return None
-        shape = (item.placeholder.num_embeds, self._encoder.widths.get(item.modality, 0))
-        return TensorSpec(self._encoder.dtype, shape) if all(shape) else None
+    def _wanted(self, item: MediaPayload) -> WantedEmbedding | None:
+        return None if self._encoder is None else self._encoder.wanted(item)
 
     def _is_ours(self, item: MediaPayload, sent: Embedding) -> bool:
-        if self._encoder is None or sent.tensor.spec != self._spec(item):
-            return False
-        return sent.key == embedding_key(mm_hash=item.mm_hash, encoder=self._encoder.digest)
+        wanted = self._wanted(item)
+        return wanted is not None and (sent.key, sent.tensor.spec) == (wanted.key, wanted.spec)

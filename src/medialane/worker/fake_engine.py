@@ -33,9 +33,10 @@ from medialane.core.request import (
     ExpandedPrompt,
     ModelCard,
     OutputDelta,
+    PooledPart,
     WorkerLoad,
 )
-from medialane.core.tensor import TensorDescriptor
+from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.worker.simulated.block_pool import BlockPool
 from medialane.worker.simulated.sequence import sequence_of
 
@@ -52,7 +53,8 @@ DIGEST_BYTES = 32
 
 
 class FakeParams(msgspec.Struct, frozen=True):
-    """Sampling parameters of the fake engine, as JSON in `EngineRequest.sampling_params`."""
+    """Sampling parameters of the fake engine, as JSON in `EngineRequest.sampling_params`. The output of a pooling
+    request has `max_tokens` parts."""
 
     max_tokens: int = 4
     token_s: float = 0.0
@@ -122,6 +124,10 @@ class FakeEngine:
     def embedding_counts(self) -> EmbeddingCounts:
         return EmbeddingCounts(loaded=self.num_loaded, encoded=self.num_encoded)
 
+    @property
+    def longest_embedding_step_s(self) -> float:
+        return 0.0
+
     def loads(self) -> list[WorkerLoad]:
         return [WorkerLoad(num_running=self.num_reading)]
 
@@ -155,8 +161,12 @@ class FakeEngine:
                 self._check_alive()
                 items = self._items(tensors, embeddings)
                 inputs = msgspec.msgpack.encode((request.prompt.token_ids, items, number))
+                finished = number == params.max_tokens - 1
+                if request.is_pooling:
+                    yield _pooled(request, params, inputs, num_cached, finished=finished)
+                    continue
                 token = int(content_hash(inputs)[:8], 16) % VOCABULARY
-                yield _delta(request, number, token, num_cached, finished=number == params.max_tokens - 1)
+                yield _delta(request, number, token, num_cached, finished=finished)
         finally:
             try:
                 await asyncio.sleep(self._release_s)
@@ -264,6 +274,20 @@ def _digest(datas: Sequence[memoryview]) -> bytes:
 
 def _embedding(digest: bytes, num_bytes: int) -> bytes:
     return (digest * (num_bytes // DIGEST_BYTES + 1))[:num_bytes]
+
+
+def _pooled(
+    request: EngineRequest, params: FakeParams, inputs: bytes, num_cached: int, *, finished: bool
+) -> OutputDelta:
+    data = bytes.fromhex(content_hash(inputs))
+    spec = TensorSpec("uint8", (params.max_tokens, len(data)))
+    return OutputDelta(
+        request.request_id,
+        [],
+        finished=finished,
+        num_cached_tokens=num_cached,
+        pooled=PooledPart(spec, memoryview(data)),
+    )
 
 
 def _delta(request: EngineRequest, number: int, token: int, num_cached: int, *, finished: bool) -> OutputDelta:

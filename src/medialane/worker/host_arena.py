@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from medialane.core.errors import HandoverFailed
-from medialane.core.feature import Feature, FoundEmbedding, Hold
+from medialane.core.feature import FoundEmbedding, Hold, WantedEmbedding
 from medialane.core.remote_entry import RemoteEntry
-from medialane.core.tensor import ArenaOffer, ArenaRange, TensorSpec
+from medialane.core.tensor import ArenaOffer, ArenaRange
 
 _NO_STORE = "this worker has no store on its host"
 
@@ -26,8 +26,8 @@ class HostArena(Protocol):
 
     async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> Hold:
         """Hold entries until the result is released. `passed_with` is the id of the request if its gateway has passed
-        holds on some of them. Raises HandoverFailed if one is not held by the gateway any more, StoreUnavailable if the
-        store is lost."""
+        holds: embeddings among them are then found by `embedding`. Raises HandoverFailed if an entry is not held by the
+        gateway any more, StoreUnavailable if the store is lost."""
         ...
 
     async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[ArenaRange]]:
@@ -35,9 +35,12 @@ class HostArena(Protocol):
         released, and return their ranges. Raises MedialaneError."""
         ...
 
-    async def embedding(self, key: str, feature: Feature, spec: TensorSpec, *, wait_s: float) -> FoundEmbedding | None:
-        """Find the embedding of `feature`, or reserve memory for it. None if another client is writing it and does not
-        finish within `wait_s`, or if there is no memory; the caller encodes the item then. Raises StoreUnavailable."""
+    async def embedding(
+        self, wanted: WantedEmbedding, *, wait_s: float, passed_with: str | None = None
+    ) -> FoundEmbedding | None:
+        """Find an embedding, or reserve memory for it. None if another client is writing it and does not finish within
+        `wait_s`, or if there is no memory; the caller encodes the item then. `passed_with` as for `hold`, which the
+        caller has called before. Raises StoreUnavailable."""
         ...
 
 
@@ -55,5 +58,7 @@ class NoArena:
     async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[ArenaRange]]:
         raise HandoverFailed(_NO_STORE)
 
-    async def embedding(self, key: str, feature: Feature, spec: TensorSpec, *, wait_s: float) -> FoundEmbedding | None:
+    async def embedding(
+        self, wanted: WantedEmbedding, *, wait_s: float, passed_with: str | None = None
+    ) -> FoundEmbedding | None:
         return None

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from medialane.core.errors import WorkerLost
@@ -84,6 +84,8 @@ async def serve_until(
     lost = False
     try:
         async with metrics_served(status, config, num_ranks=num_ranks, registry=worker.registry):
+            with suppress(WorkerLost):  # reported by `watch`
+                await worker.map_arena()  # before gateways connect
             if address is not None:
                 listening = await server.serve(address)
                 logger.info("worker %s listens at %s", worker.worker_id, listening)

@@ -101,6 +101,10 @@ class Worker:
         return self._engine.embedding_counts
 
     @property
+    def longest_embedding_step_s(self) -> float:
+        return self._engine.longest_embedding_step_s
+
+    @property
     def registry(self) -> CollectorRegistry:
         """The registry of this process's metrics."""
         return self._registry
@@ -125,8 +129,12 @@ class Worker:
         embeddings.check(request.prompt.media)
         hold: Hold | None = None
         try:
-            request = await embeddings.find(request, self._mapped)  # first: what is found need not be held or copied
-            request, hold = await self._hold(request, embeddings.ranges)
+            if request.has_passed_holds:  # with the embeddings, as a rule
+                request, hold = await self._hold(request, ())
+                request = await embeddings.find(request, self._mapped)
+            else:
+                request = await embeddings.find(request, self._mapped)  # what is found need not be held or copied
+                request, hold = await self._hold(request, embeddings.ranges)
             embeddings.use_sent(request.prompt.media, self._mapped)
             embeddings.check_encoder(self._engine.card.encoder)
             media, tensors = request.prompt.media, self._tensors(request.prompt)
@@ -135,6 +143,8 @@ class Worker:
                     is_first = True
                     async for delta in deltas:
                         yield embeddings.on_first_output(delta, self._shm.is_completed) if is_first else delta
+                        if is_first:  # the message to the store comes after that to the gateway
+                            embeddings.end_writing()
                         is_first = False
         except (GenerationFailed, WorkerLost):
             self._ping_requested.set()
@@ -188,8 +198,28 @@ class Worker:
                 logger.error("%s (%d of %d)", error.message, self._num_missed_pings, MAX_MISSED_PINGS)
                 if self._num_missed_pings >= MAX_MISSED_PINGS:
                     raise WorkerLost("the engine does not respond") from error
-            await self._map_arena()
+            await self.map_arena()
             await self._wait_for_next_ping()
+
+    async def map_arena(self) -> None:
+        """Map the current arena in this process and in the engine's, which may have a different /dev/shm, and unmap
+        others that no request reads any more: vLLM frees an item that it read only when `detach_arena` follows.
+
+        Until it is mapped, gateways send media in messages. Raises WorkerLost."""
+        offer = self._offer
+        for arena in self._in_engine - {offer.id if offer is not None else None} - self._readers.keys():
+            self._in_engine.discard(arena)
+            await self._engine.detach_arena(arena)
+        if offer is None or offer.id == self._mapped or offer.id in self._unmappable:
+            return
+        self._in_engine.add(offer.id)
+        if not await self._engine.attach_arena(offer.id, offer.nonce) or not self._shm.attach(offer.id, offer.nonce):
+            logger.warning("the store's arena is not in this worker's shared memory: media arrive in messages")
+            self._unmappable = {offer.id}
+        elif offer == self._offer:
+            self._announce(offer.id)
+        else:  # the store was lost meanwhile
+            self._shm.detach(offer.id)
 
     def close(self) -> None:
         """Unmap all arenas. Idempotent."""
@@ -214,24 +244,6 @@ class Worker:
             self._shm.detach(self._mapped)
             self._announce(None)
         self._ping_requested.set()  # wakes `watch`, which has the engine map it
-
-    async def _map_arena(self) -> None:
-        """Map the current arena in this process and in the engine's, which may have a different /dev/shm, and unmap
-        others that no request reads any more: vLLM frees an item that it read only when `detach_arena` follows."""
-        offer = self._offer
-        for arena in self._in_engine - {offer.id if offer is not None else None} - self._readers.keys():
-            self._in_engine.discard(arena)
-            await self._engine.detach_arena(arena)
-        if offer is None or offer.id == self._mapped or offer.id in self._unmappable:
-            return
-        self._in_engine.add(offer.id)
-        if not await self._engine.attach_arena(offer.id, offer.nonce) or not self._shm.attach(offer.id, offer.nonce):
-            logger.warning("the store's arena is not in this worker's shared memory: media arrive in messages")
-            self._unmappable = {offer.id}
-        elif offer == self._offer:
-            self._announce(offer.id)
-        else:  # the store was lost meanwhile
-            self._shm.detach(offer.id)
 
     def _announce(self, arena: str | None) -> None:
         self._mapped = arena

@@ -31,6 +31,75 @@ def test_every_check_has_a_verdict_and_failures_have_advice(capsys):
     assert findings["vLLM plugin"]["verdict"] == "ok"
 
 
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def model_findings(monkeypatch, capsys, script, model):
+    monkeypatch.setattr(doctor, "_MODEL", script)
+    main(["doctor", model, "--json", "--port", "0", "--", "--max-model-len", "99"])
+    found = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
+    return {name: found[name] for name in ("model", "stage", "embeddings") if name in found}
+
+
+_ALL = """
+print('{"architecture": "A", "takes_media": true, "limits": {"image": 3}, "no_features": "", "no_embeddings": ""}')
+"""
+_TEXT = """print('{"architecture": "A", "takes_media": false}')"""
+
+#: Takes the name of the model as the architecture, and vLLM's flags as the reasons.
+_REASONS = """
+import json, sys
+model, flags = json.loads(sys.argv[1])
+found = {"architecture": model, "takes_media": True, "limits": {"image": 3, "audio": 1}}
+print(json.dumps({**found, "no_features": flags[0], "no_embeddings": flags[1]}))
+"""
+
+
+@pytest.mark.usefixtures("light")
+@pytest.mark.parametrize(
+    ("script", "verdicts", "text"),
+    [
+        (
+            _REASONS,
+            {"model": "ok", "stage": "warn", "embeddings": "warn"},
+            ["MODEL: image (at most 3), audio (at most 1)", "decoded: --max-model-len", "not kept: 99"],
+        ),
+        (_ALL, {"model": "ok", "stage": "ok", "embeddings": "ok"}, ["A: image", "features", "kept, unless"]),
+        (_TEXT, {"model": "ok"}, ["A: it takes no media"]),
+        ("raise ValueError('no such model')", {"model": "fail"}, ["it cannot be loaded (ValueError: no such model)"]),
+        (
+            "from medialane.core.errors import StartupFailed; raise StartupFailed('no such flag')",
+            {"model": "fail"},
+            ["it cannot be loaded (no such flag)"],
+        ),
+    ],
+    ids=["neither", "both", "text", "unknown", "flags"],
+)
+def test_stage_and_embeddings_of_a_model_are_reported(monkeypatch, capsys, model, script, verdicts, text):
+    found = model_findings(monkeypatch, capsys, script, model)
+    text = [part.replace("MODEL", model) for part in text]
+    assert {name: finding["verdict"] for name, finding in found.items()} == verdicts
+    assert all(finding["text"].startswith(part) for finding, part in zip(found.values(), text, strict=True))
+    assert all(finding["advice"] for finding in found.values() if finding["verdict"] != "ok")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["/no/such/folder"], "neither an existing folder nor"),
+        (["MODEL", "--", "--max-modle-len", "5"], "did you mean --max-model-len?"),
+        (["--", "--max-model-len", "5"], "medialane doctor MODEL -- FLAGS"),
+    ],
+)
+def test_wrong_arguments_are_reported_before_any_check(monkeypatch, capsys, model, words, reason):
+    monkeypatch.setattr(doctor, "run_checks", None)
+    assert main(["doctor", *(word.replace("MODEL", model) for word in words)]) == 2
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("light")
 def test_findings_are_shown_as_a_table(capsys):
     main(["doctor", "--port", "0"])

@@ -95,7 +95,7 @@ def test_misplaced_vllm_flag_error_says_where_it_belongs(install, capsys):
 def test_command_without_vllm_flags_rejects_them(install, capsys):
     install(FakeCommand())
     with pytest.raises(SystemExit):
-        main(["doctor", "m", "--", "--enforce-eager"])
+        main(["status", "m", "--", "--enforce-eager"])
     assert "takes no vLLM flags" in capsys.readouterr().err
 
 

@@ -140,3 +140,9 @@ def test_announcement_reflects_the_flags_relevant_to_clients():
     assert "Authorization: Bearer" in text
     assert '"model": "vision"' in text
     assert "-k" not in text.split()
+    assert "/v1/chat/completions" in text
+
+
+def test_announcement_of_a_pooling_model_has_an_endpoint_that_it_has():
+    text = announce(load_config({}, environ={}), "m", ["--runner=pooling"])
+    assert "http://127.0.0.1:8000/pooling" in text

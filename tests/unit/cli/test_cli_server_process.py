@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+#: Starts that server and waits.
+OWNER = """
+import asyncio, os, pathlib, sys
+from medialane.cli.server_process import plain_vllm
+async def use():
+    async with plain_vllm("model", environ=os.environ, log=pathlib.Path(sys.argv[1])) as server:
+        print(server.process_id, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(use())
 """
 
 
@@ -83,6 +95,25 @@ async def test_cancellation_leaves_no_process(serve, tmp_path):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert await gone(child)
+
+
+async def test_killed_owner_leaves_no_process(serve, tmp_path):
+    """Not even one that ignores SIGTERM, which the kernel sends to the server alone."""
+    serve(SERVER)  # writes the server's source
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+    argv = (sys.executable, script, tmp_path / "log")
+    owner = await asyncio.create_subprocess_exec(*argv, env=environ, stdout=asyncio.subprocess.PIPE)
+    try:
+        server = int(await owner.stdout.readline())
+        child = child_of(tmp_path / "log")
+        assert is_alive(child)
+    finally:
+        owner.kill()
+        await owner.wait()
+    assert await gone(server)
     assert await gone(child)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 
+import msgspec
 import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,7 +14,7 @@ from medialane.cli.gateway_state import Gateway, Host, Link, parse_state, read_s
 from medialane.cli.main import main
 from medialane.core.errors import StartupFailed
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.core.stats import ArenaStats, PoolStats, StoreStats
+from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, StoreStats
 from medialane.gateway.health import Health
 from medialane.observability.metrics import Metrics
 
@@ -37,6 +38,15 @@ def page(*endpoints, store=None):
     metrics.watch_workers(lambda: endpoints)
     metrics.watch_store(lambda: store)
     return generate_latest(registry)
+
+
+async def test_embeddings_of_the_store_are_shown(serve, capsys):
+    stats = store_stats()
+    arena = msgspec.structs.replace(stats.arena, embedded_bytes=3 << 20)
+    stats = StoreStats(arena, stats.preparers, embeddings=EmbeddingStats(num_found=7, num_filled=4))
+    url = await serve(metrics=page(endpoint("host-a/0"), store=stats))
+    assert await status("--gateway", url) == 0
+    assert "embeddings: 3.0 MiB; 4 stored and 7 found since the store's start" in capsys.readouterr().out
 
 
 def test_state_has_workers_links_and_store():

@@ -43,6 +43,8 @@ BAD = {
     "--reasoning-parser nobodys: must be one of": ["--reasoning-parser=nobodys"],
     "--uds is not for vLLM here: the gateway listens": ["--uds", "/tmp/x"],
     "--model is not for vLLM here": ["--model=x"],
+    "--allowed-media-domains is not for vLLM here": ["--allowed-media-domains", "example.org", "example.com"],
+    "--allowed-local-media-path is not for vLLM here": ["--allowed-local-media-path=/srv/media"],
     "--port is not for vLLM here": ["--port", "80"],
     "--gpu-memory-utilization 7: must be > 0 and <= 1": ["--gpu-memory-utilization", "7"],
     "--gpu-memory-utilization nan: must be > 0 and <= 1": ["--gpu-memory-utilization=nan"],

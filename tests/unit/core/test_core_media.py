@@ -16,6 +16,11 @@ def test_repr_of_a_reference_shows_only_the_byte_count():
     assert "6 bytes" in repr(MediaRef("image", "p", data=b"secret"))
 
 
+def test_clients_url_is_that_of_the_body():
+    assert MediaRef("image", "p", url="http://a/b.png").client_url == "http://a/b.png"
+    assert MediaRef("image", "p", data=b"abc", media_type="image/png").client_url == "data:image/png;base64,YWJj"
+
+
 def test_image_size_follows_its_pixels():
     assert Image(np.zeros((2, 3, 3), np.uint8)).size == MediaSize(width=3, height=2)
 

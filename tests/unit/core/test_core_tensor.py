@@ -46,6 +46,6 @@ def test_decoded_messages_are_validated():
     encoded = msgspec.msgpack.encode({"type": "inline", "spec": {"dtype": "uint8", "shape": [4]}, "data": b"abc"})
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(encoded, type=TensorDescriptor | InlineTensor)
-    unknown = msgspec.msgpack.encode({"dtype": "complex64", "shape": [1]})
+    unknown = msgspec.msgpack.encode({"dtype": "complex32", "shape": [1]})
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(unknown, type=TensorSpec)

@@ -615,6 +615,55 @@ def test_item_limit_spans_all_messages():
         extracted({"messages": [message] * 3}, config)
 
 
+def content(*parts) -> dict:
+    return {"content": list(parts)}
+
+
+INPUTS = {
+    "queries[0].content[1].image_url": {"queries": [content({"type": "text", "text": "a"}, image(PNG))]},
+    "query.content[0].image_url": {"query": content(image(PNG)), "documents": ["a"]},
+    "documents[1].content[0].image_url": {"query": "a", "documents": ["a", content(image(PNG))]},
+    "items[0].content[0].image_url": {"queries": "a", "items": [content(image(PNG))]},
+    "data_1.content[0].image_url": {"data_1": content(image(PNG)), "data_2": "a"},
+    "data_2[0].content[0].image_url": {"data_1": "a", "data_2": [content(image(PNG))]},
+    "text_1.content[0].image_url": {"text_1": content(image(PNG)), "text_2": "a"},
+    "text_2[0].content[0].image_url": {"text_1": "a", "text_2": [content(image(PNG))]},
+    "inputs[0].content[0].image_url": {"inputs": [content(image(PNG))]},
+    "images[1]": {"images": ["", PNG]},
+    "input[0].content[0].image_url": {"input": [{"role": "user", **content(image(PNG))}]},
+    "input[1][0].content[0].image_url": {"input": [[], [{"role": "user", **content(image(PNG))}]]},
+}
+
+
+@pytest.mark.parametrize(("param", "body"), INPUTS.items(), ids=INPUTS)
+def test_media_of_inputs_to_be_encoded_or_scored_become_references(param, body):
+    found = extracted(body)
+    assert [(ref.param, ref.data) for ref in found.refs] == [(param, PIXELS)]
+    assert json.loads(found.body) == json.loads(json.dumps(body).replace(PNG, "medialane:0"))
+
+
+BATCHES = {
+    "documents": [content(image(HTTP))] * 3,
+    "messages": [[{"role": "user", **content(image(HTTP))}]] * 3,
+    "images": [HTTP] * 3,
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_item_limit_is_that_of_each_prompt_with_another_for_all(name):
+    body = {name: BATCHES[name]}
+    assert len(extracted(body, MediaConfig(max_items=1, max_batch_items=3)).refs) == 3
+    with pytest.raises(TooManyMediaItems, match="3 media items, more than 2") as raised:
+        extracted(body, MediaConfig(max_items=1, max_batch_items=2))
+    assert raised.value.param.startswith(f"{name}[2]")
+
+
+def test_item_limit_of_a_document_is_that_of_a_prompt():
+    with pytest.raises(TooManyMediaItems) as raised:
+        extracted({"query": "a", "documents": ["a", content(image(HTTP), image(HTTP))]}, MediaConfig(max_items=1))
+    assert raised.value.param == "documents[1].content[1].image_url"
+
+
 def test_media_are_extracted_beyond_the_string_scan_limit():
     filler = [{"type": "text", "text": f";base64,{n}"} for n in range(300)]
     found = extracted(chat(*filler, image(PNG)))
@@ -693,6 +742,14 @@ FEW_PROMPTS = GatewayConfig(max_prompts=256)
         ("messages", {"messages": [CONVERSATION] * 257}),
         ("items", {"query": "x", "items": ["x"] * 257}),
         ("items", {"query": [1], "items": [[1]] * 257}),
+        ("documents", {"query": "x", "documents": ["x"] * 257}),
+        ("data_1", {"data_1": ["x"] * 257, "data_2": "x"}),
+        ("inputs", {"inputs": [{"content": []}] * 257}),
+        ("input", {"input": ["x"] * 257}),
+        ("input", {"input": [[1, 2]] * 257}),
+        ("input", {"input": [CONVERSATION] * 257}),
+        ("texts", {"texts": ["x"] * 257}),
+        ("images", {"images": ["x"] * 257}),
     ],
 )
 def test_body_with_too_many_prompts_is_rejected(name, body):
@@ -711,6 +768,11 @@ def test_body_with_too_many_prompts_is_rejected(name, body):
         {"messages": CONVERSATION * 300},
         {"messages": CONVERSATION, "items": ["x"] * 300},
         {"query": "x", "items": {"a": ["x"] * 300}},
+        {"messages": CONVERSATION, "documents": [{"text": "x"}] * 300},
+        {"input": CONVERSATION * 300},
+        {"input": list(range(100_000))},
+        {"input": [list(range(50_000))] * 2},
+        {"input": ["x"] * 256},
     ],
 )
 def test_body_with_as_many_prompts_as_permitted_is_accepted(body):

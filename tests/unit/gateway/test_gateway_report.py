@@ -247,6 +247,18 @@ def item(ref, mm_hash, size=NO_SIZE, **more):
     return StagedItem(ref, Feature(ref.modality, mm_hash, b"", (), size), None, **more)
 
 
+def test_report_of_several_prompts_is_about_one_with_media():
+    decision = RoutingDecision("w0", "idle")
+    with open_scope() as scope:
+        scope.extracted = ExtractedMedia((MediaRef("image", "a", data=b"1"),), wants_report=True)
+        scope.note_prepared([item(scope.extracted.refs[0], "h")])
+        for has_media, transport in ((False, "inline"), (True, "shm"), (False, "inline")):
+            scope.note_sent(report.Sent("features", transport, decision, has_media))
+        assert msgspec.json.decode(scope.report())["transport"] == "shm"
+        scope.note_sent(report.Sent("url", "inline", decision))
+        assert msgspec.json.decode(scope.report())["stage"] == "url", "the last attempt"
+
+
 def test_scope_reports_items_in_request_order():
     refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
     with open_scope() as scope:

@@ -131,6 +131,20 @@ def test_prompt_goes_to_the_worker_that_has_cached_it_at_its_own_block_size(make
     assert route.routed.decision.cached_tokens == 192
 
 
+def test_request_that_reads_no_prefix_cache_counts_no_cached_tokens(make_routes):
+    link = link_to("w0", block_size=16)
+    routes = make_routes(link)
+    tokens = list(range(200))
+    ids = prompt_block_ids(tokens, block_size=16)
+    routes.changed(link, KvChange(0, 0, ids.astype("<u8").tobytes(), b""))
+    for reads, cached in ((True, 192), (False, 0)):
+        wanted = EngineRequest(f"r{reads}", ExpandedPrompt(tokens), b"", reads_prefix_cache=reads)
+        route = routes.choose(wanted, None)
+        routes.begin(route, wanted.request_id)
+        assert route.routed.decision.cached_tokens == cached
+        assert route.routed.decision.num_tokens == 200
+
+
 def test_lag_of_events_does_not_depend_on_the_clock_of_the_workers_host(make_routes):
     """The worker measures it. A snapshot has none, and leaves the last one."""
     link = link_to("w0")
@@ -219,3 +233,17 @@ def test_known_embedding_is_part_of_what_is_routed(make_routes):
     known = msgspec.structs.replace(prepared, features=(msgspec.structs.replace(placed, feature=feature),))
     assert [span.embedding_bytes for span in routes.choose(sent, prepared).known.media] == [0]
     assert [span.embedding_bytes for span in routes.choose(sent, known).known.media] == [16]
+
+
+def test_item_of_an_encoders_prompt_has_no_place_in_the_prompt_that_is_routed(make_routes):
+    routes = make_routes(link_to("w", block_size=0))
+    ref = MediaRef("audio", "file", data=b"x")
+    placed = PlacedFeature(Feature("audio", "f" * 64, b"", (), MediaSize()), PlaceholderRange(0, 1500))
+    for features in ((placed,), ()):
+        source = MediaPrompt([], (ref,), is_encoder_prompt=True)
+        prepared = PreparedPrompt([], features, ("f" * 64,), source, None, [0] * 1500)
+        known = routes._known(EngineRequest("r", ExpandedPrompt([1, 2, 3]), b""), prepared)
+        assert (known.token_ids, known.media) == ([1, 2, 3], ())
+        (item,) = known.unplaced_items
+        assert (item.mm_hash, item.modality, item.offset, item.end) == ("f" * 64, "audio", 3, 3)
+        assert item.num_embeds == (1500 if features else 0)

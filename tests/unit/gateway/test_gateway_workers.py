@@ -224,6 +224,16 @@ async def test_pool_counts_ready_workers(net, tmp_path):
     assert pool.num_ready == 0
 
 
+async def test_pool_waits_for_the_card_of_the_first_worker(net):
+    pool = WorkerPool([net.link()])
+    waiting = asyncio.create_task(pool.first_card())
+    await asyncio.sleep(0.05)  # time: for attempts to connect
+    assert not waiting.done()
+    await net.serve(FakeHandler(card=msgspec.structs.replace(FAKE_CARD, tasks=("embed",))))
+    assert (await waiting).tasks == ("embed",)
+    assert (await pool.first_card()).tasks == ("embed",)
+
+
 async def test_full_worker_rejects(net):
     await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
     link = await net.connected()

@@ -1,7 +1,9 @@
 import asyncio
+import errno
 import socket
 import time
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp.abc import AbstractResolver
@@ -15,6 +17,7 @@ from medialane.core.errors import (
     MediaTooLarge,
     MediaUrlForbidden,
     TooManyRedirects,
+    Unavailable,
     UnsupportedUrlScheme,
     UpstreamFailed,
 )
@@ -22,13 +25,22 @@ from medialane.core.hashing import content_hash
 from medialane.media import FetchLimits, MediaConfig
 from medialane.media.body import HeapBody
 from medialane.media.freshness import Freshness
-from medialane.media.http_source import HttpSource
+from medialane.media.http_source import HttpSource, _mapped_errors, _RetryableFailure
 from medialane.media.url_cache import Validators
 from waiting import eventually
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",))
 LIMITS = FetchLimits(max_bytes=100_000, timeout_s=10.0)
 BODY = bytes(range(256)) * 100
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(errno.EMFILE, Unavailable), (errno.ECONNREFUSED, _RetryableFailure)],
+)
+def test_server_without_free_sockets_is_not_the_clients_fault(number, expected):
+    with pytest.raises(expected), _mapped_errors():
+        raise aiohttp.ClientOSError(number, "cannot connect")
 
 
 class RecordedBody(HeapBody):

@@ -1,5 +1,6 @@
 """Equality with vLLM is tested in `tests/contract/test_image_exactness.py`; here are limits, errors and edges."""
 
+import errno
 import struct
 import time
 import warnings
@@ -30,6 +31,24 @@ def encode(kind: str, size=(37, 21), **options) -> bytes:
     out = BytesIO()
     PILImage.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(out, kind, **options)
     return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError("image file is truncated"), InvalidImage),
+        (OSError(errno.EMFILE, "too many open files"), OSError),
+        (SyntaxError("broken PNG file"), InvalidImage),
+    ],
+    ids=repr,
+)
+def test_only_the_file_is_the_clients_fault(monkeypatch, error, expected):
+    def fail(*_args, **_options):
+        raise error
+
+    monkeypatch.setattr(PILImage, "open", fail)
+    with pytest.raises(expected):
+        decode_image(encode("PNG"), CONFIG)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "AVIF", "BMP"])

@@ -1,3 +1,4 @@
+import errno
 import os
 import threading
 
@@ -10,6 +11,7 @@ from medialane.core.errors import (
     MediaFetchTimeout,
     MediaTooLarge,
     MediaUrlForbidden,
+    Unavailable,
 )
 from medialane.core.hashing import content_hash
 from medialane.media import FetchLimits, local_files
@@ -57,6 +59,15 @@ def way(request, monkeypatch):
     if request.param == "walk":
         monkeypatch.setattr(local_files, "_open_beneath", local_files._walk)
     return request.param
+
+
+async def test_server_without_free_files_is_not_the_clients_fault(files, root, monkeypatch):
+    def exhausted(*_args, **_options):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(local_files, "_open_beneath", exhausted)
+    with pytest.raises(Unavailable):
+        await files.read(f"file://{root}/sub/c.png", LIMITS)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,14 @@ import logging
 
 import pytest
 
-from medialane.observability.logging import LoggingConfig, RateLimitedWarning, configure, redact, request_id
+from medialane.observability.logging import (
+    LoggingConfig,
+    RateLimitedWarning,
+    configure,
+    redact,
+    request_id,
+    unchanged_levels,
+)
 
 
 @pytest.fixture
@@ -66,3 +73,16 @@ def test_client_triggered_logs_are_rate_limited(caplog):
         "refused at 0",
         "refused at 10 (2 more times since this was last logged)",
     ]
+
+
+def test_levels_that_a_library_raises_are_restored():
+    handler, root = logging.StreamHandler(), logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    try:
+        with unchanged_levels():
+            root.setLevel(logging.ERROR)
+            handler.setLevel(logging.ERROR)
+        assert (root.level, handler.level) == (before, logging.NOTSET)
+    finally:
+        root.removeHandler(handler)

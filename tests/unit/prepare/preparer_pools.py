@@ -37,7 +37,7 @@ def children() -> set[int]:
 def png(width: int = 40, height: int = 30, seed: int = 0) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
-    PILImage.fromarray(pixels).save(file, "PNG")
+    PILImage.fromarray(pixels).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

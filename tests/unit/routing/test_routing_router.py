@@ -678,3 +678,27 @@ class Bookkeeping(RuleBasedStateMachine):
 
 TestBookkeeping = Bookkeeping.TestCase
 TestBookkeeping.settings = settings(max_examples=60, deadline=None)
+
+
+def test_worker_without_a_prefix_cache_is_never_expected_to_hold_a_prefix(clock):
+    """Not even after it was sent the same prompt, and beside a worker that holds it."""
+    router = Router(RoutingConfig(), clock=clock, wall_clock=lambda: 1.5e9, seed=1)
+    without, other = router.join(of_block_size("without", 0)), router.join(of_block_size("other", BLOCK))
+    assert router.block_sizes == (BLOCK,)
+    asked = request(text(1))
+    router.change(other, change(stored=asked.block_ids))
+    begin(router, asked)
+    router.leave(other)
+    for _ in range(2):
+        routed = begin(router, asked)
+        routed.prefilled(0)
+        routed.release()
+        assert (routed.worker_id, routed.decision.cached_tokens) == ("without", 0)
+    assert router.predictions.num_never_stored == 0
+    router.leave(without)
+
+
+def test_block_size_is_never_zero(clock):
+    router = Router(RoutingConfig(), clock=clock, wall_clock=lambda: 1.5e9, seed=1)
+    router.join(of_block_size("without", 0))
+    assert all(router.block_sizes)

@@ -76,7 +76,7 @@ async def test_socket_of_a_dead_worker_means_no_worker(tmp_path):
         await RpcClient.connect(f"unix:{tmp_path}/w.sock", HELLO, QUICK)
 
 
-@pytest.mark.parametrize("size", [{"block_size": 0}, {"data_parallel_size": 1 << 40}, {"num_kv_blocks": -1}])
+@pytest.mark.parametrize("size", [{"block_size": -1}, {"data_parallel_size": 1 << 40}, {"num_kv_blocks": -1}])
 async def test_card_with_impossible_sizes_closes_the_connection(scripted_worker, size):
     card = msgspec.structs.replace(FAKE_CARD, **size)
     address = await scripted_worker(frames(Welcome("w", 1, card)))

@@ -8,4 +8,4 @@ from store_world import World
 async def world(monkeypatch):
     world = await World(monkeypatch).start()
     yield world
-    await world.close()
+    await world.end()

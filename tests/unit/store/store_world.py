@@ -10,7 +10,7 @@ from functools import cached_property
 import pytest
 
 from medialane.arena import Arena, ArenaConfig, FillWriter, Lease, layout
-from medialane.core.feature import Feature, FoundEmbedding
+from medialane.core.feature import Feature, FoundEmbedding, WantedEmbedding
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
@@ -75,6 +75,10 @@ def described(content: str) -> Feature:
     return Feature("image", content, b"header", (), MediaSize())
 
 
+def wanted(content: str, spec: TensorSpec = EMBEDDING) -> WantedEmbedding:
+    return WantedEmbedding(content * 64, described(content), spec)
+
+
 def write(found: FoundEmbedding, content: str) -> None:
     """What a process of an engine does."""
     with FillWriter.open(found.embedding.tensor.range, DIRECTORY) as payload:
@@ -104,7 +108,7 @@ class Client:
 
     async def embedding(self, content: str, *, wait_s: float = 0.0) -> FoundEmbedding | None:
         """Find the embedding of `content`, as the worker of an engine."""
-        return await self.entries.embedding(content * 64, described(content), EMBEDDING, wait_s=wait_s)
+        return await self.entries.embedding(wanted(content), wait_s=wait_s)
 
     async def find(self, content: str) -> int:
         reply = await self.link.call(lambda call_id: FindItem(call_id, reference(content), "processed"))
@@ -151,6 +155,7 @@ class World:
         self._pipes: dict[str, int] = {}
         monkeypatch.setattr("medialane.store.session.pidfd_of", self._pidfd)
         self._exits: list[int] = []
+        self._clients: list[Client] = []
 
     async def start(self) -> World:
         await self.server.serve(self.address)
@@ -159,6 +164,7 @@ class World:
     async def client(self, **settings: object) -> Client:
         num_known = len(self._exits)
         client = Client(self, **settings)
+        self._clients.append(client)
         await asyncio.wait_for(client.link.ready(), 5)
         client.exits = self._exits[num_known:]
         del self._exits[num_known:]
@@ -179,6 +185,13 @@ class World:
 
     def bytes_of(self, entry: ArenaRange) -> bytes:
         return bytes(self.arena.view.memory[entry.offset + 64 : entry.offset + 64 + ITEM_BYTES])
+
+    async def end(self) -> None:
+        """Disconnect all clients and close the store, which then holds nothing for anyone."""
+        for client in self._clients:
+            await client.disconnect()
+        await self.close()
+        assert (self.arena.stats().num_leases, self.arena.stats().num_reservations) == (0, 0)
 
     async def close(self) -> None:
         await self.server.close()

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_world import DIRECTORY, EMBEDDING, ITEM_BYTES, World, described, pattern
+from store_world import DIRECTORY, ITEM_BYTES, World, pattern, wanted
 
 from medialane.arena import FillWriter
 from medialane.arena.layout import COMPLETED_WORD
 from medialane.core.errors import HandoverFailed
-from medialane.store import embeddings, hold_passing
+from medialane.store import embeddings, hold_passing, link
 from medialane.store.hold_cache import HoldCache
 from medialane.store.hold_passing import HoldPasser
 from medialane.store.holds import StoreEntries
@@ -24,6 +24,10 @@ from waiting import eventually
 CONTENTS = st.sampled_from("abcdefgh")
 EMBEDDED = st.sampled_from("def")
 MAX_CLIENTS = 4
+
+
+#: What the engine of a worker does with a range for an embedding.
+DOES = st.sampled_from(["nothing", "begins to write", "writes"])
 
 
 class Writing:
@@ -64,6 +68,7 @@ class Holding(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.patches = pytest.MonkeyPatch()
         self.patches.setattr(embeddings, "REVOKE_INTERVAL_S", 0.005)
+        self.patches.setattr(link, "INITIAL_BACKOFF_S", 0.001)
         self.patches.setattr(hold_passing, "MAX_AGE_S", 60)  # a request may take any number of steps to arrive
         self.world = self.loop.run_until_complete(self._start())
         self.clients = []
@@ -130,9 +135,11 @@ class Holding(RuleBasedStateMachine):
             self.run(self._passed(gateway, entry, worker, str(self.num_sent)))
             self.passed_ahead[str(self.num_sent)] = worker, content, entry
 
-    async def _passed(self, gateway, entry, worker, request_id) -> None:
+    async def _passed(self, gateway, entry, worker, request_id, embedding=()) -> None:
         arrived = self.entries(worker)._passed._arrived
-        HoldPasser(gateway.link, retention_s=0).pass_on([entry], to=worker.link.client_id, request_id=request_id)
+        HoldPasser(gateway.link, retention_s=0).pass_on(
+            [entry], to=worker.link.client_id, request_id=request_id, wanted=embedding
+        )
         await eventually(lambda: request_id in arrived)
 
     @precondition(lambda self: self.passed_ahead)
@@ -181,16 +188,32 @@ class Holding(RuleBasedStateMachine):
         self.run(asyncio.sleep(0))
 
     @has_client
-    @rule(which=number, content=EMBEDDED, does=st.sampled_from(["nothing", "begins to write", "writes"]))
+    @rule(which=number, content=EMBEDDED, does=DOES)
     def find_embedding(self, which, content, does):
         """Found if it is cached; if no other worker writes it, the engine of this one may."""
-        worker = self.pick(which)
         self.run(self._settled())
+        self._use_embedding(self.pick(which), content, does)
+
+    @has_client
+    @rule(which=number, hold=number, to=number, embedded=EMBEDDED, does=DOES)
+    def find_passed_embedding(self, which, hold, to, embedded, does):
+        """As if the worker had asked, if the gateway has passed the embedding with a hold."""
+        gateway, worker = self.pick(which), self.pick(to)
+        if gateway.holds:
+            content, entry = list(gateway.holds.values())[hold % len(gateway.holds)]
+            self.num_sent += 1
+            self.run(self._settled())
+            self.run(self._passed(gateway, entry, worker, str(self.num_sent), [wanted(embedded)]))
+            held = self.run(self.entries(worker).hold([entry], passed_with=str(self.num_sent)))
+            self.passed.append((worker, held, content, entry))
+            self._use_embedding(worker, embedded, does, passed_with=str(self.num_sent))
+
+    def _use_embedding(self, worker, content, does, *, passed_with=None):
         filling = [fill for _, fill, other in self.fills if other == content]
         ranges = {fill.embedding.tensor.range for fill in filling} - self.published
         is_completed = any(self.world.arena.view.words[entry.offset // 8 + COMPLETED_WORD] for entry in ranges)
         is_cached = is_completed or self.world.arena.contains(content * 64, "embedded")
-        found = self.run(self.entries(worker).embedding(content * 64, described(content), EMBEDDING, wait_s=0))
+        found = self.run(self.entries(worker).embedding(wanted(content), wait_s=0, passed_with=passed_with))
         if found is None:
             assert (ranges and not is_completed) or self.is_full()
         elif found.is_filled:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from store_world import DIRECTORY, EMBEDDING, ITEM_BYTES, Client, World, described, pattern, write
+from store_world import DIRECTORY, EMBEDDING, ITEM_BYTES, pattern, wanted, write
 
 from medialane.arena import FillWriter
 from medialane.core.errors import HandoverFailed, StoreUnavailable
@@ -21,24 +21,9 @@ from waiting import eventually, iterations, line_of
 WRITER = Path(__file__).parents[1] / "arena" / "writer.py"
 
 
-@pytest.fixture
-async def world(monkeypatch):
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
     monkeypatch.setattr(embeddings, "REVOKE_INTERVAL_S", 0.01)
-    world = World(monkeypatch)
-    await world.start()
-    clients: list[Client] = []
-    make = world.client
-
-    async def client(**settings):
-        clients.append(await make(**settings))
-        return clients[-1]
-
-    world.client = client
-    yield world
-    for one in clients:
-        await one.disconnect()
-    await world.close()
-    assert (world.arena.stats().num_leases, world.arena.stats().num_reservations) == (0, 0)
 
 
 def is_cached(world, content):
@@ -78,7 +63,7 @@ async def test_embedding_that_a_worker_reads_is_held_for_its_other_requests_with
     entries = StoreEntries(two.link, retention_s=60)
 
     async def find(spec=EMBEDDING):
-        return await entries.embedding("a" * 64, described("a"), spec, wait_s=0)
+        return await entries.embedding(wanted("a", spec), wait_s=0)
 
     first = await find()
     num_calls = two.link._client._num_calls
@@ -229,7 +214,7 @@ async def test_retained_holds_make_room_for_an_embedding(world):
     two.release(hold_id)
     await eventually(lambda: world.arena.stats().num_leases == 1)
     spec = TensorSpec("uint8", (world.arena.max_payload_bytes,))
-    found = await two.entries.embedding("b" * 64, described("b"), spec, wait_s=0)
+    found = await two.entries.embedding(wanted("b", spec), wait_s=0)
     assert found is not None
     found.hold.release()
 
@@ -238,7 +223,7 @@ async def test_no_embedding_is_kept_without_memory(world):
     one = await world.client()
     held = await one.find("a")
     spec = TensorSpec("uint8", (world.arena.max_payload_bytes,))
-    assert await one.entries.embedding("b" * 64, described("b"), spec, wait_s=0) is None
+    assert await one.entries.embedding(wanted("b", spec), wait_s=0) is None
     one.release(held)
     assert world.items.embeddings.stats.num_writing == 0
 

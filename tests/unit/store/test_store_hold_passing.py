@@ -5,20 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from store_world import ITEM_BYTES, World, pattern
+from store_world import ITEM_BYTES, pattern, wanted, write
 
 from medialane.core.errors import HandoverFailed, StoreUnavailable
+from medialane.core.tensor import TensorSpec
 from medialane.store import hold_passing
 from medialane.store.hold_passing import HoldPasser
 from medialane.store.holds import StoreEntries
 from waiting import eventually
-
-
-@pytest.fixture
-async def world(monkeypatch):
-    world = await World(monkeypatch).start()
-    yield world
-    await world.close()
 
 
 @pytest.fixture
@@ -179,3 +173,73 @@ async def test_nothing_is_passed_without_a_store(world, gateway, worker):
     await world.server.close()
     await eventually(lambda: gateway.link.arena is None)
     assert not gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
+
+
+async def passed_embedding(gateway, worker, content, entries=()):
+    """What a worker finds of the embedding that was passed with a request, and the request's hold."""
+    gateway.passer.pass_on(entries, to=worker.link.client_id, request_id="r", wanted=[wanted(content)])
+    held = await worker.entries.hold(entries, passed_with="r")
+    return await worker.entries.embedding(wanted(content), wait_s=0, passed_with="r"), held
+
+
+async def test_embedding_is_written_and_read_without_a_call(world, gateway, worker):
+    _, entry = await found(gateway)
+    fill, held = await passed_embedding(gateway, worker, "e", [entry])
+    assert not fill.is_filled
+    write(fill, "e")
+    held.release()
+    fill.hold.release()
+    await eventually(lambda: world.arena.contains("e" * 64, "embedded"))
+    again, held = await passed_embedding(gateway, worker, "e", [entry])
+    assert again.is_filled
+    assert worker.num_calls == 0
+    held.release()
+    again.hold.release()
+    await eventually(lambda: num_leases(world) == 1)
+
+
+async def test_embedding_that_is_passed_and_not_asked_for_ends_with_the_request(world, gateway, worker):
+    _, entry = await found(gateway)
+    gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r", wanted=[wanted("e")])
+    held = await worker.entries.hold([entry], passed_with="r")
+    assert world.arena.stats().num_reservations == 1
+    held.release()
+    await eventually(lambda: world.arena.stats().num_reservations == 0)
+
+
+async def test_embedding_that_no_request_comes_for_is_freed(world, gateway, worker, monkeypatch):
+    monkeypatch.setattr(hold_passing, "MAX_AGE_S", 0.05)
+    _, entry = await found(gateway)
+    gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r", wanted=[wanted("e")])
+    await eventually(lambda: world.arena.stats().num_reservations == 1)
+    await eventually(lambda: world.arena.stats().num_reservations == 0)
+
+
+async def test_embedding_that_another_worker_writes_is_not_passed_but_asked_for(world, gateway, worker):
+    other = await world.client()
+    fill = await other.embedding("e")
+    _, entry = await found(gateway)
+    waiting = asyncio.create_task(passed_embedding(gateway, worker, "e", [entry]))
+    await asyncio.wait_for(waiting, 5)
+    assert waiting.result()[0] is None
+    assert worker.num_calls == 1
+    waiting.result()[1].release()
+    fill.hold.release()
+    await other.disconnect()
+
+
+async def test_embedding_of_an_entry_that_is_retained_is_passed(gateway, worker):
+    _, entry = await found(gateway)
+    passer, to = HoldPasser(gateway.link, retention_s=60), worker.link.client_id
+    assert passer.pass_on([entry], to=to, request_id="1")
+    assert passer.pass_on([entry], to=to, request_id="2", wanted=[wanted("e")])
+    assert not passer.pass_on([], to=to, request_id="3", wanted=[wanted("e")]), "nothing of the request is in the arena"
+
+
+async def test_holds_are_passed_although_there_is_no_memory_for_an_embedding(world, gateway, worker):
+    _, entry = await found(gateway)
+    large = wanted("e", TensorSpec("uint8", (world.arena.max_payload_bytes,)))
+    assert gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r", wanted=[large])
+    held = await worker.entries.hold([entry], passed_with="r")
+    assert worker.num_calls == 0
+    held.release()

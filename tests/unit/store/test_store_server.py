@@ -16,25 +16,6 @@ from medialane.store.messages import FindItem, ItemFound, Release, StoreHello
 from waiting import eventually
 
 
-@pytest.fixture
-async def world(monkeypatch):
-    world = World(monkeypatch)
-    await world.start()
-    clients: list[Client] = []
-    make = world.client
-
-    async def client(**settings):
-        clients.append(await make(**settings))
-        return clients[-1]
-
-    world.client = client
-    yield world
-    for one in clients:
-        await one.disconnect()
-    await world.close()
-    assert (world.arena.stats().num_leases, world.arena.stats().num_reservations) == (0, 0)
-
-
 async def test_item_stays_in_place_while_it_is_held(world):
     gateway = await world.client()
     hold_id = await gateway.find("a")

@@ -116,11 +116,31 @@ async def test_medialane_error_is_translated_to_a_vllm_error():
     assert str(failed.value) == "full"
 
 
-@pytest.mark.parametrize("prompt", ["text", {"type": "embeds"}, {"prompt": "unrendered"}])
-async def test_unrendered_prompt_is_a_client_error(prompt):
+async def test_prompt_of_embeddings_is_a_client_error():
     with pytest.raises(BridgedError) as failed:
-        await outputs(client(RequestBackend()).generate(prompt, SamplingParams(), "r"))
+        await outputs(client(RequestBackend()).generate({"type": "embeds"}, SamplingParams(), "r"))
     assert failed.value.status_code is HTTPStatus.BAD_REQUEST
+
+
+@pytest.mark.parametrize("prompt", ["text", {"prompt": "text"}])
+async def test_prompt_that_the_app_has_not_rendered_is_rendered(prompt):
+    class Renderer:
+        async def render_cmpl_async(self, prompts):
+            assert prompts == [{"prompt": "text"}]
+            return [tokens_input([5, 6])]
+
+    backend = RequestBackend()
+    asked = client(backend)
+    asked.renderer, asked.model_config = Renderer(), SimpleNamespace(is_encoder_decoder=False)
+    await outputs(asked.generate(prompt, SamplingParams(), "r"))
+    assert [request.prompt.token_ids for request in backend.requests] == [[5, 6]]
+
+
+async def test_tokens_of_the_decoder_are_those_of_the_request():
+    backend = RequestBackend()
+    both = {"type": "enc_dec", "encoder_prompt": tokens_input([0] * 9), "decoder_prompt": tokens_input([5, 6])}
+    await outputs(client(backend).generate(both, SamplingParams(), "r"))
+    assert [request.prompt.token_ids for request in backend.requests] == [[5, 6]]
 
 
 @pytest.mark.parametrize("value", [object(), "\udcff"])

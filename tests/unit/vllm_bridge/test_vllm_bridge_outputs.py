@@ -1,11 +1,20 @@
 import msgspec
 import pytest
+import torch
 from vllm.logprobs import FlatLogprobs, Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
+from medialane.core.errors import GenerationFailed
 from medialane.core.request import OutputDelta
-from medialane.vllm_bridge.outputs import to_delta, to_request_output
+from medialane.rpc.pooled_output import PooledOutput
+from medialane.vllm_bridge.outputs import (
+    POOLED_PART_BYTES,
+    to_delta,
+    to_pooled_deltas,
+    to_pooling_output,
+    to_request_output,
+)
 
 POSITION = {7: Logprob(-0.5, 1, "a"), 3: Logprob(float("-inf"), 900, None)}
 
@@ -93,3 +102,39 @@ def test_engine_times_use_the_engine_clock():
 @pytest.mark.parametrize("metrics", [None, RequestStateStats(queued_ts=10.0)])
 def test_unknown_times_are_omitted(metrics):
     assert to_delta(output(completion(), metrics=metrics), first=True).times is None
+
+
+def pooled(data):
+    return PoolingRequestOutput("theirs", PoolingOutput(data), [1, 2], num_cached_tokens=16, finished=True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        torch.tensor(0.25),
+        torch.arange(5, dtype=torch.bfloat16),
+        torch.randn(3, 7).T,
+        torch.randn(3000, 128),
+        torch.empty(0, 4),
+    ],
+    ids=["a number", "bfloat16", "not contiguous", "several parts", "empty"],
+)
+def test_pooled_tensor_round_trips_bit_for_bit(data):
+    deltas = list(to_pooled_deltas(pooled(data), expanded_here=True))
+    assert len(deltas) == max(1, -(-data.nbytes // POOLED_PART_BYTES))
+    output = PooledOutput(1 << 30)
+    wire = [msgspec.msgpack.decode(msgspec.msgpack.encode(delta), type=OutputDelta) for delta in deltas]
+    *_, whole = map(output.add, wire)
+    found = to_pooling_output(whole, request_id="ours", prompt_token_ids=whole.prompt_token_ids)
+    assert found.request_id == "ours"
+    assert found.prompt_token_ids == [1, 2]
+    assert found.num_cached_tokens == 16
+    assert found.finished
+    assert found.outputs.data.dtype == data.dtype
+    assert torch.equal(found.outputs.data, data)
+
+
+def test_output_without_a_tensor_is_no_pooling_output():
+    delta = to_delta(output(completion()), first=True)
+    with pytest.raises(GenerationFailed):
+        to_pooling_output(delta, request_id="r", prompt_token_ids=[1])

@@ -1,14 +1,116 @@
-"""What a worker does for each stage. No model: the renderer is never called."""
+"""What a worker does for each stage, and whose fault a failure is. No model: the renderer is a stub."""
 
+import errno
+from http import HTTPStatus
 from types import SimpleNamespace
 
+import msgspec
+import pytest
+import torch
+from vllm.exceptions import GracefulHTTPError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from medialane.core.errors import InvalidAudio, PromptRejected, Unavailable, UnsupportedMediaType, WorkerLost
+from medialane.core.feature import MediaPayload
+from medialane.core.media import MediaSize
+from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.core.stage import STAGES
+from medialane.vllm_bridge.engine_errors import mapped_errors
 from medialane.vllm_bridge.source_prompt import SourceRenderer
 
+ITEM = MediaPayload("audio", "h", b"", (), MediaSize(), param="here", media_type="audio/wav")
 
-def test_worker_implements_every_stage_left_to_it():
+_OURS = {"__name__": "medialane.somewhere"}
+exec("def bug_of_ours(_): raise TypeError('a bug')", _OURS)
+
+
+@pytest.fixture
+def source():
     source = SourceRenderer(None, SimpleNamespace(multimodal_config=None))
-    try:
-        assert set(source._loads) == {stage.name for stage in STAGES.values() if not stage.is_processed}
-    finally:
-        source.close()
+    yield source
+    source.close()
+
+
+def raising(error):
+    def load(_):
+        raise error
+
+    return load
+
+
+async def decoding_by(source, load):
+    source._loader = lambda _: load
+    with mapped_errors():
+        return await source._encoded(ITEM, memoryview(b"bytes"))
+
+
+def test_worker_implements_every_stage_left_to_it(source):
+    assert set(source._loads) == {stage.name for stage in STAGES.values() if not stage.is_processed}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("bad"), RuntimeError("bad"), AttributeError("bad"), OSError("truncated"), KeyError("bad")],
+    ids=repr,
+)
+async def test_what_decoders_raise_for_bytes_is_the_clients(source, error):
+    with pytest.raises(InvalidAudio) as raised:
+        await decoding_by(source, raising(error))
+    assert raised.value.param == "here"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (EngineDeadError(), WorkerLost),
+        (MemoryError(), Unavailable),
+        (torch.OutOfMemoryError("CUDA out of memory"), Unavailable),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), Unavailable),
+        (OSError(errno.EMFILE, "too many open files"), Unavailable),
+        (GracefulHTTPError("queue is full", HTTPStatus.SERVICE_UNAVAILABLE), Unavailable),
+        (ModuleNotFoundError("No module named 'av'"), UnsupportedMediaType),
+    ],
+    ids=repr,
+)
+async def test_failure_of_the_worker_is_not_the_clients(source, error, expected):
+    with pytest.raises(expected):
+        await decoding_by(source, raising(error))
+
+
+async def test_bug_of_ours_is_not_the_clients(source):
+    with pytest.raises(TypeError, match="a bug"):
+        await decoding_by(source, _OURS["bug_of_ours"])
+
+
+async def test_executor_that_is_closed_is_not_the_clients(source):
+    source.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        await decoding_by(source, len)
+
+
+class FailingRenderer:
+    def __init__(self, error):
+        self._error = error
+
+    async def render_cmpl_async(self, _):
+        raise ValueError("Failed to apply the processor on data={'audio': [array([1, 2])]}") from self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (TypeError("bad"), PromptRejected),
+        (None, PromptRejected),
+        (MemoryError(), Unavailable),
+        (EngineDeadError(), WorkerLost),
+        (OSError(errno.ENOSPC, "no space left"), Unavailable),
+    ],
+    ids=repr,
+)
+async def test_cause_of_a_failed_processor_decides_whose_fault_it_is(error, expected):
+    source = SourceRenderer(FailingRenderer(error), SimpleNamespace(multimodal_config=None))
+    prompt = SourcePrompt([1], (), stage="decoded")
+    request = EngineRequest("r", prompt, sampling_params=msgspec.msgpack.encode({}))
+    with pytest.raises(expected), mapped_errors():
+        await source.render(request, prompt, [])
+    source.close()

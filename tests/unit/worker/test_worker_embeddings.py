@@ -70,9 +70,9 @@ class Host:
         hold = self.holds[mm_hash] = Hold()
         self.answers[mm_hash] = FoundEmbedding(embedding(mm_hash, **where), hold, is_filled)
 
-    async def embedding(self, key, feature, spec, *, wait_s):
-        self.asked.append((key, feature, spec, wait_s))
-        answer = self.answers.get(feature.mm_hash)
+    async def embedding(self, wanted, *, wait_s, passed_with=None):
+        self.asked.append((*wanted, wait_s))
+        answer = self.answers.get(wanted.feature.mm_hash)
         if isinstance(answer, asyncio.Future):
             answer = await answer
         if isinstance(answer, Exception):
@@ -146,7 +146,7 @@ async def test_found_embedding_replaces_the_tensors_and_is_held_until_the_end(ho
 
 
 @pytest.mark.parametrize("completed", [(), ("h",)])
-async def test_embedding_that_is_written_is_released_at_the_first_output(host, completed):
+async def test_embedding_that_is_written_is_released_after_the_first_output(host, completed):
     host.has("h", is_filled=False)
     found = RequestEmbeddings(ENCODER, host)
     changed = await found.find(request(item()), ARENA)
@@ -155,6 +155,9 @@ async def test_embedding_that_is_written_is_released_at_the_first_output(host, c
     assert found.ranges == [embedding().tensor.range]
     delta = found.on_first_output(FIRST, is_complete(*completed))
     assert (delta.embedded, delta.loaded) == (completed, ())
+    assert host.holds["h"].num_released == 0
+    for _ in range(2):
+        found.end_writing()
     assert host.holds["h"].num_released == 1
     found.release()
     assert host.holds["h"].num_released == 1

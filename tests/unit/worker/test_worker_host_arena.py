@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.tensor import ArenaOffer
-from medialane.worker import FakeEngine, Worker, WorkerConfig
+from medialane.rpc import Hello, RpcClient, RpcConfig
+from medialane.worker import FakeEngine, Worker, WorkerConfig, serve_worker
+from medialane.worker.fake_engine import FAKE_CARD
 from waiting import eventually
 
 
@@ -29,8 +33,14 @@ class SlowEngine(FakeEngine):
 class Host:
     """A `HostArena` whose store is found and lost by the test."""
 
+    client_id = ""
+
+    def __init__(self, first: ArenaOffer | None = None) -> None:
+        self._first = first
+
     def watch(self, listener) -> None:
         self.tell = listener
+        listener(self._first)
 
 
 @pytest.fixture
@@ -60,3 +70,28 @@ async def test_arena_of_a_store_that_is_lost_while_it_is_being_mapped_is_unmappe
     watching.cancel()
     await asyncio.wait([watching])
     worker.close()
+
+
+async def test_gateways_find_a_worker_when_it_has_mapped_the_arena(arena, tmp_path):
+    """Otherwise the media of their first requests would be sent in messages."""
+    engine, listening = SlowEngine(), tmp_path / "w"
+    serving = asyncio.create_task(
+        serve_worker(
+            WorkerConfig(),
+            RpcConfig(),
+            engine,
+            f"unix:{listening}",
+            arena_directory=str(arena.path.parent),
+            host_arena=Host(ArenaOffer(arena.id, arena.nonce)),
+        )
+    )
+    await eventually(lambda: engine.arenas == [arena.id])
+    assert not listening.exists()
+    engine.mapped.set()
+    await eventually(listening.exists)
+    hello = Hello(gateway_id="g", processor=FAKE_CARD.processor)
+    client = await RpcClient.connect(f"unix:{listening}", hello, RpcConfig())
+    await eventually(lambda: client.arena == arena.id)
+    await client.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving == 0

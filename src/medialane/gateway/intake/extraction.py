@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import msgspec
 
 from medialane.core.errors import BodyTooLarge, InvalidMediaUrl, InvalidRequest, TooManyMediaItems
@@ -77,15 +79,15 @@ def extract(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS
         check_num_parts(parsed, scan.num_values, limits.max_messages)
         check_num_tools(parsed, limits.max_tools)
         check_num_prompts(parsed, scan.num_values, limits.max_prompts)
-        places = media_places(parsed)
+        by_prompt = media_places(parsed)
         cache_salt = string_or_none(parsed.cache_salt)
     except UNREADABLE as error:
         return Intake(_edited(skeleton, [], limits), parse_error=str(error))
-    _check_num_items(places, config)
+    _check_num_items(by_prompt, config)
     report = wants_report(parsed.medialane)
     refs: list[MediaRef] = []
     edits: list[Edit] = []
-    for place in places:
+    for place in chain.from_iterable(by_prompt):
         ref, made = place.extract(skeleton, len(refs), salt=cache_salt or "", config=config)
         refs.append(ref)
         edits += made
@@ -96,10 +98,15 @@ def extract(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS
     return Intake(_edited(skeleton, edits, limits), tuple(refs), cache_salt, report)
 
 
-def _check_num_items(places: list[Place], config: MediaConfig) -> None:
-    if len(places) > config.max_items:
-        message = f"the request has {len(places)} media items, more than {config.max_items}"
-        raise TooManyMediaItems(message, param=places[config.max_items].param)
+def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:
+    places = list(chain.from_iterable(by_prompt))
+    if len(places) > config.max_batch_items:
+        message = f"the request has {len(places)} media items, more than {config.max_batch_items}"
+        raise TooManyMediaItems(message, param=places[config.max_batch_items].param)
+    for found in by_prompt:
+        if len(found) > config.max_items:
+            message = f"the request has {len(found)} media items, more than {config.max_items}"
+            raise TooManyMediaItems(message, param=found[config.max_items].param)
 
 
 def _check_unicode(refs: list[MediaRef], cache_salt: str | None) -> None:

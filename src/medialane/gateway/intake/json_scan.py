@@ -17,7 +17,7 @@ import numpy as np
 
 from medialane.core.errors import InvalidBody
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.request_body import BRACKET, RequestBody, first_byte
+from medialane.gateway.intake.request_body import BRACKET, RequestBody, first_byte, num_token_ids
 
 #: Longest number or literal. Python rejects integers of more than 4300 digits; parsing a float takes time per digit.
 _MAX_BARE_BYTES = 4300
@@ -73,7 +73,7 @@ def check_num_values(body: RequestBody, num_values: int, limits: GatewayConfig) 
     they are many, but cheap to parse."""
     if num_values <= _FEW_VALUES:
         return
-    num_ids = 0
+    num_ids = num_token_ids(body.input)
     for name, value in (("prompt", body.prompt), ("tokens", body.tokens), ("token_ids", body.token_ids)):
         if first_byte(value) == BRACKET:
             num_ids += _num_token_ids(name, value)

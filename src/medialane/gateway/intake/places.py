@@ -6,7 +6,7 @@ A kind is identified by a member of the part. If vLLM also requires a certain `t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from medialane.gateway.intake.place import Base64Place, EmbedsPlace, Place, UrlP
 from medialane.gateway.intake.request_body import (
     ABSENT,
     BRACE,
+    BRACKET,
     EMPTY_STRING,
     NULL,
     QUOTE,
@@ -26,6 +27,7 @@ from medialane.gateway.intake.request_body import (
     RequestBody,
     decode_members,
     decode_string,
+    decode_values,
     first_byte,
     is_filled,
     parts_with_media,
@@ -66,19 +68,38 @@ class _Kind(NamedTuple):
     is_embeds: bool = False
 
 
-def media_places(body: RequestBody) -> list[Place]:
-    """Return the places of media in a body. Raises the exceptions in UNREADABLE."""
-    return [*_in_messages("messages", body.messages), *_in_messages("input", body.input)]
+def media_places(body: RequestBody) -> list[list[Place]]:
+    """Return the places of media in a body, for each prompt that has any: a conversation, an input to be encoded or
+    scored. Raises the exceptions in UNREADABLE."""
+    found = [*_in_conversations("messages", body.messages), *_in_conversations("input", body.input)]
+    for name, inputs in body.named_inputs():
+        each = enumerate(inputs) if isinstance(inputs, list) else ()
+        found += [_in_message(name, inputs), *(_in_message(f"{name}[{i}]", value) for i, value in each)]
+    return [places for places in [*found, *([place] for place in _in_images(body.images))] if places]
 
 
-def _in_messages(param: str, messages: object) -> Iterator[Place]:
-    """Yield the places in a list of messages, or in a list of such lists."""
+def _in_conversations(param: str, messages: object) -> list[list[Place]]:
+    """Return the places in a list of messages, or for each of a list of such lists."""
+    found: list[list[Place]] = [[]]
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, list):
-            yield from _in_messages(f"{param}[{i}]", message)
-        elif isinstance(message, Message):
-            for j, part in parts_with_media(message.content):
-                yield from _in_part(f"{param}[{i}].content[{j}]", part)
+            found += _in_conversations(f"{param}[{i}]", message)
+        else:
+            found[0] += _in_message(f"{param}[{i}]", message)
+    return found
+
+
+def _in_message(param: str, message: object) -> list[Place]:
+    """Return the places in a message, or in a query or document, which has the same content."""
+    if not isinstance(message, Message):
+        return []
+    return [place for j, part in parts_with_media(message.content) for place in _in_part(f"{param}.content[{j}]", part)]
+
+
+def _in_images(images: msgspec.Raw) -> list[Place]:
+    """Return the places in the list of URLs of Cohere's embeddings."""
+    urls = decode_values(images) if first_byte(images) == BRACKET else []
+    return [UrlPlace("image", f"images[{i}]", url) for i, url in enumerate(urls) if is_filled(url)]
 
 
 def _in_part(param: str, part: Part) -> list[Place]:

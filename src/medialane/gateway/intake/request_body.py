@@ -54,8 +54,9 @@ class Message(msgspec.Struct, gc=False):
     content: list[Part | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
 
 
-_Messages = list[Message | list[msgspec.Raw] | _Scalar] | _Object | _Scalar
 _Conversations = list[Message | list[Message | list[msgspec.Raw] | _Scalar] | _Scalar] | _Object | _Scalar
+#: A query or document to score, or a list of them: text, or an object with content.
+_Inputs = list[Message | list[msgspec.Raw] | _Scalar] | Message | _Scalar
 
 
 class Tool(msgspec.Struct, gc=False):
@@ -71,28 +72,51 @@ _HOLDS_NOTHING = astuple(Part())[:_NUM_HOLDERS]
 
 class RequestBody(msgspec.Struct):
     """Chat completions have `messages` (batches: lists of messages), responses have `input`; all may have `tools`.
+    Requests for embeddings have either, or text or token ids in `input`; Cohere's have `texts`, `images` or `inputs`.
 
-    Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate). A request to score
-    `items` has a `query`.
+    Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate). Requests to score
+    have two of the members INPUTS, `inputs` excepted.
     """
 
     messages: _Conversations = None
-    input: _Messages = None
+    input: _Conversations = None
     tools: list[Tool | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
     prompt: msgspec.Raw = ABSENT
     prompt_embeds: msgspec.Raw = ABSENT
-    query: msgspec.Raw = ABSENT
-    items: msgspec.Raw = ABSENT
+    query: _Inputs = None
+    queries: _Inputs = None
+    documents: _Inputs = None
+    items: _Inputs = None
+    data_1: _Inputs = None
+    data_2: _Inputs = None
+    text_1: _Inputs = None
+    text_2: _Inputs = None
+    inputs: _Inputs = None
+    texts: msgspec.Raw = ABSENT
+    images: msgspec.Raw = ABSENT
     tokens: msgspec.Raw = ABSENT
     token_ids: msgspec.Raw = ABSENT
     cache_salt: msgspec.Raw = ABSENT
     medialane: msgspec.Raw = ABSENT
 
+    def named_inputs(self) -> list[tuple[str, object]]:
+        """Return the members INPUTS that the request has, by name."""
+        return [(name, value) for name in INPUTS if (value := getattr(self, name)) is not None]
+
+    def bounded_inputs(self) -> list[tuple[str, object]]:
+        """Return them for a request that has two of them or `inputs`: one alone has another meaning, such as the
+        `documents` of a chat template."""
+        found = self.named_inputs()
+        return found if len(found) > 1 or self.inputs is not None else []
+
+
+#: Members with inputs that are encoded or scored one by one.
+INPUTS = ("query", "queries", "documents", "items", "data_1", "data_2", "text_1", "text_2", "inputs")
 
 #: These raise the exceptions in UNREADABLE.
 decode_body = msgspec.json.Decoder(RequestBody).decode
 decode_string = msgspec.json.Decoder(str).decode
-_decode_values = msgspec.json.Decoder(list[msgspec.Raw]).decode
+decode_values = msgspec.json.Decoder(list[msgspec.Raw]).decode
 decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -100,7 +124,8 @@ def check_num_parts(body: RequestBody, num_values: int, max_parts: int) -> None:
     """Raise InvalidBody if there are more than `max_parts` messages and parts. `num_values` are the JSON's values."""
     if num_values <= max_parts:
         return
-    pending: list[object] = [body.messages, body.input]
+    pending: list[object] = [body.messages, _without_text(body.input)]
+    pending += [_without_text(value) for _, value in body.bounded_inputs()]
     num_parts = 0
     for value in pending:
         found = value.content if isinstance(value, (Message, Part)) else value
@@ -129,16 +154,46 @@ def check_num_prompts(body: RequestBody, num_values: int, max_prompts: int) -> N
         "messages": sum(isinstance(conversation, list) for conversation in messages),
         "prompt": _num_prompts(body.prompt),
         "prompt_embeds": _num_prompts(body.prompt_embeds),
-        "items": 0 if body.query is ABSENT else _num_prompts(body.items),
+        "input": _num_inputs(body.input) if _has_prompts(body.input) else 1,
+        "texts": _num_prompts(body.texts),
+        "images": _num_prompts(body.images),
     }
+    numbers |= {name: _num_inputs(value) for name, value in body.bounded_inputs()}
     for name, number in numbers.items():
         if number > max_prompts:
             raise InvalidBody(f"the request has more than {max_prompts} prompts", param=name)
 
 
+def num_token_ids(value: object) -> int:
+    """Return the number of values in a parsed list of token ids, or in a list of such lists."""
+    if not isinstance(value, list):
+        return 0
+    return sum(1 + len(e) if isinstance(e, list) and _is_ids(e) else isinstance(e, int) for e in value)
+
+
+def _without_text(inputs: object) -> object:
+    """Return a member that may have prompts besides messages without its text and token ids."""
+    if not isinstance(inputs, list):
+        return inputs
+    return [e for e in inputs if not isinstance(e, str | int) and not (isinstance(e, list) and _is_ids(e))]
+
+
+def _is_ids(values: list[object]) -> bool:
+    return all(isinstance(value, int) for value in values)
+
+
+def _has_prompts(value: object) -> bool:
+    """Return whether a parsed list is one of prompts: neither token ids nor messages."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+
+
+def _num_inputs(value: object) -> int:
+    return len(value) if isinstance(value, list) else 1
+
+
 def _num_prompts(value: msgspec.Raw) -> int:
     """Return the length of a list of strings or lists; 1 for any other value, such as a list of token ids."""
-    return len(_decode_values(value)) if _SEVERAL_PROMPTS.match(value) else 1
+    return len(decode_values(value)) if _SEVERAL_PROMPTS.match(value) else 1
 
 
 def parts_with_media(content: object) -> list[tuple[int, Part]]:

@@ -24,7 +24,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.multimodal.processing.context import TimingContext
+from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
+from vllm.renderers.chat_utils import _get_embeds_data as embeds_data
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import Request
@@ -44,6 +46,7 @@ __all__ = [
     "on_every_rank",
     "restore_inputs",
     "sample_inputs",
+    "sample_of_embeds",
     "tensor_parallel_rank",
     "unfit_reason",
 ]
@@ -96,6 +99,7 @@ def unfit_reason(config: VllmConfig, *, only_encodes: bool = False) -> str:
         "--ec-transfer-config is set": config.ec_transfer_config is not None,
         "--language-model-only is set": media is not None and media.language_model_only,
         "the model does not support media": media is None or not model.supports_multimodal_inputs,
+        "vLLM passes nothing about embeddings with pooling requests": model.runner_type == "pooling",
         "the model's decoder reads its encoder's output by cross-attention": model.is_encoder_decoder,
         "the model has no separate encoder": model.is_multimodal_raw_input_only_model,
         "--mm-encoder-only is set": media is not None and media.mm_encoder_only and not only_encodes,
@@ -146,6 +150,16 @@ def sample_inputs(worker: Any) -> dict[str, Any]:
             inputs = processor.get_dummy_inputs(seq_len=_SAMPLE_TOKENS, mm_counts={modality: 1}, mm_options=options)
             found[modality] = processor.apply(inputs, TimingContext(enabled=False))
     return found
+
+
+def sample_of_embeds(worker: Any, modality: str, embeds: Any) -> Any:
+    """Return a processed prompt with one item that is given by its embeddings, in a form of vLLM's chat parser."""
+    processor = MULTIMODAL_REGISTRY.create_processor(worker.vllm_config.model_config)
+    options = MultiModalDummyOptions({modality: _SAMPLES[modality]})
+    inputs = processor.get_dummy_inputs(seq_len=_SAMPLE_TOKENS, mm_counts={modality: 1}, mm_options=options)
+    data = {modality: embeds_data(modality, [embeds], processor)}
+    items = processor.info.parse_mm_data(data, validate=False)  # whether clients may send them is asked elsewhere
+    return processor.apply(ProcessorInputs(prompt=inputs.prompt, mm_data_items=items), TimingContext(enabled=False))
 
 
 def embeddings_of(worker: Any, modality: str, item: MultiModalKwargsItem) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm.multimodal.cache import MultiModalCacheMissError
 from vllm.v1.engine import core
 
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest, ItemDecoder
@@ -26,8 +27,14 @@ def change(
     inner = core.EngineCore.preprocess_add_request
 
     def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
-        before_add(request)
-        found = inner(self, request)
+        try:
+            before_add(request)
+            found = inner(self, request)
+        except Exception as error:
+            if request.pooling_params is None:
+                raise
+            # vLLM's front end fails at any other error of a pooling request, for which it expects a tensor.
+            raise MultiModalCacheMissError([request.request_id]) from error
         # The input thread's frame keeps this message alive until the next one; its items would pin their arena.
         request.mm_features = None
         return found

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from transformers.feature_extraction_utils import BatchFeature
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.multimodal.media import VideoMediaIO
 from vllm.multimodal.parse import MultiModalDataItems
@@ -18,9 +20,11 @@ from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader, get_video_
 from vllm.multimodal.video_decoders import VideoSourceMetadata, VideoTargetMetadata, opencv
 from vllm.renderers import BaseRenderer
 from vllm.renderers.chat_utils import _get_embeds_data as embeds_data
-from vllm.transformers_utils.processor import get_video_processor_cls_name
+from vllm.transformers_utils.processor import cached_get_processor, get_video_processor_cls_name
+from vllm.utils.mistral import is_mistral_tokenizer
 
 from medialane.core.errors import TooManyFrames
+from medialane.core.media import Modality
 
 # The renderer
 
@@ -36,13 +40,52 @@ def submit_rendering_by(renderer: BaseRenderer, wrap: Callable[[Callable[..., An
     executor.submit = wrap(executor.submit)
 
 
+def is_mistral(tokenizer: Any) -> bool:
+    """Return whether this is the tokenizer of mistral_common."""
+    return bool(is_mistral_tokenizer(tokenizer))
+
+
 # The multimodal processor
+
+# Functions that a processor decorates with `torch.compile` (Nemotron Nano VL) run as they are, with equal
+# results: preparers have no compiler, and the process that they fork from may not have its threads.
+
+
+def accepted_modalities(processor: BaseMultiModalProcessor) -> frozenset[str]:
+    """Return the modalities that requests may have: the model supports them, and their limit is not 0
+    (`--limit-mm-per-prompt`)."""
+    return frozenset(modality for modality, limit in processor.info.allowed_mm_limits.items() if limit)
+
+
+def unknown_modalities(processor: BaseMultiModalProcessor) -> list[str]:
+    """Return the modalities of requests that we do not have: Kimi-K2.5 takes images and parts of videos as
+    `vision_chunk`."""
+    return sorted(accepted_modalities(processor) - set(get_args(Modality)))
 
 
 def run_hf_processor(
     processor: BaseMultiModalProcessor, items: MultiModalDataItems, options: Mapping[str, object]
 ) -> BatchFeature:
-    return processor._apply_hf_processor_main(mm_items=items, hf_kwargs=options)
+    with torch.compiler.set_stance("force_eager"):
+        return processor._apply_hf_processor_main(mm_items=items, hf_kwargs=options)
+
+
+def hf_processor_of(processor: BaseMultiModalProcessor) -> Any | None:
+    """Return its Hugging Face processor; None for a family that processes media without: the model has no files from
+    which vLLM could load it."""
+    try:
+        return processor.info.get_hf_processor()
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError):
+        return None
+
+
+def load_hf_processor(processor: BaseMultiModalProcessor) -> Any:
+    """Return a Hugging Face processor like that of `processor`, loaded anew: no use has changed it."""
+    context = processor.info.ctx
+    cached_get_processor.cache_clear()
+    return MULTIMODAL_REGISTRY.create_processor(
+        context.model_config, tokenizer=context.tokenizer
+    ).info.get_hf_processor()
 
 
 def fields_config(
@@ -68,9 +111,40 @@ def find_placeholders(
     return processor._find_mm_placeholders(token_ids, updates)
 
 
+def expand_before_updates(
+    processor: BaseMultiModalProcessor, expand: Callable[[list[int], Mapping[str, Sequence[Sequence[Any]]]], list[int]]
+) -> None:
+    """Have `expand` replace a prompt's tokens, given its prompt updates, before the processor applies those."""
+    apply = processor._maybe_apply_prompt_updates
+
+    def applied(mm_items: MultiModalDataItems, mm_res: MultiModalProcessingResult) -> Any:
+        expanded = MultiModalProcessingResult(
+            prompt_ids=expand(mm_res.prompt_ids, mm_res.prompt_updates),
+            kwargs=mm_res.kwargs,
+            hashes=mm_res.hashes,
+            prompt_updates=mm_res.prompt_updates,
+        )
+        return apply(mm_items, expanded)
+
+    processor._maybe_apply_prompt_updates = applied
+
+
+def expands_before_updates(processor: BaseMultiModalProcessor) -> bool:
+    """Return whether `expand_before_updates` was called for this processor."""
+    return "_maybe_apply_prompt_updates" in vars(processor)
+
+
 def processes_items_apart(processor: BaseMultiModalProcessor) -> bool:
     """Return whether the family does not override the step that `expand_prompt` replaces."""
     return type(processor)._cached_apply_hf_processor is BaseMultiModalProcessor._cached_apply_hf_processor
+
+
+def process_whole(processor: BaseMultiModalProcessor, token_ids: list[int], media: Mapping[str, Any]) -> Any:
+    """Process a request as plain vLLM does, without a cache."""
+    data = processor.info.parse_mm_data(media)
+    inputs = ProcessorInputs(prompt=token_ids, mm_data_items=data, hf_processor_mm_kwargs={})
+    with torch.compiler.set_stance("force_eager"):
+        return processor.apply(inputs, TimingContext(enabled=False))
 
 
 def expand_prompt(

@@ -20,6 +20,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from medialane.core.errors import StartupFailed
+from medialane.observability.logging import unchanged_levels
 from medialane.vllm_bridge.seams.table import BOTH, GROUPS, TESTED_VLLM, Group, Process, Seam
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ def probe(processes: Sequence[Process] = BOTH) -> list[Broken]:
 def check(process: Process) -> None:
     """Raise StartupFailed, naming each broken seam that this process needs."""
     found = installed_version()
-    broken = probe((process,))
+    with unchanged_levels():  # imports vLLM's app
+        broken = probe((process,))
     if broken:
         names = "; ".join(map(str, broken))
         raise StartupFailed(

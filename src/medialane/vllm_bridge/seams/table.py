@@ -136,6 +136,24 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="pooling endpoints",
+        purpose="embeddings, classification and scores: media are prepared by the gateway, responses built in a thread",
+        module="seams.pooling",
+        processes=("gateway",),
+        without="requests with media are refused",
+        instead="none: the endpoints render prompts with the renderer's blocking methods",
+        tests=("tests/contract/test_pooling_endpoints.py",),
+        seams=_seams("""
+            read vllm.entrypoints.pooling.base.serving:PoolingBaseServing with _postprocessing,
+                _postprocessing_async, _build_response in
+                PoolingBaseServing.__call__ as _postprocessing_async
+            read vllm.entrypoints.pooling.base.io_processor:PoolingIOProcessor with renderer, render, render_async in
+                vllm.entrypoints.pooling.base.serving:PoolingBaseServing._preprocessing as render_async
+            read vllm.entrypoints.pooling.scoring.protocol:RerankRequest with model_fields
+            call vllm.plugins.io_processors:has_io_processor(vllm_config, plugin_from_init)
+        """),
+    ),
+    Group(
         name="validation in a thread",
         purpose="vLLM's app validates large bodies in a thread",
         module="seams.api_server",
@@ -186,6 +204,20 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="speech",
+        purpose="the store decodes uploads for transcription, sandboxed and cached",
+        module="seams.speech",
+        processes=("gateway",),
+        without="uploads are decoded in the gateway's process",
+        instead="none; a public hook at this point would suffice",
+        tests=("tests/contract/test_speech.py",),
+        seams=_seams("""
+            replace vllm.entrypoints.speech_to_text.base.serving:SpeechToTextBaseServing._decode_and_chunk_speech(self,
+                audio_data) in SpeechToTextBaseServing._preprocess_speech_to_text as _decode_and_chunk_speech_async
+            read vllm.entrypoints.speech_to_text.base.serving:SpeechToTextBaseServing with asr_config
+        """),
+    ),
+    Group(
         name="rendering thread",
         purpose="chat templates and tokenization of short prompts run on the event loop, without a thread's hand-over",
         module="seams.multimodal",
@@ -195,6 +227,19 @@ GROUPS: tuple[Group, ...] = (
         tests=("tests/contract/test_renderer_hook.py",),
         seams=_seams("""
             read vllm.renderers.base:_SwappableExecutor with submit in BaseRenderer.__init__ as _executor
+        """),
+    ),
+    Group(
+        name="tensors without values",
+        purpose="prompts are expanded over tensors that have a shape, but no values to be read",
+        module="seams.stand_ins",
+        without="a value that is not in an item's header could be read by mistake",
+        instead="torch's meta tensors, of which some operations leave real tensors as they are",
+        tests=("tests/unit/vllm_bridge/test_vllm_bridge_stand_ins.py",),
+        seams=_seams("""
+            read torch:Tensor with _make_wrapper_subclass
+            read torch:_C with _disabled_torch_function_impl
+            read torch._ops:OpOverload with _schema
         """),
     ),
     Group(
@@ -225,6 +270,29 @@ GROUPS: tuple[Group, ...] = (
                 prompt_updates)
             call vllm.multimodal.processing.inputs:ProcessorInputs(prompt, mm_data_items, hf_processor_mm_kwargs)
             call vllm.multimodal.processing.context:TimingContext(enabled)
+        """),
+    ),
+    Group(
+        name="processor settings",
+        purpose="settings of the Hugging Face processor are those of a new one, not of one that was used",
+        module="seams.multimodal",
+        without="processes may disagree about settings, and features are not used",
+        tests=("tests/contract/test_vllm_engine_settings.py",),
+        seams=_seams("""
+            read vllm.transformers_utils.processor:cached_get_processor with cache_clear
+        """),
+    ),
+    Group(
+        name="Mistral chats",
+        purpose="chats of models with a Mistral tokenizer are tokenized with blanks for their media",
+        module="seams.multimodal",
+        without="requests with media fail for models in Mistral's format (`--tokenizer-mode mistral`)",
+        instead="none: vLLM expects the placeholders of media that were opened with the chat",
+        tests=("tests/contract/test_mistral_chat.py",),
+        seams=_seams("""
+            replace vllm.multimodal.processing.processor:BaseMultiModalProcessor._maybe_apply_prompt_updates(self,
+                mm_items, mm_res) in BaseMultiModalProcessor.apply
+            call vllm.utils.mistral:is_mistral_tokenizer(obj)
         """),
     ),
     Group(
@@ -290,6 +358,8 @@ GROUPS: tuple[Group, ...] = (
             replace vllm.v1.engine.core:EngineCore.preprocess_add_request(self, request) in
                 EngineCoreProc.process_input_sockets
             read vllm.v1.engine.core:EngineCore with is_sleeping, add_lora
+            call vllm.multimodal.cache:MultiModalCacheMissError(mm_hashes) in
+                vllm.v1.engine.core:EngineCoreProc.process_input_sockets
         """),
     ),
     Group(

@@ -1,0 +1,187 @@
+"""`medialane check`: the command line; `check/` implements it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from medialane.cli.check.kinds import case_names
+from medialane.cli.check.progress import CheckProgress
+from medialane.cli.check.results import CheckReport, encode
+from medialane.cli.check.run import run_check
+from medialane.cli.check.servers import Setup
+from medialane.cli.check.table import show
+from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.serve import SECTIONS
+from medialane.cluster.placement import find_hardware
+from medialane.cluster.preflight import check_start
+from medialane.cluster.vllm_flags import has_flag
+from medialane.config import Config, as_environ, host_environ, load_config, process_environ, vllm_defaults
+from medialane.core.errors import StartupFailed
+
+_COMMON = ("stage", "transport", "preparers", "arena-size", "encode-cache", "start-timeout", "log-level")
+_EXIT_INTERRUPTED = 130
+
+_EPILOG = """\
+Starts plain vLLM, sends it a matrix of requests, stops it; then the same with `medialane serve` and one worker. The
+matrix fits the model: the endpoints that plain vLLM has for it (chat, transcription, translation, embeddings, scores);
+each modality that it accepts alone, several times and mixed; small, odd, large, long, damaged and too many items; the
+same item again; processor options; streams; several choices. Media are generated, nothing is downloaded but the model.
+Sampling is greedy, so token ids, text, logprobs, usage and status must be equal.
+
+The table says of each case:
+  equal     every token id and every logprob
+  close     as equal, but logprobs differ by up to --tolerance
+  refused   both refuse the request, with the same status, or medialane refuses what plain vLLM fails at (5xx, or
+            its engine ends: then it is started again)
+  answered  medialane answers what plain vLLM refuses or fails at
+  skipped   an option that plain vLLM ignores for this model, and medialane refuses
+  differs   anything else: please report it, with the JSON
+and how medialane served it: stage (what the worker was sent), transport, and whether the media were cached.
+
+Exit status: 0 all is equal; 1 an answer differs, or there was none; 2 an argument is wrong, or a server did not start;
+130 interrupted (Ctrl-C: the servers are stopped, by a second one killed).
+
+examples:
+  medialane check Qwen/Qwen2.5-VL-3B-Instruct
+  medialane check ./model --json report.json -- --max-model-len 8192 --limit-mm-per-prompt '{"image": 4}'
+  medialane check ./model --only video --only audio      # some cases
+  medialane check ./model --stage decoded                # any setting of `medialane serve`
+  medialane check ./model --at-once -- --gpu-memory-utilization 0.45    # saves time where both fit"""
+
+T = TypeVar("T")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="WORD", help="only cases with WORD in their name; repeatable"
+    )
+    parser.add_argument("--quick", action="store_true", help="a third of the matrix: the cases that find most")
+    parser.add_argument(
+        "--at-once", action="store_true", help="run both servers at the same time: twice the memory, half the time"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="accept logprobs that differ by up to X where all token ids are equal (default 0)",
+    )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs in this folder")
+    add_settings(parser, SECTIONS, common=_COMMON)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the model; 0 if no answer differs from plain vLLM's, 1 if one does. Raises StartupFailed."""
+    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
+    environ = process_environ()
+    _check(args, config)
+    check_start(args.model, args.vllm_args, environ)
+    with _folder(args.logs) as logs:
+        report = _until_signal(_report(args, config, _setup(args, config, logs)))
+    if report is None:
+        print("interrupted: all servers are stopped", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    if args.json is not None:
+        args.json.write_bytes(encode(report))
+    show(report, Console())
+    return 0 if report.passed else 1
+
+
+def _check(args: argparse.Namespace, config: Config) -> None:
+    """Raise StartupFailed for arguments with which the servers would start in vain."""
+    if args.json is not None and not args.json.parent.is_dir():
+        raise StartupFailed(f"--json {args.json}: there is no folder {args.json.parent}")
+    if not args.tolerance >= 0:
+        raise StartupFailed("--tolerance must not be negative")
+    if has_flag(args.vllm_args, "--ssl-keyfile", "--ssl-certfile", "--uds", "--root-path"):
+        raise StartupFailed("the check asks its servers by HTTP: leave out --ssl-..., --uds and --root-path")
+    if has_flag(args.vllm_args, "--disable-fastapi-docs"):
+        raise StartupFailed("the check asks plain vLLM for its routes: leave out --disable-fastapi-docs")
+    if not given_settings(args).keys().isdisjoint(("host", "port")):
+        raise StartupFailed("the check chooses free ports of 127.0.0.1: leave out --host and --port")
+    _check_words(args.only)
+    if config.cluster.ray or config.cluster.num_workers == 0:
+        raise StartupFailed("the check runs on this host: leave out --ray and --workers 0")
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Raise StartupFailed for a word that is in no case's name, whatever the model accepts."""
+    for word in words:
+        if not any(word in name for name in case_names()):
+            examples = "image, video, audio, 'two of', streaming, damaged, text"
+            raise StartupFailed(f"--only {word}: no case has that in its name; words that some have: {examples}")
+
+
+def _setup(args: argparse.Namespace, config: Config, logs: Path) -> Setup:
+    environ = process_environ()
+    defaults = vllm_defaults(
+        args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus), num_workers=2 if args.at_once else 1
+    )
+    return Setup(
+        model=args.model,
+        vllm_args=args.vllm_args,
+        environ=defaults | host_environ(environ),
+        # What the flags and the file of settings say wins in the server as it does here.
+        own_environ=defaults | environ | as_environ(config),
+        logs=logs,
+        only=args.only,
+        essential=args.quick,
+        at_once=args.at_once,
+        tolerance=args.tolerance,
+        start_s=config.cluster.start_timeout_s,
+    )
+
+
+async def _report(args: argparse.Namespace, config: Config, setup: Setup) -> CheckReport:
+    progress = CheckProgress(Console(stderr=True, highlight=False))
+    try:
+        return await run_check(setup, progress)
+    finally:
+        progress.close()
+
+
+@contextmanager
+def _folder(chosen: Path | None) -> Iterator[Path]:
+    """Yield the folder for the logs: the user's, or one that is removed."""
+    if chosen is not None:
+        try:
+            chosen.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartupFailed(f"--logs {chosen}: {error.strerror}") from error
+        yield chosen
+        return
+    with tempfile.TemporaryDirectory(prefix="medialane-check-") as folder:
+        yield Path(folder)
+
+
+def _until_signal(work: Coroutine[Any, Any, T]) -> T | None:
+    """Run `work`; None if a signal ends it. Its servers are stopped then, by a second signal killed."""
+
+    async def until_signal() -> T | None:
+        task = asyncio.create_task(work)
+
+        def stop() -> None:
+            is_first = not task.cancelling()
+            task.cancel()
+            if is_first:
+                print("stopping the servers; a second signal kills them", file=sys.stderr, flush=True)
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        await asyncio.wait((task,))
+        return None if task.cancelled() else task.result()
+
+    return asyncio.run(until_signal())

@@ -1,0 +1,130 @@
+"""Extracts the files of a form (`multipart/form-data`): uploads of speech for transcription or translation.
+
+The form is parsed by the library with which the application behind us parses it, so both see the same parts. The
+content of a file is replaced by a reference; every other byte is forwarded unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from medialane.core.errors import BodyTooLarge, EmptyMedia, InvalidUpload, TooManyMediaItems
+from medialane.core.media import MediaRef
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.intake.edits import Buffer, Edit, edited, edited_size
+from medialane.gateway.intake.extraction import Intake
+from medialane.gateway.intake.medialane_member import wants_report
+from medialane.gateway.scope import REFERENCE_SCHEME
+from medialane.media import MediaConfig
+
+#: Most characters of a field's name in an error.
+_MAX_NAME_CHARS = 64
+
+
+class _File(NamedTuple):
+    """A file's field name, and the range of its content in the body."""
+
+    name: str
+    start: int
+    end: int
+
+
+def is_multipart(content_type: bytes | None) -> bool:
+    return content_type is not None and content_type.lower().startswith(b"multipart/")
+
+
+def extract_files(
+    body: Buffer, content_type: bytes, config: MediaConfig, limits: GatewayConfig, *, size: int
+) -> Intake:
+    """Extract the files of the form in the first `size` bytes of `body`.
+
+    Raises TooManyMediaItems, InvalidUpload, EmptyMedia and InvalidRequest (the field `medialane`), which name the
+    field, and BodyTooLarge for a form that is too large without its files. A body that cannot be parsed is not changed:
+    the application responds to it.
+    """
+    data = bytes(memoryview(body)[:size])
+    try:
+        form = _Form(content_type, data)
+    except FormParserError as error:
+        return Intake(_edited(data, [], limits), parse_error=str(error))
+    found = form.files
+    if len(found) > config.max_items:
+        message = f"the request has {len(found)} files, more than {config.max_items}"
+        raise TooManyMediaItems(message, param=found[config.max_items].name)
+    edits: list[Edit] = [(f.start, f.end, f"{REFERENCE_SCHEME}{n}".encode()) for n, f in enumerate(found)]
+    refs = tuple(_reference(file, data, config) for file in found)
+    return Intake(_edited(data, edits, limits), refs, report=wants_report(msgspec.Raw(form.medialane)))
+
+
+def _edited(data: bytes, edits: list[Edit], limits: GatewayConfig) -> bytes:
+    if (num_bytes := edited_size(len(data), edits)) > limits.max_text_bytes:
+        message = f"the request body has {num_bytes} bytes besides its files, more than {limits.max_text_bytes}"
+        raise BodyTooLarge(message)
+    return edited(memoryview(data), edits)
+
+
+def _reference(file: _File, data: bytes, config: MediaConfig) -> MediaRef:
+    num_bytes = file.end - file.start
+    if not num_bytes:
+        raise EmptyMedia("the file is empty", param=file.name)
+    if num_bytes > config.max_audio_bytes:
+        message = f"the file has {num_bytes} bytes, more than {config.max_audio_bytes}"
+        raise InvalidUpload(message, param=file.name)
+    return MediaRef("audio", file.name, data=data[file.start : file.end])
+
+
+class _Form:
+    """The files of a form, and the value of its field `medialane`, which is empty without one. Raises
+    FormParserError."""
+
+    def __init__(self, content_type: bytes, data: bytes) -> None:
+        self.files: list[_File] = []
+        self.medialane = b""
+        self._data = data
+        self._header = self._value = self._disposition = b""
+        self._range = (0, 0)
+        boundary = parse_options_header(content_type)[1].get(b"boundary")
+        if boundary is None:
+            raise FormParserError("the form has no boundary")
+        MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": self._on_field,
+                "on_header_value": self._on_value,
+                "on_header_end": self._on_header,
+                "on_part_data": self._on_data,
+                "on_part_end": self._end,
+            },
+        ).write(data)
+
+    def _begin(self) -> None:
+        self._disposition, self._range = b"", (0, 0)
+
+    def _on_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header = self._value = b""
+
+    def _on_data(self, _data: bytes, start: int, end: int) -> None:
+        """Called once per part: the parser gets the whole body at once."""
+        self._range = (start, end)
+
+    def _end(self) -> None:
+        options = parse_options_header(self._disposition)[1]
+        name = options.get(b"name", b"")
+        if b"filename" in options:
+            self.files.append(_File(name.decode("utf-8", "replace")[:_MAX_NAME_CHARS], *self._range))
+        elif name == b"medialane":
+            start, end = self._range
+            self.medialane = self._data[start:end]

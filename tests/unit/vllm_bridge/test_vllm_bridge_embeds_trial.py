@@ -1,0 +1,77 @@
+"""The trial of client embeddings: a form is accepted if the model gives back exactly what it was given."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.multimodal.inputs import PlaceholderRange
+
+from medialane.core.embeds import UNNAMED
+from medialane.vllm_bridge import embeds_trial as tested
+from medialane.vllm_bridge.embeds_trial import GRID, MODALITY, VALUES, try_embeds
+
+OUTPUT = torch.arange(12.0).reshape(6, 2)
+
+
+def prompt(num_tokens=6, **fields):
+    item = {name: SimpleNamespace(data=data) for name, data in fields.items()}
+    place = PlaceholderRange(offset=0, length=num_tokens)
+    return {"mm_kwargs": {MODALITY: [item]}, "mm_placeholders": {MODALITY: [place]}, "prompt_token_ids": [1]}
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """Installs a model whose parser and forward pass are the given functions."""
+
+    def install(parse, forward=lambda values: values, *, has_grid=True):
+        sample = prompt(pixel_values=OUTPUT, **({GRID: torch.tensor([1, 4, 6])} if has_grid else {}))
+        monkeypatch.setattr(tested, "sample_inputs", lambda _: {MODALITY: sample})
+        monkeypatch.setattr(tested, "sample_of_embeds", lambda _worker, _modality, given: parse(given))
+        monkeypatch.setattr(tested, "mrope_positions", lambda *_args, **_kwargs: None)
+        monkeypatch.setattr(
+            tested, "embeddings_of", lambda _w, _m, item: forward(item[VALUES].data) if VALUES in item else OUTPUT
+        )
+
+    return install
+
+
+def as_object(given):
+    assert set(given) == {VALUES, GRID}
+    return prompt(**given)
+
+
+def as_tensor(given):
+    return prompt(**{VALUES: given + 0})
+
+
+def test_object_with_a_grid_is_accepted(model):
+    model(as_object)
+    assert try_embeds(None) == {"fields": [VALUES, GRID], "width": 2, "fault": ""}
+
+
+@pytest.mark.parametrize("has_grid", [True, False])
+def test_single_tensor_is_accepted(model, has_grid):
+    model(as_tensor, has_grid=has_grid)
+    assert try_embeds(None) == {"fields": [UNNAMED], "width": 2, "fault": ""}
+
+
+def refuse(_):
+    raise AssertionError("no embeddings here")
+
+
+@pytest.mark.parametrize(
+    ("parse", "forward", "fault"),
+    [
+        (refuse, lambda values: values, "AssertionError: no embeddings here"),
+        (as_tensor, refuse, "AssertionError: no embeddings here"),
+        (as_tensor, lambda values: values + 1, "the model changes them"),
+        (as_tensor, lambda values: values[:3], "the model changes them"),
+        (lambda given: prompt(5, **{VALUES: OUTPUT}), lambda values: values, "5 tokens for 6 embeddings"),
+    ],
+    ids=["parser", "forward", "changed", "fewer", "placeholder"],
+)
+def test_model_that_does_not_take_them_as_they_are_accepts_none(model, parse, forward, fault):
+    model(parse, forward, has_grid=False)
+    found = try_embeds(None)
+    assert (found["fields"], found["width"]) == ([], 0)
+    assert fault in found["fault"]
