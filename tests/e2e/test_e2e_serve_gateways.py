@@ -56,19 +56,23 @@ class Served:
         return num_tokens
 
     async def on_both(self):
-        """Start answers until both gateways have some in flight. Returns their tasks, and the number by gateway."""
-        answers = []
+        """Start answers until both gateways have some in flight. Returns their tasks, and the number by gateway.
 
-        async def in_flight(number):
-            return sum((await self.client.by_gateway("medialane_worker_in_flight")).values()) == number
+        The number is of the same page of metrics that showed all of them: one of a later page could have ended.
+        """
+        answers, in_flight = [], {}
+
+        async def all_in_flight():
+            in_flight.update(await self.client.by_gateway("medialane_worker_in_flight"))
+            return sum(in_flight.values()) == len(answers)
 
         async def started():
             answers.append(asyncio.create_task(self.answer()))
-            await eventually(lambda: in_flight(len(answers)), "it is in flight", 30)
-            return all((await self.client.by_gateway("medialane_worker_in_flight")).values())
+            await eventually(all_in_flight, "it is in flight", 30, more=lambda: in_flight)
+            return all(in_flight.values())
 
         await eventually(started, "both gateways have answers in flight", 60)
-        return answers, await self.client.by_gateway("medialane_worker_in_flight")
+        return answers, in_flight
 
     async def state(self):
         """Includes which gateways are up, and what the worker runs."""
