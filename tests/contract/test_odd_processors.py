@@ -333,10 +333,10 @@ def test_only_the_modality_that_is_unfit_is_given_up(renderer):
 
 
 def test_media_of_a_model_with_a_modality_of_its_own_are_refused(renderer, made):
-    """Kimi-K2.5's `vision_chunk`: vLLM's own check of the reference would be a server error."""
+    """vLLM's own check of the reference would be a server error."""
     processor = made(Plain)
-    processor.info.get_supported_mm_limits = lambda: {"vision_chunk": None}
-    assert "vision_chunk" in summary(unfit_reasons(processor))
+    processor.info.get_supported_mm_limits = lambda: {"point_cloud": None}
+    assert "point_cloud" in summary(unfit_reasons(processor))
     assert set(stages_instead(processor).values()) == {"url"}, "it is served for text"
     found = SimpleNamespace(model_config=renderer.model_config, get_mm_processor=lambda: processor)
     with pytest.raises(InvalidRequest, match="images are not supported"):

@@ -13,6 +13,7 @@ import embedding_families
 import hearing_families
 import image_families
 import internvl_like_families
+import kimi_families
 import llava_families
 import long_audio_families
 import mistral_families
@@ -44,6 +45,7 @@ _MODULES = (
     speech_families,
     internvl_like_families,
     vllm_processor_families,
+    kimi_families,
 )
 
 #: Modules with families of which only the processors are tried.

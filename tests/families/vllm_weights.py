@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from vllm import LLM
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.platforms import current_platform
 
 from medialane.vllm_bridge.tiny_model import random_weights
 
@@ -25,6 +26,9 @@ def main(folder: Path) -> None:
         sys.exit(0)  # an engine is not needed
 
     DummyModelLoader.load_weights = save
+    # On a CPU, vLLM searches all modules for kernels to replace, and fails at those of llvmlite: before there are any.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     LLM(
         str(folder),
         load_format="dummy",

@@ -322,8 +322,11 @@ async def test_preparation_continues_for_a_remaining_request(arena, preparers, w
             with open_scope():
                 return await parts.answer(prompt(png(), options=b'{"sleep_s": 0.6}'))
 
+        def num_waiting():
+            return [flight.num_waiters for flight in parts.store.items._preparing._flights.values()]
+
         leaving, staying = asyncio.create_task(one()), asyncio.create_task(one())
-        await eventually(lambda: preparers.stats().num_busy == 1)
+        await eventually(lambda: preparers.stats().num_busy == 1 and num_waiting() == [2])
         leaving.cancel()
         assert await staying
         assert preparers.stats().num_restarts == 0

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numba
 
@@ -86,3 +86,16 @@ def _is_writable(folder: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def compile_loops_for_one_thread() -> None:
+    """Make numba compile functions that other libraries declare parallel (Kimi-K2.5's image processor) as ordinary ones
+    from now on, with equal results: numba's threads do not survive a fork. Such a function is not cached: the parallel
+    one has the same name in the cache."""
+    compile_parallel = numba.njit
+
+    def njit(*args: Any, **options: Any) -> Any:
+        alone = {"parallel": False, "cache": False} if options.get("parallel") else {}
+        return compile_parallel(*args, **options | alone)
+
+    numba.njit = njit

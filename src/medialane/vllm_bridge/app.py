@@ -44,7 +44,7 @@ from medialane.vllm_bridge.seams.api_server import (
     validate_api_server_args,
     validate_in_thread,
 )
-from medialane.vllm_bridge.seams.multimodal import accepted_modalities
+from medialane.vllm_bridge.seams.multimodal import accepted_modalities, processor_of
 from medialane.vllm_bridge.settings import settings_of
 from medialane.vllm_bridge.stage_fitness import stages_instead, summary, unfit_reasons
 from medialane.vllm_bridge.tasks import supported_tasks
@@ -82,12 +82,12 @@ class Frontend:
         except (OSError, ValueError) as error:
             raise StartupFailed(f"vLLM cannot load the model's configuration or processors: {error}") from error
         if self.takes_media:
-            expand_marks(self.renderer.get_mm_processor())
+            expand_marks(processor_of(self.renderer))
         if self.is_pooling:
             pooling_endpoints.check_supported(self.config)
         self.processor_settings: dict[str, str] = settings_of(self.config.model_config, self.renderer)
         #: The modalities that workers must process, and why (`stage_fitness`).
-        self.unfit: Mapping[Modality, str] = unfit_reasons(self.renderer.get_mm_processor()) if self.takes_media else {}
+        self.unfit: Mapping[Modality, str] = unfit_reasons(processor_of(self.renderer)) if self.takes_media else {}
         self.assembler: Assembler = self._assembler()
 
     @property
@@ -109,7 +109,7 @@ class Frontend:
         Processes an image to find out."""
         if not self.takes_media or "image" in self.unfit:
             return False
-        return VllmProcessor(self.renderer.get_mm_processor()).has_resize_target()
+        return VllmProcessor(processor_of(self.renderer)).has_resize_target()
 
     def check_media_options(self) -> None:
         """Raise StartupFailed for a decode option of the operator that our decoders do not support."""
@@ -118,7 +118,7 @@ class Frontend:
     @cached_property
     def stages_instead(self) -> Mapping[Modality, StageName]:
         """The stages of requests with modalities that are unfit for `features`."""
-        return stages_instead(self.renderer.get_mm_processor()) if self.unfit else {}
+        return stages_instead(processor_of(self.renderer)) if self.unfit else {}
 
     @property
     def unfit_reason(self) -> str:
@@ -128,13 +128,13 @@ class Frontend:
     @property
     def is_unfit(self) -> bool:
         """Whether workers must process all of this model's media."""
-        accepted = SAMPLES.keys() & accepted_modalities(self.renderer.get_mm_processor())
+        accepted = SAMPLES.keys() & accepted_modalities(processor_of(self.renderer))
         return bool(self.unfit) and accepted <= self.unfit.keys()
 
     def _assembler(self) -> Assembler:
         if not self.takes_media or self.is_unfit:
             return _NoAssembler(self.stages_instead)
-        processor = self.renderer.get_mm_processor()
+        processor = processor_of(self.renderer)
         images = ImageTokens.verified(processor)
         max_tokens = self.config.model_config.max_model_len
         return VllmAssembler(processor, images, max_tokens=max_tokens, stages_instead=self.stages_instead)

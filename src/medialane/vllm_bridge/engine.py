@@ -296,7 +296,8 @@ class VllmEngine:
             expanded_here = isinstance(request.prompt, SourcePrompt) and request.prompt.encoder_token_ids is None
             placed = placed_media(engine_input) if expanded_here else []
             reads_arena = sent is not None or has_arena_items(engine_input)  # vLLM takes items out of its input
-            async with aclosing(self._outputs(request, engine_input, sent)) as outputs:
+            named = self._reader.named_for_engine(engine_input)
+            async with aclosing(self._outputs(request, named, sent)) as outputs:
                 first = True
                 async for output in outputs:
                     if reads_arena and has_error(output):

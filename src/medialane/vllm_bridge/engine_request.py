@@ -28,6 +28,8 @@ from medialane.vllm_bridge.features import decode_item, decode_item_without_tens
 from medialane.vllm_bridge.mistral_chat import expand_marks
 from medialane.vllm_bridge.prepared_input import decoder_input, to_vllm_range
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder
+from medialane.vllm_bridge.seams.multimodal import processor_of
+from medialane.vllm_bridge.seams.vision_chunk import name_for_engine
 from medialane.vllm_bridge.source_prompt import SourceRenderer
 from medialane.vllm_bridge.stage_fitness import summary, unfit_reasons
 from medialane.vllm_bridge.validation import FeatureChecker, placeholder_of
@@ -48,12 +50,13 @@ class RequestReader:
         """`arenas` is the live set of arenas that EngineCore has mapped."""
         self._arenas = arenas
         self._embeddings = embeddings
-        takes_media = llm.model_config.supports_multimodal_inputs
-        self._checker = FeatureChecker(llm.renderer.get_mm_processor()) if takes_media else None
-        if takes_media and (unfit := unfit_reasons(llm.renderer.get_mm_processor())):
-            logger.warning("this worker processes %s of its requests: %s", " and ".join(unfit), summary(unfit))
-        if takes_media:
-            expand_marks(llm.renderer.get_mm_processor())
+        #: None if the model does not support media; so is the checker.
+        self._processor = processor_of(llm.renderer) if llm.model_config.supports_multimodal_inputs else None
+        self._checker = None if self._processor is None else FeatureChecker(self._processor)
+        if self._processor is not None:
+            if unfit := unfit_reasons(self._processor):
+                logger.warning("this worker processes %s of its requests: %s", " and ".join(unfit), summary(unfit))
+            expand_marks(self._processor)
         self._sources = SourceRenderer(llm.renderer, llm.model_config, self._checker)
         self._params = MsgpackDecoder(SamplingParams)
         self._pooling_params = MsgpackDecoder(PoolingParams)
@@ -166,6 +169,14 @@ class RequestReader:
         both = mm_enc_dec_input(expanded, prompt.token_ids, decoder_prompt=request.prompt_text)
         # The gateway's renderer has added the decoder's start token, if there must be one.
         return build_enc_dec_input(both, None, decoder_start_token_id=-1, skip_decoder_start_token=True)
+
+    def named_for_engine(self, engine_input: Any) -> Any:
+        """Return the engine input with the engine's names of modalities."""
+        items = decoder_input(engine_input)
+        if self._processor is not None and items["type"] == "multimodal":
+            for field in ("mm_kwargs", "mm_hashes", "mm_placeholders"):
+                items[field] = name_for_engine(self._processor, items[field])
+        return engine_input
 
     def _item(self, feature: MediaPayload, datas: Sequence[memoryview]) -> MultiModalKwargsItem:
         """Return the item as it will be sent to EngineCore. Raises InvalidFeature."""

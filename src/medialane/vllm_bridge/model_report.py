@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from vllm.config import KVEventsConfig
-from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.usage.usage_lib import UsageContext
 
 from medialane.vllm_bridge.engine_options import engine_args
 from medialane.vllm_bridge.seams import encoder_cache
+from medialane.vllm_bridge.seams.multimodal import new_processor
 from medialane.vllm_bridge.stage_fitness import summary, unfit_reasons
 
 
@@ -38,7 +38,7 @@ def model_report(model: str, vllm_args: Sequence[str]) -> ModelReport:
         no_embeddings=encoder_cache.unfit_reason(config),
     )
     if found["takes_media"]:
-        processor = MULTIMODAL_REGISTRY.create_processor(config.model_config)
+        processor = new_processor(config.model_config)
         found["limits"] = dict(processor.info.allowed_mm_limits)
         found["no_features"] = summary(unfit_reasons(processor))
     return found

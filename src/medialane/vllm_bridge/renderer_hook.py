@@ -36,7 +36,13 @@ from medialane.vllm_bridge.prepared_input import engine_input
 from medialane.vllm_bridge.processor_options import check_processor_options
 from medialane.vllm_bridge.raw_audio import expected_sample_rate, is_audio, sampled
 from medialane.vllm_bridge.request_backend import RequestBackend
-from medialane.vllm_bridge.seams.multimodal import prepare_media_by, unknown_modalities
+from medialane.vllm_bridge.seams.multimodal import (
+    accepted_modalities,
+    prepare_media_by,
+    processor_of,
+    unknown_modalities,
+)
+from medialane.vllm_bridge.seams.vision_chunk import ChunkSource, chunk_sources, takes_chunks
 
 #: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
 CONNECTOR = "medialane"
@@ -88,8 +94,9 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
     async def load_from_url_async(self, url: str, *_args: Any, **_kwargs: Any) -> None:
         self.load_from_url(url)
 
-    def _ref(self, modality: Modality, url: str) -> MediaRef:
-        return self.hook.reference(modality, url, self.media_io_kwargs)
+    def _ref(self, modality: Modality, url: str) -> MediaRef | ChunkSource:
+        ref = self.hook.reference(modality, url, self.media_io_kwargs)
+        return ChunkSource(ref) if self.hook.takes_chunks else ref
 
     def _refuse(self, message: str) -> NoReturn:
         with remembered_errors(self.hook.backend):
@@ -120,17 +127,20 @@ class RendererHook:
     def __init__(self, renderer: BaseRenderer, backend: RequestBackend) -> None:
         self.backend = backend
         self._io = model_io(renderer.model_config)
-        processor = renderer.get_mm_processor()
+        processor = processor_of(renderer)
         self._max_pixels_of = max_pixels_of(processor)
         self._has_encoder_prompt = bool(renderer.model_config.is_encoder_decoder)
         self._sample_rate = expected_sample_rate(processor)
-        self._unknown_modalities = unknown_modalities(processor)
+        #: Whether vLLM's chat parser makes chunks of this model's images.
+        self.takes_chunks: bool = takes_chunks(processor)
+        is_checked = not (self.takes_chunks or unknown_modalities(processor))  # by vLLM's chat parser
+        self._accepted = None if is_checked else accepted_modalities(processor)
 
     def reference(self, modality: Modality, url: str, request_io: Mapping[str, Any] | None) -> MediaRef:
         """Return the reference for a media URL of the body. Raises what `RequestBackend.resolve` raises, and
         InvalidRequest for its options, or if this model takes media as something that we do not have."""
         with remembered_errors(self.backend):
-            if self._unknown_modalities:
+            if self._accepted is not None and modality not in self._accepted:
                 raise InvalidRequest(f"{modality}s are not supported by this gateway for this model")
             return self._completed(self.backend.resolve(url), modality, request_io)
 
@@ -172,8 +182,9 @@ class RendererHook:
     ) -> tuple[MediaRef, ...]:
         """Return the references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid."""
         found = []
-        for modality, items in mm_data.items():
-            items = [items] if is_audio(items) or not isinstance(items, list | tuple) else items
+        for name, value in mm_data.items():
+            given = [value] if is_audio(value) or not isinstance(value, list | tuple) else value
+            modality, items = chunk_sources(name, given)
             uuids = mm_uuids.get(modality) or [None] * len(items)
             found += [
                 await self._one(modality, item, uuid, request_io) for item, uuid in zip(items, uuids, strict=True)

@@ -22,7 +22,7 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from vllm.renderers import BaseRenderer
 
 from medialane.core.hashing import canonical_options, content_hash, digest
-from medialane.vllm_bridge.seams.multimodal import load_hf_processor
+from medialane.vllm_bridge.seams.multimodal import load_hf_processor, processor_of
 from medialane.vllm_bridge.stable_description import Description, attributes, describe, is_component
 from medialane.vllm_bridge.stage_fitness import unfit_reasons
 
@@ -132,4 +132,4 @@ def _release(found: str) -> str:
 def settings_of(model_config: ModelConfig, renderer: BaseRenderer) -> dict[str, str]:
     """Return `processor_settings` of a process that has vLLM's renderer."""
     takes_media = model_config.supports_multimodal_inputs  # false with --language-model-only, too
-    return processor_settings(model_config, renderer.get_mm_processor() if takes_media else None)
+    return processor_settings(model_config, processor_of(renderer) if takes_media else None)

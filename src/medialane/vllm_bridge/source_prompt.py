@@ -46,7 +46,7 @@ from medialane.vllm_bridge.media_options import model_io
 from medialane.vllm_bridge.placeholder_layout import decode_options
 from medialane.vllm_bridge.preparation import engine_media
 from medialane.vllm_bridge.prepared_input import decoder_input
-from medialane.vllm_bridge.seams.multimodal import processes_items_apart, video_backend
+from medialane.vllm_bridge.seams.multimodal import processes_items_apart, processor_of, video_backend
 from medialane.vllm_bridge.validation import FeatureChecker
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class SourceRenderer:
         keeps the order.
         """
         is_known = sorted(found) == sorted(ours)
-        keeps_order = not is_known and processes_items_apart(self._renderer.get_mm_processor())
+        keeps_order = not is_known and processes_items_apart(processor_of(self._renderer))
         return ours if keeps_order else list(found)
 
     async def _media(
@@ -185,9 +185,7 @@ class SourceRenderer:
         if self._embeds_reader is None:
             if not self._model_config.supports_multimodal_inputs:
                 raise PromptRejected("this model does not support media")
-            self._embeds_reader = EmbedsReader(
-                self._renderer.get_mm_processor(), self._model_config, self._accepted_embeds
-            )
+            self._embeds_reader = EmbedsReader(processor_of(self._renderer), self._model_config, self._accepted_embeds)
         return self._embeds_reader
 
     async def _encoded(self, item: MediaPayload, data: memoryview) -> Any:

@@ -21,7 +21,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
@@ -30,6 +29,8 @@ from vllm.renderers.chat_utils import _get_embeds_data as embeds_data
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import Request
+
+from medialane.vllm_bridge.seams.multimodal import new_processor
 
 __all__ = [
     "ECConnectorBase",
@@ -122,7 +123,7 @@ def _allowed(model_config: Any) -> Sequence[str]:
     """Return the modalities that requests may contain."""
     if not model_config.supports_multimodal_inputs:
         return ()
-    limits = MULTIMODAL_REGISTRY.create_processor(model_config).info.allowed_mm_limits
+    limits = new_processor(model_config).info.allowed_mm_limits
     return [modality for modality, limit in limits.items() if limit]
 
 
@@ -142,7 +143,7 @@ def tensor_parallel_rank() -> int:
 
 def sample_inputs(worker: Any) -> dict[str, Any]:
     """Return a processed prompt with one small item for each modality that requests may contain."""
-    processor = MULTIMODAL_REGISTRY.create_processor(worker.vllm_config.model_config)
+    processor = new_processor(worker.vllm_config.model_config)
     found = {}
     for modality, limit in processor.info.allowed_mm_limits.items():
         if limit and modality in _SAMPLES:
@@ -154,7 +155,7 @@ def sample_inputs(worker: Any) -> dict[str, Any]:
 
 def sample_of_embeds(worker: Any, modality: str, embeds: Any) -> Any:
     """Return a processed prompt with one item that is given by its embeddings, in a form of vLLM's chat parser."""
-    processor = MULTIMODAL_REGISTRY.create_processor(worker.vllm_config.model_config)
+    processor = new_processor(worker.vllm_config.model_config)
     options = MultiModalDummyOptions({modality: _SAMPLES[modality]})
     inputs = processor.get_dummy_inputs(seq_len=_SAMPLE_TOKENS, mm_counts={modality: 1}, mm_options=options)
     data = {modality: embeds_data(modality, [embeds], processor)}

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 from transformers.feature_extraction_utils import BatchFeature
+from vllm.config import ModelConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.multimodal.media import VideoMediaIO
@@ -25,6 +26,7 @@ from vllm.utils.mistral import is_mistral_tokenizer
 
 from medialane.core.errors import TooManyFrames
 from medialane.core.media import Modality
+from medialane.vllm_bridge.seams.vision_chunk import take_images
 
 # The renderer
 
@@ -47,6 +49,17 @@ def is_mistral(tokenizer: Any) -> bool:
 
 # The multimodal processor
 
+
+def processor_of(renderer: BaseRenderer) -> BaseMultiModalProcessor:
+    """Return the renderer's processor; its modalities are ours."""
+    return take_images(renderer.get_mm_processor())
+
+
+def new_processor(model_config: ModelConfig) -> BaseMultiModalProcessor:
+    """Return a new processor; its modalities are ours."""
+    return take_images(MULTIMODAL_REGISTRY.create_processor(model_config))
+
+
 # Functions that a processor decorates with `torch.compile` (Nemotron Nano VL) run as they are, with equal
 # results: preparers have no compiler, and the process that they fork from may not have its threads.
 
@@ -58,8 +71,7 @@ def accepted_modalities(processor: BaseMultiModalProcessor) -> frozenset[str]:
 
 
 def unknown_modalities(processor: BaseMultiModalProcessor) -> list[str]:
-    """Return the modalities of requests that we do not have: Kimi-K2.5 takes images and parts of videos as
-    `vision_chunk`."""
+    """Return the modalities of requests that we do not have."""
     return sorted(accepted_modalities(processor) - set(get_args(Modality)))
 
 

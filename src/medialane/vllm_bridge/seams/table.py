@@ -273,6 +273,32 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="vision chunks",
+        purpose="models that take images as parts of vLLM's modality `vision_chunk` take images of ours",
+        module="seams.vision_chunk",
+        without="requests with media are refused for these models (Kimi-K2.5)",
+        tests=("tests/contract/test_vision_chunk.py",),
+        seams=_seams("""
+            replace vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_mm_fields_config(self, hf_inputs,
+                hf_processor_mm_kwargs)
+            replace vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_prompt_updates(self, mm_items,
+                hf_processor_mm_kwargs, out_mm_kwargs) in BaseMultiModalProcessor._get_mm_prompt_updates
+            replace vllm.multimodal.parse:MultiModalDataParser._get_subparsers(self) in
+                MultiModalDataParser.parse_mm_data
+            call vllm.multimodal.parse:MultiModalDataParser._parse_image_data(self, data)
+            replace vllm.multimodal.processing.dummy_inputs:BaseDummyInputsBuilder.get_dummy_text(self, mm_counts)
+            replace vllm.multimodal.processing.dummy_inputs:BaseDummyInputsBuilder.get_dummy_mm_data(self, seq_len,
+                mm_counts, mm_options)
+            call vllm.multimodal.processing.dummy_inputs:BaseDummyInputsBuilder._get_dummy_images(self, width, height,
+                num_images, overrides)
+            call vllm.multimodal.inputs:MultiModalFieldConfig(field, modality)
+            call vllm.multimodal.parse:VisionChunkProcessorItems(data)
+            call vllm.multimodal.parse:ProcessorBatchItems(data, modality) with get_all
+            call vllm.renderers.chat_utils:_resolve_vision_chunk_items(vision_chunk_items, mm_processor,
+                vision_chunks_modality_order)
+        """),
+    ),
+    Group(
         name="processor settings",
         purpose="settings of the Hugging Face processor are those of a new one, not of one that was used",
         module="seams.multimodal",
