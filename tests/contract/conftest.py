@@ -68,11 +68,13 @@ def family_renderer():
         from vllm.renderers import renderer_from_config
 
         from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+        from medialane.vllm_bridge.seams.multimodal import processor_of
 
         family = (CHECKED | PREPARED | DEPENDENT)[name]
         folder = family.build(cache_folder(os.environ))
         args = parse_vllm_args(str(folder), [*family.flags, "--mm-processor-cache-gb=0"])
         made.append(renderer_from_config(create_frontend_config(args)))
+        processor_of(made[-1])  # its modalities are ours from now on
         return made[-1]
 
     yield of
