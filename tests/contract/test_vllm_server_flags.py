@@ -81,6 +81,13 @@ def test_flag_without_effect_is_rejected(name):
         parse_vllm_args("model", GIVEN[name])
 
 
+def test_vllms_ban_of_redirects_is_rejected(monkeypatch):
+    """vLLM fetches nothing here: a ban without effect would leave an operator unprotected."""
+    monkeypatch.setenv("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
+    with pytest.raises(StartupFailed, match="--media-max-redirects 0"):
+        parse_vllm_args("model", [])
+
+
 def test_flag_in_a_config_file_is_rejected_too(tmp_path):
     (tmp_path / "flags.yaml").write_text("uds: /tmp/x\n")
     with pytest.raises(StartupFailed, match="--uds is not for vLLM here"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 
+from vllm import envs
+
 from medialane.core.errors import StartupFailed
 
 #: Flags that would silently have no effect, and what to do instead.
@@ -34,8 +36,12 @@ REFUSED: Mapping[str, str] = {
 
 
 def check_server_flags(args: Namespace, parser: ArgumentParser) -> None:
-    """Raise StartupFailed for an unsupported flag, given on the command line or in `--config`."""
+    """Raise StartupFailed for an unsupported flag, given on the command line or in `--config`, or in vLLM's environment
+    variable about redirects."""
     for name, advice in REFUSED.items():
         if getattr(args, name) != parser.get_default(name):
             flag = "a positional argument" if name == "model_tag" else f"--{name.replace('_', '-')}"
             raise StartupFailed(f"{flag} is not for vLLM here: {advice}")
+    if not envs.VLLM_MEDIA_URL_ALLOW_REDIRECTS:  # as for the restrictions above
+        advice = "media are fetched by the store: unset it, and give --media-max-redirects 0"
+        raise StartupFailed(f"VLLM_MEDIA_URL_ALLOW_REDIRECTS is not for vLLM here: {advice}")
