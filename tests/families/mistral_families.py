@@ -111,6 +111,8 @@ def write_voxtral_realtime(folder: Path) -> None:
     encoder = _EAR | {
         "audio_encoding_args": _AUDIO | {"global_log_mel_max": 1.5},
         "causal": True,
+        "head_dim": 32,  # vLLM's kernels for decoders on a CPU have no smaller ones
+        "n_heads": 2,
         "sliding_window": 256,
         "pos_embed": "rope",
     }

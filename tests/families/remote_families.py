@@ -10,15 +10,16 @@ from pathlib import Path
 
 import hub_names
 import torch
-from family import Family, written_by
+from family import ALL_PREDICTED, Family, written_by
 from hub_names import deepseek_layers, ernie_layers, whisper_layers, with_hub_names
 from remote_recipe import TRUSTED, with_weights, write_config, write_json, write_remote_config, write_remote_processor
-from tiny_recipe import LANGUAGE, ids, tokenizer
+from tiny_recipe import LANGUAGE, TOWER, ids, tokenizer
 from transformers import WhisperFeatureExtractor
 
 ULTRAVOX = {"audio": "<|audio|>"}
 KIMI = {"image": "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"}
 MOLMO = {"image": "<|image|>", "video": "<|video|>"}
+KEYE = {modality: f"<|vision_start|><|{modality}_pad|><|vision_end|>" for modality in ("image", "video")}
 ERNIE = {
     "image": "<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>",
     "video": "<|VIDEO_START|><|video@placeholder|><|VIDEO_END|>",
@@ -196,6 +197,28 @@ def write_ernie4_5_vl(folder: Path) -> None:
     write_remote_processor(folder, "ernie4_5_vl")
 
 
+def write_keye(folder: Path) -> None:
+    words = tokenizer(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"], KEYE)
+    tower = TOWER | {
+        "model_type": "keye_vision",
+        "num_channels": 3,
+        "spatial_merge_size": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-6,
+    }
+    fields = LANGUAGE | {
+        "model_type": "Keye",
+        "vision_config": tower,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
+        **ids(words, image_token_id="<|image_pad|>", video_token_id="<|video_pad|>"),
+    }
+    write_remote_config(folder, "KeyeForConditionalGeneration", fields)
+    words.save_pretrained(folder)
+    write_remote_processor(folder, "keye")
+
+
 def molmo_embeddings(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Those of marks are apart from those of text."""
     if name == "model.embed_tokens.weight":
@@ -228,7 +251,7 @@ FAMILIES = (
         {"image": 2},
         KIMI,
         built_with(with_hub_names(with_weights(write_kimi_vl), deepseek_layers), "kimi_vl"),
-        predicted=frozenset(("tokens",)),
+        predicted=frozenset(("tokens", "bytes")),
         extra_flags=(TRUSTED,),
     ),
     # Which patches a token pools is a field; the marks between patches are embeddings, too; a sampling of its own.
@@ -246,7 +269,16 @@ FAMILIES = (
         {"image": 2, "video": 1},
         ERNIE,
         built_with(with_hub_names(with_weights(write_ernie4_5_vl), ernie_layers), "ernie4_5_vl"),
-        predicted=frozenset(("tokens",)),
+        predicted=frozenset(("tokens", "bytes")),
+        extra_flags=(TRUSTED,),
+    ),
+    # A position for each patch, and for each frame of a video.
+    Family(
+        "keye",
+        {"image": 2, "video": 1},
+        KEYE,
+        built_with(with_weights(write_keye), "keye"),
+        predicted=ALL_PREDICTED,
         extra_flags=(TRUSTED,),
     ),
     # Waveforms as they are.
