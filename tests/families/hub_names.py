@@ -41,16 +41,6 @@ def deepseek_layers(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torc
         yield from _gated(name, tensor)
 
 
-def ernie_layers(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of the language model, gates apart, and queries, keys and values, of which there are two, one and one part."""
-    if "qkv_proj" not in name:
-        yield from _gated(name, tensor)
-        return
-    query, key, value = tensor.split([tensor.shape[0] // part for part in (2, 4, 4)])
-    for letter, part in (("q", query), ("k", key), ("v", value)):
-        yield name.replace("qkv_proj", f"{letter}_proj"), part.contiguous()
-
-
 def _gated(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     if "gate_up_proj" not in name:
         yield name, tensor.contiguous()

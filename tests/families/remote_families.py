@@ -11,7 +11,7 @@ from pathlib import Path
 import hub_names
 import torch
 from family import ALL_PREDICTED, Family, written_by
-from hub_names import deepseek_layers, ernie_layers, whisper_layers, with_hub_names
+from hub_names import deepseek_layers, whisper_layers, with_hub_names
 from remote_recipe import TRUSTED, with_weights, write_config, write_json, write_remote_config, write_remote_processor
 from tiny_recipe import LANGUAGE, TOWER, ids, tokenizer
 from transformers import WhisperFeatureExtractor
@@ -19,11 +19,8 @@ from transformers import WhisperFeatureExtractor
 ULTRAVOX = {"audio": "<|audio|>"}
 KIMI = {"image": "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"}
 MOLMO = {"image": "<|image|>", "video": "<|video|>"}
+MINICPM = {"image": "(<image>./</image>)", "video": "(<video>./</video>)"}
 KEYE = {modality: f"<|vision_start|><|{modality}_pad|><|vision_end|>" for modality in ("image", "video")}
-ERNIE = {
-    "image": "<|IMAGE_START|><|image@placeholder|><|IMAGE_END|>",
-    "video": "<|VIDEO_START|><|video@placeholder|><|VIDEO_END|>",
-}
 DASHENG = {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 
 
@@ -154,49 +151,6 @@ def write_molmo2(folder: Path) -> None:
     write_remote_processor(folder, "molmo2")
 
 
-def write_ernie4_5_vl(folder: Path) -> None:
-    marks = ["<|IMAGE_START|>", "<|IMAGE_END|>", "<|VIDEO_START|>", "<|VIDEO_END|>", "<|IMAGE_PLACEHOLDER|>"]
-    words = tokenizer([*marks, "<|image@placeholder|>", "<|video@placeholder|>"], ERNIE)
-    tower = {
-        "model_type": "DFNRope_vision_transformer",
-        "depth": 2,
-        "embed_dim": 64,
-        "hidden_size": 64,
-        "num_heads": 4,
-        "mlp_ratio": 2,
-        "in_channels": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "hidden_act": "quick_gelu",
-    }
-    fields = LANGUAGE | {
-        "model_type": "ernie4_5_moe_vl",
-        "vision_config": tower,
-        "pixel_hidden_size": 64,
-        "spatial_conv_size": 2,
-        "temporal_conv_size": 2,
-        "use_temporal_conv": True,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "freq_allocation": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [4, 4, 8]},
-        "use_moe": False,
-        "moe_num_experts": [4, 4],
-        "moe_layer_start_index": [0, 0],
-        **ids(
-            words,
-            im_patch_id="<|IMAGE_PLACEHOLDER|>",
-            image_start_token_id="<|IMAGE_START|>",
-            image_end_token_id="<|IMAGE_END|>",
-            video_start_token_id="<|VIDEO_START|>",
-            video_end_token_id="<|VIDEO_END|>",
-        ),
-    }
-    write_remote_config(folder, "Ernie4_5_VLMoeForConditionalGeneration", fields)
-    words.save_pretrained(folder)
-    write_remote_processor(folder, "ernie4_5_vl")
-
-
 def write_keye(folder: Path) -> None:
     words = tokenizer(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"], KEYE)
     tower = TOWER | {
@@ -217,6 +171,25 @@ def write_keye(folder: Path) -> None:
     write_remote_config(folder, "KeyeForConditionalGeneration", fields)
     words.save_pretrained(folder)
     write_remote_processor(folder, "keye")
+
+
+def write_minicpmv(folder: Path) -> None:
+    marks = [f"<{end}{name}>" for name in ("image", "slice", "image_id") for end in ("", "/")]
+    tokenizer([*marks, "<unk>", "<im_start>", "<im_end>"], MINICPM).save_pretrained(folder)
+    fields = LANGUAGE | {
+        "model_type": "minicpmv",
+        "version": 2.6,
+        "vision_config": TOWER | {"model_type": "siglip_vision_model"},
+        "query_num": 16,
+        "drop_vision_last_layer": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    write_remote_config(folder, "MiniCPMV", fields)
+    write_remote_processor(folder, "minicpmv")
+    images = {"AutoImageProcessor": "processing_tiny.TinyImageProcessor"}
+    write_json(folder / "preprocessor_config.json", {"auto_map": images})
 
 
 def molmo_embeddings(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -263,15 +236,6 @@ FAMILIES = (
         predicted=frozenset(("tokens",)),
         extra_flags=(TRUSTED,),
     ),
-    # Patches of images and videos in one field of the processor's; without experts.
-    Family(
-        "ernie4_5_vl",
-        {"image": 2, "video": 1},
-        ERNIE,
-        built_with(with_hub_names(with_weights(write_ernie4_5_vl), ernie_layers), "ernie4_5_vl"),
-        predicted=frozenset(("tokens", "bytes")),
-        extra_flags=(TRUSTED,),
-    ),
     # A position for each patch, and for each frame of a video.
     Family(
         "keye",
@@ -279,6 +243,14 @@ FAMILIES = (
         KEYE,
         built_with(with_weights(write_keye), "keye"),
         predicted=ALL_PREDICTED,
+        extra_flags=(TRUSTED,),
+    ),
+    # The number of an image is part of its text; lists of slices; placeholders that are text to the tokenizer.
+    Family(
+        "minicpmv",
+        {"image": 2, "video": 1},
+        MINICPM,
+        built_with(with_weights(write_minicpmv), "minicpmv"),
         extra_flags=(TRUSTED,),
     ),
     # Waveforms as they are.
