@@ -218,15 +218,6 @@ FAMILIES = (
         joint=frozenset(("audio_features",)),
         extra_flags=(TRUSTED,),
     ),
-    # Patches of an image of any size; latent attention, of whose sizes vLLM supports one on a CPU.
-    Family(
-        "kimi_vl",
-        {"image": 2},
-        KIMI,
-        built_with(with_hub_names(with_weights(write_kimi_vl), deepseek_layers), "kimi_vl"),
-        predicted=frozenset(("tokens", "bytes")),
-        extra_flags=(TRUSTED,),
-    ),
     # Which patches a token pools is a field; the marks between patches are embeddings, too; a sampling of its own.
     Family(
         "molmo2",
@@ -234,6 +225,28 @@ FAMILIES = (
         MOLMO,
         built_with(with_hub_names(with_weights(write_molmo2), molmo_embeddings), "molmo2"),
         predicted=frozenset(("tokens",)),
+        extra_flags=(TRUSTED,),
+    ),
+    # Waveforms as they are.
+    Family(
+        "midashenglm",
+        {"audio": 2},
+        DASHENG,
+        built_with(with_weights(write_midashenglm), "midashenglm"),
+        padded=frozenset(("input_values",)),
+        extra_flags=(TRUSTED,),
+    ),
+)
+
+#: Not compared with plain vLLM yet.
+PROCESSORS = (
+    # Patches of an image of any size; latent attention, of whose sizes vLLM supports one on a CPU.
+    Family(
+        "kimi_vl",
+        {"image": 2},
+        KIMI,
+        built_with(with_hub_names(with_weights(write_kimi_vl), deepseek_layers), "kimi_vl"),
+        predicted=frozenset(("tokens", "bytes")),
         extra_flags=(TRUSTED,),
     ),
     # A position for each patch, and for each frame of a video.
@@ -251,15 +264,6 @@ FAMILIES = (
         {"image": 2, "video": 1},
         MINICPM,
         built_with(with_weights(write_minicpmv), "minicpmv"),
-        extra_flags=(TRUSTED,),
-    ),
-    # Waveforms as they are.
-    Family(
-        "midashenglm",
-        {"audio": 2},
-        DASHENG,
-        built_with(with_weights(write_midashenglm), "midashenglm"),
-        padded=frozenset(("input_values",)),
         extra_flags=(TRUSTED,),
     ),
 )

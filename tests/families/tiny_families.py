@@ -57,7 +57,9 @@ _PROCESSORS = (
     weightless_families,
     internvl_like_families,
     vllm_processor_families,
+    remote_families,
     remote_processor_families,
+    vllm_speech_families,
 )
 
 

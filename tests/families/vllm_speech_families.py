@@ -91,6 +91,11 @@ FAMILIES = (
         padded=frozenset(("audio_data",)),
         extra_flags=(TRUSTED,),
     ),
+)
+
+#: vLLM's model uses the embeddings of one item in a step of the engine, however many requests are in it, and ends the
+#: engine when two clips in a step differ in length: answers to requests that run at once, as a beam search's, vary.
+PROCESSORS = (
     # A tokenizer of vLLM's own; the audio's embeddings are added to those of the text.
     Family(
         "kimi_audio",
