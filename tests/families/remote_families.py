@@ -236,6 +236,15 @@ FAMILIES = (
         padded=frozenset(("input_values",)),
         extra_flags=(TRUSTED,),
     ),
+    # A position for each patch, and for each frame of a video.
+    Family(
+        "keye",
+        {"image": 2, "video": 1},
+        KEYE,
+        built_with(with_weights(write_keye), "keye"),
+        predicted=ALL_PREDICTED,
+        extra_flags=(TRUSTED,),
+    ),
 )
 
 #: Not compared with plain vLLM yet.
@@ -249,16 +258,8 @@ PROCESSORS = (
         predicted=frozenset(("tokens", "bytes")),
         extra_flags=(TRUSTED,),
     ),
-    # A position for each patch, and for each frame of a video.
-    Family(
-        "keye",
-        {"image": 2, "video": 1},
-        KEYE,
-        built_with(with_weights(write_keye), "keye"),
-        predicted=ALL_PREDICTED,
-        extra_flags=(TRUSTED,),
-    ),
-    # The number of an image is part of its text; lists of slices; placeholders that are text to the tokenizer.
+    # The number of an image is part of its text; lists of slices; placeholders that are text to the tokenizer. vLLM's
+    # model asks for CUDA.
     Family(
         "minicpmv",
         {"image": 2, "video": 1},
