@@ -245,10 +245,6 @@ FAMILIES = (
         predicted=ALL_PREDICTED,
         extra_flags=(TRUSTED,),
     ),
-)
-
-#: Not compared with plain vLLM yet.
-PROCESSORS = (
     # Patches of an image of any size; latent attention, of whose sizes vLLM supports one on a CPU.
     Family(
         "kimi_vl",
@@ -258,6 +254,10 @@ PROCESSORS = (
         predicted=frozenset(("tokens", "bytes")),
         extra_flags=(TRUSTED,),
     ),
+)
+
+#: Not compared with plain vLLM.
+PROCESSORS = (
     # The number of an image is part of its text; lists of slices; placeholders that are text to the tokenizer. vLLM's
     # model asks for CUDA.
     Family(
