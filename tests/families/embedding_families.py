@@ -13,8 +13,9 @@ from family import Family, written_by
 from image_families import LLAVA, write_llava_next, write_paligemma
 from qwen_families import VISION
 from qwen_like_families import write_qwen2_vl
+from remote_recipe import TRUSTED, with_weights, write_remote_config
 from safetensors.torch import load_file, save_file
-from tiny_recipe import LANGUAGE, TOWER, VOCABULARY, write_model
+from tiny_recipe import LANGUAGE, TOWER, VOCABULARY, tokenizer, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     CLIPConfig,
@@ -159,12 +160,30 @@ def write_colmodernvbert(folder: Path) -> None:
     Idefics3ImageProcessor(size=edge, max_image_size=edge).save_pretrained(folder)
 
 
+@with_weights
+def write_nemotron_embed(folder: Path) -> None:
+    """InternVL's tiles for SigLIP's tower, and a language model whose tokens see those after them."""
+    tokenizer(["<img>", "</img>", "<IMG_CONTEXT>"], _TILES).save_pretrained(folder)
+    fields = {
+        "model_type": "llama_nemotron_vl",
+        "text_config": LANGUAGE | {"model_type": "llama", "architectures": ["LlamaBidirectionalModel"]},
+        "vision_config": TOWER | {"model_type": "siglip_vision_model"},
+        "pooling": "avg",
+        "force_image_size": 112,
+        "max_dynamic_patch": 6,
+        "downsample_ratio": 0.5,
+        "ps_version": "v2",
+    }
+    write_remote_config(folder, "LlamaNemotronVLModel", fields)
+
+
 def _pooled(name: str, write: Callable[[Path], None], *flags: str, **fields: Any) -> Family:
     common = {"limits": {"image": 1}, "placeholders": {}, "build": written_by(write, __file__)}
     return Family(name, extra_flags=("--runner", "pooling", *flags), **common | fields)
 
 
 _TWO = {"image": 2}
+_TILES = {"image": "<image>"}
 
 FAMILIES = (
     # Text or an image, whose prompt is empty and becomes a token.
@@ -173,6 +192,7 @@ FAMILIES = (
     # Embeddings of all tokens, of a model with its own `apply`, and of an encoder of text.
     _pooled("colpali", write_colpali),
     _pooled("colmodernvbert", write_colmodernvbert, "--max-model-len=512", limits=_TWO),
+    _pooled("nemotron_embed", write_nemotron_embed, TRUSTED, limits=_TWO, placeholders=_TILES),
     # A reranker whose items are in another order than the request's.
     _pooled("jina_vl", write_jina_vl, limits=_TWO, placeholders=VISION, stage="decoded"),
     # Generation models, as VLM2Vec's and GME's.

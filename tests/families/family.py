@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,10 @@ class Family:
     """One kind of model: how it is built, what it supports, and vLLM's flags for serving it.
 
     `limits` are the most items of each modality in a prompt. `placeholders` is what the chat template writes for one
-    item, which a prompt made without the template must contain, too. `padded` are fields that the processor makes as
-    long as those of the largest item in the request; the model drops what is added. `joint` are those
-    whose last frame depends on whether a longer item is in the request. `extra_flags` are vLLM's own.
+    item, which a prompt made without the template must contain, too ("{}" is the item's number). `padded` are fields
+    that the processor makes as long as those of the largest item in the request; the model drops what is added.
+    `joint` are those whose last frame depends on whether a longer item is in the request, and whose padding need not be
+    zeros. `extra_flags` are vLLM's own.
     `predicted`: those of ALL_PREDICTED that are predicted for it. `has_pixel_limits`: requests may lower those of its
     images and videos. `has_encoder_prompt`: it has an encoder's prompt and a decoder's. `needs` is a package that its
     processor imports; without it, its tests are skipped. `stage` is the one in which it is served.
@@ -70,16 +72,20 @@ class Family:
 
     def prompt(self, *parts: str) -> str:
         """A prompt of these parts, each a modality or text."""
-        body = "".join(self.placeholders.get(part, "") if part in self.limits else part for part in parts)
+        numbers = {modality: count(1) for modality in self.limits}
+        body = "".join(
+            self.placeholders.get(part, "").replace("{}", str(next(numbers[part]))) if part in numbers else part
+            for part in parts
+        )
         return f"<|im_start|>user\n{body}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def written_by(write: Callable[[Path], None], source: str) -> Callable[[Path], Path]:
-    """Return a `Family.build` that has `write` fill the folder, once per version of the recipe: of `source`, the
-    `__file__` of the module of `write`, and of what all recipes share."""
+def written_by(write: Callable[[Path], None], *own: str) -> Callable[[Path], Path]:
+    """Return a `Family.build` that has `write` fill the folder, once per version of the recipe: of `own`, the
+    `__file__` of the modules that it is made of, and of what all recipes share."""
 
     def build(cache: Path) -> Path:
-        sources = (tiny_model.__file__, tiny_recipe.__file__, source)
+        sources = (tiny_model.__file__, tiny_recipe.__file__, *own)
         digest = tiny_model.recipe_digest(*(Path(path) for path in sources))
         return tiny_model.build_once(cache / f"tiny-{write.__name__.removeprefix('write_')}-{digest}", write)
 

@@ -53,6 +53,7 @@ _TOWER = {
 }
 _MERGED = {"spatial_merge_size": 2, "mm_projector_id": "patch_merge", "add_pre_mm_projector_layer_norm": True}
 _AUDIO = {"sampling_rate": 16000, "num_mel_bins": 128, "window_size": 400, "hop_length": 160}
+_EAR = {"dim": TOWER_WIDTH, "n_layers": 2, "head_dim": 16, "hidden_dim": 128, "n_heads": 4, "vocab_size": 51866}
 
 
 def write_pixtral_mistral(folder: Path) -> None:
@@ -81,16 +82,7 @@ def write_voxtral(folder: Path) -> None:
     audio = {"sampling_rate": 16000, "frame_rate": 12.5, "chunk_length_s": 30.0}
     spectrogram = {name: value for name, value in _AUDIO.items() if name != "sampling_rate"}
     _write_tokenizer(folder, "v13", {"audio": audio | {"audio_encoding_config": spectrogram}})
-    encoder = {
-        "audio_encoding_args": _AUDIO,
-        "dim": TOWER_WIDTH,
-        "n_layers": 2,
-        "head_dim": 16,
-        "hidden_dim": 128,
-        "n_heads": 4,
-        "vocab_size": 51866,
-        "max_source_positions": 1500,
-    }
+    encoder = _EAR | {"audio_encoding_args": _AUDIO, "max_source_positions": 1500}
     whisper = {"encoder_args": encoder, "downsample_args": {"downsample_factor": 4}}
     ear = "mm_whisper_embeddings"
     projection = {
@@ -102,6 +94,39 @@ def write_voxtral(folder: Path) -> None:
         for name, shape in (_language() | _hearing(f"{ear}.whisper_encoder") | projection).items()
     }
     _write(folder, {"multimodal": {"whisper_model_args": whisper}}, weights)
+
+
+def write_voxtral_realtime(folder: Path) -> None:
+    """As Voxtral-Mini-Realtime: a causal encoder, whose frames are added to the text's embeddings as it is written."""
+    streaming = {
+        "transcription_format": "streaming",
+        "transcription_delay_ms": 480,
+        "streaming_look_ahead_ms": 2.5,
+        "streaming_look_back_ms": 52.5,
+        "streaming_n_left_pad_tokens": 32,
+    }
+    spectrogram = {name: value for name, value in _AUDIO.items() if name != "sampling_rate"}
+    audio = {"sampling_rate": 16000, "frame_rate": 12.5, "audio_encoding_config": spectrogram}
+    _write_tokenizer(folder, "v13", {"audio": audio | streaming})
+    encoder = _EAR | {
+        "audio_encoding_args": _AUDIO | {"global_log_mel_max": 1.5},
+        "causal": True,
+        "head_dim": 32,  # vLLM's kernels for decoders on a CPU have no smaller ones
+        "n_heads": 2,
+        "sliding_window": 256,
+        "pos_embed": "rope",
+    }
+    whisper = {"encoder_args": encoder, "downsample_args": {"downsample_factor": 4}}
+    ear = "mm_streams_embeddings.embedding_module"
+    shapes = _language() | _causal_hearing(f"{ear}.whisper_encoder")
+    shapes[f"{ear}.tok_embeddings.weight"] = shapes.pop("tok_embeddings.weight")
+    shapes[f"{ear}.audio_language_projection.0.weight"] = (WIDTH, 4 * TOWER_WIDTH)
+    shapes[f"{ear}.audio_language_projection.2.weight"] = (WIDTH, WIDTH)
+    for layer in range(2):
+        shapes[f"layers.{layer}.ada_rms_norm_t_cond.0.weight"] = (32, WIDTH)
+        shapes[f"layers.{layer}.ada_rms_norm_t_cond.2.weight"] = (WIDTH, 32)
+    timed = {"ada_rms_norm_t_cond": True, "ada_rms_norm_t_cond_dim": 32}
+    _write(folder, {"multimodal": {"whisper_model_args": whisper}, **timed}, shapes)
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -153,6 +178,17 @@ def _hearing(name: str) -> Shapes:
         biased |= {f"{layer}.{part}": width for part in ("attention_norm", "ffn_norm", "feed_forward.w2")}
         biased[f"{layer}.feed_forward.w1"] = inner
     return shapes | {f"{part}.bias": (size,) for part, size in biased.items()}
+
+
+def _causal_hearing(name: str) -> Shapes:
+    """Without biases where those of Mistral's other layers have none, and with Mistral's feed-forward layers."""
+    shapes = {part: shape for part, shape in _hearing(name).items() if not part.endswith(("norm.bias", "w1.bias"))}
+    for n in range(2):
+        for parameter in ("weight", "bias"):
+            shapes[f"{name}.conv_layers.{n}.conv.{parameter}"] = shapes.pop(f"{name}.conv_layers.{n}.{parameter}")
+        shapes[f"{name}.transformer.layers.{n}.attention.wk.bias"] = (TOWER_WIDTH,)
+        shapes[f"{name}.transformer.layers.{n}.feed_forward.w3.weight"] = (128, TOWER_WIDTH)
+    return shapes
 
 
 def _adapter(name: str, width: int, *, has_bias: bool = False) -> Shapes:
@@ -212,4 +248,6 @@ FAMILIES = (
     Family("pixtral_mistral", {"image": 3}, {}, written_by(write_pixtral_mistral, __file__), predicted=_TARGET),
     Family("mistral_small", {"image": 3}, {}, written_by(write_mistral_small, __file__), predicted=_TARGET),
     Family("voxtral", {"audio": 2}, {}, written_by(write_voxtral, __file__)),
+    # Embeddings also for the tokens that are generated.
+    Family("voxtral_realtime", {"audio": 1}, {}, written_by(write_voxtral_realtime, __file__), stage="decoded"),
 )

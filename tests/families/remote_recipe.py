@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON
 TRUSTED = "--trust-remote-code"
 
 _WEIGHTS = Path(__file__).with_name("vllm_weights.py")
+_CODE = Path(__file__).with_name("remote_code")
 
 #: What checkpoints with code of their own have: a class for the fields, and those of its parts.
 _CONFIGURATION = """\
@@ -54,6 +56,12 @@ def write_config(folder: Path, architecture: str, fields: Mapping[str, object]) 
 
 def write_json(path: Path, fields: Mapping[str, object]) -> None:
     path.write_text(json.dumps(fields, indent=2))
+
+
+def write_remote_processor(folder: Path, name: str) -> None:
+    """Write the module `name` of `remote_code` as the checkpoint's own processor."""
+    shutil.copy(_CODE / f"{name}.py", folder / "processing_tiny.py")
+    write_json(folder / "processor_config.json", {"auto_map": {"AutoProcessor": "processing_tiny.TinyProcessor"}})
 
 
 def with_weights(write: Callable[[Path], None]) -> Callable[[Path], None]:

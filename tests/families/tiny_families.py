@@ -23,9 +23,12 @@ import pytest
 import query_families
 import qwen_families
 import qwen_like_families
+import remote_families
+import remote_processor_families
 import speech_families
 import tile_families
 import vllm_processor_families
+import vllm_speech_families
 import weightless_families
 import whisper_family
 from family import Family
@@ -46,10 +49,20 @@ _MODULES = (
     internvl_like_families,
     vllm_processor_families,
     kimi_families,
+    remote_families,
+    vllm_speech_families,
 )
 
 #: Modules with families of which only the processors are tried.
-_PROCESSORS = (processor_families, weightless_families, internvl_like_families, vllm_processor_families)
+_PROCESSORS = (
+    processor_families,
+    weightless_families,
+    internvl_like_families,
+    vllm_processor_families,
+    remote_families,
+    remote_processor_families,
+    vllm_speech_families,
+)
 
 
 def _by_name(families: Iterable[Family]) -> dict[str, Family]:
