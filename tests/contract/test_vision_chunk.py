@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kimi_families import write_files
+from kimi_families import write_kimi_k25
 from PIL import Image as PILImage
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import PlaceholderRange
@@ -38,7 +38,7 @@ PLACEHOLDER = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kimi")
-    write_files(folder)
+    write_kimi_k25(folder)
     return create_model_config(parse_vllm_args(str(folder), ['--limit-mm-per-prompt={"vision_chunk": 3}']))
 
 

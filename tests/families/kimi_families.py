@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import hub_names
+import torch
 from family import Family, written_by
+from hub_names import deepseek_layers, with_hub_names
 from remote_recipe import with_weights, write_config, write_json
-from safetensors.torch import load_file, save_file
 from tiny_recipe import LANGUAGE, ids, tokenizer
 
 _IMAGE = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
@@ -30,9 +33,6 @@ _TEXT = LANGUAGE | {
     "n_group": 1,
     "topk_group": 1,
 }
-
-#: Parameters that the text model only loads by the names of their parts, which are of equal size.
-_LOADED_AS = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
 _TOWER = {
     "hidden_size": 64,
@@ -59,17 +59,15 @@ _MEDIA = {
 }
 
 
+def _text_layers(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if "qkv_proj" not in name or not name.startswith("language_model."):
+        yield from deepseek_layers(name, tensor)
+        return
+    for part, third in zip(("q_proj", "k_proj", "v_proj"), tensor.chunk(3), strict=True):
+        yield name.replace("qkv_proj", part), third.contiguous()
+
+
 def write_kimi_k25(folder: Path) -> None:
-    with_weights(write_files)(folder)
-    weights = load_file(folder / "model.safetensors")
-    for fused, parts in _LOADED_AS.items():
-        for name in [name for name in weights if fused in name and name.startswith("language_model.")]:
-            for part, found in zip(parts, weights.pop(name).chunk(len(parts)), strict=True):
-                weights[name.replace(fused, part)] = found.contiguous()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-
-def write_files(folder: Path) -> None:
     words = tokenizer(
         ["<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>", _VIDEO],
         {"image": _IMAGE, "video": _VIDEO},
@@ -94,7 +92,7 @@ FAMILIES = (
         "kimi_k25",
         {"image": 8},
         {"image": _IMAGE},
-        written_by(write_kimi_k25, __file__),
+        written_by(with_hub_names(with_weights(write_kimi_k25), _text_layers), __file__, hub_names.__file__),
         extra_flags=('--limit-mm-per-prompt={"vision_chunk": 8}',),  # vLLM knows no limit of images
     ),
 )
