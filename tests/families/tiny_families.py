@@ -44,10 +44,12 @@ _MODULES = (
     speech_families,
     internvl_like_families,
     vllm_processor_families,
+    processor_families,
+    weightless_families,
 )
 
 #: Modules with families of which only the processors are tried.
-_PROCESSORS = (processor_families, weightless_families, internvl_like_families, vllm_processor_families)
+_PROCESSORS = (processor_families, weightless_families, vllm_processor_families)
 
 
 def _by_name(families: Iterable[Family]) -> dict[str, Family]:
@@ -69,7 +71,7 @@ DEPENDENT = _by_name((*internvl_like_families.DEPENDENT, *weightless_families.DE
 _POOLING = (pooling_families, embedding_families, hearing_families)
 CHECKED = (
     _RUN
-    | _by_name(internvl_like_families.DEPENDENT)
+    | _by_name((*internvl_like_families.DEPENDENT, *weightless_families.DEPENDENT_WHOLE))
     | _by_name(family for module in _POOLING for family in module.FAMILIES)
 )
 

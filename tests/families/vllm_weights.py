@@ -13,14 +13,15 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from medialane.vllm_bridge.tiny_model import random_weights
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, embeddings: float) -> None:
     def save(_loader: DummyModelLoader, model: torch.nn.Module, _config: object) -> None:
         """Replace what fills the model, before its layers change the weights' layouts for this machine."""
         generator = torch.Generator().manual_seed(0)
-        found = {
-            name: random_weights(name, parameter.detach().float(), generator).to(parameter.dtype).contiguous()
-            for name, parameter in model.named_parameters()
-        }
+        found = {}
+        for name, parameter in model.named_parameters():
+            drawn = random_weights(name, parameter.detach().float(), generator)
+            scaled = drawn * embeddings if "embed_tokens" in name else drawn
+            found[name] = scaled.to(parameter.dtype).contiguous()
         save_file(found, folder / "model.safetensors", {"format": "pt"})
         sys.exit(0)  # an engine is not needed
 
@@ -36,4 +37,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), float(sys.argv[2]))
