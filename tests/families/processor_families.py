@@ -201,27 +201,48 @@ def write_cohere_compass(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+#: In vLLM's prompts for transcriptions.
+_GEMMA_TURNS = ["<start_of_turn>", "<end_of_turn>"]
+_GEMMA3N_NAMES = {
+    "image_token": "<image_soft_token>",
+    "audio_token": "<audio_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "boa_token": "<start_of_audio>",
+    "eoa_token": "<end_of_audio>",
+}
+_GEMMA4_NAMES = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "audio_token": "<|audio|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+
+
+def _gemma_tokenizer(named: dict[str, str], placeholders: dict[str, str], *other: str) -> PreTrainedTokenizerFast:
+    newlines = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
+    return tokenizer([*named.values(), *other], placeholders, literal=newlines, named=named)
+
+
 def gemma_tokenizer(placeholders: dict[str, str]) -> PreTrainedTokenizerFast:
-    named = {"image_token": "<|image|>", "video_token": "<|video|>", "audio_token": "<|audio|>"}
-    named |= {"boi_token": "<|image>", "eoi_token": "<image|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
-    words = tokenizer(list(named.values()), placeholders, literal=("\n", "\n\n", "\n\n\n", "\n\n\n\n"), named=named)
+    words = _gemma_tokenizer(_GEMMA4_NAMES, placeholders)
     words.video_token_id = words.convert_tokens_to_ids("<|video|>")
     return words
 
 
 def gemma_ids(words: PreTrainedTokenizerFast) -> dict[str, int]:
-    return ids(
-        words,
-        image_token_id="<|image|>",
-        audio_token_id="<|audio|>",
-        boi_token_id="<|image>",
-        eoi_token_id="<image|>",
-        boa_token_id="<|audio>",
-    )
+    return _ids_of(words, _GEMMA4_NAMES, "image", "audio", "boi", "eoi", "boa")
 
 
-GEMMA3N = {"image": "<|image|>", "audio": "<|audio|>"}
-GEMMA4 = GEMMA3N | {"video": "<|video|>"}
+def _ids_of(words: PreTrainedTokenizerFast, named: dict[str, str], *kinds: str) -> dict[str, int]:
+    return ids(words, **{f"{kind}_token_id": named[f"{kind}_token"] for kind in kinds})
+
+
+GEMMA3N = {"image": "<image_soft_token>", "audio": "<audio_soft_token>"}
+GEMMA4 = {"image": "<|image|>", "audio": "<|audio|>", "video": "<|video|>"}
 
 
 _GEMMA3N_TEXT = LANGUAGE | {
@@ -243,7 +264,7 @@ _GEMMA3N_AUDIO = {
 
 
 def write_gemma3n(folder: Path) -> None:
-    words = gemma_tokenizer(GEMMA3N)
+    words = _gemma_tokenizer(_GEMMA3N_NAMES, GEMMA3N, *_GEMMA_TURNS)
     _write_config(
         folder,
         words,
@@ -252,8 +273,7 @@ def write_gemma3n(folder: Path) -> None:
         text_config=_GEMMA3N_TEXT,
         vision_config={"model_type": "gemma3n_vision", "architecture": "test_resnet", "hidden_size": 96},
         audio_config=_GEMMA3N_AUDIO,
-        **ids(words, eoa_token_id="<audio|>"),
-        **gemma_ids(words),
+        **_ids_of(words, _GEMMA3N_NAMES, "image", "audio", "boi", "eoi", "boa", "eoa"),
     )
     Gemma3nProcessor(
         Gemma3nAudioFeatureExtractor(),

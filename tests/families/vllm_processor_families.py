@@ -102,7 +102,7 @@ def write_isaac(folder: Path) -> None:
         "vision_max_num_patches": 256,
         "vision_min_num_patches": 16,
         "pixel_shuffle_scale": 2,
-        "vision_token": "<|image_pad|>",
+        "vision_token": "<image>",
         **LANGUAGE,
     }
     write_config(folder, "IsaacForConditionalGeneration", fields)
