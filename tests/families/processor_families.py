@@ -194,9 +194,9 @@ def write_cohere_compass(folder: Path) -> None:
     config.save_pretrained(folder)
     size = {"shortest_edge": 4096, "longest_edge": 1 << 20}
     CohereCompassProcessor(
-        CohereCompassImageProcessor(size=size),
+        CohereCompassImageProcessor(size=size, patch_size=16),
         words,
-        CohereCompassVideoProcessor(size=size),
+        CohereCompassVideoProcessor(size=size, patch_size=16),
         chat_template=words.chat_template,
     ).save_pretrained(folder)
 
@@ -383,8 +383,6 @@ PROCESSORS = (
     _GEMMA3N,
     # oneDNN refuses the strides in the convolutions of the audio's encoder.
     Family("gemma4_audio", {"image": 2, "video": 1, "audio": 2}, GEMMA4, written_by(write_gemma4_audio, __file__)),
-    # As many crops as the image has room for, as many tokens for every image.
-    Family("moondream3", {"image": 1}, MOONDREAM, written_by(with_weights(write_moondream3), __file__)),
     Family(
         "cohere_compass",
         {"image": 2},
@@ -433,5 +431,13 @@ FAMILIES = (
         BAGEL,
         written_by(with_weights(write_bagel), __file__),
         predicted=frozenset(("target",)),
+    ),
+    # As many crops as the image has room for, as many tokens for every image.
+    Family(
+        "moondream3",
+        {"image": 1},
+        MOONDREAM,
+        written_by(with_weights(write_moondream3), __file__),
+        predicted=frozenset(("tokens",)),
     ),
 )

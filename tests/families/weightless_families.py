@@ -169,6 +169,7 @@ def _write_nemotron(folder: Path, sizes: dict[str, int]) -> None:
         "dtype": "bfloat16",
         "layers_block_type": ["mamba", "attention", "mlp"],
         "num_hidden_layers": 3,
+        "chunk_size": 4096,  # vLLM's kernel for CPUs fails on prompts of several
         "mamba_num_heads": 4,
         "mamba_head_dim": 64,
         "ssm_state_size": 16,
@@ -196,7 +197,7 @@ def _write_nemotron(folder: Path, sizes: dict[str, int]) -> None:
 #: Without weights.
 PROCESSORS = (
     # Towers of a fixed size; no tile for a small image.
-    Family("deepseek_ocr", {"image": 2}, IMAGE, written_by(with_weights(write_deepseek_ocr), __file__)),
+    Family("deepseek_ocr", {"image": 2}, IMAGE, written_by(with_weights(write_deepseek_ocr, separate=True), __file__)),
     Family("deepseek_ocr2", {"image": 2}, IMAGE, written_by(write_deepseek_ocr2, __file__)),
     # Windows over an image of a fixed size, with a mark after each row.
     Family("step3_vl", {"image": 2}, STEP, written_by(with_weights(write_step3_vl), __file__)),
@@ -225,7 +226,8 @@ FAMILIES = (
         {"image": 2, "video": 1},
         BOTH,
         written_by(with_weights(write_ovis2_5), __file__),
-        extra_flags=(TRUSTED,),
+        # Small frames are enlarged: 3538 tokens for a short video.
+        extra_flags=(TRUSTED, "--max-model-len=16384", "--max-num-batched-tokens=16384"),
     ),
 )
 
@@ -234,5 +236,6 @@ DEPENDENT = (Family("deepseek_vl2", {"image": 4}, IMAGE, written_by(write_deepse
 
 #: Those with weights: 800 MB in a tower of timm.
 DEPENDENT_WHOLE = tuple(
-    replace(family, build=written_by(with_weights(write_deepseek_vl2), __file__), needs="timm") for family in DEPENDENT
+    replace(family, build=written_by(with_weights(write_deepseek_vl2, separate=True), __file__), needs="timm")
+    for family in DEPENDENT
 )
