@@ -383,11 +383,13 @@ PROCESSORS = (
     _GEMMA3N,
     # oneDNN refuses the strides in the convolutions of the audio's encoder.
     Family("gemma4_audio", {"image": 2, "video": 1, "audio": 2}, GEMMA4, written_by(write_gemma4_audio, __file__)),
+    # As many crops as the image has room for, as many tokens for every image.
+    Family("moondream3", {"image": 1}, MOONDREAM, written_by(write_moondream3, __file__)),
     Family(
         "cohere_compass",
         {"image": 2},
         COMPASS,
-        written_by(with_weights(write_cohere_compass, embeddings=0.01), __file__),
+        written_by(write_cohere_compass, __file__),
     ),
 )
 
@@ -431,13 +433,5 @@ FAMILIES = (
         BAGEL,
         written_by(with_weights(write_bagel), __file__),
         predicted=frozenset(("target",)),
-    ),
-    # As many crops as the image has room for, as many tokens for every image.
-    Family(
-        "moondream3",
-        {"image": 1},
-        MOONDREAM,
-        written_by(with_weights(write_moondream3), __file__),
-        predicted=frozenset(("tokens",)),
     ),
 )

@@ -45,7 +45,6 @@ _MODULES = (
     internvl_like_families,
     vllm_processor_families,
     processor_families,
-    weightless_families,
 )
 
 #: Modules with families of which only the processors are tried.

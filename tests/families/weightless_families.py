@@ -196,17 +196,26 @@ def _write_nemotron(folder: Path, sizes: dict[str, int]) -> None:
 
 #: Without weights.
 PROCESSORS = (
+    # Its processor adds tokens to the tokenizer, which the prompts of chats contain.
+    Family(
+        "ovis2_5",
+        {"image": 2, "video": 1},
+        BOTH,
+        written_by(write_ovis2_5, __file__),
+        # Small frames are enlarged: 3538 tokens for a short video.
+        extra_flags=(TRUSTED, "--max-model-len=16384", "--max-num-batched-tokens=16384"),
+    ),
     # Towers of a fixed size; no tile for a small image.
-    Family("deepseek_ocr", {"image": 2}, IMAGE, written_by(with_weights(write_deepseek_ocr, separate=True), __file__)),
+    Family("deepseek_ocr", {"image": 2}, IMAGE, written_by(write_deepseek_ocr, __file__)),
     Family("deepseek_ocr2", {"image": 2}, IMAGE, written_by(write_deepseek_ocr2, __file__)),
     # Windows over an image of a fixed size, with a mark after each row.
-    Family("step3_vl", {"image": 2}, STEP, written_by(with_weights(write_step3_vl), __file__)),
+    Family("step3_vl", {"image": 2}, STEP, written_by(write_step3_vl, __file__)),
     # Functions decorated with `torch.compile`; texts between the frames of a video; Mamba layers.
     Family(
         "nemotron_nano_vl",
         {"image": 2, "video": 1},
         BOTH,
-        written_by(with_weights(write_nemotron_nano_vl), __file__),
+        written_by(write_nemotron_nano_vl, __file__),
         extra_flags=(TRUSTED,),
     ),
     # Likewise, with a size of each image that depends on the length of the prompt.
@@ -216,18 +225,6 @@ PROCESSORS = (
         BOTH,
         written_by(write_nemotron_dynamic, __file__),
         extra_flags=(TRUSTED,),
-    ),
-)
-
-FAMILIES = (
-    # Its processor adds tokens to the tokenizer, which the prompts of chats contain.
-    Family(
-        "ovis2_5",
-        {"image": 2, "video": 1},
-        BOTH,
-        written_by(with_weights(write_ovis2_5), __file__),
-        # Small frames are enlarged: 3538 tokens for a short video.
-        extra_flags=(TRUSTED, "--max-model-len=16384", "--max-num-batched-tokens=16384"),
     ),
 )
 
