@@ -64,7 +64,8 @@ def write_skywork_r1v(folder: Path) -> None:
 
 def write_nvlm_d(folder: Path) -> None:
     marks = ["<Image>", "</Image>", "<|vision_pad|>", "<tile_global_thumbnail>", *(f"<tile_{n}>" for n in range(1, 7))]
-    tokenizer(marks, NVLM).save_pretrained(folder)
+    # An expression, since the template strips the white space around its tags.
+    tokenizer(marks, {"image": '{{ "<image>\\n" }}'}).save_pretrained(folder)
     tower = _TOWER | {"num_attention_heads": 1}
     fields = {"model_type": "NVLM_D", "llm_config": LANGUAGE | {"model_type": "qwen2"}, "vision_config": tower}
     write_remote_config(folder, "NVLM_D", _CONFIG | fields)
@@ -79,19 +80,6 @@ def write_eagle2_5_vl(folder: Path) -> None:
 
 
 _PREDICTED = frozenset(("tokens", "bytes"))
-
-#: Plain vLLM does not find its placeholder in the prompt of a chat.
-PROCESSORS = (
-    # A text before each tile; the newline after an image is part of what is replaced.
-    Family(
-        "nvlm_d",
-        {"image": 2},
-        NVLM,
-        written_by(write_nvlm_d, __file__),
-        predicted=_PREDICTED,
-        extra_flags=(TRUSTED,),
-    ),
-)
 
 FAMILIES = (
     # A configuration that is code in the checkpoint; tiles, and frames with a text before each.
@@ -109,6 +97,15 @@ FAMILIES = (
         {"image": 2},
         IMAGE,
         written_by(with_weights(write_skywork_r1v), __file__),
+        predicted=_PREDICTED,
+        extra_flags=(TRUSTED,),
+    ),
+    # A text before each tile; the newline after an image is part of what is replaced.
+    Family(
+        "nvlm_d",
+        {"image": 2},
+        NVLM,
+        written_by(with_weights(write_nvlm_d), __file__),
         predicted=_PREDICTED,
         extra_flags=(TRUSTED,),
     ),

@@ -1,13 +1,14 @@
-"""Models of which only the processors are tried: their own, vLLM's, or with unusual fields."""
+"""Tiny models whose processors are their own, vLLM's, or have unusual fields."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from family import Family, written_by
+from family import ALL_PREDICTED, Family, written_by
 from qwen_families import IMAGE, START, STOP, VIDEO
-from remote_recipe import TRUSTED, write_config
+from remote_recipe import TRUSTED, with_weights, write_config
 from tiny_recipe import LANGUAGE, TOWER, ids, tokenizer
 from transformers import (
     CohereCompassConfig,
@@ -151,14 +152,14 @@ def write_dots_ocr(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-MOONDREAM = {"image": "<image>"}
+MOONDREAM = {"image": "<|endoftext|><image>"}
 
 
 def write_moondream3(folder: Path) -> None:
     words = tokenizer(["<|md_reserved_0|>", "<|md_reserved_1|>", "<|md_reserved_2|>", "<image>"], MOONDREAM)
     text = {"dim": 128, "ff_dim": 256, "n_layers": 2, "vocab_size": 512, "n_heads": 4, "n_kv_heads": 4}
     experts = {"start_layer": 1, "n_experts": 4, "n_experts_per_tok": 2, "expert_inner_dim": 64}
-    tower = {"enc_dim": 64, "enc_n_layers": 2, "enc_ff_dim": 128, "enc_n_heads": 4, "proj_inner_dim": 128}
+    tower = {"enc_dim": 64, "enc_n_layers": 27, "enc_ff_dim": 128, "enc_n_heads": 4, "proj_inner_dim": 128}
     _write_config(
         folder,
         words,
@@ -176,7 +177,7 @@ def write_cohere_compass(folder: Path) -> None:
     words = tokenizer([IMAGE, VIDEO, START, STOP], COMPASS, named=named)
     rope = {"full_attention": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6}}
     config = CohereCompassConfig(
-        text_config=LANGUAGE | {"rope_parameters": rope},
+        text_config=LANGUAGE | {"rope_parameters": rope, "tie_word_embeddings": True},
         vision_config={
             "depth": 2,
             "hidden_size": 64,
@@ -186,59 +187,97 @@ def write_cohere_compass(folder: Path) -> None:
             "num_position_embeddings": 256,
             "deepstack_visual_indexes": [0],
         },
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
         **ids(words, image_token_id=IMAGE, video_token_id=VIDEO),
     )
     config.architectures = ["CohereCompassForConditionalGeneration"]
     config.save_pretrained(folder)
     size = {"shortest_edge": 4096, "longest_edge": 1 << 20}
     CohereCompassProcessor(
-        CohereCompassImageProcessor(size=size),
+        CohereCompassImageProcessor(size=size, patch_size=16),
         words,
-        CohereCompassVideoProcessor(size=size),
+        CohereCompassVideoProcessor(size=size, patch_size=16),
         chat_template=words.chat_template,
     ).save_pretrained(folder)
 
 
+#: In vLLM's prompts for transcriptions.
+_GEMMA_TURNS = ["<start_of_turn>", "<end_of_turn>"]
+_GEMMA3N_NAMES = {
+    "image_token": "<image_soft_token>",
+    "audio_token": "<audio_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "boa_token": "<start_of_audio>",
+    "eoa_token": "<end_of_audio>",
+}
+_GEMMA4_NAMES = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "audio_token": "<|audio|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+
+
+def _gemma_tokenizer(named: dict[str, str], placeholders: dict[str, str], *other: str) -> PreTrainedTokenizerFast:
+    newlines = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
+    return tokenizer([*named.values(), *other], placeholders, literal=newlines, named=named)
+
+
 def gemma_tokenizer(placeholders: dict[str, str]) -> PreTrainedTokenizerFast:
-    named = {"image_token": "<|image|>", "video_token": "<|video|>", "audio_token": "<|audio|>"}
-    named |= {"boi_token": "<|image>", "eoi_token": "<image|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
-    words = tokenizer(list(named.values()), placeholders, literal=("\n", "\n\n", "\n\n\n", "\n\n\n\n"), named=named)
+    words = _gemma_tokenizer(_GEMMA4_NAMES, placeholders)
     words.video_token_id = words.convert_tokens_to_ids("<|video|>")
     return words
 
 
 def gemma_ids(words: PreTrainedTokenizerFast) -> dict[str, int]:
-    return ids(
-        words,
-        image_token_id="<|image|>",
-        audio_token_id="<|audio|>",
-        boi_token_id="<|image>",
-        eoi_token_id="<image|>",
-        boa_token_id="<|audio>",
-    )
+    return _ids_of(words, _GEMMA4_NAMES, "image", "audio", "boi", "eoi", "boa")
 
 
-GEMMA3N = {"image": "<|image|>", "audio": "<|audio|>"}
-GEMMA4 = GEMMA3N | {"video": "<|video|>"}
+def _ids_of(words: PreTrainedTokenizerFast, named: dict[str, str], *kinds: str) -> dict[str, int]:
+    return ids(words, **{f"{kind}_token_id": named[f"{kind}_token"] for kind in kinds})
+
+
+GEMMA3N = {"image": "<image_soft_token>", "audio": "<audio_soft_token>"}
+GEMMA4 = {"image": "<|image|>", "audio": "<|audio|>", "video": "<|video|>"}
+
+
+_GEMMA3N_TEXT = LANGUAGE | {
+    "model_type": "gemma3n_text",
+    "num_kv_shared_layers": 0,
+    "intermediate_size": [256, 256],
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 512,
+    "tie_word_embeddings": True,
+}
+_GEMMA3N_AUDIO = {
+    "model_type": "gemma3n_audio",
+    "vocab_offset": 384,
+    "hidden_size": 64,
+    "conf_num_attention_heads": 4,
+    "conf_num_hidden_layers": 2,
+    "sscp_conv_channel_size": [16, 8],
+}
 
 
 def write_gemma3n(folder: Path) -> None:
-    words = gemma_tokenizer(GEMMA3N)
+    words = _gemma_tokenizer(_GEMMA3N_NAMES, GEMMA3N, *_GEMMA_TURNS)
     _write_config(
         folder,
         words,
         architecture="Gemma3nForConditionalGeneration",
         model_type="gemma3n",
-        text_config=LANGUAGE | {"model_type": "gemma3n_text", "num_kv_shared_layers": 0},
-        vision_config={"model_type": "gemma3n_vision"},
-        audio_config={"model_type": "gemma3n_audio"},
-        **ids(words, eoa_token_id="<audio|>"),
-        **gemma_ids(words),
+        text_config=_GEMMA3N_TEXT,
+        vision_config={"model_type": "gemma3n_vision", "architecture": "test_resnet", "hidden_size": 96},
+        audio_config=_GEMMA3N_AUDIO,
+        **_ids_of(words, _GEMMA3N_NAMES, "image", "audio", "boi", "eoi", "boa", "eoa"),
     )
     Gemma3nProcessor(
         Gemma3nAudioFeatureExtractor(),
-        SiglipImageProcessor(size={"height": 224, "width": 224}),
+        SiglipImageProcessor(size={"height": 512, "width": 512}),
         words,
         audio_seq_length=188,
         image_seq_length=256,
@@ -268,6 +307,14 @@ GEMMA4_AUDIO = {"model_type": "gemma4_audio", "hidden_size": 64, "num_hidden_lay
 
 
 def write_gemma4(folder: Path) -> None:
+    _write_gemma4(folder, audio_config=None)
+
+
+def write_gemma4_audio(folder: Path) -> None:
+    _write_gemma4(folder, audio_config=GEMMA4_AUDIO | {"output_proj_dims": 128})
+
+
+def _write_gemma4(folder: Path, *, audio_config: dict[str, Any] | None) -> None:
     words = gemma_tokenizer(GEMMA4)
     _write_config(
         folder,
@@ -276,7 +323,7 @@ def write_gemma4(folder: Path) -> None:
         model_type="gemma4",
         text_config=_GEMMA4_TEXT,
         vision_config=GEMMA4_VISION,
-        audio_config=GEMMA4_AUDIO | {"output_proj_dims": 128},
+        audio_config=audio_config,
         **ids(words, eoa_token_index="<audio|>", video_token_id="<|video|>"),
         **gemma_ids(words),
     )
@@ -321,7 +368,9 @@ def write_nemotron_parse(folder: Path) -> None:
     SiglipProcessor(SiglipImageProcessor(size={"height": 128, "width": 192}), words).save_pretrained(folder)
 
 
-#: Models that need much memory or a missing library, that crash in plain vLLM on a CPU, or have no weights here.
+_GEMMA3N = Family("gemma3n", {"image": 2, "audio": 2}, GEMMA3N, written_by(write_gemma3n, __file__))
+
+#: Without weights: plain vLLM does not load them, or fails at an item, on a CPU, or they need a package or much memory.
 PROCESSORS = (
     Family(
         "nemotron_parse",
@@ -331,15 +380,58 @@ PROCESSORS = (
         extra_flags=(TRUSTED, "--max-model-len=1024"),
         has_encoder_prompt=True,
     ),
-    Family("gemma3n", {"image": 2, "audio": 2}, GEMMA3N, written_by(write_gemma3n, __file__)),
-    Family("gemma4", {"image": 2, "video": 1, "audio": 2}, GEMMA4, written_by(write_gemma4, __file__)),
-    # As many tokens for every image.
-    Family("bagel", {"image": 2}, BAGEL, written_by(write_bagel, __file__)),
-    # Patches of single frames; a configuration that the model brings.
-    Family("dots_ocr", {"image": 2}, DOTS, written_by(write_dots_ocr, __file__), extra_flags=(TRUSTED,)),
-    # One placeholder of three tokens.
-    Family("glm4v_9b", {"image": 1}, GLM, written_by(write_glm4v_9b, __file__)),
+    _GEMMA3N,
+    # oneDNN refuses the strides in the convolutions of the audio's encoder.
+    Family("gemma4_audio", {"image": 2, "video": 1, "audio": 2}, GEMMA4, written_by(write_gemma4_audio, __file__)),
     # As many crops as the image has room for, as many tokens for every image.
     Family("moondream3", {"image": 1}, MOONDREAM, written_by(write_moondream3, __file__)),
-    Family("cohere_compass", {"image": 2}, COMPASS, written_by(write_cohere_compass, __file__)),
+    Family(
+        "cohere_compass",
+        {"image": 2},
+        COMPASS,
+        written_by(write_cohere_compass, __file__),
+    ),
+)
+
+FAMILIES = (
+    # A tower of timm, as many tokens for every image and audio; the decoder reads the ids of the text, too.
+    replace(
+        _GEMMA3N,
+        build=written_by(with_weights(write_gemma3n, embeddings=0.01), __file__),
+        predicted=frozenset(("target",)),
+        needs="timm",
+    ),
+    # Patches of images of any size, their positions, and shorter ones of videos.
+    Family(
+        "gemma4",
+        {"image": 2, "video": 1},
+        GEMMA4,
+        written_by(with_weights(write_gemma4, embeddings=0.01), __file__),
+    ),
+    # Patches of single frames; a configuration that the model brings.
+    Family(
+        "dots_ocr",
+        {"image": 2},
+        DOTS,
+        written_by(with_weights(write_dots_ocr), __file__),
+        predicted=ALL_PREDICTED,
+        has_pixel_limits=True,
+        extra_flags=(TRUSTED,),
+    ),
+    # One placeholder of three tokens.
+    Family(
+        "glm4v_9b",
+        {"image": 1},
+        GLM,
+        written_by(with_weights(write_glm4v_9b), __file__),
+        predicted=ALL_PREDICTED,
+    ),
+    # As many tokens for every image.
+    Family(
+        "bagel",
+        {"image": 2},
+        BAGEL,
+        written_by(with_weights(write_bagel), __file__),
+        predicted=frozenset(("target",)),
+    ),
 )

@@ -64,20 +64,24 @@ def write_remote_processor(folder: Path, name: str) -> None:
     write_json(folder / "processor_config.json", {"auto_map": {"AutoProcessor": "processing_tiny.TinyProcessor"}})
 
 
-def with_weights(write: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Return a `write` that adds random weights to the other files of a model."""
+def with_weights(
+    write: Callable[[Path], None], *, embeddings: float = 1.0, separate: bool = False
+) -> Callable[[Path], None]:
+    """Return a `write` that adds random weights to the other files of a model. `embeddings` is the scale of those of
+    its tokens: a tied head wants small ones. `separate`: projections that vLLM merges have the names of checkpoints."""
 
     @wraps(write)
     def write_all(folder: Path) -> None:
         write(folder)
-        write_vllm_weights(folder)
+        write_vllm_weights(folder, embeddings, separate=separate)
 
+    write_all.__name__ += "_with_weights"  # of the folder, too
     return write_all
 
 
-def write_vllm_weights(folder: Path) -> None:
+def write_vllm_weights(folder: Path, embeddings: float = 1.0, *, separate: bool = False) -> None:
     environ = {**os.environ, **TINY_MODEL_ENVIRON, "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    command = [sys.executable, str(_WEIGHTS), str(folder)]
+    command = [sys.executable, str(_WEIGHTS), str(folder), str(embeddings), *(["separate"] if separate else [])]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
     if not (folder / "model.safetensors").exists():
         raise RuntimeError(f"vLLM does not start with {folder}: {done.stdout[-3000:]} {done.stderr[-3000:]}")

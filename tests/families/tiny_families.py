@@ -51,13 +51,13 @@ _MODULES = (
     kimi_families,
     remote_families,
     vllm_speech_families,
+    processor_families,
 )
 
 #: Modules with families of which only the processors are tried.
 _PROCESSORS = (
     processor_families,
     weightless_families,
-    internvl_like_families,
     vllm_processor_families,
     remote_families,
     remote_processor_families,
@@ -84,7 +84,7 @@ DEPENDENT = _by_name((*internvl_like_families.DEPENDENT, *weightless_families.DE
 _POOLING = (pooling_families, embedding_families, hearing_families)
 CHECKED = (
     _RUN
-    | _by_name(internvl_like_families.DEPENDENT)
+    | _by_name((*internvl_like_families.DEPENDENT, *weightless_families.DEPENDENT_WHOLE))
     | _by_name(family for module in _POOLING for family in module.FAMILIES)
 )
 

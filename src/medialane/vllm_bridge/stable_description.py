@@ -41,6 +41,9 @@ MAX_ELEMENTS = 20_000
 #: last bits differ between CPUs, so only their shapes are compared.
 MAX_FLOATS = 256
 
+#: Described by their content whatever their size; one number in an array or a tensor has no length.
+_WHOLE = (bytes, np.ndarray, torch.Tensor)
+
 _MAX_DEPTH = 32
 #: Numbers up to this are exact in JSON.
 MAX_NUMBER = 1 << 53
@@ -123,7 +126,7 @@ class _Describer:
         return text
 
     def _compound(self, value: object, path: str) -> Tree:
-        if isinstance(value, Sized) and len(value) > MAX_ELEMENTS and not isinstance(value, bytes | np.ndarray):
+        if not isinstance(value, _WHOLE) and isinstance(value, Sized) and len(value) > MAX_ELEMENTS:
             return self._by_class(value, path)
         for kinds, of in _KINDS:
             if isinstance(value, kinds):

@@ -106,6 +106,9 @@ class Two:
         (torch.zeros(3), torch.zeros(3, dtype=torch.float64)),
         (torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)),
         (np.arange(1000), np.arange(1, 1001)),
+        (np.array(1e-6), np.array(1e-5)),  # without a length
+        (torch.tensor(1e-6), torch.tensor(1e-5)),
+        (torch.zeros(30_000, dtype=torch.int8), torch.ones(30_000, dtype=torch.int8)),
         (Size(3), Size(4)),
         (Size(scale=Size()), Size(scale=Size(4))),
         (One(), Two()),
