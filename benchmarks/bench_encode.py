@@ -13,9 +13,12 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
+
+import aiohttp
 
 from harness import Bar, Options, Report, median, percentile
 from load import data_url, image_request, send
@@ -54,25 +57,39 @@ async def _run(options: Options) -> Report:
             urls[cache] = (await stack.enter_async_context(pair))[ROUND_ROBIN]
         for url in urls.values():
             await _warm_up(model, url)
-        for turn in range(options.rounds or (2 if options.quick else 6)):
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        for _ in range(options.rounds or (2 if options.quick else 6)):
             for size in SIZES:
-                for cache in (ON, OFF) if turn % 2 == 0 else (OFF, ON):
-                    await _turn(times, model, urls[cache], cache=cache, size=size, num_images=3 if options.quick else 7)
+                await _turn(times, model, urls, session, size=size, num_images=3 if options.quick else 7)
     return _report(times)
 
+
+#: Before each request.
+_PAUSE_S = 0.05
 
 #: Seeds of images: none is used twice in a run.
 _SEEDS = count(1000)
 
 
-async def _turn(times: Times, model: str, url: str, *, cache: str, size: tuple[int, int], num_images: int) -> None:
+async def _turn(
+    times: Times,
+    model: str,
+    urls: Mapping[str, str],
+    session: aiohttp.ClientSession,
+    *,
+    size: tuple[int, int],
+    num_images: int,
+) -> None:
     """Ask about an odd number of images three times each, so that a worker's turn changes with every question."""
     await settle()
-    images = [data_url(sample_jpeg(next(_SEEDS), *size)) for _ in range(num_images)]
+    images = {cache: [data_url(sample_jpeg(next(_SEEDS), *size)) for _ in range(num_images)] for cache in urls}
     for number, kind in enumerate(KINDS):
-        bodies = [image_request(model, image, f"Question {number}: what is it?") for image in images]
-        answered = await send(url, bodies, concurrency=1, pids=list)
-        times.setdefault((cache, size, kind), []).extend(answered.ttft_s)
+        for turn in range(num_images):
+            for cache in (ON, OFF) if turn % 2 == 0 else (OFF, ON):
+                await asyncio.sleep(_PAUSE_S)
+                body = image_request(model, images[cache][turn], f"Question {number}: what is it?")
+                answered = await send(urls[cache], [body], concurrency=1, pids=list, session=session)
+                times.setdefault((cache, size, kind), []).extend(answered.ttft_s)
 
 
 async def _warm_up(model: str, url: str) -> None:

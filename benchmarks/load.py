@@ -36,6 +36,9 @@ def data_url(jpeg: bytes) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode()
 
 
+_JSON = {"content-type": "application/json"}
+
+
 def image_request(model: str, url: str, text: str = "What is in the picture?") -> bytes:
     """Build a streaming chat completion of one token about one image."""
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
@@ -49,27 +52,37 @@ def image_request(model: str, url: str, text: str = "What is in the picture?") -
     return json.dumps(body).encode()
 
 
-async def send(base_url: str, bodies: Sequence[bytes], *, concurrency: int, pids: Callable[[], list[int]]) -> Answered:
-    """Send all bodies, `concurrency` at a time, and measure. Raises RuntimeError for an unexpected response."""
+async def send(
+    base_url: str,
+    bodies: Sequence[bytes],
+    *,
+    concurrency: int,
+    pids: Callable[[], list[int]],
+    session: aiohttp.ClientSession | None = None,
+) -> Answered:
+    """Send all bodies, `concurrency` at a time, and measure. Raises RuntimeError for an unexpected response.
+
+    A `session` keeps its connections from one call to the next.
+    """
+    if session is None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency)) as own:
+            return await send(base_url, bodies, concurrency=concurrency, pids=pids, session=own)
     answered = Answered()
     todo = iter(bodies)
-    headers = {"content-type": "application/json"}
     before = cpu_seconds(pids())
     started = time.perf_counter()
 
-    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=concurrency)) as session:
+    async def client() -> None:
+        for body in todo:
+            sent = time.perf_counter()
+            async with session.post(f"{base_url}/chat/completions", data=body, headers=_JSON) as response:
+                first = await response.content.readline()
+                answered.ttft_s.append(time.perf_counter() - sent)
+                rest = await response.read()
+                if response.status != 200 or b'"choices"' not in first or b"[DONE]" not in rest:
+                    raise RuntimeError(f"{response.status}: {(first + rest)[:500]!r}")
 
-        async def client() -> None:
-            for body in todo:
-                sent = time.perf_counter()
-                async with session.post(f"{base_url}/chat/completions", data=body) as response:
-                    first = await response.content.readline()
-                    answered.ttft_s.append(time.perf_counter() - sent)
-                    rest = await response.read()
-                    if response.status != 200 or b'"choices"' not in first or b"[DONE]" not in rest:
-                        raise RuntimeError(f"{response.status}: {(first + rest)[:500]!r}")
-
-        await asyncio.gather(*(client() for _ in range(concurrency)))
+    await asyncio.gather(*(client() for _ in range(concurrency)))
     answered.wall_s = time.perf_counter() - started
     answered.cpu_s = cpu_seconds(pids()) - before
     return answered
