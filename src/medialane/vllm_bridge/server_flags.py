@@ -9,8 +9,6 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 
-from vllm import envs
-
 from medialane.core.errors import StartupFailed
 
 #: Flags that would silently have no effect, and what to do instead.
@@ -42,6 +40,8 @@ def check_server_flags(args: Namespace, parser: ArgumentParser) -> None:
         if getattr(args, name) != parser.get_default(name):
             flag = "a positional argument" if name == "model_tag" else f"--{name.replace('_', '-')}"
             raise StartupFailed(f"{flag} is not for vLLM here: {advice}")
+    from vllm import envs  # imported lazily: processes that only parse settings do not pay for vLLM
+
     if not envs.VLLM_MEDIA_URL_ALLOW_REDIRECTS:  # as for the restrictions above
         advice = "media are fetched by the store: unset it, and give --media-max-redirects 0"
         raise StartupFailed(f"VLLM_MEDIA_URL_ALLOW_REDIRECTS is not for vLLM here: {advice}")
