@@ -176,7 +176,9 @@ class FailingEngine(VllmEngine):
 
     def __init__(self, item):
         self._arenas = {"a" * 32}  # EngineCore has mapped an arena
-        self._reader = SimpleNamespace(engine_input=self._engine_input, embeddings=lambda _request, _uses: None)
+        self._reader = SimpleNamespace(
+            engine_input=self._engine_input, embeddings=lambda _request, _uses: None, named_for_engine=lambda x: x
+        )
         self._embeddings = SimpleNamespace(detach=_done)
         self._release_timeout_s = 1.0
         self._item = item
