@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
+from medialane.cli.server_process import free_port
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON
 
 START_S = 300.0
@@ -37,7 +37,7 @@ async def worker_pair(
             own = ["--listen", address, "--store", store, "--encode-cache", encode_cache]
             commands.append(_Command(log.with_name(f"{name}-{n}"), "worker", model, *own, vllm=flags))
         to_workers = [word for address in addresses for word in ("--worker", address)]
-        ports = {router: _free_port() for router in routers}
+        ports = {router: free_port() for router in routers}
         for router, port in ports.items():
             own = [*to_workers, "--store", store, "--port", str(port), "--router", router]
             commands.append(_Command(log.with_name(f"{name}-{router}"), "gateway", model, *own, vllm=flags))
@@ -85,9 +85,3 @@ async def _both_workers_ready(url: str, commands: Sequence[_Command]) -> None:
             except aiohttp.ClientError:
                 pass
             await asyncio.sleep(0.2)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 from process_tree import all_pids, arenas_of, command_of, descendants, num_filters
 
+from medialane.cli.server_process import free_port
 from waiting import eventually
 
 #: For plain vLLM: it runs the model in the scheduler's process, as our workers do on a CPU. A separate process for the
@@ -158,12 +159,6 @@ def free_ports(number: int) -> int:
             for port in range(first, first + number):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _die_with_parent() -> None:

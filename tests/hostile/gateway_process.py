@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from medialane.cli.server_process import free_port
 from medialane.config import Config
 from waiting import wait_until
 
@@ -121,7 +122,7 @@ class GatewayProcess:
 def gateway_process(model: str, config: Config, folder: Path, flags: Sequence[str]) -> Iterator[GatewayProcess]:
     """Start one with vLLM's `flags` and wait until it responds; stopped at the end. Its log is `folder`/log."""
     folder.joinpath("config.json").write_bytes(msgspec.json.encode(config))
-    port = _free_port()
+    port = free_port()
     here = Path(__file__).resolve().parent
     python_path = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
     with folder.joinpath("log").open("wb") as log:
@@ -150,12 +151,6 @@ def gateway_process(model: str, config: Config, folder: Path, flags: Sequence[st
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _family(pid: int) -> list[int]:

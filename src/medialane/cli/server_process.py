@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,6 +26,9 @@ from medialane.core.errors import StartupFailed
 
 #: Plain vLLM's API server, as arguments of Python.
 PLAIN_VLLM = ("-m", "vllm.entrypoints.openai.api_server")
+
+#: Below the ports that Linux gives to sockets which ask for none in particular, by default.
+_PORTS = range(15_000, 32_768)
 
 _POLL_S = 0.1
 _LOG_LINES = 30
@@ -60,7 +64,7 @@ async def server_process(
     end of the log if it exits early or is not ready after `start_s`. On exit, even if cancelled, all of its processes
     are gone: it has `stop_s` to stop before it is killed.
     """
-    port = _free_port()
+    port = free_port()
     argv = [sys.executable, *command, "--port", str(port), *flags]
     with closing(OrphanReaper()) as reaper:
         process = _spawn(argv, environ, log)
@@ -98,11 +102,16 @@ def _spawn(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) ->
         return spawn_leader(argv, environ, output.fileno())
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """Return a port that is free now. It is not one of those that the kernel gives to other sockets in the many seconds
+    until a server listens (ip_local_port_range, ip(7)). Raises OSError if there is none."""
+    ports = list(_PORTS)
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 async def _wait_ready(
