@@ -29,7 +29,7 @@ from medialane.vllm_bridge.mistral_chat import expand_marks
 from medialane.vllm_bridge.prepared_input import decoder_input, to_vllm_range
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 from medialane.vllm_bridge.seams.multimodal import processor_of
-from medialane.vllm_bridge.seams.vision_chunk import name_for_engine
+from medialane.vllm_bridge.seams.vision_chunk import name_for_engine, takes_chunks
 from medialane.vllm_bridge.source_prompt import SourceRenderer
 from medialane.vllm_bridge.stage_fitness import summary, unfit_reasons
 from medialane.vllm_bridge.validation import FeatureChecker, placeholder_of
@@ -50,13 +50,14 @@ class RequestReader:
         """`arenas` is the live set of arenas that EngineCore has mapped."""
         self._arenas = arenas
         self._embeddings = embeddings
-        #: None if the model does not support media; so is the checker.
-        self._processor = processor_of(llm.renderer) if llm.model_config.supports_multimodal_inputs else None
-        self._checker = None if self._processor is None else FeatureChecker(self._processor)
-        if self._processor is not None:
-            if unfit := unfit_reasons(self._processor):
+        # None if the model does not support media; so is the checker.
+        processor = processor_of(llm.renderer) if llm.model_config.supports_multimodal_inputs else None
+        self._checker = None if processor is None else FeatureChecker(processor)
+        self._takes_chunks = processor is not None and takes_chunks(processor)
+        if processor is not None:
+            if unfit := unfit_reasons(processor):
                 logger.warning("this worker processes %s of its requests: %s", " and ".join(unfit), summary(unfit))
-            expand_marks(self._processor)
+            expand_marks(processor)
         self._sources = SourceRenderer(llm.renderer, llm.model_config, self._checker)
         self._params = MsgpackDecoder(SamplingParams)
         self._pooling_params = MsgpackDecoder(PoolingParams)
@@ -173,9 +174,9 @@ class RequestReader:
     def named_for_engine(self, engine_input: Any) -> Any:
         """Return the engine input with the engine's names of modalities."""
         items = decoder_input(engine_input)
-        if self._processor is not None and items["type"] == "multimodal":
+        if self._takes_chunks and items["type"] == "multimodal":
             for field in ("mm_kwargs", "mm_hashes", "mm_placeholders"):
-                items[field] = name_for_engine(self._processor, items[field])
+                items[field] = name_for_engine(items[field])
         return engine_input
 
     def _item(self, feature: MediaPayload, datas: Sequence[memoryview]) -> MultiModalKwargsItem:

@@ -42,9 +42,9 @@ def take_images(processor: BaseMultiModalProcessor) -> BaseMultiModalProcessor:
     return processor
 
 
-def name_for_engine(processor: BaseMultiModalProcessor, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by modality with the names that vLLM's engine has for them."""
-    return {_CHUNK: found[_IMAGE]} if takes_chunks(processor) and _IMAGE in found else dict(found)
+def name_for_engine(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of images by the name that the engine of such a model has for them."""
+    return {_CHUNK: found[_IMAGE]}
 
 
 @dataclass(frozen=True)
