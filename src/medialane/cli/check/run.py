@@ -106,9 +106,14 @@ async def _learn(plain: RevivedServer, setup: Setup, progress: CheckProgress) ->
         matrices.append(_Matrix(kind, cases))
     learned = _Learned(tuple(matrices), limits, tuple(missing))
     if not learned.num_cases:
-        known = ", ".join(kind.route for kind in KINDS)
-        raise StartupFailed("no case is to be sent: " + ("--only matches none" if matrices else f"no route of {known}"))
+        raise StartupFailed(f"no case is to be sent: {_no_case_reason(learned)}")
     return learned
+
+
+def _no_case_reason(learned: _Learned) -> str:
+    if not learned.matrices:
+        return f"plain vLLM has no route of {', '.join(kind.route for kind in KINDS)}"
+    return "; ".join(("--only matches none of the cases that fit what plain vLLM accepts", *learned.missing))
 
 
 def _is_wanted(case: Case, setup: Setup) -> bool:
