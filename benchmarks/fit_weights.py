@@ -2,109 +2,162 @@
 
 python benchmarks/fit_weights.py [--quick] [--json FILE]
 
-The load is one at which weights matter: the rate that keeps the workers of the `cost` router 80 % busy (round-robin
-would be saturated). The workers share the embeddings of a host. Every value gets the same requests, of several traces;
-the result is the mean over traces of the TTFT's p50 and p99, each as a ratio to the default's. The loss of a default is
-what the best other value would gain, by the geometric mean of both. The simulated engine's constants are those of a 7B
-model, like the defaults: for other engines set `prefill_ms_per_token`, `encoder_ms_per_token` and `load_ms_per_mib` to
-measured values; the other defaults can stay.
+The load is one at which weights matter: the workers of the `cost` router are about 80 % busy (round-robin would be
+saturated). Each weight is varied in all cases in which it could matter: the workers of a host share their
+embeddings, or nothing is kept; there is one host, or there are two, with a gateway and embeddings each and a network
+between them; or engines that are short of KV cache and of sequences. Every value gets the same requests, of several
+traces; the result is the mean over traces of the TTFT's p50 and p99, each as a ratio to the default's. The loss of a
+default is what the best other value would gain, by the geometric mean of both; a default must be right in each case,
+since it is the same for all. Limits and times (`max_in_flight`, `session_ttl_s`, ...) are no weights.
+
+The simulated engine's constants are those of a 7B model, like the defaults: for other engines set
+`prefill_ms_per_token`, `encoder_ms_per_token` and `load_ms_per_mib` to measured values; the other defaults can stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 import harness
-from bench_routing import NUM_WORKERS, find_rate
+from bench_routing import HOT, NUM_WORKERS
+from medialane.core.setting import NonNegativeFloat
 from medialane.routing.config import RoutingConfig
 from medialane.routing.encode_choice import EncodeCosts
+from medialane.worker.simulated.config import SimulatedConfig
 from simulated_cluster import CONFIG, HOP_S, Outcome, SimulatedCluster
-from simulated_media import KeepsEmbeddings
+from simulated_media import KeepsEmbeddings, KeepsNothing
 from traces import SessionTrace, Turn, session_turns
 
-WEIGHTS = (
-    "prefill_ms_per_token",
-    "encoder_ms_per_token",
-    "load_ms_per_mib",
-    "request_ms",
-    "contention_weight",
-    "running_ms",
-    "over_capacity_ms",
-    "kv_pressure_ms",
-    "session_ms",
-)
-FACTORS = (0.0, 0.5, 2.0, 4.0)
-UTILISATION = 0.8
-#: About the requests per second and worker of that.
-GUESS_PER_S = 59.0
-#: Tolerance: with cache-aware routing, the work of a trace jumps with its rate.
-CLOSE = 0.05
+FACTORS = (0.0, 0.5, 2.0)
+#: Instead of multiples of the default.
+VALUES = {"kv_pressure_threshold": (0.5, 0.9, 0.97), "temperature_ms": (1.0, 5.0)}
+COMPUTING = ("prefill_ms_per_token", "encoder_ms_per_token", "contention_weight", "session_ms")
+ANYWHERE = (*COMPUTING, "request_ms", "running_ms")
+TRANSFERS = ("local_ms_per_mib", "remote_ms", "remote_ms_per_mib")
+SCARCE = ("over_capacity_ms", "kv_pressure_ms", "kv_pressure_threshold")
+LOADS = "load_ms_per_mib"
 #: The gain of another value above which a default counts as wrong: traces differ by about as much.
 MAX_LOSS = 1.1
 P50, P99 = "ttft p50 / default's", "ttft p99 / default's"
+#: Pauses are short, so that most requests of a trace continue a session.
+SESSIONS = SessionTrace(least_pause_s=2.0, mean_think_s=1.0)
+#: Engines with so few KV blocks, and sequences, that requests wait for them.
+SMALL = replace(CONFIG, num_kv_blocks=9000, max_num_seqs=64)
 
 
-def fit(num_turns: int, num_traces: int, factors: Sequence[float] = FACTORS) -> harness.Report:
-    traces = [SessionTrace(num_turns=num_turns, seed=seed) for seed in range(1, 1 + num_traces)]
-    rates = [_rate(trace) for trace in traces]
-    turns = [list(session_turns(t._replace(rate_per_s=r))) for t, r in zip(traces, rates, strict=True)]
-    default = RoutingConfig()
-    wanted = [_run(default, found) for found in turns]
+class Case(NamedTuple):
+    """A cluster, its requests, and the weights that are varied there. At this rate, of requests per second and worker,
+    the `cost` router keeps the workers about 80 % busy, or waiting for what is scarce."""
+
+    name: str
+    weights: Sequence[str]
+    rate_per_s: float
+    keeps_embeddings: bool = True
+    num_hosts: int = 1
+    simulated: SimulatedConfig = CONFIG
+    trace: SessionTrace = SESSIONS
+
+
+CASES = (
+    Case("one host", (*ANYWHERE, LOADS, "temperature_ms"), 42.0),
+    Case("nothing kept", ANYWHERE, 37.0, keeps_embeddings=False),
+    Case("two hosts", (*COMPUTING, LOADS, *TRANSFERS), 40.0, num_hosts=2),
+    Case("two hosts, nothing kept", TRANSFERS, 37.0, keeps_embeddings=False, num_hosts=2),
+    Case("hot image", ("contention_weight", "session_ms", LOADS), 20.5, trace=HOT),
+    Case("scarce", SCARCE, 36.0, simulated=SMALL),
+    Case("scarce, nothing kept", SCARCE, 31.0, keeps_embeddings=False, simulated=SMALL),
+)
+
+
+def fit(
+    num_turns: int, num_traces: int, cases: Sequence[Case] = CASES, factors: Sequence[float] = FACTORS
+) -> harness.Report:
+    check_complete()
     report = harness.Report("fit_weights")
-    rows: list[dict[str, object]] = []
-    for name in WEIGHTS:
-        for factor in factors:
-            value = getattr(default, name) * factor
-            config = msgspec.structs.replace(default, **{name: value})
-            outcomes = [_run(config, found) for found in turns]
-            p50, p99 = (_ratio(outcomes, wanted, share) for share in (0.5, 0.99))
-            rows.append(
-                {
-                    "weight": name,
-                    "value": value,
-                    "of default": factor,
-                    P50: p50,
-                    P99: p99,
-                }
-            )
-            print(rows[-1], flush=True)
-    judge(report, rows)
-    report.tables[f"one weight changed, {UTILISATION:.0%} utilisation, {len(traces)} traces of {num_turns}"] = rows
+    done = _progress(sum(len(_values(name, factors)) for case in cases for name in case.weights))
+    for case in cases:
+        rate = NUM_WORKERS * case.rate_per_s
+        traces = [case.trace._replace(num_turns=num_turns, seed=1 + n, rate_per_s=rate) for n in range(num_traces)]
+        turns = [list(session_turns(trace)) for trace in traces]
+        wanted = [_run(case, RoutingConfig(), found) for found in turns]
+        busy = sum(outcome.utilisation for outcome in wanted) / len(wanted)
+        rows: list[dict[str, object]] = []
+        for name in case.weights:
+            for value in _values(name, factors):
+                outcomes = [_run(case, replace(RoutingConfig(), **{name: value}), found) for found in turns]
+                p50, p99 = (_ratio(outcomes, wanted, share) for share in (0.5, 0.99))
+                default = getattr(RoutingConfig(), name)
+                rows.append({"weight": name, "default": default, "value": value, P50: p50, P99: p99})
+                done(f"{case.name}: {name} {value:g}: p50 {p50:.3f}, p99 {p99:.3f}")
+        title = f"{case.name}, {len(traces)} traces of {num_turns} at {rate:.0f}/s, workers {busy:.0%} busy"
+        report.tables[title] = rows
+        judge(report, case, rows)
     return report
 
 
-def _run(config: RoutingConfig, turns: list[Turn]) -> Outcome:
-    media = KeepsEmbeddings("workers", 0, EncodeCosts.of(config), CONFIG, hop_s=HOP_S)
-    return SimulatedCluster(NUM_WORKERS, config, media=media).run(turns)
+def check_complete() -> None:
+    """Raise ValueError unless each weight of the configuration is varied in a case."""
+    missing = {f.name for f in msgspec.structs.fields(RoutingConfig) if f.type == NonNegativeFloat}
+    missing -= {name for case in CASES for name in case.weights}
+    if missing:
+        raise ValueError(f"no case varies {', '.join(sorted(missing))}")
 
 
-def _rate(trace: SessionTrace) -> float:
-    def measure(rate: float) -> float:
-        return _run(RoutingConfig(), list(session_turns(trace._replace(rate_per_s=rate)))).utilisation
-
-    return find_rate(UTILISATION, measure, NUM_WORKERS * GUESS_PER_S, close=CLOSE)
+def _values(name: str, factors: Sequence[float]) -> Sequence[float]:
+    return VALUES.get(name) or [getattr(RoutingConfig(), name) * factor for factor in factors]
 
 
-def judge(report: harness.Report, rows: Sequence[dict[str, object]]) -> None:
+def _progress(total: int) -> Callable[[str], None]:
+    began_s, count = time.monotonic(), 0
+
+    def done(text: str) -> None:
+        nonlocal count
+        count += 1
+        print(f"{count}/{total}, {time.monotonic() - began_s:.0f} s: {text}", flush=True)
+
+    return done
+
+
+def _run(case: Case, config: RoutingConfig, turns: list[Turn]) -> Outcome:
+    # The wait for another's encoding does not depend on the router's weights.
+    costs = EncodeCosts.of(RoutingConfig())
+    media = [
+        KeepsEmbeddings("workers", 0, costs, case.simulated, hop_s=HOP_S) if case.keeps_embeddings else KeepsNothing()
+        for _ in range(case.num_hosts)
+    ]
+    cluster = SimulatedCluster(
+        NUM_WORKERS,
+        config,
+        simulated=case.simulated,
+        num_gateways=case.num_hosts,
+        spread="sessions",
+        media=media,
+    )
+    return cluster.run(turns)
+
+
+def judge(report: harness.Report, case: Case, rows: Sequence[dict[str, object]]) -> None:
     """Add a bar for each default: its loss to the best other value. A weight that changes nothing here is only named:
     its bar could not fail."""
     idle = []
-    for name in WEIGHTS:
+    for name in case.weights:
         found = [(float(str(row[P50])), float(str(row[P99]))) for row in rows if row["weight"] == name]
         if all(p50 == p99 == 1.0 for p50, p99 in found):
             idle.append(name)
             continue
         best = min(1.0, *(math.sqrt(p50 * p99) for p50, p99 in found))
-        report.bars.append(harness.Bar(f"{name}: loss of the default to the best other", 1 / best, MAX_LOSS, "at most"))
+        label = f"{name}, {case.name}: loss of the default to the best other"
+        report.bars.append(harness.Bar(label, 1 / best, MAX_LOSS, "at most"))
     if idle:
-        report.notes.append(
-            f"no value of these changed anything at this load, so they are not judged: {', '.join(idle)}"
-        )
+        report.notes.append(f"{case.name}: no value of these changed anything, so not judged: {', '.join(idle)}")
 
 
 def _ratio(outcomes: Sequence[Outcome], wanted: Sequence[Outcome], share: float) -> float:
@@ -122,7 +175,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     measured_on = harness.machine()
-    report = fit(2000, 1, (0.0, 4.0)) if options.quick else fit(3000, 2)
+    report = fit(500, 1, factors=(0.0,)) if options.quick else fit(1500, 2)
     print(harness.show(report))
     if options.json is not None:
         options.json.write_bytes(harness.document([report], measured_on))

@@ -40,7 +40,8 @@ from medialane.worker.simulated.config import SimulatedConfig
 from medialane.worker.simulated.engine import simulated_card, simulated_scheduler, step_s
 from medialane.worker.simulated.scheduler import Step
 from medialane.worker.simulated.sequence import Item, SimulatedSequence
-from simulated_media import KeepsNothing, MediaPath
+from simulated_hosts import Host, num_bytes
+from simulated_media import MediaPath
 from traces import Turn
 from traffic_meter import TrafficMeter
 from virtual_time import VirtualTimeLoop
@@ -96,7 +97,7 @@ class Outcome:
 
 class SimulatedCluster:
     """Gateways with a router each, and workers. `seed` selects the gateways of requests; `media` is where items are
-    encoded."""
+    encoded on each host; workers and gateways are distributed over hosts in turn."""
 
     def __init__(
         self,
@@ -109,10 +110,10 @@ class SimulatedCluster:
         hop_s: float = HOP_S,
         seed: int = 1,
         meter: TrafficMeter | None = None,
-        media: MediaPath | None = None,
+        media: MediaPath | Sequence[MediaPath] | None = None,
     ) -> None:
         self.loop = VirtualTimeLoop()
-        self.media = media or KeepsNothing()
+        self.hosts = [Host(path) for path in (media if isinstance(media, Sequence) else [media])]
         self.outcome = Outcome(work_s=[0.0] * num_workers)
         self.simulated = simulated
         self.hop_s = hop_s
@@ -123,7 +124,7 @@ class SimulatedCluster:
         self._random = random.Random(seed)
         card = simulated_card(simulated, "m")
         self.workers = [_Worker(self, number, card) for number in range(num_workers)]
-        self.gateways = [_Gateway(self, config, seed + number) for number in range(num_gateways)]
+        self.gateways = [_Gateway(self, config, number, seed + number) for number in range(num_gateways)]
 
     def run(self, turns: list[Turn]) -> Outcome:
         self.outcome.began_s, self.outcome.last_arrival_s = counted(turns)[0].time_s, turns[-1].time_s
@@ -161,6 +162,10 @@ class SimulatedCluster:
         for gateway in self.gateways:
             for worker in self.workers:
                 gateway.connect(worker)
+
+    def host(self, number: int) -> Host:
+        """Return the host of the worker or gateway with this number."""
+        return self.hosts[number % len(self.hosts)]
 
     def counts(self, time_s: float) -> bool:
         return self.outcome.began_s <= time_s <= self.outcome.last_arrival_s
@@ -207,9 +212,8 @@ class _Connection:
 class _Link:
     """What `Routes` uses of `gateway.WorkerLink`. Delivers the worker's reports to `routes`."""
 
-    same_host = True
-
-    def __init__(self, cluster: SimulatedCluster, worker: _Worker, routes: Routes) -> None:
+    def __init__(self, cluster: SimulatedCluster, worker: _Worker, routes: Routes, *, same_host: bool) -> None:
+        self.same_host = same_host
         self.address = f"w{worker.number}"
         self.to_worker, self.to_gateway = _Wire(cluster), _Wire(cluster)
         self.client = ClientReports(lambda message: self.to_worker.send(lambda: self._received(message)))
@@ -245,7 +249,7 @@ class _Link:
         self._session.received(message)
 
     def endpoints(self) -> list[Endpoint]:
-        return [Endpoint(self.address, "", True, WorkerLoad(), 0, same_host=True, card=self._card)]
+        return [Endpoint(self.address, "", True, WorkerLoad(), 0, same_host=self.same_host, card=self._card)]
 
     def _beat(self) -> None:
         if self._cluster.num_unfinished:
@@ -254,8 +258,9 @@ class _Link:
 
 
 class _Gateway:
-    def __init__(self, cluster: SimulatedCluster, config: RoutingConfig, seed: int) -> None:
+    def __init__(self, cluster: SimulatedCluster, config: RoutingConfig, number: int, seed: int) -> None:
         clock = cluster.loop.time
+        self.host = cluster.host(number)
         self.router = Router(config, clock=clock, wall_clock=clock, seed=seed)
         self._cluster = cluster
         self._links: dict[str, tuple[_Link, _Worker]] = {}
@@ -266,24 +271,34 @@ class _Gateway:
         """Reports reach the listener through its links."""
 
     def connect(self, worker: _Worker) -> None:
-        link = _Link(self._cluster, worker, self._routes)
+        link = _Link(self._cluster, worker, self._routes, same_host=worker.host is self.host)
         self._links[link.address] = link, worker
 
     def arrive(self, turn: Turn) -> None:
         arrived_s = self._cluster.loop.time()
-        self._cluster.media.prepare(
+        self.host.media.prepare(
             turn.media, self.router, lambda media: self._send(turn._replace(media=media), arrived_s)
         )
 
     def _send(self, turn: Turn, arrived_s: float) -> None:
         block_size = self._cluster.simulated.block_size
         ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media)
-        request = RoutingRequest(ids, block_size, len(turn.token_ids), turn.media, model="m", session_id=turn.session)
+        self.host.prepared(turn.media)
+        request = RoutingRequest(
+            ids,
+            block_size,
+            len(turn.token_ids),
+            turn.media,
+            # On one host, the same for all workers.
+            sum(map(num_bytes, turn.media)) if len(self._cluster.hosts) > 1 else 0,
+            model="m",
+            session_id=turn.session,
+        )
         started = time.thread_time()
         routed = self.router.pick(request)
         link, worker = self._links[routed.worker_id]
         sent = _Request(turn, arrived_s, Route(cast("Any", link), routed, Known([]), None), link)
-        link.to_worker.send(lambda: worker.submit(sent))
+        self.host.hand_over(turn.media, worker.host, lambda: link.to_worker.send(lambda: worker.submit(sent)))
         self._routes.begin(sent.route, turn.session)
         if self._cluster.meter is not None:
             self._cluster.meter.decisions_s.append(time.thread_time() - started)
@@ -303,6 +318,7 @@ class _Worker:
     def __init__(self, cluster: SimulatedCluster, number: int, card: ModelCard) -> None:
         self.number = number
         self.card = card
+        self.host = cluster.host(number)
         self.group = GatewayGroup()
         self._cluster = cluster
         self._scheduler = simulated_scheduler(cluster.simulated)
@@ -325,7 +341,7 @@ class _Worker:
         return self._blocks.held()
 
     def submit(self, request: _Request) -> None:
-        self._cluster.media.find(self.number, request.turn.media, lambda embedded: self._add(request, embedded))
+        self.host.media.find(self.number, request.turn.media, lambda embedded: self._add(request, embedded))
 
     def _add(self, request: _Request, embedded: Collection[str]) -> None:
         turn = request.turn
@@ -374,7 +390,7 @@ class _Worker:
 
     def _began(self, sequence: SimulatedSequence) -> None:
         request, outcome = self._requests[sequence], self._cluster.outcome
-        self._cluster.media.computed(self.number, request.turn.media)
+        self.host.media.computed(self.number, request.turn.media)
         num_cached = sequence.num_cached_tokens or 0
         if request.arrived_s >= outcome.began_s:
             outcome.ttft_s.append(self._cluster.loop.time() + self._cluster.hop_s - request.arrived_s)

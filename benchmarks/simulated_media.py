@@ -1,7 +1,7 @@
 """Where the media of simulated requests are encoded: by workers, by encoders, or by cost; and what a host keeps of it.
 
-For `simulated_cluster`: the embeddings of all workers and encoders are in one arena (`EmbeddingStore`). The choice is
-that of the gateway (`routing.encode_choice`).
+For `simulated_cluster`: the embeddings of all workers and encoders of a host are in one arena (`EmbeddingStore`). The
+choice is that of the gateway (`routing.encode_choice`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ class MediaPath(Protocol):
         """A request has its first token."""
         ...
 
+    def has_embedding(self, mm_hash: str) -> bool: ...
+
+    def received(self, mm_hashes: Collection[str]) -> None:
+        """The embeddings of these items were copied from another host."""
+        ...
+
 
 class KeepsNothing:
     """Each worker encodes what is not in its encoder cache."""
@@ -52,6 +58,12 @@ class KeepsNothing:
 
     def computed(self, worker: int, media: Media) -> None:
         """Nothing is kept."""
+
+    def has_embedding(self, mm_hash: str) -> bool:
+        return False
+
+    def received(self, mm_hashes: Collection[str]) -> None:
+        """No gateway here has embeddings, so none is sent."""
 
 
 class KeepsEmbeddings:
@@ -115,6 +127,14 @@ class KeepsEmbeddings:
         for mm_hash in {span.mm_hash for span in media}:
             if self.store.writer(mm_hash) == f"w{worker}":
                 self.num_at_workers += 1
+                self.store.end(mm_hash, is_computed=True)
+
+    def has_embedding(self, mm_hash: str) -> bool:
+        return mm_hash in self.store
+
+    def received(self, mm_hashes: Collection[str]) -> None:
+        for mm_hash in mm_hashes:
+            if self.store.begin(mm_hash, "another host"):
                 self.store.end(mm_hash, is_computed=True)
 
     def _encodes(self, span: MediaSpan, router: Router) -> bool:

@@ -48,6 +48,7 @@ class SessionTrace(NamedTuple):
     answer: tuple[int, int] = (30, 200)
     mean_turns: float = 4.0
     max_turns: int = 12
+    least_pause_s: float = 4.0
     mean_think_s: float = 12.0
 
 
@@ -122,7 +123,7 @@ class _Session:
 
     def pause_s(self) -> float:
         """Return the time for reading and typing; never less than a response takes."""
-        return 4.0 + self._drawn.random.expovariate(1 / self._drawn.trace.mean_think_s)
+        return self._drawn.trace.least_pause_s + self._drawn.random.expovariate(1 / self._drawn.trace.mean_think_s)
 
 
 def _zipf(count: int, exponent: float) -> list[float]:

@@ -16,8 +16,8 @@ PolicyName = Literal["cost", "round-robin", "random", "least-loaded", "prefix-on
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Costs are expected milliseconds until the first token, plus the delay of other requests. Only ratios matter.
 
-    The times are those of a 7B vision-language model on one large GPU. `benchmarks/fit_weights.py` shows that at 80 %
-    utilisation no other value tried does much better than these defaults.
+    The times are those of a 7B vision-language model on one large GPU. `benchmarks/fit_weights.py` varies each at
+    about 80 % utilisation, with embeddings shared on one host and two, with none, and with scarce engines.
     """
 
     router: PolicyName = field(default="cost", name="router")
@@ -37,7 +37,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     other requests; 0 duplicates a prompt that is in flight elsewhere at once"""
     running_ms: NonNegativeFloat = field(default=0.2, name="routing-running-ms")
     """cost of each running sequence, ms"""
-    over_capacity_ms: NonNegativeFloat = field(default=100.0, name="routing-over-capacity-ms")
+    over_capacity_ms: NonNegativeFloat = field(default=25.0, name="routing-over-capacity-ms")
     """cost of each sequence beyond max_num_seqs, which waits for another to finish, ms"""
     kv_pressure_ms: NonNegativeFloat = field(default=200.0, name="routing-kv-pressure-ms")
     """cost of a KV cache completely filled by running sequences, ms"""
