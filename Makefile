@@ -22,8 +22,9 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 STAMP := .venv/.filled-$(EXTRA)
 LOG := .venv/install.log
+STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo test check fuzz bench test-families test-gpu clean
+.PHONY: help venv demo test check fuzz bench test-families test-embeddings test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -50,8 +51,11 @@ fuzz: $(STAMP)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz
 	$(BIN)/pytest tests/fuzz --fuzz-seconds $(SECONDS) --fuzz-seed $(SEED) $(ARGS)
 
 test-families: $(STAMP) ## `medialane check` of every family of tests/families, and docs/models.md (half an hour)
-	$(BIN)/pytest tests/e2e_families --reports .families -n 2 $(ARGS)
+	$(BIN)/pytest tests/e2e_families --ignore=$(STATES) --reports .families -n 2 $(ARGS)
 	$(BIN)/python tests/families/models_page.py .families
+
+test-embeddings: $(STAMP) ## the states of an embedding in each family (two minutes for each: ARGS="-k gemma3")
+	$(BIN)/pytest $(STATES) $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)

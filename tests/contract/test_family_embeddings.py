@@ -167,17 +167,9 @@ async def test_positions_are_computed_from_small_fields(halves, name):
     if not found.renderer.model_config.uses_mrope:
         pytest.skip("its positions do not depend on items")
     items, assembled = found.prepared(all_media(found.family))
-    model_config = found.renderer.model_config
-    model_class = get_model_cls(model_config)
-    model = model_class.__new__(model_class)
-    torch.nn.Module.__init__(model)
-    model.config = getattr(model_config.hf_config, "thinker_config", model_config.hf_config)
-    positions = []
+    model, positions = model_without_weights(found.renderer.model_config), []
     for read in (lambda made: decode_item(made.header, made.buffers), lambda made: decode_small_fields(made.header)):
-        features = [
-            MultiModalFeatureSpec(data=read(made), modality=m, identifier="a", mm_position=to_vllm_range(place))
-            for (m, made), place in zip(items, assembled.placeholders, strict=True)
-        ]
+        features = [spec(m, read(made), p) for (m, made), p in zip(items, assembled.placeholders, strict=True)]
         features.sort(key=lambda feature: feature.mm_position.offset)
         positions.append(model.get_mrope_input_positions(assembled.token_ids, features))
     (whole, delta), (small, small_delta) = positions
@@ -185,6 +177,34 @@ async def test_positions_are_computed_from_small_fields(halves, name):
     assert delta == small_delta
     if found.family.in_make_test:  # some of the others have the same position in all three
         assert not torch.equal(whole[0], whole[1])
+
+
+@pytest.mark.parametrize("name", family_params())
+async def test_positions_are_computed_for_an_encode_request(halves, name):
+    """Its prompt has the placeholder of one item and the token after it."""
+    found = halves(name)
+    if not found.renderer.model_config.uses_mrope:
+        pytest.skip("its positions do not depend on items")
+    items, assembled = found.prepared(all_media(found.family))
+    model = model_without_weights(found.renderer.model_config)
+    for (modality, made), place in zip(items, assembled.placeholders, strict=True):
+        token_ids = assembled.token_ids[place.offset : place.end + 1]
+        alone = msgspec.structs.replace(place, offset=0)
+        features = [spec(modality, decode_item(made.header, made.buffers), alone)]
+        positions, _ = model.get_mrope_input_positions(token_ids, features)
+        assert positions.shape == (3, len(token_ids))
+
+
+def spec(modality, item, place):
+    return MultiModalFeatureSpec(data=item, modality=modality, identifier="a", mm_position=to_vllm_range(place))
+
+
+def model_without_weights(model_config):
+    model_class = get_model_cls(model_config)
+    model = model_class.__new__(model_class)
+    torch.nn.Module.__init__(model)
+    model.config = getattr(model_config.hf_config, "thinker_config", model_config.hf_config)
+    return model
 
 
 async def test_form_of_embeddings_that_the_model_accepts_is_found(case):

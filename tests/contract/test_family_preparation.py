@@ -220,13 +220,14 @@ def test_worker_accepts_split_processing(halves, name, prompt):
 
 @pytest.mark.parametrize(("name", "prompt"), CASES)
 def test_encoder_accepts_each_item_alone(halves, name, prompt):
-    """The prompt of an encode request is the placeholder of one item, as it is in the prompt of a request."""
+    """The prompt of an encode request is the placeholder of one item, as it is in the prompt of a request, and the
+    token after it."""
     family = halves(name)
     items, assembled = family.prepared(prompt)
     for (modality, made), place in zip(items, assembled.placeholders, strict=True):
         alone = PlaceholderRange(0, place.length, place.is_embed)
         handed = MediaPayload(modality, "f" * 64, made.header, (), made.size, alone)
-        token_ids = (assembled.encoder_token_ids or assembled.token_ids)[place.offset : place.end]
+        token_ids = (assembled.encoder_token_ids or assembled.token_ids)[place.offset : place.end + 1]
         family.checker.check(ExpandedPrompt(token_ids, (handed,)), [decode_item(made.header, made.buffers)])
 
 

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import pytest_asyncio
+from embedding_requests import nothing_is_held
 from medialane_process import START_S, kill, launch
 from openai_http import OpenAiHttp, chat, picture, text, video
 from process_tree import descendants, suspended
 
-from host_state import stats_of, store_link
+from host_state import store_link
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
@@ -71,11 +72,6 @@ async def store(serve):
         yield link
 
 
-async def has_no_leases(store):
-    stats = await stats_of(store)
-    return stats is not None and (stats.arena.num_leases, stats.arena.num_reservations) == (0, 0)
-
-
 @pytest.mark.parametrize(
     "content",
     [[picture(900), ASK], [picture(901), picture(902, 640, 200), picture(901), ASK], [video(903), ASK]],
@@ -118,7 +114,7 @@ async def test_burst_while_the_encoder_is_stopped_is_answered_by_the_workers(cli
         assert ids[n] == (await plain.succeed(bodies[n])).ids
     after = await encoder.outcomes()
     assert sum(after.get(o, 0) - before.get(o, 0) for o in ("late", "failed")) > 0
-    await eventually(lambda: has_no_leases(store), "all leases have ended", 30)
+    await nothing_is_held(store)
 
     await eventually(encoder.is_ready, "the encoder is back", 30)
     num_encoded = await encoder.num_encoded()
@@ -141,7 +137,7 @@ async def test_burst_while_the_encoder_is_killed_is_answered_by_the_workers(
     assert all(len(found) == 3 for found in ids)
     for n in (0, NUM_REQUESTS // 2, NUM_REQUESTS - 1):
         assert ids[n] == (await plain.succeed(bodies[n])).ids
-    await eventually(lambda: has_no_leases(store), "all leases have ended", 30)
+    await nothing_is_held(store)
     assert all(0 < longest_s <= MAX_STEP_S for longest_s in await longest_steps(metrics_port))
     assert "0 of 1 encoders are ready" in (await client.get("/health")).json["problems"]
     assert (await client.succeed(chat(picture(911), ASK))).ids == (await plain.succeed(chat(picture(911), ASK))).ids

@@ -89,6 +89,16 @@ async def test_new_image_is_encoded_by_the_encoder_and_loaded_by_the_worker(host
     assert host.worker.num_loaded == 2
 
 
+async def test_encoder_gets_the_placeholder_and_the_token_after_it(host):
+    """Without that token, engines of some models end."""
+    await host.start()
+    sent, generate = [], host.encoder.generate
+    host.encoder.generate = lambda request, *args: sent.append(request.prompt) or generate(request, *args)
+    await host.answer(png(seed=0), png(seed=1))
+    after = [prompt.token_ids[prompt.features[0].placeholder.length :] for prompt in sent]
+    assert sorted(after) == [[], [2]], "the second one ends the prompt"
+
+
 async def test_answer_is_that_of_a_worker_that_encodes_itself(host):
     await host.start(encode_at="workers")
     expected = await host.answer(png())

@@ -1,8 +1,8 @@
 """Has new media items encoded by encoders: workers without a language model, on this host.
 
-An encoder gets a request whose prompt is the placeholder of one item, and writes the embedding to the arena like any
-worker that encodes. The request that brought the item waits for that, and is then routed and sent with the embedding:
-its worker loads it, and no sequence there waits for an encoder run.
+An encoder gets a request whose prompt is the placeholder of one item, with the token after it, and writes the
+embedding to the arena like any worker that encodes. The request that brought the item waits for that, and is then
+routed and sent with the embedding: its worker loads it, and no sequence there waits for an encoder run.
 
 An encoder can only help. If it is lost, refuses, fails or is late, the request is sent with the item's tensors, as it
 would be without encoders. One that was late gets no more items until it has released all that it was sent.
@@ -141,12 +141,13 @@ class Encoders:
             remote.abort()
 
     def _request(self, link: WorkerLink, prepared: PreparedPrompt, placed: PlacedFeature) -> EngineRequest:
-        """Return a request whose prompt is the item's placeholder."""
+        """Return a request whose prompt is the item's placeholder, and the token after it, if there is one: engines of
+        some models (Qwen3-Omni) compute the position of that with the item's, and end without it."""
         self._num_sent += 1
         request_id = f"encode-{placed.feature.mm_hash[:16]}#{self._gateway_id}-{self._num_sent}"
         place = placed.placeholder
         alone = PlacedFeature(placed.feature, PlaceholderRange(0, place.length, place.is_embed))
-        token_ids = prepared.token_ids[place.offset : place.end]
+        token_ids = prepared.token_ids[place.offset : place.end + 1]
         prompt = self._handover.features_prompt(token_ids, [alone], prepared.source.options)
         request = EngineRequest(request_id, prompt, self._params)
         passed = self._handover.pass_holds(

@@ -299,15 +299,16 @@ def _fits(token_ids: list[int], place: PlaceholderRange, content: PromptUpdateDe
 
 
 def _fits_alone(prompt: ExpandedPrompt, updates: Any) -> bool:
-    """Return whether the prompt is that of an encode request, one placeholder, with the embedded tokens of its feature.
-    The tokens around them may contain the item's number in the request that it is part of (MiniCPM-V)."""
+    """Return whether the prompt is that of an encode request, one placeholder and at most one token, with the embedded
+    tokens of its feature. The tokens around them may contain the item's number in the request that it is part of
+    (MiniCPM-V)."""
     if len(prompt.features) != 1:
         return False
     (feature,) = prompt.features
     place, token_ids = placeholder_of(feature), prompt.expanded_token_ids
-    if (place.offset, place.length) != (0, len(token_ids)):
+    if place.offset != 0 or len(token_ids) > place.length + 1:
         return False
-    found = _embedded(token_ids, place.is_embed)
+    found = _embedded(token_ids[: place.length], place.is_embed)
     return any(
         found
         == _embedded(u.content.full, None if u.content.is_embed is None else _mask(u.content.is_embed(u.content.full)))

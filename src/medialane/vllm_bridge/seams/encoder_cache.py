@@ -61,6 +61,9 @@ _SAMPLES: Mapping[str, BaseDummyOptions] = {
 
 _SAMPLE_TOKENS = 4096
 
+#: No placeholder, in any vocabulary.
+_TEXT_TOKEN = 0
+
 #: Setting of the connector: the engine's own `enable_mm_embeds`.
 _EMBEDS = "enable_mm_embeds"
 
@@ -175,9 +178,13 @@ def embeddings_of(worker: Any, modality: str, item: MultiModalKwargsItem) -> tor
 def mrope_positions(
     worker: Any, token_ids: list[int], *, modality: str, item: MultiModalKwargsItem, place: PlaceholderRange
 ) -> tuple[list[list[int]], int] | None:
-    """Return the rotary positions of a prompt with one item; None if the model has ordinary positions."""
+    """Return the rotary positions of a prompt with one item; None if the model has ordinary positions.
+
+    A token of text is added, as in prompts of requests: samples may end with the item, and some models (Qwen3-Omni)
+    compute the position of the token after an item with the item's.
+    """
     if not worker.vllm_config.model_config.uses_mrope:
         return None
     feature = MultiModalFeatureSpec(data=item, modality=modality, identifier="sample", mm_position=place)
-    positions, delta = worker.model_runner.get_model().get_mrope_input_positions(token_ids, [feature])
+    positions, delta = worker.model_runner.get_model().get_mrope_input_positions([*token_ids, _TEXT_TOKEN], [feature])
     return positions.tolist(), int(delta)
