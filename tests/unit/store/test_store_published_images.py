@@ -27,6 +27,7 @@ from published import published_url
 from waiting import eventually
 
 HEIGHT, WIDTH = 40, 60
+TIMEOUT_S = 10.0
 SHORT_S = 0.2
 
 
@@ -44,8 +45,8 @@ class Client:
 
 
 class World:
-    def __init__(self) -> None:
-        config = MediaConfig(allow_rdma=True, image_fetch_timeout_s=SHORT_S)
+    def __init__(self, timeout_s: float) -> None:
+        config = MediaConfig(allow_rdma=True, image_fetch_timeout_s=timeout_s)
         self.host = Host(factory=FAKE)
         self.pulls = Pulls(self.host.arena, RpcConfig(), [self.host.mover])
         self.images = PublishedImages(self.host.arena, self.pulls, self.host.mover, config)
@@ -57,8 +58,8 @@ class World:
 
 
 @pytest.fixture
-async def world():
-    world = World()
+async def world(request):
+    world = World(getattr(request, "param", TIMEOUT_S))
     await world.host.mover.offer(wait=True)
     yield world
     await world.images.close()
@@ -112,6 +113,7 @@ async def test_image_whose_read_failed_is_not_read_again(world):
     assert world.host.arena.stats().num_reservations == 0
 
 
+@pytest.mark.parametrize("world", [SHORT_S], indirect=True)
 async def test_memory_of_a_read_that_has_not_ended_is_not_reused(world, stopped_process):
     await asyncio.to_thread(_wait_until_stopped, stopped_process)
     with pytest.raises(MediaFetchTimeout):
