@@ -42,7 +42,8 @@ Body = Callable[[World], bytes]
 class Row:
     """`name` begins with the row's number in the table of facts, or with + where it is not in there.
 
-    `seconds` and `mib` bound the answer's time and the growth of the gateway's and the preparers' resident memory.
+    `seconds`, on an idle machine, and `mib` bound the answer's time and the growth of the gateway's and the preparers'
+    resident memory.
     """
 
     name: str

@@ -7,8 +7,8 @@ derives an item's tokens from its feature (a grid), not from its size and the op
 
 from __future__ import annotations
 
+import logging
 import warnings
-from contextlib import suppress
 
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
@@ -20,6 +20,8 @@ from medialane.vllm_bridge.header_values import NO_OPTIONS
 from medialane.vllm_bridge.pixel_limits import max_pixels_of
 from medialane.vllm_bridge.placeholder_layout import PlaceholderLayouts
 from medialane.vllm_bridge.preparation import REFUSED, VllmProcessor, trial_image, trial_video
+
+logger = logging.getLogger(__name__)
 
 _SAMPLES: dict[Modality, Decoded] = {"image": trial_image(768, 768), "video": trial_video(768, 768)}
 
@@ -33,8 +35,13 @@ def tokens_follow_features(processor: BaseMultiModalProcessor) -> bool:
     once."""
     found = []
     for modality in max_pixels_of(processor):
-        with suppress(*REFUSED):
+        try:
             found.append(_follow(processor, modality))
+        except REFUSED as error:
+            logger.info("the processor refuses pixel limits of single %ss: %r", modality, error.__cause__ or error)
+        else:
+            if not found[-1]:
+                logger.info("the tokens of %ss depend on the pixel limits of their request", modality)
     return bool(found) and all(found)
 
 
