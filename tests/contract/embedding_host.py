@@ -91,3 +91,10 @@ async def saved(engine, host, prompt, *, rank=None):
     assert all(host.arena.is_completed(reservation) for reservation, _ in found)
     await host.forget()
     return tokens, [EmbeddingUse(tensor, is_filled=True) for _, tensor in found]
+
+
+def moved(use, **changes):
+    """How to load the embedding from another range: with these `changes`."""
+    tensor = use.tensor
+    found = msgspec.structs.replace(tensor, range=msgspec.structs.replace(tensor.range, **changes))
+    return EmbeddingUse(found, is_filled=True)

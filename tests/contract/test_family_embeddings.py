@@ -160,12 +160,16 @@ async def test_specification_of_absent_tensors_is_validated_like_tensors(halves,
         )
 
 
+def with_positions(found):
+    if not found.renderer.model_config.uses_mrope:
+        pytest.skip("its positions do not depend on items")
+    return found
+
+
 @pytest.mark.parametrize("name", family_params())
 async def test_positions_are_computed_from_small_fields(halves, name):
     """Rotary positions in three dimensions; those of families without do not depend on items."""
-    found = halves(name)
-    if not found.renderer.model_config.uses_mrope:
-        pytest.skip("its positions do not depend on items")
+    found = with_positions(halves(name))
     items, assembled = found.prepared(all_media(found.family))
     model, positions = model_without_weights(found.renderer.model_config), []
     for read in (lambda made: decode_item(made.header, made.buffers), lambda made: decode_small_fields(made.header)):
@@ -182,9 +186,7 @@ async def test_positions_are_computed_from_small_fields(halves, name):
 @pytest.mark.parametrize("name", family_params())
 async def test_positions_are_computed_for_an_encode_request(halves, name):
     """Its prompt has the placeholder of one item and the token after it."""
-    found = halves(name)
-    if not found.renderer.model_config.uses_mrope:
-        pytest.skip("its positions do not depend on items")
+    found = with_positions(halves(name))
     items, assembled = found.prepared(all_media(found.family))
     model = model_without_weights(found.renderer.model_config)
     for (modality, made), place in zip(items, assembled.placeholders, strict=True):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 import torch
-from embedding_host import answer, counted, host_of, saved, since, without_tensors
+from embedding_host import answer, counted, host_of, moved, saved, since, without_tensors
 from kv_watch import start_engine
 from prompt_maker import PromptMaker, bytes_of, pixels, request
 from safetensors.torch import load_file
@@ -121,12 +121,6 @@ async def test_nothing_is_written_after_an_aborted_request(vllm_engine, maker, h
         reservation.buffer[:] = b"\1" * len(reservation.buffer)
         await answer(vllm_engine, maker.inline(pixels(200, 200, 60)))
         assert bytes(reservation.buffer) == b"\1" * len(reservation.buffer)
-
-
-def moved(use, **changes):
-    tensor = use.tensor
-    found = msgspec.structs.replace(tensor, range=msgspec.structs.replace(tensor.range, **changes))
-    return EmbeddingUse(found, is_filled=True)
 
 
 async def test_embedding_that_cannot_be_read_fails_only_its_request(vllm_engine, maker, host):

@@ -9,10 +9,9 @@ import asyncio
 
 import pytest
 import pytest_asyncio
-from embedding_host import answer, counted, host_of, saved, since, without_tensors
+from embedding_host import answer, counted, host_of, moved, saved, since, without_tensors
 from kv_watch import start_engine
 from prompt_maker import PromptMaker, pixels
-from test_vllm_engine_embeddings import moved
 
 from medialane.core.errors import HandoverFailed
 from medialane.core.feature import EmbeddingUse

@@ -38,10 +38,10 @@ def tokens_follow_features(processor: BaseMultiModalProcessor) -> bool:
         try:
             found.append(_follow(processor, modality))
         except REFUSED as error:
-            logger.info("the processor refuses pixel limits of single %ss: %r", modality, error.__cause__ or error)
+            logger.info("pixel limits of single %ss are not accepted: %r", modality, error.__cause__ or error)
         else:
             if not found[-1]:
-                logger.info("the tokens of %ss depend on the pixel limits of their request", modality)
+                logger.info("pixel limits of single %ss are not accepted: their tokens do not follow them", modality)
     return bool(found) and all(found)
 
 

@@ -61,7 +61,7 @@ _SAMPLES: Mapping[str, BaseDummyOptions] = {
 
 _SAMPLE_TOKENS = 4096
 
-#: No placeholder, in any vocabulary.
+#: Vocabularies begin with text, or with tokens for padding and unknown text: not with a placeholder of media.
 _TEXT_TOKEN = 0
 
 #: Setting of the connector: the engine's own `enable_mm_embeds`.
