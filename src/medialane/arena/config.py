@@ -11,10 +11,14 @@ from msgspec import field
 from medialane.arena.entries import Kind
 from medialane.arena.reaper import reclaimable_bytes
 from medialane.core.errors import StartupFailed
+from medialane.core.libc import file_system_type
 
 MIB = 1 << 20
 GIB = 1 << 30
 MIN_BYTES = 16 * MIB
+
+#: TMPFS_MAGIC of linux/magic.h.
+_TMPFS = 0x01021994
 
 
 class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,9 +59,14 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 <= share <= 1:
                 raise StartupFailed(f"arena_{kind}_share must be between 0 and 1")
         try:
-            found = os.statvfs(self.directory)
+            found, file_system = os.statvfs(self.directory), file_system_type(self.directory)
         except OSError as error:
             raise StartupFailed(f"--arena-directory {self.directory} cannot be used: {error.strerror}") from error
+        if file_system != _TMPFS:
+            raise StartupFailed(
+                f"--arena-directory {self.directory} is not on a tmpfs: media would be written to its disk; use "
+                "/dev/shm, or mount a tmpfs there (mount -t tmpfs -o size=4g tmpfs DIRECTORY)"
+            )
         free = found.f_bavail * found.f_frsize + reclaimable_bytes(self.directory)
         if free < self.size_bytes:
             raise StartupFailed(not_enough_space(self.size_bytes, self.directory, free))

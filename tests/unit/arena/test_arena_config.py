@@ -1,6 +1,7 @@
 """Errors for the operator if the arena cannot be created."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,15 +19,15 @@ def small(monkeypatch, free_bytes):
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096))
 
 
-def test_too_small_shared_memory_is_one_clear_error_and_leaves_no_file(monkeypatch, tmp_path):
+def test_too_small_shared_memory_is_one_clear_error_and_leaves_no_file(monkeypatch, shm):
     small(monkeypatch, 64 * MIB)
     with pytest.raises(StartupFailed) as caught:
-        Arena.create(ArenaConfig(size_bytes=2 * GIB, directory=str(tmp_path)))
+        Arena.create(ArenaConfig(size_bytes=2 * GIB, directory=shm))
     assert caught.value.message == (
-        f"the arena needs 2.0 GiB but {tmp_path} has 64 MiB free: enlarge it "
+        f"the arena needs 2.0 GiB but {shm} has 64 MiB free: enlarge it "
         "(docker run --shm-size=3g, or --ipc=host) or make the arena smaller (--arena-size)"
     )
-    assert list(tmp_path.iterdir()) == []
+    assert os.listdir(shm) == []
 
 
 def test_too_small_file_system_is_rejected():
@@ -34,21 +35,21 @@ def test_too_small_file_system_is_rejected():
         ArenaConfig(size_bytes=1 << 50).validate()
 
 
-def test_exactly_sufficient_space_is_accepted(monkeypatch, tmp_path):
+def test_exactly_sufficient_space_is_accepted(monkeypatch, shm):
     small(monkeypatch, 32 * MIB)
-    ArenaConfig(size_bytes=32 * MIB, directory=str(tmp_path)).validate()
+    ArenaConfig(size_bytes=32 * MIB, directory=shm).validate()
     with pytest.raises(StartupFailed):
-        ArenaConfig(size_bytes=32 * MIB + 1, directory=str(tmp_path)).validate()
+        ArenaConfig(size_bytes=32 * MIB + 1, directory=shm).validate()
 
 
-def test_space_of_a_dead_owner_counts_as_free(monkeypatch, tmp_path):
+def test_space_of_a_dead_owner_counts_as_free(monkeypatch, shm):
     small(monkeypatch, 30 * MIB)
-    left = tmp_path / f"medialane-{'ab' * 16}.arena"
+    left = Path(shm) / f"medialane-{'ab' * 16}.arena"
     left.write_bytes(b"medialan" + bytes(2 * MIB))
-    ArenaConfig(size_bytes=32 * MIB, directory=str(tmp_path)).validate()
+    ArenaConfig(size_bytes=32 * MIB, directory=shm).validate()
     left.unlink()
     with pytest.raises(StartupFailed):
-        ArenaConfig(size_bytes=32 * MIB, directory=str(tmp_path)).validate()
+        ArenaConfig(size_bytes=32 * MIB, directory=shm).validate()
 
 
 def test_arena_below_the_minimum_is_rejected():
@@ -65,3 +66,9 @@ def test_missing_directory_is_named(tmp_path):
 def test_invalid_share_is_rejected_by_name(share):
     with pytest.raises(StartupFailed, match="arena_decoded_share"):
         ArenaConfig(decoded_share=share).validate()
+
+
+@pytest.mark.parametrize("directory", ["/proc", "/sys"])
+def test_other_file_system_is_refused_with_what_would_be_right(directory):
+    with pytest.raises(StartupFailed, match=rf"--arena-directory {directory} is not on a tmpfs: .*use /dev/shm, or mo"):
+        ArenaConfig(size_bytes=16 * MIB, directory=directory).validate()

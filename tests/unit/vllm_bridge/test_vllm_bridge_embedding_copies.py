@@ -1,6 +1,7 @@
 """Copies between an arena and vLLM's encoder cache."""
 
 import logging
+import tempfile
 
 import pytest
 import torch
@@ -34,15 +35,21 @@ class World:
 
 
 @pytest.fixture
-def arena(tmp_path):
-    made = Arena.create(ArenaConfig(size_bytes=16 << 20, directory=str(tmp_path)))
+def directory():
+    with tempfile.TemporaryDirectory(prefix="medialane-test-", dir="/dev/shm") as folder:
+        yield folder
+
+
+@pytest.fixture
+def arena(directory):
+    made = Arena.create(ArenaConfig(size_bytes=16 << 20, directory=directory))
     yield made
     made.close()
 
 
 @pytest.fixture
-def world(arena, tmp_path):
-    made = World(arena, str(tmp_path))
+def world(arena, directory):
+    made = World(arena, directory)
     yield made
     for reservation in made.reservations:
         reservation.abandon()
@@ -74,9 +81,9 @@ def test_output_of_a_request_that_has_ended_is_not_saved(world):
     assert not world.arena.is_completed(reservation)
 
 
-def test_only_one_rank_saves(arena, world, tmp_path):
+def test_only_one_rank_saves(arena, world, directory):
     reservation, tensor = world.reserved()
-    other = World(arena, str(tmp_path), saves=False)
+    other = World(arena, directory, saves=False)
     assert other.step({"a": OUTPUT}, fills={"r": {"a": tensor}}) is None
     assert not arena.is_completed(reservation)
 
