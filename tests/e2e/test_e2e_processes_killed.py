@@ -146,7 +146,7 @@ async def test_killed_engine_core_fails_its_worker_which_restarts(serve, ours, p
 
     await eventually(answers, "the other worker answers", AT_ONCE_S)
     await eventually(lambda: not any(map(is_alive, [killed, *engines])), "the worker ends without its engine", 60)
-    exited = f"exited (exit status {EXIT_ENGINE_LOST}); restarting in"
+    exited = f"exited (exit status {EXIT_ENGINE_LOST}); restarting"
     await eventually(lambda: exited in serve.log.read_text(), "it exits by itself, says why, and is restarted", 20)
 
 

@@ -80,7 +80,7 @@ class Progress:
 
     def ended(self, part: str, how: str, restart_in_s: float | None) -> None:
         self._states[part].phase = f"exited ({how})"
-        again = "" if restart_in_s is None else f"; restarting in {restart_in_s:g} s"
+        again = "" if restart_in_s is None else f"; restarting {f'in {restart_in_s:g} s' if restart_in_s else 'now'}"
         self._print(f"{part}: exited ({how}){again}")
 
     def stopping(self, part: str) -> None:

@@ -47,11 +47,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     stop_timeout_s: PositiveFloat = field(default=40.0, name="stop-timeout")
     """how long a worker may take to stop before it is killed"""
     restart_initial_s: float = field(default=1.0, name="restart-initial")
-    """delay before a process that exited is restarted; doubles each time"""
+    """delay before a process that exited is restarted; doubles each time. One that had become ready is restarted at
+    once the first time, and after at most 4 s if it exits again and again"""
     restart_max_s: float = field(default=30.0, name="restart-max")
     """longest delay before a restart"""
     restart_reset_s: PositiveFloat = field(default=60.0, name="restart-reset")
-    """uptime after which the restart delay is reset"""
+    """time without an exit after which the restart delay is reset"""
     max_log_bytes: int = field(default=16 * MIB, name="max-log-bytes")
     """size at which a process's log file is rotated; the newer half is kept as .old"""
 

@@ -13,10 +13,13 @@ from medialane.cluster.config import ClusterConfig
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import NOT_NEEDED, ProcessSpec
-from medialane.core.backoff import Backoff, first_of
+from medialane.cluster.restart_delay import RestartDelay
+from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
 
 POLL_S = 0.2
+#: Exits of a process that had become ready, while others are still starting, after which the start fails.
+MAX_EXITS_IN_START = 5
 _SHOWN_LINES = 15
 
 
@@ -52,40 +55,42 @@ class SupervisorContext:
 
 
 class ProcessSupervisor:
-    """Runs one process. The first start waits for `gate`."""
+    """Runs one process. The first start waits for `gate`. `is_ready` is set while the process is ready, or not
+    needed."""
 
     def __init__(
         self, part: ProcessSpec, log: ProcessLog, context: SupervisorContext, gate: asyncio.Event | None
     ) -> None:
         self.part = part
         self.process: ChildProcess | None = None
-        self.was_ready = asyncio.Event()
+        self.is_ready = asyncio.Event()
+        self._has_been_ready = False
+        self._num_exits = 0
         self._log = log
         self._context = context
         self._gate = gate
-        config = context.config
         self._status: int | None = None
-        self._backoff = Backoff(initial_s=config.restart_initial_s, max_s=config.restart_max_s)
+        self._delay = RestartDelay(context.config)
 
     async def run(self) -> None:
-        """Run until the supervisor stops, or the process exits before all processes were ready."""
+        """Run until the supervisor stops, or the start has failed by this process."""
         stopping = self._context.stopping
         if self._gate is not None:
             await first_of(stopping.wait(), self._gate.wait())
         while not stopping.is_set():
-            how, lifetime_s = await self._run_once()
+            how = await self._run_once()
             if stopping.is_set():
                 return
             if self._status == NOT_NEEDED:
                 self._context.observer.ended(self.part.name, self.part.not_needed, None)
-                self.was_ready.set()  # for those that wait for it
+                self.is_ready.set()  # for those that wait for it
                 return
-            if not self._context.all_ready.is_set():
+            self._num_exits += 1
+            if self._fails_start():
                 self._fail(how)
                 return
-            if lifetime_s >= self._context.config.restart_reset_s:
-                self._backoff.reset()
-            delay_s = self._backoff.next()
+            delay_s = self._delay.next(had_become_ready=self.is_ready.is_set())
+            self.is_ready.clear()
             self._context.observer.ended(self.part.name, how, delay_s)
             await first_of(stopping.wait(), asyncio.sleep(delay_s))
 
@@ -99,13 +104,18 @@ class ProcessSupervisor:
         if lines := self._log.read():
             self._context.observer.printed(self.part.name, lines)
 
-    async def _run_once(self) -> tuple[str, float]:
-        """Run the process once, from start to exit. Returns how it ended and its lifetime in seconds."""
+    def _fails_start(self) -> bool:
+        """Return whether an exit fails the start: what exits before it was ever ready will do so again."""
+        is_hopeless = not self._has_been_ready or self._num_exits >= MAX_EXITS_IN_START
+        return is_hopeless and not self._context.all_ready.is_set()
+
+    async def _run_once(self) -> str:
+        """Run the process once, from start to exit. Returns how it ended; `is_ready` is whether it had become ready."""
         self._context.observer.starting(self.part.name)
         try:
             process = self._spawn()
         except OSError as error:
-            return f"cannot be started: {error.strerror}", 0.0
+            return f"cannot be started: {error.strerror}"
         self.process = process
         self._context.orphan_reaper.watch(process.pid)
         try:
@@ -117,7 +127,7 @@ class ProcessSupervisor:
             process.kill()
             self._context.orphan_reaper.forget(process.pid)
             self.process = None
-        return timed_out or describe_exit(status), process.lifetime_s
+        return timed_out or describe_exit(status)
 
     def _spawn(self) -> ChildProcess:
         self.part.ready.reset()
@@ -138,27 +148,29 @@ class ProcessSupervisor:
             process.kill()
             return f"not ready after {limit_s:g} s"
         if not process.ended:
-            self.was_ready.set()
+            self.is_ready.set()
+            self._has_been_ready = True
             self._context.observer.ready(self.part.name, process.lifetime_s)
         return None
 
     def _kill_unmonitored(self, process: ChildProcess, watching: asyncio.Task[str | None]) -> None:
         """Kill a process if its readiness check failed with an exception: it would never become ready."""
-        if not watching.cancelled() and watching.exception() is not None and not self.was_ready.is_set():
+        if not watching.cancelled() and watching.exception() is not None and not self.is_ready.is_set():
             process.kill()
 
     def _fail(self, how: str) -> None:
         self.read_log()
         self._context.observer.ended(self.part.name, how, None)
-        self._context.fail(StartupFailed(failure_report(self.part.name, how, self._log)))
+        report = failure_report(self.part.name, how, self._log, was_ready=self._has_been_ready)
+        self._context.fail(StartupFailed(report))
 
 
-def failure_report(name: str, how: str, log: ProcessLog) -> str:
+def failure_report(name: str, how: str, log: ProcessLog, *, was_ready: bool = False) -> str:
     """Return one line with the cause; unless the process reported it itself, the end of its log follows."""
     if (ours := log.reported_error()) is not None:
         return f"{name}: {ours}"
     cause = log.first_exception()
-    head = f"{name} did not start: {cause or how}"
+    head = f"{name} {'exited again and again' if was_ready else 'did not start'}: {cause or how}"
     lines = log.tail(_SHOWN_LINES)
     if not lines:
         return head

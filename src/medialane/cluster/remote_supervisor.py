@@ -1,7 +1,7 @@
 """Supervises processes of other hosts through an orchestrator, together with those of this host.
 
-As on one host, until all processes have been ready once, the exit of any fails the start; from then on the orchestrator
-restarts a process that exits, after a backoff. A worker is ready when a gateway of this host lists it as connected, the
+As on one host, the exit of a process that was never ready fails the start; any other is restarted by the orchestrator,
+with the same delays. A worker is ready when a gateway of this host lists it as connected, the
 processes of another host when its gateways answer there.
 """
 
@@ -13,10 +13,11 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from medialane.cluster.config import ClusterConfig
-from medialane.cluster.process_supervisor import Observer
+from medialane.cluster.process_supervisor import MAX_EXITS_IN_START, Observer
 from medialane.cluster.remote import RemoteCluster, RemoteSpec, member_name
+from medialane.cluster.restart_delay import RestartDelay
 from medialane.cluster.supervisor import Supervisor
-from medialane.core.backoff import Backoff, first_of
+from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
 
 logger = logging.getLogger(__name__)
@@ -111,22 +112,23 @@ class RemoteSupervisor:
                 raise result
 
     async def _supervise(self, spec: RemoteSpec) -> None:
-        backoff = Backoff(initial_s=self._config.restart_initial_s, max_s=self._config.restart_max_s)
+        delay, num_exits, has_been_ready = RestartDelay(self._config), 0, False
         while not self._stopping.is_set():
-            started = self._started_at[spec.name] = time.monotonic()
+            self._started_at[spec.name] = time.monotonic()
             self._observer.starting(spec.name)
             await first_of(self._stopping.wait(), self._cluster.watch(spec.name))
             if self._stopping.is_set():
                 return
             end = await self._cluster.watch(spec.name)  # it has ended: returns at once
+            was_ready = spec.name in self._ready
             self._ready.discard(spec.name)
-            if not self._all_ready.is_set():
+            num_exits += 1
+            has_been_ready = has_been_ready or was_ready
+            if not self._all_ready.is_set() and (not has_been_ready or num_exits >= MAX_EXITS_IN_START):
                 self._observer.ended(spec.name, end.how, None)
                 raise StartupFailed(end.report)
             logger.warning("%s", end.report)
-            if time.monotonic() - started >= self._config.restart_reset_s:
-                backoff.reset()
-            delay_s = backoff.next()
+            delay_s = delay.next(had_become_ready=was_ready)
             self._observer.ended(spec.name, end.how, delay_s)
             await first_of(self._stopping.wait(), asyncio.sleep(delay_s))
             if not self._stopping.is_set():

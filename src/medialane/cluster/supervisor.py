@@ -1,7 +1,8 @@
 """Supervises the processes of one host.
 
-Until all processes have been ready once, the exit of any of them fails the start: the operator must see and fix the
-cause. From then on a process that exits is restarted after a backoff, and the others continue.
+Until all processes are ready, the exit of one that has never been fails the start: the operator must see and fix the
+cause. A process that had been ready is restarted (`RestartDelay`), and the others continue; during the start this is
+bounded. From then on, every process that exits is restarted.
 
 Each process has a `ProcessSupervisor`, one task that starts it, waits until it is ready, waits until it exits, and
 backs off. `stop` sets one event and stops the processes layer by layer; every task ends after its process. `kill` is
@@ -42,7 +43,7 @@ class Supervisor:
         )
         self._process_supervisors: dict[str, ProcessSupervisor] = {}
         for part in parts:
-            gate = self._process_supervisors[part.after].was_ready if part.after is not None else None
+            gate = self._process_supervisors[part.after].is_ready if part.after is not None else None
             log = ProcessLog(logs / f"{part.name.replace(' ', '-')}.log", config.max_log_bytes)
             self._process_supervisors[part.name] = ProcessSupervisor(part, log, self._context, gate)
         self._runner: asyncio.Task[None] | None = None
@@ -121,8 +122,9 @@ class Supervisor:
                 return
 
     async def _wait_all_ready(self) -> None:
-        for process_supervisor in self._process_supervisors.values():
-            await process_supervisor.was_ready.wait()
+        supervisors = self._process_supervisors.values()
+        while waiting := [found for found in supervisors if not found.is_ready.is_set()]:
+            await waiting[0].is_ready.wait()
 
     async def _read_logs(self) -> None:
         while True:

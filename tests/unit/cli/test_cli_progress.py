@@ -18,10 +18,12 @@ def test_plain_output_has_each_event_once():
     progress.printed("worker 0", ["loading [weights]"])
     progress.tick()
     progress.ready("worker 0", 38.4)
+    progress.ended("worker 0", "killed by SIGKILL", 0.0)
     progress.ended("worker 0", "killed by SIGKILL", 2.0)
     assert stream.getvalue().splitlines() == [
         "worker 0: starting",
         "worker 0: ready after 38 s",
+        "worker 0: exited (killed by SIGKILL); restarting now",
         "worker 0: exited (killed by SIGKILL); restarting in 2 s",
     ]
 

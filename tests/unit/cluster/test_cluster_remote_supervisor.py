@@ -176,10 +176,22 @@ async def test_worker_that_ends_later_is_restarted_as_a_new_incarnation(run):
 
 async def test_restarts_back_off(run):
     running = await run().started()
-    for number in range(2, 5):
+    for number in range(2, 6):
         running.cluster.end("worker 0")
         await eventually(lambda number=number: running.cluster.incarnations["worker 0"] == number)
-    assert running.observer.pauses == [0.01, 0.02, 0.02]
+    assert running.observer.pauses == [0, 0.01, 0.02, 0.02], "the first time at once: it had been ready"
+
+
+async def test_worker_that_had_joined_and_ends_while_others_start_is_restarted(run):
+    running = run()
+    running.connected = {"host-a/0"}
+    starting = asyncio.create_task(running.supervisor.start())
+    await eventually(lambda: running.observer.count("ready", "worker 0"))
+    running.cluster.end("worker 0")
+    await eventually(lambda: running.cluster.incarnations["worker 0"] == 2)
+    running.connected = {"host-a/0", "host-a/1"}
+    await starting
+    assert running.observer.pauses == [0]
 
 
 async def test_gateways_stop_before_workers_and_none_is_restarted(run):

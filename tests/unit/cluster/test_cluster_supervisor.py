@@ -92,8 +92,40 @@ async def test_crashing_process_is_restarted_with_backoff(tmp_path):
     part = script_part(tmp_path, "worker 0", "ready(); time.sleep(0.5); sys.exit(3)")  # time: seen ready before
     async with running(make_supervisor(tmp_path, seen, [part])):
         await eventually(lambda: len(seen.pauses) >= 4)
-    assert seen.pauses[:4] == [0.05, 0.1, 0.2, 0.2]
+    assert seen.pauses[:4] == [0, 0.05, 0.1, 0.2], "the first time at once"
     assert ("ended", "worker 0", "exit status 3") in seen.events
+
+
+async def test_process_that_was_ready_and_dies_while_others_start_is_restarted(tmp_path):
+    seen = Recorder()
+    slow = script_part(tmp_path, "gateway", "time.sleep(1.5); " + IDLE)  # time: of a start
+    supervisor = make_supervisor(tmp_path, seen, [script_part(tmp_path, "store", IDLE), slow])
+    starting = asyncio.create_task(supervisor.start())
+    try:
+        await eventually(lambda: seen.count("ready", "store"))
+        os.kill(supervisor.pids["store"], signal.SIGKILL)
+        await starting
+        assert (seen.count("ready", "store"), seen.pauses) == (2, [0])
+    finally:
+        await supervisor.stop()
+
+
+async def test_start_waits_for_a_process_that_is_being_restarted(tmp_path):
+    seen = Recorder()
+    again = f"if os.path.exists(d := {str(tmp_path / 'died')!r}): time.sleep(0.5); {IDLE}\n"  # time: of a start
+    dies = again + "open(d, 'w'); ready(); time.sleep(0.5)"  # time: seen to be ready
+    slow = script_part(tmp_path, "gateway", "time.sleep(1); " + IDLE)  # time: of a start
+    async with running(make_supervisor(tmp_path, seen, [script_part(tmp_path, "store", dies), slow])) as supervisor:
+        assert seen.count("ready", "store") == 2
+        assert set(supervisor.pids) == {"store", "gateway"}
+
+
+async def test_process_that_keeps_exiting_during_the_start_fails_it_with_its_cause(tmp_path):
+    crashing = script_part(tmp_path, "store", "ready(); time.sleep(0.4); raise ValueError('broken')")  # time: seen ready
+    parts = [crashing, script_part(tmp_path, "gateway", "stay()")]
+    with pytest.raises(StartupFailed, match=r"^store exited again and again: ValueError: broken"):
+        async with running(make_supervisor(tmp_path, Recorder(), parts, restart_max_s=0.05)):
+            pytest.fail("it is not ready")
 
 
 async def test_child_processes_are_gone_before_a_restart(tmp_path):
