@@ -7,6 +7,10 @@ turns seconds apart are comparable. CPU time is that of all of a server's proces
 Inter-token times are measured where the client reads its socket. Events that are read together arrived in one burst:
 for the median they share the gap before it, so that a server does not look faster for buffering tokens; for the 99th
 percentile the first of them has the whole gap, which is the stall that a user sees, and the others none.
+
+In the `loaded` cases other processes keep every core busy, or many clients stream at once. They measure how many events
+a stream still has: a server that is short of CPU time may send several tokens in one event, which a user sees as a
+jump.
 """
 
 from __future__ import annotations
@@ -14,8 +18,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
@@ -34,7 +41,7 @@ _SIZE = (512, 384)
 _ROUNDS = 5
 _ROUNDS_QUICK = 1
 #: Columns of the table.
-_KEYS = ("tokens/s", "gap_p50_ms", "gap_p99_ms", "cpu_ms/token")
+_KEYS = ("tokens/s", "gap_p50_ms", "gap_p99_ms", "cpu_ms/token", "events")
 #: Body fields for both servers: the model generates until max_tokens.
 _SAMPLING = {"temperature": 0, "ignore_eos": True}
 
@@ -45,14 +52,24 @@ class Case:
     num_tokens: int
     concurrency: int
     streamed: bool
+    loaded: bool = False
+    """Whether other processes keep every core busy."""
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.num_tokens} c={self.concurrency} {'streamed' if self.streamed else 'whole'}"
+        name = f"{self.kind} {self.num_tokens} c={self.concurrency} {'streamed' if self.streamed else 'whole'}"
+        return f"{name} loaded" if self.loaded else name
+
+    @property
+    def counts_events(self) -> bool:
+        """Whether the case is about events alone: the CPU is short, so times depend on the scheduler's whims."""
+        return self.loaded or self.concurrency > 16
 
     @property
     def num_requests(self) -> int:
         """Enough for a turn of at least half a second."""
+        if self.counts_events:
+            return self.concurrency
         each = {1: 6, 4: 6, 16: 3}[self.concurrency] if self.num_tokens == 64 else {1: 2, 4: 2, 16: 1}[self.concurrency]
         return each * self.concurrency
 
@@ -63,6 +80,11 @@ CASES = [
     for num_tokens in (64, 256)
     for concurrency in (1, 4, 16)
     for streamed in (True, False)
+]
+CASES += [
+    *(Case("text", 24, concurrency, streamed=True, loaded=True) for concurrency in (1, 8)),
+    Case("image", 24, 8, streamed=True, loaded=True),
+    Case("text", 24, 64, streamed=True),
 ]
 
 
@@ -75,9 +97,11 @@ class Turn:
     cpu_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     shared_gaps_s: list[float] = field(default_factory=list)
+    num_events: list[int] = field(default_factory=list)
 
     def note(self, reads: Sequence[tuple[float, int]]) -> None:
         """Record the read times of one stream, and the number of events in each read."""
+        self.num_events.append(sum(num_events for _, num_events in reads))
         for (before, _), (now, num_events) in pairwise(reads):
             self.gaps_s += [now - before, *[0.0] * (num_events - 1)]
             self.shared_gaps_s += [(now - before) / num_events] * num_events
@@ -103,12 +127,23 @@ async def _measure(report: Report, case: Case, *, servers: tuple[Server, Server]
     for number in range(options.rounds or (_ROUNDS_QUICK if options.quick else _ROUNDS)):
         for server in servers if number % 2 == 0 else servers[::-1]:
             await settle()
-            turns[server.name].append(await _turn(server, case, model))
+            with _busy_cores() if case.loaded else ExitStack():
+                turns[server.name].append(await _turn(server, case, model))
     figures = {name: [_figures(turn, case) for turn in found] for name, found in turns.items()}
     for name, found in figures.items():
         row = {key: median(each[key] for each in found) for key in found[0]}
         report.tables.setdefault(NAME, []).append({"case": case.name, "server": name, **dict.fromkeys(_KEYS), **row})
     report.bars += _bars(case, *(figures[server.name] for server in servers))
+
+
+@contextmanager
+def _busy_cores() -> Iterator[None]:
+    """Run two processes for each core that compute all the time."""
+    with ExitStack() as stack:
+        for _ in range(2 * len(os.sched_getaffinity(0))):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(process.kill)
+        yield
 
 
 async def _turn(server: Server, case: Case, model: str) -> Turn:
@@ -178,6 +213,8 @@ def _body(case: Case, model: str) -> bytes:
 def _figures(turn: Turn, case: Case) -> dict[str, float]:
     figures = {"tokens/s": turn.num_tokens / turn.wall_s, "cpu_ms/token": 1000 * turn.cpu_s / turn.num_tokens}
     if case.streamed:
+        figures["events"] = median(turn.num_events)
+    if case.streamed and not case.counts_events:  # there, all events of a stream may arrive together
         figures["gap_p50_ms"] = 1000 * median(turn.shared_gaps_s)
         figures["gap_p99_ms"] = 1000 * percentile(turn.gaps_s, 0.99)
     return figures
@@ -187,6 +224,8 @@ def _bars(case: Case, ours: Sequence[dict[str, float]], theirs: Sequence[dict[st
     def ratio(key: str) -> float:
         return median(a[key] / b[key] for a, b in zip(ours, theirs, strict=True))
 
+    if case.counts_events:
+        return [Bar(f"{case.name}: events of a stream / plain", ratio("events"), 0.8, "at least")]
     bars = [
         Bar(f"{case.name}: tokens/s / plain", ratio("tokens/s"), 0.97, "at least"),
         Bar(f"{case.name}: CPU per token / plain", ratio("cpu_ms/token"), 1.05, "at most"),

@@ -10,12 +10,17 @@ from medialane.core.errors import GenerationFailed, MedialaneError
 from medialane.core.request import OutputDelta, merge_deltas
 from medialane.rpc.pooled_output import PooledOutput
 
+#: Deltas that are queued for the consumer and delivered one by one. More are merged: the client reads too slowly, or
+#: this process is short of CPU time for seconds, and what merging saves lets it catch up.
+MAX_SEPARATE_DELTAS = 64
+
 
 class RemoteRequest:
     """Async iterator over the output deltas, for one consumer. Created by `RpcClient.submit`.
 
-    If `mergeable`, deltas received while the consumer was busy (for example, writing to a slow client) are merged:
-    later processing costs per delta, not per token. The parts of a `pooled` output are one delta.
+    Deltas are delivered as they were received, although several may have arrived while this process was busy: to a
+    client each is an event. If `mergeable`, more than `MAX_SEPARATE_DELTAS` are merged. The parts of a `pooled` output
+    are one delta.
 
     The iteration ends after the finished delta. It raises the error reported by the worker, WorkerLost if the
     connection is closed first, GenerationFailed after `abort` or if more than `max_queued_bytes` are queued for a slow
@@ -53,7 +58,7 @@ class RemoteRequest:
             if self._complete:
                 raise StopAsyncIteration
             await self._wait()
-        if self._mergeable and len(self._queue) > 1:
+        if self._mergeable and len(self._queue) > MAX_SEPARATE_DELTAS:
             deltas = [delta for delta, _ in self._queue]
             self._queue.clear()
             self._num_queued_bytes = 0

@@ -39,22 +39,30 @@ async def test_iteration_waits_for_later_deltas(recorded):
     assert await reading == [1, 2]
 
 
-async def test_queued_deltas_are_merged(recorded):
-    for token in (1, 2, 3):
-        recorded.remote.on_output(delta(token), 30)
-    recorded.remote.on_output(delta(4, finished=True), 10)
+async def test_deltas_that_arrived_together_are_delivered_one_by_one(recorded):
+    for token in range(23):
+        recorded.remote.on_output(delta(token), 1)
+    recorded.remote.on_output(delta(23, finished=True), 1)
+    deltas = [each async for each in recorded.remote]
+    assert [each.completions[0].token_ids for each in deltas] == [[token] for token in range(24)]
+
+
+async def test_deltas_far_ahead_of_their_reader_are_merged(recorded):
+    for token in range(99):
+        recorded.remote.on_output(delta(token), 1)
+    recorded.remote.on_output(delta(99, finished=True), 1)
     merged = await anext(recorded.remote)
-    assert merged.completions[0].token_ids == [1, 2, 3, 4]
+    assert merged.completions[0].token_ids == list(range(100))
     assert merged.finished
     assert await tokens_of(recorded.remote) == []
 
 
 async def test_merging_deltas_frees_buffer_space(recorded):
-    for token in (1, 2):
-        recorded.remote.on_output(delta(token), 50)
+    for token in range(80):
+        recorded.remote.on_output(delta(token), 1)
     await anext(recorded.remote)
-    for token in (3, 4):
-        recorded.remote.on_output(delta(token), 50)
+    for token in range(80, 160):
+        recorded.remote.on_output(delta(token), 1)
     assert recorded.aborts == []
 
 
