@@ -60,17 +60,17 @@ class HostStore:
         self.address = address or store_address(arena)
         self._preparers = preparers
         self._fetcher = fetcher
-        self._mover = mover
+        self.mover = mover
         self.items = self._make_items()
         self.fairness = LoopFairness()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         self._stack.callback(self.fairness.close)
-        self.pulls = Pulls(self.arena, RPC, [] if self._mover is None else [self._mover])
+        self.pulls = Pulls(self.arena, RPC, [] if self.mover is None else [self.mover])
         self._stack.push_async_callback(self.pulls.close)
-        if self._mover is not None:
-            published = PublishedImages(self.arena, self.pulls, self._mover, self.media)
+        if self.mover is not None:
+            published = PublishedImages(self.arena, self.pulls, self.mover, self.media)
             self._stack.push_async_callback(published.close)
             self.items = self._make_items(published)
         await self.pulls.serve("tcp://127.0.0.1:0")

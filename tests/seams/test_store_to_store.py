@@ -15,7 +15,7 @@ from host_store import HostStore
 from medialane.arena import Arena, ArenaConfig
 from medialane.gateway import GatewayConfig, open_scope
 from medialane.store import StoreGrants
-from medialane.transfer import TransferConfig
+from medialane.transfer import StillWriting, TransferConfig
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -43,22 +43,44 @@ class OtherHost:
         return self.store.pulls.stats.num_pulls.get("tcp", 0)
 
 
+class StuckMover:
+    """A nixl whose reads are given up. `ended` is set when their destinations may be reused."""
+
+    name = "nixl"
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+
+    def is_ready(self) -> bool:
+        return True
+
+    async def offer(self, *, wait: bool) -> bytes:
+        return b"metadata"
+
+    async def read(self, source, destination, *, deadline_s: float) -> None:
+        raise StillWriting(self.ended.wait())
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
 @pytest.fixture
-async def other_host():
+async def other_host(request):
+    mover = request.param() if hasattr(request, "param") else None
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="host-") as folder:
         arena = Arena.create(ArenaConfig(size_bytes=32 << 20, directory=folder))
         async with AsyncExitStack() as stack:
             stack.callback(arena.close)
-            store = await stack.enter_async_context(HostStore(arena, None, None))
+            store = await stack.enter_async_context(HostStore(arena, None, None, mover=mover))
             yield OtherHost(folder, arena, store, stack)
             await eventually(lambda: arena.stats().num_leases == 0, "leases end with their requests")
         assert arena.stats().num_reservations == 0
     gc.collect()
 
 
-def parts_for(arena, preparers, workers, *, transport="auto", stage="auto", beside=None):
+def parts_for(arena, preparers, workers, *, transport="auto", stage="auto", beside=None, mover=None):
     config, transfer = GatewayConfig(stage=stage, **FAST), TransferConfig(transport=transport)
-    return Parts(arena, preparers, workers, config=config, transfer=transfer, beside=beside)
+    return Parts(arena, preparers, workers, config=config, transfer=transfer, beside=beside, mover=mover)
 
 
 def transfer_of(scope):
@@ -161,6 +183,27 @@ async def test_nixl_that_is_chosen_and_missing_falls_back_with_the_same_output(a
         assert transfer_of(scope) == ("url", "inline")
         assert far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_failed") == 1
     assert other_host.num_pulls == 0
+
+
+@pytest.mark.parametrize("other_host", [StuckMover], indirect=True)
+@pytest.mark.parametrize(("transport", "sent"), [("nixl", ("url", "inline")), ("auto", ("features", "pull"))])
+async def test_read_that_is_given_up_falls_back_to_the_next_mover_or_stage_with_the_same_output(
+    arena, preparers, worker, other_host, transport, sent
+):
+    """With `auto`, tcp is next."""
+    stuck = other_host.store.mover
+    async with parts_for(arena, preparers, [worker], stage=sent[0]) as near:
+        with open_scope():
+            expected = await near.answer(prompt(png()))
+    workers = [await other_host.worker()]
+    async with parts_for(arena, preparers, workers, transport=transport, mover=StuckMover()) as far:
+        with open_scope() as scope:
+            assert await far.answer(prompt(png())) == expected
+        assert transfer_of(scope) == sent
+        num_given_up = far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_timeout")
+        assert num_given_up == (transport == "nixl")
+    stuck.ended.set()
+    await eventually(lambda: other_host.store.pulls.stats.num_quarantined == 0)
 
 
 async def test_full_arena_at_the_worker_falls_back(arena, preparers, other_host):

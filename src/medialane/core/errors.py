@@ -6,6 +6,7 @@ written for clients: no third-party error text, no addresses, no local paths.
 
 from __future__ import annotations
 
+import inspect
 from typing import ClassVar
 
 import msgspec
@@ -17,7 +18,8 @@ class MedialaneError(Exception):
     """Base class.
 
     `param` is the invalid field of the request in OpenAI's notation (`messages[0].content[2].image_url`),
-    `retry_after_s` the value of the Retry-After header.
+    `retry_after_s` the value of the Retry-After header. Other processes rebuild errors of any class (`from_report`), so
+    the constructors of all classes have these parameters and no others; otherwise their definition raises TypeError.
     """
 
     status: ClassVar[int] = 500
@@ -29,6 +31,8 @@ class MedialaneError(Exception):
         cls.code = code
         cls.status = status or cls.status
         cls.kind = kind or cls.kind
+        if list(inspect.signature(cls).parameters) != ["message", "param", "retry_after_s"]:
+            raise TypeError(f"{cls.__name__} cannot be rebuilt by another process: its constructor differs")
         _CLASSES[code] = cls
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
@@ -129,6 +133,8 @@ class MediaLost(HandoverFailed, code="media_lost"): ...  # with the store in who
 
 class TransferFailed(HandoverFailed, code="transfer_failed"):
     """An entry could not be copied from another host's store. Another mover or transfer path may succeed."""
+
+class TransferTimeout(TransferFailed, code="transfer_timeout"): ...  # a mover was given up
 
 class ProtocolViolation(MedialaneError, code="protocol_violation"):
     """The peer violated the protocol; the connection is closed."""

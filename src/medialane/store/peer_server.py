@@ -71,6 +71,8 @@ MAX_UNREGISTERED = 32
 #: Connections that are not idle: handshakes, and pulls.
 _MAX_THREADS = 256
 HELLO_TIMEOUT_S = 5.0
+#: From the first byte of a request until its reply is sent, unless it opens an entry.
+REQUEST_TIMEOUT_S = 5.0
 #: Longer than a destination keeps an idle connection.
 IDLE_TIMEOUT_S = 120.0
 #: The loop answers at once, unless this process is stopped.
@@ -215,6 +217,7 @@ class PeerServer:
     def _request(self, connection: _Connection) -> None:
         """Called when something can be read from an idle connection."""
         self._loop.remove_reader(connection.socket.fileno())
+        connection.deadline = time.monotonic() + REQUEST_TIMEOUT_S
         with self._ending_on_errors(connection):
             connection.socket.set_blocking()  # libuv makes what it polls non-blocking
             frame = connection.socket.receive_at_once(MAX_MESSAGE_BYTES)
@@ -239,6 +242,8 @@ class PeerServer:
         connection.socket.authenticate(self._security.authentication(PROTOCOL, Role.STORE, Role.STORE))
         self._welcome(connection.socket)
         connection.is_registered = True
+        for mover in self._movers:
+            self._loop.call_soon_threadsafe(mover.is_ready)  # if not, it starts now rather than at the first entry
 
     def _welcome(self, peer: PeerSocket) -> None:
         hello = decode_to_source(peer.receive(MAX_HELLO_BYTES))
@@ -292,11 +297,11 @@ class PeerServer:
         self, connection: _Connection, entry: RemoteEntry, offers: dict[str, bytes]
     ) -> EntryOpened | PeerRefused:
         """Hold the entry for this connection; return the reply."""
-        connection.deadline = time.monotonic() + longest_hold_s(entry.range.nbytes)
         try:
             lease = self._lease(entry)
         except MedialaneError as error:
             return PeerRefused(to_report(error))
+        connection.deadline = time.monotonic() + longest_hold_s(lease.range.nbytes)
         if not connection.own(lease):
             raise HandoverFailed("the connection has ended")
         value = lease.value

@@ -20,6 +20,7 @@ from medialane.core.errors import (
     MediaFetchFailed,
     MediaFetchTimeout,
     TransferFailed,
+    TransferTimeout,
     Unavailable,
 )
 from medialane.core.feature import Feature
@@ -32,7 +33,6 @@ from medialane.media.published_image import PIXMAP_HEADER_BYTES, PublishedImage,
 from medialane.media.url_cache import url_key
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.pulls import Pulls
-from medialane.transfer import StillWriting
 from medialane.transfer.nixl import NixlMover, Published, RdmaMetadata
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class PublishedImages:
             await self._pulls.fill(
                 reservation, lambda: self._mover.read_published(metadata, [pixels], deadline_s=deadline_s)
             )
-        except StillWriting as error:
+        except TransferTimeout as error:
             raise MediaFetchTimeout("timeout while reading the published image") from error
         except TransferFailed as error:
             logger.warning("reading a published image failed: %s", error.message)

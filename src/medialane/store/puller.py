@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease, Reservation
-from medialane.core.errors import TransferFailed
+from medialane.core.errors import MediaTooLarge, TransferFailed, TransferTimeout
 from medialane.core.feature import Embedding, Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.media import EncodedMedia
@@ -64,6 +64,8 @@ class Puller:
 
         The caller owns the lease. Raises TransferFailed, ArenaFull, MediaTooLarge.
         """
+        if not ENTRY_HEADER_BYTES <= entry.range.nbytes <= ENTRY_HEADER_BYTES + self._arena.max_payload_bytes:
+            raise MediaTooLarge("the entry is larger than this host's arena")
         if (found := self._arena.lease_cached(entry.key, entry.kind)) is None:
             found = await self._pulling.do((entry.kind, entry.key), lambda: self._pull(entry))
         if found.range.nbytes != entry.range.nbytes:
@@ -73,7 +75,7 @@ class Puller:
 
     async def fill(self, reservation: Reservation, read: Callable[[], Awaitable[None]]) -> None:
         """Fill a range by `read`, which raises what `Mover.read` raises. The caller owns the reservation if it returns;
-        otherwise it ends when nothing writes to the range any more. Raises TransferFailed, StillWriting."""
+        otherwise it ends when nothing writes to the range any more. Raises TransferFailed."""
         with self._freed_on_errors(reservation):
             async with self._slots:
                 await read()
@@ -92,6 +94,8 @@ class Puller:
             deadline = time.monotonic() + longest_pull_s(entry.range.nbytes)
             if entry.mover == "tcp" or (entry.mover == "auto" and len(self._movers) == 1):
                 return await self._pull_by_tcp(entry, deadline)
+            for mover in self._movers.values():
+                mover.is_ready()  # if not, it starts while we connect, as it does at the source
             with ExitStack() as owned:
                 async with self._peers.open(entry, deadline=deadline) as opened:
                     reservation = owned.enter_context(await self._copied(opened, deadline))
@@ -116,10 +120,12 @@ class Puller:
         """Return a range with the payload, copied by the first mover that works. The caller owns it."""
         error = TransferFailed(f"the other store does not offer --transport {opened.entry.mover}")
         usable = self._usable(opened)
-        for name in self._speed.order(opened.entry.address, usable, opened.entry.range.nbytes):
+        order = self._speed.order(opened.entry.address, usable, opened.entry.range.nbytes)
+        for index, name in enumerate(order):
             mover, started = self._movers[name], time.monotonic()
+            share_s = (deadline - started) / (len(order) - index)  # one that hangs leaves time for the next
             try:
-                reservation = await self._read(mover, opened, deadline)
+                reservation = await self._read(mover, opened, max(0.0, share_s))
             except TransferFailed as failed:
                 self._failed(mover.name, opened.entry.address, failed)
                 error = failed
@@ -138,14 +144,13 @@ class Puller:
             return [name for name in names if name == entry.mover]
         return [name for name in names if self._movers[name].is_ready()]
 
-    async def _read(self, mover: Mover, opened: PeerEntry, deadline: float) -> Reservation:
+    async def _read(self, mover: Mover, opened: PeerEntry, deadline_s: float) -> Reservation:
         """Reserve a range and have the mover fill it. The caller owns it. Raises TransferFailed, ArenaFull."""
         entry = opened.entry
         reservation = self._arena.reserve(entry.range.nbytes - ENTRY_HEADER_BYTES, entry.kind)
-        started = time.monotonic()
         with self._freed_on_errors(reservation), reservation.buffer as payload:
             destination = Destination(reservation.range, payload)
-            await mover.read(opened, destination, deadline_s=max(0.0, deadline - started))
+            await mover.read(opened, destination, deadline_s=deadline_s)
         self._health.succeeded(entry.address, mover.name)
         self._num_pulls[mover.name] += 1
         self._num_bytes[mover.name] += entry.range.nbytes
@@ -159,12 +164,12 @@ class Puller:
 
     @contextmanager
     def _freed_on_errors(self, reservation: Reservation) -> Iterator[None]:
-        """Free the range after an error, once nothing writes to it any more."""
+        """Free the range after an error, once nothing writes to it any more. StillWriting becomes TransferTimeout."""
         try:
             yield
         except StillWriting as error:
             self._set_aside(reservation, error)
-            raise
+            raise TransferTimeout(str(error)) from error
         except BaseException:  # cancellation included: the range has no other owner, and nothing writes to it
             reservation.abandon()
             raise

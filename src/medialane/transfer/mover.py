@@ -22,17 +22,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping
 from typing import NamedTuple, Protocol
 
-from medialane.core.errors import TransferFailed
 from medialane.core.remote_entry import MoverName, RemoteEntry
 from medialane.core.tensor import ArenaRange
 
 
-class StillWriting(TransferFailed, code="transfer_still_writing"):
+class StillWriting(Exception):
     """The read was given up, but its destination may still be written. `ended` returns when that is impossible; until
-    then the range must not be reused. It raises nothing, and may take arbitrarily long."""
+    then the range must not be reused. It raises nothing, and may take arbitrarily long.
 
-    def __init__(self, message: str, ended: Awaitable[None]) -> None:
-        super().__init__(message)
+    Not a MedialaneError, because it never leaves the store: whoever owns the range puts it in quarantine and raises
+    TransferTimeout."""
+
+    def __init__(self, ended: Awaitable[None]) -> None:
+        super().__init__("the read has not ended in time")
         self.ended = ended
 
 

@@ -121,7 +121,7 @@ async def test_start_waits_for_a_process_that_is_being_restarted(tmp_path):
 
 
 async def test_process_that_keeps_exiting_during_the_start_fails_it_with_its_cause(tmp_path):
-    crashing = script_part(tmp_path, "store", "ready(); time.sleep(0.4); raise ValueError('broken')")  # time: seen ready
+    crashing = script_part(tmp_path, "store", "ready(); time.sleep(0.4); raise ValueError('broken')")  # time: it is seen
     parts = [crashing, script_part(tmp_path, "gateway", "stay()")]
     with pytest.raises(StartupFailed, match=r"^store exited again and again: ValueError: broken"):
         async with running(make_supervisor(tmp_path, Recorder(), parts, restart_max_s=0.05)):

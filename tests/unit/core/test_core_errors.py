@@ -1,10 +1,13 @@
 """The exception hierarchy: client responses, and round trips between processes."""
 
+import importlib
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
 
+import medialane
 from medialane.core import errors
 from medialane.core.errors import ErrorReport, MedialaneError, Unavailable, from_report, to_report
 
@@ -13,7 +16,15 @@ def tree(cls=MedialaneError):
     return [cls, *(found for child in cls.__subclasses__() for found in tree(child))]
 
 
-CLASSES = [cls for cls in tree() if cls.__module__ == errors.__name__]
+def defining_modules():
+    """Return the modules that define errors."""
+    root = Path(medialane.__file__).parent
+    files = [path for path in root.rglob("*.py") if re.search(r"^class \w+\(.*\bcode=", path.read_text(), re.MULTILINE)]
+    return [".".join(("medialane", *path.relative_to(root).with_suffix("").parts)) for path in files]
+
+
+MODULES = [importlib.import_module(name).__name__ for name in defining_modules()]
+CLASSES = [cls for cls in tree() if cls.__module__ in MODULES]
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -23,6 +34,15 @@ def test_error_round_trips_between_processes(cls):
     found = from_report(report)
     assert type(found) is cls
     assert (found.message, found.param, found.retry_after_s) == ("what happened", "messages[0].content[1]", 3)
+
+
+def test_class_that_another_process_could_not_rebuild_cannot_be_defined():
+    with pytest.raises(TypeError, match="cannot be rebuilt"):
+
+        class Unsendable(MedialaneError, code="unsendable"):
+            def __init__(self, message: str, cause: Exception) -> None: ...
+
+    assert type(from_report(ErrorReport("unsendable", "what happened"))) is MedialaneError
 
 
 def test_code_of_a_newer_release_becomes_a_plain_error():

@@ -11,10 +11,20 @@ from peer_world import MIB, Host, ScriptedSource, connect, opening, pattern
 
 from certificates import tls_settings
 from medialane.arena import ENTRY_HEADER_BYTES, describe
-from medialane.core.errors import ArenaFull, HandoverFailed, StartupFailed, TransferFailed
+from medialane.core.errors import (
+    ArenaFull,
+    HandoverFailed,
+    MediaTooLarge,
+    StartupFailed,
+    TransferFailed,
+    TransferTimeout,
+    from_report,
+    to_report,
+)
 from medialane.core.feature import Embedding, Feature
 from medialane.core.media import EncodedMedia, MediaSize
-from medialane.core.tensor import TensorSpec
+from medialane.core.remote_entry import RemoteEntry
+from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.rpc import RpcConfig
 from medialane.store import peer_server, peers, puller
 from medialane.store.peer_messages import (
@@ -413,8 +423,11 @@ class FakeMover:
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
         self.num_reads = 0
+        self.num_starts = 0
+        self.hangs = False
 
     def is_ready(self) -> bool:
+        self.num_starts += 1
         return True
 
     async def offer(self, *, wait: bool) -> bytes | None:
@@ -425,6 +438,9 @@ class FakeMover:
         self.num_reads += 1
         if self.errors:
             raise self.errors.pop(0)
+        if self.hangs:
+            await asyncio.sleep(deadline_s)  # time: until it is given up
+            raise TransferFailed("timed out")
         destination.payload[:] = pattern(source.entry.key, len(destination.payload))
 
     async def close(self) -> None:
@@ -435,7 +451,8 @@ class FakeMover:
 async def two_hosts():
     """A source and a destination with a fake mover, whose errors can be set."""
     source, destination, mover = Host(), Host(), FakeMover()
-    source.pulls = Pulls(source.arena, RpcConfig(), [FakeMover()])
+    source.mover = FakeMover()
+    source.pulls = Pulls(source.arena, RpcConfig(), [source.mover])
     destination.pulls = Pulls(destination.arena, RpcConfig(), [mover])
     await source.serve()
     yield source, destination, mover
@@ -474,7 +491,7 @@ async def test_mover_that_fails_falls_back_to_tcp_and_is_avoided_for_a_time(two_
 async def test_range_that_may_still_be_written_is_not_reused_before_the_mover_permits_it(two_hosts):
     source, destination, mover = two_hosts
     ended = asyncio.Event()
-    mover.errors = [StillWriting("timed out", ended.wait())]
+    mover.errors = [StillWriting(ended.wait())]
     with source.store("k") as stored, await pull(destination, source.grant(stored)) as copied:
         assert destination.payload(copied) == source.payload(stored), "by tcp, into another range"
         assert destination.arena.stats().num_reservations == 1
@@ -482,6 +499,46 @@ async def test_range_that_may_still_be_written_is_not_reused_before_the_mover_pe
         ended.set()
         await eventually(lambda: destination.pulls.stats.num_quarantined == 0)
         assert destination.arena.stats().num_reservations == 0
+
+
+async def test_chosen_mover_that_is_given_up_fails_the_pull_with_an_error_for_other_processes(two_hosts):
+    source, destination, mover = two_hosts
+    ended = asyncio.Event()
+    mover.errors = [StillWriting(ended.wait())]
+    with source.store("k") as stored, pytest.raises(TransferFailed) as raised:
+        await pull(destination, msgspec.structs.replace(source.grant(stored), mover="nixl"))
+    rebuilt = from_report(to_report(raised.value))
+    assert (type(rebuilt), rebuilt.message) == (TransferTimeout, raised.value.message)
+    ended.set()
+    await eventually(lambda: destination.pulls.stats.num_quarantined == 0)
+
+
+async def test_mover_that_hangs_leaves_time_for_the_next(two_hosts, monkeypatch):
+    source, destination, mover = two_hosts
+    monkeypatch.setattr(puller, "longest_pull_s", lambda _: 2.0)
+    mover.hangs = True
+    with source.store("k") as stored, await pull(destination, source.grant(stored)) as copied:
+        assert destination.payload(copied) == source.payload(stored)
+    assert destination.pulls.stats.num_pulls == {"tcp": 1}
+
+
+async def test_movers_are_started_when_a_peer_connects(two_hosts):
+    source, destination, mover = two_hosts
+    with source.store("k") as stored:
+        entry = source.grant(stored)
+    peer = await asyncio.to_thread(connect, entry.address)
+    await eventually(lambda: source.mover.num_starts)
+    peer.close()
+    with pytest.raises(TransferFailed):  # before it is known whether the source has the mover, too
+        await pull(destination, msgspec.structs.replace(entry, address="tcp://127.0.0.1:1"))
+    assert mover.num_starts
+
+
+async def test_entry_that_cannot_fit_is_refused_before_its_store_is_asked(destination):
+    for nbytes in (0, 16 * MIB + 4096, 1 << 62):
+        entry = RemoteEntry(ArenaRange("0" * 32, 4096, nbytes, 1), "processed", "k", "tcp://127.0.0.1:1", 0, b"")
+        with pytest.raises(MediaTooLarge):
+            await pull(destination, entry)
 
 
 # Destinations that fail.
@@ -533,6 +590,20 @@ async def test_destination_that_violates_the_protocol_is_disconnected(source, me
 
     with pytest.raises(TransferFailed):
         await asyncio.to_thread(violate)
+    peer.close()
+
+
+async def test_peer_without_a_capability_keeps_no_thread_however_large_its_entry(source, monkeypatch):
+    monkeypatch.setattr(peer_server, "REQUEST_TIMEOUT_S", 0.3)
+    forged = RemoteEntry(ArenaRange("0" * 32, 0, (1 << 63) - 1, 1), "processed", "k", "tcp://127.0.0.1:1", 0, b"")
+    peer = await asyncio.to_thread(lambda: connect(address_of(source), receive_buffer=1))
+
+    def flood():
+        while True:  # it never reads the replies, which fill the sockets' buffers
+            peer.send(*[OpenEntry(forged)] * 1000)
+
+    with pytest.raises(TransferFailed):
+        await asyncio.wait_for(asyncio.to_thread(flood), 10)
     peer.close()
 
 

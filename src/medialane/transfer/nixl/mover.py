@@ -151,7 +151,8 @@ class NixlMover:
         await self._read(job, deadline_s)
 
     async def close(self) -> None:
-        """Kill the process. Idempotent. All reads end, those that were given up included."""
+        """Kill the process. Idempotent. All reads end, those that were given up included; no process is started."""
+        self._refusal = NixlRefused("the store is stopping")
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait([self._starting])
@@ -174,7 +175,7 @@ class NixlMover:
             if not done.done():
                 num_bytes = sum(source.size for source in job.sources)
                 ended = self._give_up(child, done, num_bytes, deadline=deadline)
-                raise StillWriting("a NIXL read has not ended in time", ended) from error
+                raise StillWriting(ended) from error
             if isinstance(error, asyncio.CancelledError):
                 raise
             done.result()
