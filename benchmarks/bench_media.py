@@ -46,6 +46,7 @@ from medialane.config import process_environ
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.gateway.intake import extract
+from medialane.gateway.references import References
 from medialane.media import Fetcher, MediaConfig
 from medialane.media.audio import decode_audio
 from medialane.media.image import decode_image
@@ -229,7 +230,7 @@ def _body() -> Case:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 1}).encode()
 
     def ours() -> Result:
-        intake = extract(body, CONFIG)
+        intake = extract(body, CONFIG, references=References.random())
         _parsed(intake.body)
         encoded = intake.refs[0].data or b""
         content_hash(encoded)

@@ -29,6 +29,7 @@ from medialane.core.errors import (
     PreparersBusy,
     PromptRejected,
     PromptTooLong,
+    TooManyMediaItems,
     WorkerLost,
 )
 from medialane.core.feature import PlaceholderRange
@@ -219,9 +220,9 @@ async def test_vllms_connector_resolves_references_and_fetches_nothing_itself(se
                 await find("http://169.254.169.254/")
             ref = MediaRef(modality, "messages[0].content[0]", url="http://169.254.169.254/")
             scope.extracted = ExtractedMedia((ref,))
-            assert await find("medialane:0") == ref
+            assert await find(scope.references.text(0)) == ref
             blocking = getattr(connector, f"fetch_{modality}")  # in queries and documents to score
-            assert blocking("medialane:0") == ref
+            assert blocking(scope.references.text(0)) == ref
             with pytest.raises(InvalidMediaUrl):
                 blocking("http://169.254.169.254/")
     public = {n for n in vars(MediaConnector) if n.startswith(("fetch_", "load_"))}
@@ -576,3 +577,58 @@ async def test_placeholder_ranges_are_as_vllm_expects(server):
     assert (found.offset, found.length) == (3, 4)
     assert torch.equal(found.is_embed, torch.tensor([True, False, True, True]))
     assert to_vllm_range(PlaceholderRange(3, 4)).is_embed is None
+
+
+def generate(*parts, token_ids, **more):
+    return {"token_ids": token_ids, "sampling_params": {"max_tokens": 4}, "content_parts": list(parts), **more}
+
+
+async def test_media_of_a_prompt_of_token_ids(server):
+    server.backend.known = {"mine": "c" * 64}
+    token = server.backend.image_token
+    parts = [{"type": "image_url", "url": DATA_URL}, {"type": "image_url", "uuid": "mine"}]
+    body = generate(*parts, token_ids=[1, token, token], cache_salt="tenant")
+    response = await server.client.post("/inference/v1/generate", json=body)
+    assert response.status_code == 200, response.text
+    items = server.backend.prompts[0].items
+    assert [(item.data, item.content, item.salt) for item in items] == [
+        (DATA, None, "tenant"),
+        (None, "c" * 64, "tenant"),
+    ]
+
+
+@pytest.mark.parametrize("url", ["medialane:0", "medialane::0", "data:image/png;base64,medialane:0"])
+async def test_reference_in_a_prompt_of_token_ids_is_refused(server, url):
+    """Refused by intake, or because it is neither base64 nor a URL."""
+    parts = [{"type": "image_url", "url": DATA_URL}, {"type": "image_url", "url": url}]
+    response = await server.client.post("/inference/v1/generate", json=generate(*parts, token_ids=[1, 2]))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "content_parts[1]"
+    assert server.backend.prompts == []
+
+
+async def test_item_that_a_prompt_repeats_is_refused(server):
+    """No request of a client has this effect: references are unknown to it."""
+    ref = MediaRef("image", "messages[0].content[0]", data=DATA)
+    with open_scope(), pytest.raises(TooManyMediaItems):
+        await server.frontend.renderer._process_multimodal_async([1, 2], {"image": [ref, ref]})
+
+
+@pytest.mark.parametrize("kind", ["image_url", "audio_url", "video_url"])
+async def test_url_without_an_object_is_quoted_as_sent(server, kind):
+    url = "https://example.com/harbour.png"
+    response = await server.chat({"type": kind, kind: url})
+    assert response.status_code == 400
+    assert f"input_value='{url}'" in response.text
+    assert "medialane:" not in response.text
+    assert response.headers["content-length"] == str(len(response.content))
+
+
+@pytest.mark.parametrize("more", [{}, {"a": 1}, {"description": "a harbour"}, {"description": "of a harbour at noon"}])
+async def test_abridged_reference_is_not_shown(server, more):
+    """pydantic shows 50 characters of a part without its `detail`."""
+    response = await server.chat({"type": "input_image", "image_url": DATA_URL, **more})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert "input_value={" in message
+    assert not [piece for piece in ("medial", "lane:", ":0'") if piece in message], message

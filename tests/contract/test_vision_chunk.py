@@ -91,12 +91,13 @@ def test_embeddings_of_a_chunk_are_refused(processor):
 
 async def test_references_pass_through_vllms_chunks(hook):
     source = hook.reference("image", "medialane:0", None)
+    other = MediaRef("image", "there", url="http://x")
     chunks, _ = _resolve_vision_chunk_items(
-        [(ChunkSource(source), "a uuid"), (ChunkSource(source), None)], None, ["image"] * 2
+        [(ChunkSource(source), "a uuid"), (ChunkSource(other), None)], None, ["image"] * 2
     )
     assert hook.takes_chunks
     found = await hook._references({"vision_chunk": chunks}, {"vision_chunk": ["a uuid"]}, None)
-    assert found == (source, source)
+    assert found == (source, other)
 
 
 def test_videos_are_refused(hook):

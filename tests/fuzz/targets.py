@@ -17,12 +17,14 @@ from audio_maker import FILES, by_ffmpeg, tones
 from medialane.core.errors import MedialaneError
 from medialane.core.media import Modality
 from medialane.gateway.intake import extract
+from medialane.gateway.references import References
 from medialane.media import MediaConfig, parse_data_url, probe, sniff
 from medialane.media.freshness import freshness_of
 from medialane.media.image import decode_image
 from medialane.media.url_guard import UrlGuard
 
 #: Small enough that no valid image takes long.
+REFERENCES = References("medialane:")
 CONFIG = MediaConfig(max_image_pixels=500_000, max_image_side=4096)
 _GUARD = UrlGuard(CONFIG)
 
@@ -185,7 +187,7 @@ _AUDIO_TOKENS = [
 
 #: Functions that read only headers or text. Each must return within `HEADER_S` of CPU time.
 HEADER_TARGETS = [
-    Target("lift", lambda data: extract(data, CONFIG), _BODIES, _BODY_TOKENS),
+    Target("lift", lambda data: extract(data, CONFIG, references=REFERENCES), _BODIES, _BODY_TOKENS),
     Target(
         "data_url",
         lambda data: parse_data_url(data, CONFIG.max_data_url_bytes),

@@ -750,7 +750,7 @@ async def test_uuids_are_looked_up_after_admission(arena, preparers, worker):
             with open_scope() as scope:
                 scope.extracted = ExtractedMedia((MediaRef("image", "p", alias=Alias("u", "image")),))
                 with pytest.raises(PreparersBusy):
-                    await parts.gateway.by_uuid("medialane:0")
+                    await parts.gateway.by_uuid(scope.references.text(0))
 
 
 async def test_text_request_needs_no_preparers_or_leases(arena, preparers, worker):

@@ -40,20 +40,21 @@ def seen(worker):
     return seen
 
 
-def uploaded(data):
+def uploaded(data, references):
     """What intake makes of a form with this file."""
     head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
     body = head + data + b"\r\n--b--\r\n"
-    return ExtractedMedia(extract_files(body, TYPE, MediaConfig(), GatewayConfig(), size=len(body)).refs)
+    config, limits = MediaConfig(), GatewayConfig()
+    return ExtractedMedia(extract_files(body, TYPE, config, limits, references=references, size=len(body)).refs)
 
 
 async def transcribe(parts, data, budget=None):
     """Send a file as a client does; this stands in for vLLM: it cuts the samples into two clips."""
     with open_scope() as scope:
-        scope.extracted = uploaded(data)
+        scope.extracted = uploaded(data, scope.references)
         scope.memory = BudgetCharge(budget or Budget(1 << 30))
         scope.take(scope.memory)
-        wave = await parts.gateway.decode_audio("medialane:0", RATE)
+        wave = await parts.gateway.decode_audio(scope.references.text(0), RATE)
         samples = np.frombuffer(wave, np.float32, offset=wave_size(0))
         clips = [await parts.gateway.audio(clip, RATE) for clip in np.array_split(samples, 2)]
         for clip in clips:
@@ -91,8 +92,8 @@ async def test_error_of_the_decoder_names_the_field(arena, preparers, worker):
 
 async def test_content_of_a_file_is_never_taken_for_a_reference(arena, preparers, worker):
     async with Parts(arena, preparers, [worker]) as parts:
-        with open_scope(), pytest.raises(InvalidMediaUrl):
-            await parts.gateway.decode_audio("medialane:0", RATE)
+        with open_scope() as scope, pytest.raises(InvalidMediaUrl):
+            await parts.gateway.decode_audio(scope.references.text(0), RATE)
 
 
 async def test_samples_are_charged_to_the_memory_for_bodies(arena, preparers, worker):

@@ -58,8 +58,9 @@ async def ask(parts, *content, salt=None, stage_options=b"{}"):
     """Send a body as clients do; this stands in for vLLM: its hook resolves every reference in the body's order."""
     body = {"messages": [{"role": "user", "content": list(content)}], "cache_salt": salt}
     with open_scope() as scope:
-        scope.extracted = ExtractedMedia(extract(json.dumps(body).encode(), MediaConfig()).refs)
-        items = tuple([await parts.gateway.by_uuid(f"medialane:{n}") for n in range(len(scope.extracted.refs))])
+        found = extract(json.dumps(body).encode(), MediaConfig(), references=scope.references)
+        scope.extracted = ExtractedMedia(found.refs)
+        items = tuple([await parts.gateway.by_uuid(scope.references.text(n)) for n in range(len(scope.extracted.refs))])
         token_ids = [1] + [token for _ in items for token in (2, PLACEHOLDER_TOKEN)]
         tokens = await parts.answer(MediaPrompt(token_ids, items, stage_options))
         return tokens, scope.timeline.cache

@@ -10,7 +10,8 @@ scope where it is raised, and `ErrorSender`, directly in front of the app, repla
 * *the error event of a stream*, by an event with the error's message and code. If the app aborts the stream instead,
   the event is appended.
 
-A rejection by a worker's vLLM is not replaced: the app responds to it like plain vLLM.
+A rejection by a worker's vLLM is not replaced: the app responds to it like plain vLLM. Where the app quotes the body
+that it got, a reference is replaced by what the client has sent.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class ErrorSender:
             return
         if message["type"] == "http.response.start":
             await self._on_start(message)
-        elif message["type"] == "http.response.body" and self._is_stream:
+        elif message["type"] == "http.response.body":
             await self._on_piece(message)
         else:
             await self._send(message)
@@ -125,26 +126,25 @@ class ErrorSender:
             await self._respond(error)
             return
         self._is_stream = _is_event_stream(message)
-        if self._is_stream:
-            self._start = message
-        else:
-            self._has_started = True
-            await self._send(message)
+        self._start = message
 
     async def _on_piece(self, message: Message) -> None:
-        """Send the stream's status with its first chunk, unless the request has failed by then."""
-        error = self._error()
-        if self._start is not None:
-            if error is not None:
-                await self._respond(error)
-                return
-            start, self._start = self._start, None
+        """Send the status with the first chunk, unless a stream's request has failed by then."""
+        error = self._error() if self._is_stream else None
+        start, self._start = self._start, None
+        if start is not None and error is not None:
+            await self._respond(error)
+            return
+        piece: bytes = message.get("body", b"")
+        if self._is_stream or (start is not None and not message.get("more_body", False)):
+            piece = self._request.quoting_client(piece)
+        if start is not None:
             self._has_started = True
-            await self._send(start)
+            await self._send(start if self._is_stream else _with_length(start, piece, message))
         if error is not None:
-            message = {**message, "body": self._with_event(message.get("body", b""), error)}
-        self._last = message.get("body", b"") or self._last
-        await self._send(message)
+            piece = self._with_event(piece, error)
+        self._last = piece or self._last
+        await self._send({**message, "body": piece})
 
     async def _respond(self, error: MedialaneError) -> None:
         self._has_started = self._responded = True
@@ -159,6 +159,14 @@ class ErrorSender:
         events = bytes(piece).split(b"\n\n")
         own = self._form.event(error, self._last)
         return b"\n\n".join(own if _is_error(event) else event for event in events)
+
+
+def _with_length(start: Message, body: bytes, sent: Message) -> Message:
+    """Return the start of a response whose whole body, `sent`, was replaced by `body`, if it was."""
+    if len(body) == len(sent.get("body", b"")):
+        return start
+    headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+    return {**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
 
 
 def _is_event_stream(start: Message) -> bool:

@@ -136,8 +136,10 @@ class IntakeMiddleware:
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> Intake:
         with request.timeline.measure("lift"):
             if is_multipart(content_type):
-                return extract_files(buffer, content_type, self._media, self._config, size=size)
-            return extract(buffer, self._media, self._config, size=size)
+                return extract_files(
+                    buffer, content_type, self._media, self._config, references=request.references, size=size
+                )
+            return extract(buffer, self._media, self._config, references=request.references, size=size)
 
 
 def _recording_errors(receive: Receive, request: RequestScope) -> Receive:

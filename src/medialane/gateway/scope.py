@@ -19,13 +19,11 @@ from medialane.core.errors import ErrorReport, InvalidBody, InvalidMediaUrl, Med
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef
 from medialane.gateway.embedding_outcome import EmbeddingOutcome
+from medialane.gateway.references import References
 from medialane.gateway.report import MediaReport, Sent, media_report, request_report, with_outcome
 from medialane.observability.timeline import StageTimeline
 
 _NO_OUTCOMES: Mapping[str, EmbeddingOutcome] = MappingProxyType({})
-
-#: Scheme of the URLs with which intake replaces media URLs; the reference's index in the scope follows.
-REFERENCE_SCHEME = "medialane:"
 
 
 class Releasable(Protocol):
@@ -61,7 +59,7 @@ class Failure(msgspec.Struct, frozen=True):
 class RequestScope:
     """Owns the resources of one request and releases them in reverse order.
 
-    `memory` is charged by what is made of its media in this process.
+    `memory` is charged by what is made of its media in this process. `references` are those of intake.
 
     Also holds results for the response: `extracted` by intake, `failure` (the first one), and for the report the
     prepared items, the destination, and the engine's cached tokens.
@@ -69,6 +67,7 @@ class RequestScope:
 
     def __init__(self) -> None:
         self.timeline = StageTimeline()
+        self.references = References.random()
         self.extracted = ExtractedMedia()
         self.failure: Failure | None = None
         self.memory: Memory | None = None
@@ -95,20 +94,17 @@ class RequestScope:
 
     def resolve(self, url: str) -> MediaRef:
         """Return the media reference that intake replaced by `url` in the body. Raises InvalidMediaUrl; InvalidBody if
-        intake could not parse the body.
-
-        If a client sends bare base64 (`input_audio`, an Anthropic image), vLLM's app builds a data: URL from its
-        replacement: `data:audio/wav;base64,medialane:0`.
-        """
-        if url.startswith("data:"):
-            url = url.rpartition(";base64,")[2]
-        number = url.removeprefix(REFERENCE_SCHEME)
-        refs = self.extracted.refs
+        intake could not parse the body."""
+        number, refs = self.references.number(url), self.extracted.refs
         if self.extracted.parse_error is not None:
             raise InvalidBody(f"media cannot be extracted from this request's JSON: {self.extracted.parse_error}")
-        if not url.startswith(REFERENCE_SCHEME) or not number.isdecimal() or int(number) >= len(refs):
-            raise InvalidMediaUrl("unknown internal media reference")
-        return refs[int(number)]
+        if number is None or number >= len(refs):
+            raise InvalidMediaUrl("media are not accepted at this place of the request, or are those of an earlier one")
+        return refs[number]
+
+    def quoting_client(self, document: bytes) -> bytes:
+        """Return a JSON document of the app with the start of what the client sent instead of references."""
+        return self.references.quoting_client(document, self.extracted.refs)
 
     def note_prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = ()) -> None:
         """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""

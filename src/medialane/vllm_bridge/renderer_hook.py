@@ -24,6 +24,7 @@ from medialane.core.errors import (
     InvalidRequest,
     MedialaneError,
     PromptTooLong,
+    TooManyMediaItems,
     UnknownMediaUuid,
 )
 from medialane.core.feature import MediaPrompt
@@ -180,7 +181,8 @@ class RendererHook:
     async def _references(
         self, mm_data: Mapping[str, Any], mm_uuids: Mapping[str, Any], request_io: Mapping[str, Any] | None
     ) -> tuple[MediaRef, ...]:
-        """Return the references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid."""
+        """Return the references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid, and
+        TooManyMediaItems for one that is repeated: intake has counted it once."""
         found = []
         for name, value in mm_data.items():
             given = [value] if is_audio(value) or not isinstance(value, list | tuple) else value
@@ -189,6 +191,7 @@ class RendererHook:
             found += [
                 await self._one(modality, item, uuid, request_io) for item, uuid in zip(items, uuids, strict=True)
             ]
+        _check_not_repeated(found)
         return tuple(found)
 
     async def _one(self, modality: str, item: Any, uuid: str | None, request_io: Mapping[str, Any] | None) -> MediaRef:
@@ -213,3 +216,12 @@ class RendererHook:
         if ref.modality != modality or not (ref.is_embeds or ref.content):
             raise unknown
         return ref
+
+
+def _check_not_repeated(refs: list[MediaRef]) -> None:
+    """The audio of a video (`use_audio_in_video`) has the same place, and counts as its own item."""
+    places: set[tuple[str, Modality]] = set()
+    for ref in refs:
+        if (place := (ref.param, ref.modality)) in places:
+            raise TooManyMediaItems("the request's media item is used more than once", param=ref.param)
+        places.add(place)

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from medialane.core.errors import InvalidImage, MediaTooLarge, NoWorkerReady, PromptRejected, UnsupportedMediaType
+from medialane.core.media import Alias, MediaRef
 from medialane.gateway.error_responses import ErrorSender, error_form
-from medialane.gateway.scope import RequestScope
+from medialane.gateway.scope import ExtractedMedia, RequestScope
 
 CHAT, RESPONSES, MESSAGES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 BUSY = NoWorkerReady("no worker", retry_after_s=5)
@@ -127,10 +128,43 @@ async def test_stream_failing_before_its_first_event_has_the_error_status():
     assert len(answer.sent) == 2
 
 
-async def test_non_streaming_response_starts_immediately():
+async def test_response_starts_with_its_first_piece():
     answer = Answer()
     await answer.start(headers=[(b"content-type", b"application/json")])
-    assert answer.status == 200
+    assert answer.sent == []
+    await answer.piece(b"{")
+    await answer.piece(b"}", more=False)
+    assert (answer.status, answer.body) == (200, b"{}")
+
+
+LONG = "https://example.com/" + "x" * 100
+REFS = (
+    MediaRef("image", "a", url=LONG),
+    MediaRef("audio", "b", data=bytes(200), media_type="audio/wav"),
+    MediaRef("video", "c", alias=Alias('my "uuid"', "video")),
+)
+
+
+@pytest.mark.parametrize("status", [200, 400, 422, 500])
+async def test_apps_message_quotes_what_the_client_sent(status):
+    answer = Answer()
+    answer.request.extracted = ExtractedMedia(REFS)
+    texts = [answer.request.references.text(n) for n in range(4)]
+    sent = {"error": {"message": f"not {texts[0]}, data:audio/wav;base64,{texts[1]}, {texts[2]}, {texts[3]}"}}
+    body = json.dumps(sent).encode()
+    await answer.start(status, headers=[(b"content-length", str(len(body)).encode())])
+    await answer.piece(body, more=False)
+    quoted = f"data:audio/wav;base64,{'A' * 58}..."
+    assert answer.json["error"]["message"] == f'not {LONG[:80]}..., {quoted}, my "uuid", {texts[3]}'
+    assert answer.headers[b"content-length"] == str(len(answer.body)).encode()
+
+
+async def test_streams_event_quotes_what_the_client_sent():
+    answer = Answer()
+    answer.request.extracted = ExtractedMedia((MediaRef("image", "a", url="http://a/"),))
+    await answer.start(headers=STREAM)
+    await answer.piece(b'data: {"error": {"message": "not %b"}}\n\n' % answer.request.references.text(0).encode())
+    assert answer.body == b'data: {"error": {"message": "not http://a/"}}\n\n'
 
 
 @pytest.mark.parametrize(
@@ -193,6 +227,7 @@ async def test_unrelated_exception_propagates():
     answer = Answer()
     assert not await answer.sender.fail_stream(ValueError("a bug"))
     await answer.start(headers=[(b"content-length", b"9")])
+    await answer.piece(b"half")
     answer.request.fail(BUSY)
     assert not await answer.sender.fail_stream(ValueError("within an answer of known length"))
-    assert len(answer.sent) == 1
+    assert len(answer.sent) == 2

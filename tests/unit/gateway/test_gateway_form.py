@@ -1,6 +1,7 @@
 """Uploads in forms: extracted with the parser of the app behind us, which sees references."""
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from starlette.requests import Request
 
 from medialane.core.errors import BodyTooLarge, EmptyMedia, InvalidRequest, InvalidUpload, TooManyMediaItems
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.form import extract_files
+from medialane.gateway.intake.form import extract_files as extract_files_with
+from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
 CONFIG = MediaConfig(max_items=2, max_audio_bytes=5000)
@@ -24,6 +26,9 @@ def field(name, value):
 def file(name, data, filename=b"a.wav"):
     head = b'--b0\r\nContent-Disposition: form-data; name="%b"; filename="%b"\r\nContent-Type: audio/wav\r\n\r\n'
     return head % (name, filename) + data + b"\r\n"
+
+
+extract_files = partial(extract_files_with, references=References("medialane:"))
 
 
 def extracted(*parts, content_type=TYPE, limits=None):

@@ -3,6 +3,7 @@ import json
 import threading
 import time
 from base64 import b64encode
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,14 +27,17 @@ from medialane.core.errors import (
     UnsupportedMediaType,
 )
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake import Intake, extract
+from medialane.gateway.intake import Intake
+from medialane.gateway.intake import extract as extract_with
 from medialane.gateway.intake.json_scan import scan_json
 from medialane.gateway.intake.text_encoding import as_utf8
+from medialane.gateway.references import References
 from medialane.media import MediaConfig
 from medialane.media.published_image import MAX_URL_BYTES
 from published import published_url
 
 CONFIG = MediaConfig()
+extract = partial(extract_with, references=References("medialane:"))
 PIXELS = bytes(range(256)) * 20
 PNG = "data:image/png;base64," + b64encode(PIXELS).decode()
 SMALL = "data:image/gif;base64," + b64encode(b"GIF89a").decode()
@@ -194,6 +198,44 @@ def test_unknown_content_part_is_unchanged(part):
     body = json.dumps(chat(part)).encode()
     found = extract(body, CONFIG)
     assert (found.body, found.refs) == (body, ())
+
+
+def test_content_parts_of_a_prompt_of_token_ids():
+    parts = [
+        {"type": "image_url", "url": PNG, "uuid": "u", "max_pixels": 4096},
+        {"type": "text", "url": HTTP},
+        {"type": "audio_url", "url": HTTP},
+        {"type": "video_url", "uuid": "mine"},
+        {"type": "video_url", "url": None},
+        3,
+    ]
+    found = extracted({"token_ids": [1, 2], "content_parts": parts, "cache_salt": "s"})
+    assert [(ref.modality, ref.param, ref.url, ref.alias and ref.alias.uuid, ref.salt) for ref in found.refs] == [
+        ("image", "content_parts[0]", None, "u", "s"),
+        ("audio", "content_parts[2]", HTTP, None, "s"),
+        ("video", "content_parts[3]", None, "mine", "s"),
+    ]
+    assert found.refs[0].options == b'{"max_pixels":4096}'
+    changed = json.loads(found.body)["content_parts"]
+    assert [changed[0]["url"], changed[2]["url"], changed[3]["uuid"]] == ["medialane:0", "medialane:1", "medialane:2"]
+    assert [changed[n] for n in (1, 4, 5)] == [parts[n] for n in (1, 4, 5)]
+
+
+MANY = [HTTP] * (CONFIG.max_items + 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"content_parts": [{"type": "image_url", "url": url} for url in MANY]}, "content_parts[16]"),
+        ({"questions": {}, "images": MANY[1:], "videos": [HTTP]}, "videos[0]"),
+        ({"questions": {}, "audio": MANY}, "audio[16]"),
+    ],
+)
+def test_items_are_counted_wherever_one_prompt_has_them(body, param):
+    with pytest.raises(TooManyMediaItems) as raised:
+        extracted(body)
+    assert raised.value.param == param
 
 
 def test_batch_of_conversations():

@@ -6,6 +6,7 @@ import pytest
 
 from medialane.core.errors import InvalidRequest, TooManyFrames
 from medialane.gateway.intake import extract
+from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
 URL = "https://example.com/clip.mp4"
@@ -14,7 +15,8 @@ CONFIG = MediaConfig(max_sampled_frames=100, max_image_pixels=5_000_000, max_vid
 
 def extracted(name, **options):
     part = {"type": name, name: {"url": URL, **options}}
-    return extract(json.dumps({"messages": [{"role": "user", "content": ["x", part]}]}).encode(), CONFIG)
+    body = json.dumps({"messages": [{"role": "user", "content": ["x", part]}]}).encode()
+    return extract(body, CONFIG, references=References("medialane:"))
 
 
 def ref(name, **options):

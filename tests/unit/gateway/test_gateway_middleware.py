@@ -99,7 +99,7 @@ async def test_app_gets_the_body_without_media_however_chunked(size):
     chunks = [BODY[at : at + size] for at in range(0, len(BODY), size)]
     headers = [*JSON, (b"transfer-encoding", b"chunked"), (b"x-other", b"1")]
     await Exchange(app).run(*chunks, headers=headers)
-    assert b"medialane:0" in app.body
+    assert app.request.references.text(0).encode() in app.body
     assert len(app.body) < 200
     assert dict(app.scope["headers"]) == {
         b"content-type": b"application/json",
@@ -111,7 +111,7 @@ async def test_app_gets_the_body_without_media_however_chunked(size):
 async def test_reference_holds_the_bytes_while_the_request_lasts_and_no_longer():
     class Looking(App):
         async def __call__(self, scope, receive, send):
-            self.data = current_scope().resolve("medialane:0").data
+            self.data = current_scope().resolve(current_scope().references.text(0)).data
             await super().__call__(scope, receive, send)
 
     app = Looking()
@@ -288,7 +288,7 @@ class Answering(App):
     async def __call__(self, scope, receive, send):
         await receive()
         request = current_scope()
-        ref = request.resolve("medialane:0")
+        ref = request.resolve(request.references.text(0))
         request.note_prepared([StagedItem(ref, Feature("image", "h", b"", (), MediaSize()), None, is_hit=True)], [4])
         headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})

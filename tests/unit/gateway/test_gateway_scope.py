@@ -64,19 +64,24 @@ def test_scope_closes_when_the_request_fails():
     assert log == ["a"]
 
 
+def referring(text, references):
+    """Return `text` with a reference of this request instead of `medialane:`."""
+    return text.replace("medialane:", references.prefix)
+
+
 def test_media_of_the_request_do_not_outlive_it():
     with open_scope() as scope:
         scope.extracted = ExtractedMedia((MediaRef("image", "p", data=b"a"),))
     assert scope.extracted.refs == ()
     with pytest.raises(InvalidMediaUrl):
-        scope.resolve("medialane:0")
+        scope.resolve(scope.references.text(0))
 
 
 @pytest.mark.parametrize("url", ["data:audio/wav;base64,medialane:0", "data:x;y,z;base64,medialane:0"])
 def test_reference_parsed_by_vllm_as_base64_is_resolved(url):
     with open_scope() as scope:
         scope.extracted = ExtractedMedia((MediaRef("audio", "p", data=b"a"),))
-        assert scope.resolve(url).data == b"a"
+        assert scope.resolve(referring(url, scope.references)).data == b"a"
 
 
 @pytest.mark.parametrize(
@@ -98,9 +103,17 @@ def test_reference_parsed_by_vllm_as_base64_is_resolved(url):
 def test_url_not_written_by_intake_is_rejected(url):
     with open_scope() as scope:
         scope.extracted = ExtractedMedia((MediaRef("image", "p", data=b"a"),))
-        assert scope.resolve("medialane:0").data == b"a"
+        assert scope.resolve(scope.references.text(0)).data == b"a"
         with pytest.raises(InvalidMediaUrl):
-            scope.resolve(url)
+            scope.resolve(referring(url, scope.references))
+
+
+def test_references_of_one_request_are_unknown_in_another():
+    with open_scope() as first, open_scope() as second:
+        first.extracted = second.extracted = ExtractedMedia((MediaRef("image", "p", data=b"a"),))
+        for text in (first.references.text(0), "medialane:0", "medialane::0"):
+            with pytest.raises(InvalidMediaUrl, match="not accepted at this place"):
+                second.resolve(text)
 
 
 def test_first_error_is_reported_as_the_cause():

@@ -13,8 +13,8 @@ Theory of operation. Four steps, none of which reads a media payload byte by byt
    so each has a position, and the position identifies the payload that was cut from it: no marker is needed that a
    client could forge.
 4. *Extract* (`place`, `edits`). Each place becomes a `MediaRef`, and
-   its string in the body `medialane:<n>`, by slices of the original body: every other byte is forwarded unchanged,
-   payloads cut from other strings included.
+   its string in the body a reference, by slices of the original body: every other byte is forwarded unchanged, payloads
+   cut from other strings included.
 
 medialane's extensions are read in the same pass: the options of an item next to its URL, and the body's member
 `medialane`, which is removed (`medialane_member`).

@@ -6,18 +6,11 @@ import mmap
 
 import numpy as np
 
-from medialane.gateway.scope import REFERENCE_SCHEME
-
 #: The memory of a body.
 Buffer = bytes | bytearray | mmap.mmap
 
 #: (start, end, replacement): bytes [start, end) of the body are replaced.
 Edit = tuple[int, int, bytes]
-
-
-def reference(number: int) -> bytes:
-    """Return the JSON string that represents item `number`."""
-    return f'"{REFERENCE_SCHEME}{number}"'.encode()
 
 
 def edited_size(size: int, edits: list[Edit]) -> int:

@@ -25,6 +25,7 @@ from medialane.gateway.intake.request_body import (
 )
 from medialane.gateway.intake.skeleton import Skeleton
 from medialane.gateway.intake.text_encoding import as_utf8
+from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
 _DEFAULTS = GatewayConfig()
@@ -33,11 +34,10 @@ _NOT_UNICODE = "has a lone surrogate, which is not valid Unicode"
 
 
 class Intake(msgspec.Struct, frozen=True):
-    """A body without its media. `medialane:<n>` in `body` refers to `refs[n]`; all refs have the salt `cache_salt`.
+    """A body without its media. Reference n in `body` stands for `refs[n]`; all refs have the salt `cache_salt`.
 
-    If the client sends bare base64 (`input_audio`, an Anthropic image), the reference replaces it, and vLLM's app
-    builds a data: URL from it: `data:audio/<format>;base64,medialane:<n>`. `report` is whether the client requests a
-    report on its media. `parse_error` is why the body could not be parsed for media, None if it was.
+    `report` is whether the client requests a report on its media. `parse_error` is why the body could not be parsed for
+    media, None if it was.
     """
 
     body: bytes
@@ -55,8 +55,16 @@ class Intake(msgspec.Struct, frozen=True):
         return len(self.body) + sum(len(ref.data) for ref in self.refs if ref.data is not None)
 
 
-def extract(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS, *, size: int | None = None) -> Intake:
-    """Extract the media of a request body (chat completions, batches of them, responses, Anthropic's messages).
+def extract(
+    body: Buffer,
+    config: MediaConfig,
+    limits: GatewayConfig = _DEFAULTS,
+    *,
+    references: References,
+    size: int | None = None,
+) -> Intake:
+    """Extract the media of a request body (chat completions, batches of them, responses, Anthropic's messages), and
+    write `references` instead.
 
     The body is the first `size` bytes of `body`, by default all of them.
 
@@ -88,7 +96,8 @@ def extract(body: Buffer, config: MediaConfig, limits: GatewayConfig = _DEFAULTS
     refs: list[MediaRef] = []
     edits: list[Edit] = []
     for place in chain.from_iterable(by_prompt):
-        ref, made = place.extract(skeleton, len(refs), salt=cache_salt or "", config=config)
+        reference = f'"{references.text(len(refs))}"'.encode()
+        ref, made = place.extract(skeleton, reference, salt=cache_salt or "", config=config)
         refs.append(ref)
         edits += made
     if not scan.is_strict:

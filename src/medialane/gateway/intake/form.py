@@ -18,7 +18,7 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.edits import Buffer, Edit, edited, edited_size
 from medialane.gateway.intake.extraction import Intake
 from medialane.gateway.intake.medialane_member import wants_report
-from medialane.gateway.scope import REFERENCE_SCHEME
+from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
 #: Most characters of a field's name in an error.
@@ -38,9 +38,9 @@ def is_multipart(content_type: bytes | None) -> bool:
 
 
 def extract_files(
-    body: Buffer, content_type: bytes, config: MediaConfig, limits: GatewayConfig, *, size: int
+    body: Buffer, content_type: bytes, config: MediaConfig, limits: GatewayConfig, *, references: References, size: int
 ) -> Intake:
-    """Extract the files of the form in the first `size` bytes of `body`.
+    """Extract the files of the form in the first `size` bytes of `body`, and write `references` instead.
 
     Raises TooManyMediaItems, InvalidUpload, EmptyMedia and InvalidRequest (the field `medialane`), which name the
     field, and BodyTooLarge for a form that is too large without its files. A body that cannot be parsed is not changed:
@@ -55,7 +55,7 @@ def extract_files(
     if len(found) > config.max_items:
         message = f"the request has {len(found)} files, more than {config.max_items}"
         raise TooManyMediaItems(message, param=found[config.max_items].name)
-    edits: list[Edit] = [(f.start, f.end, f"{REFERENCE_SCHEME}{n}".encode()) for n, f in enumerate(found)]
+    edits: list[Edit] = [(f.start, f.end, references.text(n).encode()) for n, f in enumerate(found)]
     refs = tuple(_reference(file, data, config) for file in found)
     return Intake(_edited(data, edits, limits), refs, report=wants_report(msgspec.Raw(form.medialane)))
 

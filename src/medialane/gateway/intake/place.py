@@ -1,7 +1,7 @@
 """The places of media in a body, by notation: a URL, bare base64, embeddings, or only a uuid.
 
-`extract` of a place returns the reference to its item, and the edits that replace the item by reference `number` in the
-body. It raises a MedialaneError that names the place, `param`.
+`extract` of a place returns the item, and the edits that replace it in the body by `reference`, a JSON string. Its
+errors are MedialaneErrors that name the place, `param`.
 
 vLLM's app does not pass embeddings, or items given only by their uuid, to its media connector but forwards their uuid:
 the reference is placed in the uuid.
@@ -15,11 +15,11 @@ import msgspec
 
 from medialane.core.errors import InvalidMediaUrl, MedialaneError, MediaTooLarge
 from medialane.core.media import Alias, MediaRef, Modality
-from medialane.gateway.intake.edits import Edit, reference
+from medialane.gateway.intake.edits import Edit
 from medialane.gateway.intake.request_body import ABSENT, QUOTE, first_byte
 from medialane.gateway.intake.skeleton import NOT_TEXT, Located, Skeleton
 from medialane.gateway.item_options import ItemOptions, read_options
-from medialane.gateway.scope import REFERENCE_SCHEME
+from medialane.gateway.references import REFERENCE_SCHEME
 from medialane.media import DataUrl, MediaConfig, decode_base64
 from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url
 from medialane.media.embeds import MAX_FIELDS, read_embeds
@@ -36,7 +36,7 @@ class UrlPlace(msgspec.Struct, frozen=True, gc=False):
     uuid: str | None = None
 
     def extract(
-        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+        self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
     ) -> tuple[MediaRef, list[Edit]]:
         io, options = read_options(self.options, self.modality, self.param, config)
         alias = None if self.uuid is None else Alias(self.uuid, self.modality, io, options)
@@ -50,7 +50,7 @@ class UrlPlace(msgspec.Struct, frozen=True, gc=False):
         except MedialaneError as error:
             raise error.at(self.param) from error
         ref = MediaRef(self.modality, self.param, url, data, media_type, salt, io, options, alias)
-        return ref, [(located.start, located.end, reference(number))]
+        return ref, [(located.start, located.end, reference)]
 
 
 class Base64Place(msgspec.Struct, frozen=True, gc=False):
@@ -63,7 +63,7 @@ class Base64Place(msgspec.Struct, frozen=True, gc=False):
     uuid: str | None = None
 
     def extract(
-        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+        self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
     ) -> tuple[MediaRef, list[Edit]]:
         located = skeleton.locate(self.string)
         try:
@@ -72,7 +72,7 @@ class Base64Place(msgspec.Struct, frozen=True, gc=False):
             raise error.at(self.param) from error
         alias = None if self.uuid is None else Alias(self.uuid, self.modality)
         ref = MediaRef(self.modality, self.param, data=data, media_type=self.media_type, salt=salt, alias=alias)
-        return ref, [(located.start, located.end, reference(number))]
+        return ref, [(located.start, located.end, reference)]
 
 
 class EmbedsPlace(msgspec.Struct, frozen=True, gc=False):
@@ -89,7 +89,7 @@ class EmbedsPlace(msgspec.Struct, frozen=True, gc=False):
     uuid: str | None
 
     def extract(
-        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+        self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
     ) -> tuple[MediaRef, list[Edit]]:
         try:
             # One field above the limit suffices for the error: an object can have a hundred thousand.
@@ -104,7 +104,7 @@ class EmbedsPlace(msgspec.Struct, frozen=True, gc=False):
             alias=None if self.uuid is None else Alias(self.uuid, f"{self.modality}_embeds"),
             is_embeds=True,
         )
-        return ref, self._edits(skeleton, reference(number))
+        return ref, self._edits(skeleton, reference)
 
     def _edits(self, skeleton: Skeleton, reference: bytes) -> list[Edit]:
         found = skeleton.locate(self.value)
@@ -125,7 +125,7 @@ class UuidPlace(msgspec.Struct, frozen=True, gc=False):
     is_embeds: bool
 
     def extract(
-        self, skeleton: Skeleton, number: int, *, salt: str, config: MediaConfig
+        self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
     ) -> tuple[MediaRef, list[Edit]]:
         io, options = read_options(self.options, self.modality, self.param, config)
         kind = f"{self.modality}_embeds" if self.is_embeds else self.modality
@@ -139,7 +139,7 @@ class UuidPlace(msgspec.Struct, frozen=True, gc=False):
             is_embeds=self.is_embeds,
         )
         located = skeleton.locate(self.uuid_value)
-        return ref, [(located.start, located.end, reference(number))]
+        return ref, [(located.start, located.end, reference)]
 
 
 Place = UrlPlace | Base64Place | EmbedsPlace | UuidPlace

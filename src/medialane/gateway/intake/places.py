@@ -40,6 +40,13 @@ class _UrlObject(ItemOptions):
     url: msgspec.Raw = ABSENT
 
 
+class _ContentPart(_UrlObject):
+    """A part of a prompt of token ids."""
+
+    type: msgspec.Raw = ABSENT
+    uuid: msgspec.Raw = ABSENT
+
+
 class _AudioObject(msgspec.Struct):
     data: msgspec.Raw = ABSENT
     format: msgspec.Raw = ABSENT
@@ -55,6 +62,7 @@ class _Source(msgspec.Struct):
 
 
 _decode_url_object = msgspec.json.Decoder(_UrlObject).decode
+_decode_content_part = msgspec.json.Decoder(_ContentPart).decode
 _decode_audio_object = msgspec.json.Decoder(_AudioObject).decode
 _decode_source = msgspec.json.Decoder(_Source).decode
 
@@ -75,7 +83,17 @@ def media_places(body: RequestBody) -> list[list[Place]]:
     for name, inputs in body.named_inputs():
         each = enumerate(inputs) if isinstance(inputs, list) else ()
         found += [_in_message(name, inputs), *(_in_message(f"{name}[{i}]", value) for i, value in each)]
-    return [places for places in [*found, *([place] for place in _in_images(body.images))] if places]
+    found.append(_in_content_parts(body.content_parts))
+    if body.questions is ABSENT:
+        found += [[place] for place in _in_urls("image", "images", body.images)]
+    else:
+        named: list[tuple[Modality, str, msgspec.Raw]] = [
+            ("image", "images", body.images),
+            ("audio", "audio", body.audio),
+            ("video", "videos", body.videos),
+        ]
+        found.append([place for lists in named for place in _in_urls(*lists)])
+    return [places for places in found if places]
 
 
 def _in_conversations(param: str, messages: object) -> list[list[Place]]:
@@ -96,10 +114,27 @@ def _in_message(param: str, message: object) -> list[Place]:
     return [place for j, part in parts_with_media(message.content) for place in _in_part(f"{param}.content[{j}]", part)]
 
 
-def _in_images(images: msgspec.Raw) -> list[Place]:
-    """Return the places in the list of URLs of Cohere's embeddings."""
-    urls = decode_values(images) if first_byte(images) == BRACKET else []
-    return [UrlPlace("image", f"images[{i}]", url) for i, url in enumerate(urls) if is_filled(url)]
+def _in_urls(modality: Modality, param: str, urls: msgspec.Raw) -> list[Place]:
+    """Return the places in a list of URLs, of Cohere's embeddings or of structured decisions."""
+    found = decode_values(urls) if first_byte(urls) == BRACKET else []
+    return [UrlPlace(modality, f"{param}[{i}]", url) for i, url in enumerate(found) if is_filled(url)]
+
+
+def _in_content_parts(parts: object) -> list[Place]:
+    """Return the places in the parts of a prompt of token ids, which have their URL and their uuid beside the type."""
+    found: list[Place] = []
+    for i, raw in enumerate(parts if isinstance(parts, list) else ()):
+        if first_byte(raw) != BRACE:
+            continue
+        part = _decode_content_part(raw)
+        if (kind := _URL_KINDS.get(string_or_none(part.type) or "")) is None:
+            continue
+        param, uuid = f"content_parts[{i}]", string_or_none(part.uuid)
+        if is_filled(part.url):
+            found.append(UrlPlace(kind.modality, param, part.url, part, uuid))
+        elif uuid is not None:
+            found.append(UuidPlace(kind.modality, param, part.uuid, uuid, part, is_embeds=False))
+    return found
 
 
 def _in_part(param: str, part: Part) -> list[Place]:
@@ -200,3 +235,4 @@ _KINDS = (
     _Kind("audio_embeds", "audio", _read_embeds, is_embeds=True),
     _Kind("video_embeds", "video", _read_embeds, is_embeds=True),
 )
+_URL_KINDS = {kind.name: kind for kind in _KINDS if kind.read is _read_url}

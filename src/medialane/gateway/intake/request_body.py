@@ -74,6 +74,9 @@ class RequestBody(msgspec.Struct):
     """Chat completions have `messages` (batches: lists of messages), responses have `input`; all may have `tools`.
     Requests for embeddings have either, or text or token ids in `input`; Cohere's have `texts`, `images` or `inputs`.
 
+    Media of a prompt of token ids are in `content_parts` (generate), those of structured decisions (`questions`) in
+    lists of URLs, which all belong to one prompt.
+
     Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate). Requests to score
     have two of the members INPUTS, `inputs` excepted.
     """
@@ -94,6 +97,10 @@ class RequestBody(msgspec.Struct):
     inputs: _Inputs = None
     texts: msgspec.Raw = ABSENT
     images: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    videos: msgspec.Raw = ABSENT
+    questions: msgspec.Raw = ABSENT
+    content_parts: list[msgspec.Raw] | _Object | _Scalar = None
     tokens: msgspec.Raw = ABSENT
     token_ids: msgspec.Raw = ABSENT
     cache_salt: msgspec.Raw = ABSENT
@@ -124,7 +131,7 @@ def check_num_parts(body: RequestBody, num_values: int, max_parts: int) -> None:
     """Raise InvalidBody if there are more than `max_parts` messages and parts. `num_values` are the JSON's values."""
     if num_values <= max_parts:
         return
-    pending: list[object] = [body.messages, _without_text(body.input)]
+    pending: list[object] = [body.messages, _without_text(body.input), body.content_parts]
     pending += [_without_text(value) for _, value in body.bounded_inputs()]
     num_parts = 0
     for value in pending:
