@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
-from medialane.cluster.child_process import ChildProcess, describe_exit
+from medialane.cluster.child_process import ChildProcess
 from medialane.config import Config, child_environ, process_environ
 from medialane.core.backoff import Backoff
 from medialane.core.owner_lock import try_lock
@@ -72,11 +72,11 @@ async def _run_once(argv: Sequence[str], config: Config, model: str) -> None:
     process = ChildProcess.spawn(argv, environ, sys.stderr.fileno())
     logger.info("started the store of this host, pid %d", process.pid)
     try:
-        status = await process.wait()
+        await process.wait()
     except asyncio.CancelledError:
         await process.stop(STOP_TIMEOUT_S)
         raise
-    logger.warning("the store of this host has ended: %s", describe_exit(status))
+    logger.warning("the store of this host has ended: %s", process.describe_exit())
 
 
 def command(model: str, address: str) -> list[str]:

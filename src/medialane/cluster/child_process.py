@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from medialane.cluster.process_group import CLEANUP_S, kill_members, members, send
+from medialane.core.oom_kills import OomKills
 from medialane.core.parent_death import dies_with_this_process
 
 _POLL_S = 0.02
@@ -35,6 +36,7 @@ class ChildProcess:
         self._started_at = started_at
         self._lifetime_s: float | None = None
         self._ended = asyncio.Event()
+        self._oom_kills = OomKills(process.pid)
         self._descriptor = os.pidfd_open(process.pid)
         asyncio.get_running_loop().add_reader(self._descriptor, self._on_end)
 
@@ -76,6 +78,10 @@ class ChildProcess:
         await self._empty(_GROUP_END_S)
         return self._reap()
 
+    def describe_exit(self) -> str:
+        """Return how it ended (see `OomKills`). To be called when `wait` has returned."""
+        return self._oom_kills.describe_exit(self._process.returncode or 0)
+
     def terminate(self) -> None:
         """Send SIGTERM to the first process only."""
         if self._process.returncode is None:  # not reaped: the pid cannot have been reused
@@ -103,6 +109,7 @@ class ChildProcess:
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
         self._lifetime_s = time.monotonic() - self._started_at
+        self._oom_kills.close()
         self._ended.set()
 
     async def _empty(self, timeout_s: float) -> None:
@@ -133,13 +140,3 @@ def spawn_leader(
         start_new_session=True,
         preexec_fn=dies_with_this_process(signal.SIGTERM),
     )
-
-
-def describe_exit(status: int) -> str:
-    """`exit status 1`, `killed by SIGKILL`."""
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"killed by signal {-status}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from medialane.cluster.child_process import ChildProcess, describe_exit
+from medialane.cluster.child_process import ChildProcess
 from medialane.cluster.config import ClusterConfig
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
@@ -16,6 +16,7 @@ from medialane.cluster.process_spec import NOT_NEEDED, ProcessSpec
 from medialane.cluster.restart_delay import RestartDelay
 from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
+from medialane.core.oom_kills import LACK_OF_MEMORY
 
 POLL_S = 0.2
 #: Exits of a process that had become ready, while others are still starting, after which the start fails.
@@ -121,13 +122,13 @@ class ProcessSupervisor:
         try:
             ready = asyncio.create_task(self._wait_until_ready(process))
             ready.add_done_callback(lambda task: self._kill_unmonitored(process, task))
-            self._status = status = await process.wait()
+            self._status = await process.wait()
             timed_out = await _result_or_cancel(ready)
         finally:
             process.kill()
             self._context.orphan_reaper.forget(process.pid)
             self.process = None
-        return timed_out or describe_exit(status)
+        return timed_out or process.describe_exit()
 
     def _spawn(self) -> ChildProcess:
         self.part.ready.reset()
@@ -167,10 +168,11 @@ class ProcessSupervisor:
 
 def failure_report(name: str, how: str, log: ProcessLog, *, was_ready: bool = False) -> str:
     """Return one line with the cause; unless the process reported it itself, the end of its log follows."""
+    why = f" ({how})" if LACK_OF_MEMORY in how else ""  # the log does not have it
     if (ours := log.reported_error()) is not None:
-        return f"{name}: {ours}"
+        return f"{name}: {ours}{why}"
     cause = log.first_exception()
-    head = f"{name} {'exited again and again' if was_ready else 'did not start'}: {cause or how}"
+    head = f"{name} {'exited again and again' if was_ready else 'did not start'}: {cause + why if cause else how}"
     lines = log.tail(_SHOWN_LINES)
     if not lines:
         return head

@@ -29,7 +29,7 @@ from typing import Protocol
 
 import msgspec
 
-from medialane.cluster.child_process import ChildProcess, describe_exit
+from medialane.cluster.child_process import ChildProcess
 from medialane.cluster.local import parent_directory
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.placement import Engines, find_hardware, place_engines, vllm_is_for_cpu
@@ -203,7 +203,7 @@ class RemoteProcess:
             reaper.watch(child.pid)
             following = asyncio.create_task(self._follow(log), name="log reader")
             try:
-                how = describe_exit(await child.wait())
+                await child.wait()
             finally:
                 following.cancel()
                 child.kill()
@@ -214,6 +214,7 @@ class RemoteProcess:
         finally:
             reaper.close()
         log.read()
+        how = child.describe_exit()
         return RunEnd(how, failure_report(f"{name} on {socket.gethostname()}", how, log))
 
     def _spawn(self, log: ProcessLog) -> ChildProcess:

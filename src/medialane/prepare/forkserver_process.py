@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any, Self
 import msgspec
 
 from medialane.core.errors import StartupFailed
+from medialane.core.oom_kills import OomKills
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
     SPARE,
@@ -89,6 +89,7 @@ class ForkserverProcess:
         self._forks: dict[int, asyncio.Future[PidfdProcess]] = {}
         self._num_forks = 0
         self._refusal: str | None = None
+        self._oom_kills = OomKills(process.pid)
         self._loop.add_reader(control.fileno(), self.poll)
 
     @property
@@ -262,7 +263,7 @@ class ForkserverProcess:
                 if not forked.done():
                     forked.set_exception(PreparerLost(report.message))
             case Exited():
-                _log_exit(report)
+                self._log_exit(report)
 
     def _handle_ready(self, report: Ready) -> None:
         self.sandbox = report.sandbox
@@ -270,6 +271,11 @@ class ForkserverProcess:
         self.reads_memory = self._may_read(report.probe)
         if not self._ready.done():
             self._ready.set_result(report.warm_s)
+
+    def _log_exit(self, report: Exited) -> None:
+        if report.status:
+            name = "the spare fork server" if report.preparer_id == SPARE else f"preparer {report.preparer_id}"
+            logger.warning("%s exited: %s", name, self._oom_kills.describe_exit(report.status))
 
     def _may_read(self, probe: int) -> bool:
         """Return whether this process may read the memory of the fork server, and so of its preparers."""
@@ -291,6 +297,7 @@ class ForkserverProcess:
         if self.lost.is_set():
             return
         self.lost.set()
+        self._oom_kills.close()
         log = logger.info if reason == "closed" else logger.error
         log("fork server (pid %d): %s%s", self.pid, reason, f": {self._refusal}" if self._refusal else "")
         self._loop.remove_reader(self._control.fileno())
@@ -338,11 +345,3 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if name not in SECRETS} | {**more, **ENVIRONMENT}
     tunables = [HUGE_PAGES, *filter(None, [variables.get("GLIBC_TUNABLES")])]  # the last of two equal names wins
     return {**variables, "GLIBC_TUNABLES": ":".join(tunables)}
-
-
-def _log_exit(report: Exited) -> None:
-    name = "the spare fork server" if report.preparer_id == SPARE else f"preparer {report.preparer_id}"
-    if report.status < 0:
-        logger.warning("%s was killed by %s", name, signal.Signals(-report.status).name)
-    elif report.status:
-        logger.warning("%s exited with status %d", name, report.status)

@@ -10,6 +10,7 @@ import pytest
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
 from medialane.cluster import running
+from medialane.core import oom_kills
 from medialane.core.errors import StartupFailed
 from waiting import eventually, wait_until
 
@@ -96,6 +97,34 @@ async def test_crashing_process_is_restarted_with_backoff(tmp_path):
     assert ("ended", "worker 0", "exit status 3") in seen.events
 
 
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", "killed by the kernel for lack of memory"),
+        (
+            "sys.exit(70)",  # as a worker whose EngineCore was killed
+            "exit status 70, probably because the kernel killed one of its processes for lack of memory",
+        ),
+    ],
+)
+async def test_lack_of_memory_is_named_as_the_cause(tmp_path, monkeypatch, end, how):
+    counters = tmp_path / "memory.events"
+    counters.write_text("oom_kill 0\n")
+    monkeypatch.setattr(oom_kills, "CGROUPS", tmp_path)
+    killed = f"open({str(counters)!r}, 'w').write('oom_kill 1\\n'); {end}"
+    seen = Recorder()
+    later = script_part(tmp_path, "later", f"ready(); time.sleep(0.5); {killed}")  # time: seen ready before
+    async with running(make_supervisor(tmp_path, seen, [later])):
+        await eventually(lambda: seen.count("ended"))
+    assert seen.count("ended", "later", how) == 1
+    counters.write_text("oom_kill 0\n")
+    in_start = script_part(tmp_path, "worker 0", f"print('medialane: error: no engine', flush=True); {killed}")
+    with pytest.raises(StartupFailed) as failed:
+        async with running(make_supervisor(tmp_path, seen, [in_start])):
+            pytest.fail("it is not ready")
+    assert failed.value.message == f"worker 0: no engine ({how})"
+
+
 async def test_process_that_was_ready_and_dies_while_others_start_is_restarted(tmp_path):
     seen = Recorder()
     slow = script_part(tmp_path, "gateway", "time.sleep(1.5); " + IDLE)  # time: of a start
@@ -121,7 +150,8 @@ async def test_start_waits_for_a_process_that_is_being_restarted(tmp_path):
 
 
 async def test_process_that_keeps_exiting_during_the_start_fails_it_with_its_cause(tmp_path):
-    crashing = script_part(tmp_path, "store", "ready(); time.sleep(0.4); raise ValueError('broken')")  # time: it is seen
+    script = "ready(); time.sleep(0.4); raise ValueError('broken')"  # time: seen to be ready
+    crashing = script_part(tmp_path, "store", script)
     parts = [crashing, script_part(tmp_path, "gateway", "stay()")]
     with pytest.raises(StartupFailed, match=r"^store exited again and again: ValueError: broken"):
         async with running(make_supervisor(tmp_path, Recorder(), parts, restart_max_s=0.05)):
