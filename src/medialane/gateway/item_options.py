@@ -1,10 +1,14 @@
 """Options of one media item, given next to its URL: the number of frames and pixels that the model gets.
 
 `{"type": "video_url", "video_url": {"url": ..., "fps": 2, "max_frames": 64, "max_pixels": 200704}}`. Keys that do not
-apply to the item's modality are ignored, like in vLLM.
+apply to the item's modality are ignored. Unknown ones are errors: vLLM, which ignores them, has no options that a
+client could misspell.
 """
 
 from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import astuple
@@ -31,6 +35,26 @@ class ItemOptions(msgspec.Struct):
 
 
 _NONE_GIVEN = astuple(ItemOptions())
+
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+#: Most characters of a client's key in an error.
+_MAX_KEY_CHARS = 64
+
+_Object = TypeVar("_Object", bound=msgspec.Struct)
+
+
+def decode_item(value: msgspec.Raw, decoder: msgspec.json.Decoder[_Object], param: str) -> _Object:
+    """Decode the object of a media item as a struct that forbids unknown fields, its fields raw. Raises InvalidRequest
+    naming an unknown key, and the exceptions in UNREADABLE."""
+    try:
+        return decoder.decode(value)
+    except msgspec.ValidationError as error:
+        names: tuple[str, ...] = decoder.type.__struct_fields__
+        key = next((key for key in _decode_members(value) if key not in names), "")[:_MAX_KEY_CHARS]
+        close = get_close_matches(key, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the known ones are {', '.join(names)}"
+        raise InvalidRequest(f"unknown key {key} of a media item: {hint}", param=f"{param}.{key}") from error
 
 
 def read_options(found: ItemOptions | None, modality: Modality, param: str, config: MediaConfig) -> tuple[bytes, bytes]:

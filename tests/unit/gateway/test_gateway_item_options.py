@@ -1,6 +1,7 @@
 """Options of a media item: read by modality, checked, and canonical in the reference."""
 
 import json
+import re
 
 import pytest
 
@@ -38,8 +39,8 @@ def test_audio_has_no_options():
     assert ref("audio_url", fps=2, max_pixels=9) == ({}, {})
 
 
-@pytest.mark.parametrize("options", [{}, {"fps": None, "max_pixels": None}, {"rotate": 90, "detail": "low"}])
-def test_absent_or_unknown_options_are_none(options):
+@pytest.mark.parametrize("options", [{}, {"fps": None, "max_pixels": None}, {"format": "mp4", "detail": "low"}])
+def test_absent_options_are_none(options):
     assert ref("video_url", **options) == ({}, {})
 
 
@@ -101,5 +102,51 @@ def test_min_pixels_above_max_pixels_are_rejected():
 
 
 def test_options_in_the_body_are_unchanged():
-    part = json.loads(extracted("video_url", fps=2, x={"y": 1}).body)["messages"][0]["content"][1]
-    assert part["video_url"] == {"url": "medialane:0", "fps": 2, "x": {"y": 1}}
+    part = json.loads(extracted("video_url", fps=2, detail={"y": 1}).body)["messages"][0]["content"][1]
+    assert part["video_url"] == {"url": "medialane:0", "fps": 2, "detail": {"y": 1}}
+
+
+SOURCE = {"type": "url", "url": "http://a/"}
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "hint"),
+    [
+        ({"video_url": {"url": "http://a/", "fsp": 2}}, "video_url.fsp", "did you mean fps?"),
+        ({"image_url": {"url": "http://a/", "max_pixel": 2}}, "image_url.max_pixel", "did you mean max_pixels?"),
+        ({"audio_url": {"url": "http://a/", "zzz": 2}}, "audio_url.zzz", "the known ones are fps, num_frames"),
+        ({"input_audio": {"data": "QUJD", "formt": "wav"}}, "input_audio.formt", "did you mean format?"),
+        ({"type": "image", "source": SOURCE | {"mediatype": "x"}}, "source.mediatype", "did you mean media_type?"),
+        ({"video_url": {"nun_frames": 2}, "uuid": "u"}, "video_url.nun_frames", "did you mean num_frames?"),
+        ({"image_url": {"url": "http://a/", "k" * 9999: 2}}, f"image_url.{'k' * 64}", "the known ones"),
+    ],
+)
+def test_unknown_key_is_an_error_with_the_nearest_name(part, param, hint):
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    with pytest.raises(InvalidRequest, match=re.escape(hint)) as raised:
+        extract(json.dumps(body).encode(), CONFIG, references=References("medialane:"))
+    assert raised.value.param == f"messages[0].content[0].{param}"
+
+
+def test_unknown_key_of_a_content_part():
+    body = {"token_ids": [1], "content_parts": [{"type": "text", "x": 1}, {"type": "video_url", "url": "u", "fsp": 2}]}
+    with pytest.raises(InvalidRequest, match="did you mean fps") as raised:
+        extract(json.dumps(body).encode(), CONFIG, references=References("medialane:"))
+    assert raised.value.param == "content_parts[1].fsp"
+
+
+#: What the schemas of OpenAI, Anthropic and vLLM have, beside and inside the object.
+CACHED = {"prompt_cache_breakpoint": {"mode": "explicit"}, "cache_control": {"type": "ephemeral"}, "any": 1}
+VALID = [
+    {"type": "image_url", "image_url": {"url": "http://a/", "detail": "high"}, "uuid": "u", **CACHED},
+    {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "mp3"}, **CACHED},
+    {"type": "input_image", "detail": "auto", "file_id": None, "image_url": "http://a/", **CACHED},
+    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}, **CACHED},
+    {"type": "video_url", "video_url": {"url": "http://a/", "format": "video/mp4"}, "fps": 2},
+]
+
+
+@pytest.mark.parametrize("part", VALID, ids=lambda part: part["type"])
+def test_keys_of_the_apis_are_accepted(part):
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    assert len(extract(json.dumps(body).encode(), CONFIG, references=References("medialane:")).refs) == 1

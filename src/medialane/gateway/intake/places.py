@@ -33,38 +33,43 @@ from medialane.gateway.intake.request_body import (
     parts_with_media,
     string_or_none,
 )
-from medialane.gateway.item_options import ItemOptions
+from medialane.gateway.item_options import ItemOptions, decode_item
 
 
-class _UrlObject(ItemOptions):
+class _UrlObject(ItemOptions, forbid_unknown_fields=True):
+    """`detail` is OpenAI's, `format` is sent by clients that also serve other APIs; neither has an effect in vLLM."""
+
     url: msgspec.Raw = ABSENT
+    detail: msgspec.Raw = ABSENT
+    format: msgspec.Raw = ABSENT
 
 
-class _ContentPart(_UrlObject):
+class _ContentPart(_UrlObject, forbid_unknown_fields=True):
     """A part of a prompt of token ids."""
 
     type: msgspec.Raw = ABSENT
     uuid: msgspec.Raw = ABSENT
 
 
-class _AudioObject(msgspec.Struct):
+class _AudioObject(msgspec.Struct, forbid_unknown_fields=True):
     data: msgspec.Raw = ABSENT
     format: msgspec.Raw = ABSENT
 
 
-class _Source(msgspec.Struct):
-    """The source of an Anthropic image: a URL or base64 data."""
+class _Source(msgspec.Struct, forbid_unknown_fields=True):
+    """The source of an Anthropic image: a URL or base64 data. vLLM has no files (`file_id`)."""
 
     type: msgspec.Raw = ABSENT
     url: msgspec.Raw = ABSENT
     data: msgspec.Raw = ABSENT
     media_type: msgspec.Raw = ABSENT
+    file_id: msgspec.Raw = ABSENT
 
 
-_decode_url_object = msgspec.json.Decoder(_UrlObject).decode
-_decode_content_part = msgspec.json.Decoder(_ContentPart).decode
-_decode_audio_object = msgspec.json.Decoder(_AudioObject).decode
-_decode_source = msgspec.json.Decoder(_Source).decode
+_URL_OBJECTS = msgspec.json.Decoder(_UrlObject)
+_CONTENT_PARTS = msgspec.json.Decoder(_ContentPart)
+_AUDIO_OBJECTS = msgspec.json.Decoder(_AudioObject)
+_SOURCES = msgspec.json.Decoder(_Source)
 
 
 class _Kind(NamedTuple):
@@ -126,10 +131,12 @@ def _in_content_parts(parts: object) -> list[Place]:
     for i, raw in enumerate(parts if isinstance(parts, list) else ()):
         if first_byte(raw) != BRACE:
             continue
-        part = _decode_content_part(raw)
-        if (kind := _URL_KINDS.get(string_or_none(part.type) or "")) is None:
+        part_type = decode_members(raw).get("type", ABSENT)
+        if (kind := _URL_KINDS.get(string_or_none(part_type) or "")) is None:
             continue
-        param, uuid = f"content_parts[{i}]", string_or_none(part.uuid)
+        param = f"content_parts[{i}]"
+        part = decode_item(raw, _CONTENT_PARTS, param)
+        uuid = string_or_none(part.uuid)
         if is_filled(part.url):
             found.append(UrlPlace(kind.modality, param, part.url, part, uuid))
         elif uuid is not None:
@@ -166,7 +173,7 @@ def _source_place(param: str, part: Part) -> Place | None:
     unless it has a media type."""
     if first_byte(part.source) != BRACE or string_or_none(part.type) != "image":
         return None
-    source = _decode_source(part.source)
+    source = decode_item(part.source, _SOURCES, f"{param}.source")
     if string_or_none(source.type) == "url":
         return UrlPlace("image", f"{param}.source", source.url) if is_filled(source.url) else None
     media_type = string_or_none(source.media_type) or "image/jpeg"
@@ -179,16 +186,16 @@ def _uuid_place(param: str, part: Part) -> Place | None:
     if len(present) != 1 or first_byte(part.uuid) != QUOTE:
         return None
     ((kind, value),) = present
-    options = None
+    param, options = f"{param}.{kind.name}", None
     if first_byte(value) == BRACE and kind.read is _read_url:
-        options = _decode_url_object(value)
+        options = decode_item(value, _URL_OBJECTS, param)
         value = options.url
     elif first_byte(value) == BRACE and kind.read is _read_audio:
-        value = _decode_audio_object(value).data
+        value = decode_item(value, _AUDIO_OBJECTS, param).data
     if value not in (ABSENT, NULL, EMPTY_STRING):
         return None
     uuid = decode_string(part.uuid)
-    return UuidPlace(kind.modality, f"{param}.{kind.name}", part.uuid, uuid, options, is_embeds=kind.is_embeds)
+    return UuidPlace(kind.modality, param, part.uuid, uuid, options, is_embeds=kind.is_embeds)
 
 
 def _present(part: Part) -> list[tuple[_Kind, msgspec.Raw]]:
@@ -199,7 +206,7 @@ def _present(part: Part) -> list[tuple[_Kind, msgspec.Raw]]:
 def _read_url(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
     options = None
     if first_byte(value) == BRACE:
-        options = _decode_url_object(value)
+        options = decode_item(value, _URL_OBJECTS, param)
         value = options.url
     if not is_filled(value):
         return None
@@ -209,7 +216,7 @@ def _read_url(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place 
 def _read_audio(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
     if first_byte(value) != BRACE:
         return None
-    audio = _decode_audio_object(value)
+    audio = decode_item(value, _AUDIO_OBJECTS, param)
     media_type = f"audio/{string_or_none(audio.format) or ''}"
     if not is_filled(audio.data):
         return None
