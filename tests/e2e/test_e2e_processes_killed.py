@@ -87,20 +87,19 @@ async def ready_workers(ours) -> float:
     return (await ours.metrics()).value("medialane_worker_state", state="ready")
 
 
-async def test_killed_preparer_fails_only_its_request_and_is_replaced(serve, ours):
+async def test_killed_preparer_fails_no_request_and_is_replaced(serve, ours):
     pids = serve.preparer_pids()
     assert len(pids) == 2
     restarts = (await ours.metrics()).value("medialane_preparer_restarts_total")
     before = {pid: cpu_s(pid) for pid in pids}
     # Resized after decoding: at full size it would exceed the context and not be decoded at all.
     part = {"type": "image_url", "image_url": {"url": data_url(huge_jpeg(10)), "max_pixels": 200_704}}
-    doomed = asyncio.create_task(ours.post(chat(ASK, part)))
+    slow = asyncio.create_task(ours.post(chat(ASK, part)))
     victim = await busy_one(pids, before)
     other = asyncio.create_task(ours.succeed(chat(picture(160), ASK)))
     kill(victim)
-    failed = await doomed
-    assert (failed.status, failed.error["code"]) == (500, "media_decoder_crashed")
-    assert failed.error["param"] == "messages[0].content[1].image_url"
+    answered = await slow
+    assert answered.status == 200, answered.error
     assert (await other).ids
     assert (await ours.succeed(chat(picture(161), ASK))).ids
 

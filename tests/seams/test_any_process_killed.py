@@ -105,8 +105,6 @@ async def test_killed_process_costs_its_own_requests_and_no_answer_is_wrong(host
         expected = [right[image] for image in images]
         if kind == "gateway":
             expected[0] = "connection lost"
-        elif (kind, step) == ("preparer", "prepare"):
-            expected = ["media_decoder_crashed"] * len(tasks)
         elif num_lost and not is_rerouted:
             assert results.count("worker_lost") == num_lost
             expected = ["worker_lost" if r == "worker_lost" else e for r, e in zip(results, expected, strict=True)]

@@ -21,11 +21,13 @@ _JOB_IDS = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a job: an error, or else a lease (None for a probe); and whether its preparer may run another."""
+    """The result of a job: an error, or else a lease (None for a probe); and whether its preparer may run another, or
+    the job is to be run again in another one, without a result for its caller."""
 
     lease: Lease[Feature] | None = None
     error: MedialaneError | None = None
     is_preparer_usable: bool = True
+    is_run_again: bool = False
 
 
 class Job:
@@ -150,7 +152,7 @@ class JobQueue:
         self._note_queued(job)
 
     def put_back(self, job: Job) -> None:
-        """Queue a job again, ahead of the others, whose preparer was lost while it had two jobs.
+        """Queue a job again, ahead of the others, whose preparer was lost.
 
         It is closed instead if its caller has given up.
         """

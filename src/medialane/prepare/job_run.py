@@ -79,7 +79,9 @@ class JobRunner:
         except MedialaneError as error:  # the arena is full, or reported by the preparer, which stays usable
             return Outcome(error=error)
         except Exception as error:  # noqa: BLE001 - a bug in one job must not affect others; it is logged
-            return Outcome(error=_explain(error, job, preparer, forkserver_is_lost), is_preparer_usable=False)
+            is_run_again = isinstance(error, PreparerLost) and not job.is_retried
+            reported = _explain(error, job, preparer, forkserver_is_lost)
+            return Outcome(error=reported, is_preparer_usable=False, is_run_again=is_run_again)
 
     def close(self) -> None:
         """Shut down the copy threads; a copy in progress runs to completion."""
@@ -175,7 +177,7 @@ def _explain(
             logger.warning("a job lost its preparer: %s", error)
             if forkserver_is_lost():
                 return Unavailable("media preparation is restarting")
-            return PreparerCrashed("the decoder process crashed on this item")
+            return PreparerCrashed("the decoder process crashed on this item twice")
         case _:
             logger.error("a job failed unexpectedly; preparer %d is replaced", preparer.preparer_id, exc_info=error)
             return PreparationFailed("preparing this item failed")

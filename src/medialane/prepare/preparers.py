@@ -6,8 +6,9 @@ the item, so that it runs while the store copies the tensors.
 
 A job's caller gets its outcome first. If the preparer must not be used again, it is then killed, its exit is confirmed
 by its pidfd, and only then are the job's range and its pin on the encoded bytes released, because until then the
-process may still write. If the preparer is lost while it has two jobs, either may be the cause: each is run again, in a
-preparer of its own. Preparers that die before they have run a job are replaced with exponential backoff.
+process may still write. A preparer that dies need not have been killed by its job: it may have had two, and the kernel
+kills preparers first when memory is short. So each of its jobs is run again, once and alone in its preparer; a second
+death fails it. Preparers that die before they have run a job are replaced with exponential backoff.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import partial
 
 from medialane.arena import Arena
 from medialane.core.backoff import Backoff
-from medialane.core.errors import MedialaneError, PreparerCrashed, Unavailable
+from medialane.core.errors import MedialaneError, Unavailable
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
 from medialane.prepare.job_queue import Job, JobQueue, Outcome
@@ -118,7 +119,7 @@ class Preparers:
         finally:
             self._queue.learn(job)
             jobs = [job] if slot.next is None else [slot.next, job]
-            if outcome.is_preparer_usable or slot.next is None or not isinstance(outcome.error, PreparerCrashed):
+            if not outcome.is_run_again:
                 job.settle(outcome)
                 self.num_done += outcome.error is None
                 self.num_failed += outcome.error is not None

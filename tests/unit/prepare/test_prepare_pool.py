@@ -178,17 +178,37 @@ async def test_crash_fails_only_its_job(arena, encoded, fault):
         (await pool.prepare_item(encoded, b"{}", "c" * 64)).release()
         (await other).release()
         await eventually(lambda: pool.stats().num_alive == 2)
-        assert pool.stats().num_restarts == 1
+        assert pool.stats().num_restarts == 2, "it was run again, in case something else has killed the first preparer"
         assert not arena.contains("a" * 64)
 
 
-async def test_preparer_killed_during_a_job_is_reported_immediately(arena, encoded):
+@pytest.mark.parametrize("kind", ["item", "probe"])
+async def test_innocent_item_survives_the_death_of_its_preparer(arena, encoded, kind):
+    """The kernel kills preparers first when memory is short."""
+    async with running(make_pool(arena)) as pool:
+        if kind == "item":
+            job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.3), "a" * 64))
+        else:
+            os.kill(pool.stats().pids[0], signal.SIGSTOP)
+            job = asyncio.create_task(pool.probe_item(encoded))
+        await eventually(lambda: pool.stats().num_busy == 1)
+        os.kill(pool.stats().pids[0], signal.SIGKILL)
+        lease = await job
+        if lease is not None:
+            lease.release()
+        stats = pool.stats()
+        assert (stats.num_done, stats.num_failed, stats.num_restarts) == (1, 0, 1)
+
+
+async def test_item_whose_preparer_dies_again_fails_at_once(arena, encoded):
     async with running(make_pool(arena)) as pool:
         job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=4), "a" * 64))
-        await eventually(lambda: pool.stats().num_busy == 1)
-        killed_at = time.monotonic()
-        os.kill(pool.stats().pids[0], signal.SIGKILL)
-        with pytest.raises(PreparerCrashed):
+        for _ in range(2):
+            await eventually(lambda: pool.stats().num_busy == 1)
+            killed_at, pid = time.monotonic(), pool.stats().pids[0]
+            os.kill(pid, signal.SIGKILL)
+            await eventually(lambda pid=pid: pid not in pool.stats().pids)
+        with pytest.raises(PreparerCrashed, match="twice"):
             await job
         assert time.monotonic() - killed_at < 0.5
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
@@ -211,10 +231,9 @@ async def test_range_of_a_preparer_dying_while_writing_is_freed_after_its_exit(a
         await asyncio.sleep(0.1)  # time: in which the range is not freed
         assert arena.stats().num_reservations == 1
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(PreparerCrashed):
-            await job
         await eventually(lambda: arena.stats().num_reservations == 0)
         assert not is_running(victim)
+        (await job).release()  # it was run again
 
 
 async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, encoded, monkeypatch):
@@ -495,17 +514,15 @@ async def test_spare_takes_over_from_a_killed_forkserver_before_waiting_jobs_not
     async with running(make_pool(arena, SLOW_START, num_preparers=2)) as pool:
         await eventually(lambda: spare_of(pool) is not None)
         old = pool.stats().pids
-        lost = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=3), f"{n:064}")) for n in range(2)]
+        lost = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.5), f"{n:064}")) for n in range(2)]
         await eventually(lambda: pool.stats().num_busy == 2)
         waiting = asyncio.create_task(pool.prepare_item(encoded, b"{}", "b" * 64))
         (forkserver,) = children()
         killed_at = time.monotonic()
         os.kill(forkserver, signal.SIGKILL)
-        for job in lost:
-            with pytest.raises(Unavailable):
-                await job
-        assert pool.degradation is not None
-        (await waiting).release()
+        await eventually(lambda: pool.degradation is not None)
+        for job in (*lost, waiting):
+            (await job).release()
         await eventually(lambda: pool.degradation is None)
         assert time.monotonic() - killed_at < SLOW_START_S
         assert pool.stats().num_forkserver_restarts == 1
@@ -667,7 +684,7 @@ async def test_fifty_crashes_leak_no_descriptor_or_range(arena, encoded):
         await eventually(lambda: spare_of(pool) is not None)  # it has descriptors, too
         gc.collect()
         before, used = len(os.listdir("/proc/self/fd")), arena.stats().free_bytes
-        for _ in range(50):
+        for _ in range(25):
             with pytest.raises(PreparerCrashed):
                 await pool.prepare_item(encoded, options(fault="kill"), "b" * 64)
         await eventually(lambda: pool.stats().num_restarts == 50 and pool.stats().num_alive == 1)
