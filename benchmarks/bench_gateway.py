@@ -163,7 +163,10 @@ async def _setups(model: str) -> AsyncIterator[list[Setup]]:
             for name, number in ((ONE, 1), (TWO, 2)):
                 address = f"unix:{folder}/worker-{number}"
                 workers[name] = stack.enter_context(_worker(model, address, folder / f"worker-{number}.log"))
-                command, flags = ["-m", "medialane", "gateway", model], ["--worker", address, "--", *FLAGS]
+                command, flags = (
+                    ["-m", "medialane", "gateway", model],
+                    ["--worker", address, "--store", "none", "--", *FLAGS],
+                )
                 starting[name] = [
                     _server(stack, folder / f"gateway-{number}-{n}.log", command=command, flags=flags)
                     for n in range(number)

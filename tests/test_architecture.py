@@ -56,6 +56,7 @@ OWNERS = {
     "llvmlite": ("routing/native_view.py",),
     # File locks, which show whether an owner is alive, and whether a range is being written.
     "fcntl": ("core/owner_lock.py", "arena/fill.py"),
+    "cryptography": ("rpc/certificate_authority.py",),
     "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py", "cli/sample_video.py"),
 }
 

@@ -62,6 +62,7 @@ def example_settings(hosts: RayHosts, folder: Path) -> Path:
         "\nworkers = 4": "\nworkers = 1",
         "gpus-per-worker = 1": "gpus-per-worker = 0",
         "cpus-per-worker = 4": "cpus-per-worker = 1",
+        "/etc/medialane/tls": str(folder / "tls" / "node"),
         "/etc/medialane": str(folder),
     }
     for there, here in ours.items():
@@ -79,6 +80,7 @@ def starting_on_ray(tiny_model, vllm_environ, server_flags, tmp_path_factory, pl
     for name in ("rpc-secret", "ray-token"):
         (folder / name).touch(0o600)
         (folder / name).write_text(secrets.token_hex(32))
+    assert main(["certs", str(folder / "tls"), "--host", "node"]) == 0
     environ = {
         **vllm_environ,
         "XDG_RUNTIME_DIR": str(runtime),

@@ -66,6 +66,7 @@ class TwoHosts:
     def _environ_of(self, index: int, environ: Mapping[str, str], secret: Path) -> dict[str, str]:
         settings = {
             "MEDIALANE_RPC_SECRET_FILE": str(secret),
+            "MEDIALANE_RPC_INSECURE": "true",
             "MEDIALANE_RPC_TCP_HEARTBEAT_TIMEOUT": str(LOST_S),
             "MEDIALANE_RPC_TCP_HEARTBEAT_INTERVAL": "0.3",
             "MEDIALANE_ARENA_DIRECTORY": str(self._folders[index]),

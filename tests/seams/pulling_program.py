@@ -42,7 +42,7 @@ def _hash(arena: Arena, lease) -> str:
 async def main(directory: str, host: str | None = None, num_bytes: str = "0") -> None:
     puller.longest_pull_s = lambda _: PULL_S
     arena = Arena.create(ArenaConfig(size_bytes=64 << 20, directory=directory))
-    pulls = Pulls(arena, RpcConfig(shared_secret=SECRET))
+    pulls = Pulls(arena, RpcConfig(shared_secret=SECRET, insecure=True))
     lease = None
     if host is not None:
         await pulls.serve(f"tcp://{host}:0")

@@ -10,16 +10,19 @@ import sys
 from pathlib import Path
 
 import kubernetes_validate
+import msgspec
 import pytest
+import trustme
 import yaml
 
+from certificates import tls_settings
 from medialane.cli.flags import given_settings
 from medialane.cli.main import COMMANDS, _parse
 from medialane.cluster import remote_workers
 from medialane.cluster.local import check_join, check_join_listen
 from medialane.cluster.remote_workers import Nodes, with_join_addresses, worker_specs
 from medialane.config import load_config
-from medialane.rpc.address import parse_address
+from medialane.rpc.address import parse_tcp
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
@@ -50,7 +53,7 @@ def parse(words, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text(_SECRET)
     secret.chmod(0o600)
-    words = [re.sub(r"^(--rpc-secret-file=)?(/etc/medialane|%d).*", rf"\g<1>{secret}", word) for word in words]
+    words = [re.sub(r"^(--rpc-secret-file=)?(/etc/medialane/secret|%d).*", rf"\g<1>{secret}", word) for word in words]
     name, *rest = [word.replace("$(POD_IP)", "10.0.0.9") for word in words]
     module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
     args = _parse(name, COMMANDS[name], module.add_arguments, rest)
@@ -81,9 +84,9 @@ def test_commands_of_the_containers_are_ours(name, tmp_path):
     ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
     expected = {
         "http": config.server.port,
-        "join": parse_address(config.gateway.join_listen or "tcp://x:7100").port,
+        "join": parse_tcp(config.gateway.join_listen or "x:7100").port,
         "metrics": config.worker.metrics_port,
-        "peer": parse_address(config.store.peer_listen or "tcp://x:7200").port,
+        "peer": parse_tcp(config.store.peer_listen or "x:7200").port,
     }
     assert ports == {key: expected[key] for key in ports}
 
@@ -115,10 +118,10 @@ def test_media_are_copied_from_store_to_store(tmp_path):
     found = {name: parse([*c["command"][1:], *c["args"]], tmp_path) for name, c in containers().items()}
     (store,) = [config.store for name, (_, config) in found.items() if name.startswith("store")]
     (worker,) = [args for name, (args, _) in found.items() if name.startswith("worker")]
-    assert store.peer_listen == "tcp://10.0.0.9:7200"
+    assert store.peer_listen == "10.0.0.9:7200"
     assert (worker.store, worker.start_store) == ("unix:/run/medialane/store.sock", True)
     units = {path.name: unit(path)["Service"] for path in UNITS}
-    assert "--peer-listen tcp://${ADDRESS}:7200" in units["medialane-store.service"]["ExecStart"]
+    assert "--peer-listen ${ADDRESS}:7200" in units["medialane-store.service"]["ExecStart"]
     workers = units["medialane-worker@.service"]
     assert "--store unix:/run/medialane/store.sock --start-store" in workers["ExecStart"]
     assert workers["RuntimeDirectoryPreserve"] == "yes"
@@ -144,7 +147,7 @@ def test_media_are_copied_to_the_workers_from_the_gateways_store():
     store, worker = (
         next(c for name, c in containers().items() if name.startswith(kind)) for kind in ("store", "worker")
     )
-    assert "--peer-listen=tcp://$(POD_IP):7200" in store["args"]
+    assert "--peer-listen=$(POD_IP):7200" in store["args"]
     (address,) = [entry for entry in store["env"] if entry["name"] == "POD_IP"]
     assert address["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
     assert {"--start-store", "--store=unix:/run/medialane/store.sock"} <= {*worker["args"]}
@@ -192,8 +195,9 @@ def test_commands_of_the_units_are_ours(path, tmp_path):
 
 def test_settings_of_the_environment_file_are_ours():
     names = {name: value for name, value in environment().items() if name.startswith("MEDIALANE_")}
-    config = load_config({}, environ=names)
+    config = load_config({}, environ=names, sections=("rpc",))
     assert config.arena.size_bytes == 4 << 30
+    assert config.rpc.tls_cert == "/etc/medialane/tls/cert.pem"
 
 
 def test_settings_for_ray_are_ours(tmp_path, monkeypatch):
@@ -202,14 +206,18 @@ def test_settings_for_ray_are_ours(tmp_path, monkeypatch):
     secret = tmp_path / "secret"
     secret.write_text(_SECRET)
     secret.chmod(0o600)
-    (tmp_path / "serve.toml").write_text(text.replace("/etc/medialane/rpc-secret", str(secret)))
+    text = text.replace("/etc/medialane/rpc-secret", str(secret))
+    for name, path in tls_settings(tmp_path / "tls", trustme.CA()).items():
+        text = text.replace(f"/etc/medialane/tls/{name.removeprefix('tls_')}.pem", path)
+    (tmp_path / "serve.toml").write_text(text)
     config = load_config(
         file=str(tmp_path / "serve.toml"), environ={}, sections=("cluster", "gateway", "rpc", "worker")
     )
     assert config.cluster.gateway_nodes == "each"
     found = with_join_addresses(config, "10.0.0.1", ["10.0.0.2"])
-    check_join_listen(found)
     check_join(found)
+    nowhere = msgspec.structs.replace(found, gateway=msgspec.structs.replace(found.gateway, join_listen="127.0.0.1:0"))
+    check_join_listen(nowhere)
     nodes = Nodes("10.0.0.1", ["10.0.0.2"], "unix:/store.sock")
     specs = worker_specs(found, "m", (), nodes, has_gpus=True, folder="abc")
     assert [(spec.num_gpus, spec.num_cpus) for spec in specs] == [(1, 4)] * 4
@@ -226,8 +234,9 @@ def test_commands_for_ray_are_ours():
     for _, name, *rest in commands(EXAMPLES / "ray" / "README.md"):
         module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
         parsed.append(_parse(name, COMMANDS[name], module.add_arguments, rest))
-    assert parsed[0].config == "serve.toml"
-    assert len(parsed) == 2
+    certs, serve, _status = parsed
+    assert certs.hosts == ["10.0.0.1", "10.0.0.2"]
+    assert serve.config == "serve.toml"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

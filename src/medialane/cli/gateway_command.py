@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 
 from medialane.cli.flags import add_settings, given_settings
-from medialane.cli.store_command import check_store
-from medialane.cluster.local import check_join_listen
+from medialane.cluster.local import check_join_listen, check_port
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
-from medialane.rpc.address import TcpAddress, parse_address
+from medialane.rpc.address import parse_unix
 from medialane.rpc.security import check_address
 from medialane.vllm_bridge.seams import probe
 
@@ -24,6 +23,9 @@ _COMMON = ("host", "port", "join-listen", "stage", "transport", "router", "rpc-s
 
 #: vLLM's app resolves every URL with the media connector of this name: ours, which leaves fetching to the gateway.
 _OWN = {"VLLM_MEDIA_CONNECTOR": "medialane"}
+
+#: Value of --store: the model takes no media. Only vLLM would know, which takes long to import.
+NO_STORE = "none"
 
 _EPILOG = """\
 example:
@@ -44,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         dest="workers",
-        help="address of a worker: unix:/path or tcp://host:port; repeatable; others join with --join-listen",
+        help="address of a worker: unix:/path or HOST:PORT; repeatable; others join with --join-listen",
     )
     parser.add_argument(
         "--store",
         metavar="ADDRESS",
-        help="unix socket of this host's media store (medialane store): unix:/path; needed by models that take media",
+        help="unix socket of this host's media store (medialane store): unix:/path; none: the model takes no media",
     )
     # Set by `medialane serve`, for several gateways on one port.
     parser.add_argument("--listen-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
@@ -62,14 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
-    if not (args.workers or config.gateway.join_listen):
-        raise StartupFailed("a gateway needs workers: --worker ADDRESS, or --join-listen for workers that join")
-    for address in args.workers:
-        _check_worker(address, config)
-    if config.gateway.join_listen:
-        check_join_listen(config)
-    if args.store is not None:
-        check_store(args.store, "--store")
+    _check_addresses(config, args)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     print(installed_kinds().line(), flush=True)
@@ -78,16 +73,30 @@ def run(args: argparse.Namespace) -> int:
     probe.check("gateway")
     from medialane.cli import gateway  # vllm reads its environment when it is imported
 
-    peers = gateway.Peers(args.workers, args.store, args.gateway_sockets or (), args.gateway_index or 0)
+    peers = gateway.Peers(args.workers, _store(args.store), args.gateway_sockets or (), args.gateway_index or 0)
     return gateway.run(config, args.model, args.vllm_args, peers, listen_fd=args.listen_fd)
 
 
-def _check_worker(address: str, config: Config) -> None:
-    """Raise StartupFailed for an address that cannot be connected to."""
-    try:
-        target = parse_address(address)
-        if isinstance(target, TcpAddress) and not target.port:
-            raise StartupFailed(f"worker address {address!r} needs the port that the worker listens on, not 0")
-        check_address(address, config.rpc)
-    except StartupFailed as error:
-        raise StartupFailed(f"--worker: {error.message}") from error
+def _check_addresses(config: Config, args: argparse.Namespace) -> None:
+    """Raise StartupFailed for addresses that are missing, malformed, or cannot be used."""
+    if not (args.workers or config.gateway.join_listen):
+        raise StartupFailed("a gateway needs workers: --worker ADDRESS, or --join-listen for workers that join")
+    if args.store is None:
+        raise StartupFailed(
+            f"a gateway needs --store unix:/path, the media store of its host (medialane store), or --store {NO_STORE} "
+            "if the model takes no media"
+        )
+    if _store(args.store) is not None:
+        parse_unix(args.store, "--store")
+    for address in args.workers:
+        check_address(address, "--worker", config.rpc)
+    if args.gateway_sockets:  # of `medialane serve`, which has checked the others
+        return
+    if args.listen_fd is None:
+        check_port(config.server.host, config.server.port)
+    if config.gateway.join_listen:
+        check_join_listen(config)
+
+
+def _store(given: str) -> str | None:
+    return None if given == NO_STORE else given

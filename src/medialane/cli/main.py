@@ -51,6 +51,7 @@ COMMANDS = {
         "check_command", "compare a model's answers with plain vLLM's, over a matrix of requests", f"MODEL {_VLLM}"
     ),
     "bench": Command("bench", "run a benchmark"),
+    "certs": Command("certs", "make the TLS certificates of several hosts"),
     "status": Command("status", "what a running gateway is connected to: hosts, workers, store, health"),
     "doctor": Command("doctor", "check this machine for missing requirements", f"[MODEL] {_VLLM}"),
 }

@@ -9,9 +9,9 @@ from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import SectionName, enter_environ, load_config, process_environ
-from medialane.core.errors import StartupFailed
 from medialane.observability.logging import configure
-from medialane.rpc.address import UnixAddress, parse_address
+from medialane.rpc.address import parse_unix
+from medialane.rpc.listener import check_listen
 
 SECTIONS: tuple[SectionName, ...] = ("gateway", "store", "media", "prepare", "arena", "rpc", "logging")
 _COMMON = ("preparers", "arena-size", "stage", "log-level")
@@ -41,19 +41,12 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
-    check_store(args.listen, "--listen")
+    parse_unix(args.listen, "--listen")
+    check_listen(args.listen, "--listen", config.rpc)
+    if config.store.peer_listen:
+        check_listen(config.store.peer_listen, "--peer-listen", config.rpc)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     # For the fork server of the preparers, which imports vllm.
     enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
     return store.run(config, args.model, args.vllm_args, args.listen)
-
-
-def check_store(address: str, flag: str) -> None:
-    """Raise StartupFailed unless `address`, the value of `flag`, is that of a unix socket."""
-    try:
-        target = parse_address(address)
-    except StartupFailed as error:
-        raise StartupFailed(f"{flag}: {error.message}") from error
-    if not isinstance(target, UnixAddress):
-        raise StartupFailed(f"{flag}: a store shares its memory with processes of this host: unix:/path")

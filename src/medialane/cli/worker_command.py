@@ -15,18 +15,20 @@ from typing import NoReturn, get_args
 import uvloop
 
 from medialane.cli.flags import add_settings, given_settings
-from medialane.cli.store_command import check_store
 from medialane.cli.worker_store import host_store
-from medialane.cluster.local import check_join
+from medialane.cluster.local import check_join, check_metrics_ports
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
+from medialane.cluster.vllm_flags import ranks_per_worker
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.request import WorkerRole
 from medialane.observability.logging import configure
-from medialane.rpc.security import check_address
+from medialane.rpc.address import parse_unix
+from medialane.rpc.listener import check_listen
 from medialane.store import StoreEntries, StoreLink
 from medialane.vllm_bridge.seams import probe
+from medialane.worker.simulated.serve import addresses_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
     parser.add_argument(
-        "--listen", metavar="ADDRESS", help="address to listen on for gateways: unix:/path or tcp://host:port"
+        "--listen", metavar="ADDRESS", help="address to listen on for gateways: unix:/path or HOST:PORT"
     )
     parser.add_argument(
         "--store",
@@ -84,16 +86,14 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
     if args.store is not None:
-        check_store(args.store, "--store")
+        parse_unix(args.store, "--store")
     elif args.start_store:
         raise StartupFailed("--start-store needs --store unix:/path, at which the store is to listen")
     elif config.worker.encode_cache == "on":
         raise StartupFailed("--encode-cache on needs --store unix:/path, in whose arena embeddings are kept")
     if args.listen is None and not config.worker.join:
         raise StartupFailed("a worker needs --join HOST:PORT, the gateways to connect to, or --listen ADDRESS")
-    check_join(config)
-    if args.listen is not None:
-        _check_listen(args.listen, config)
+    _check_addresses(config, args)
     if args.role == "encoder":
         _check_encoder(config, args)
     if args.engine == "simulated":
@@ -176,6 +176,16 @@ async def _wait_for(link: StoreLink, timeout_s: float) -> None:
         pass  # logged by the link, which tries again
 
 
+def _check_addresses(config: Config, args: argparse.Namespace) -> None:
+    """Raise StartupFailed for addresses that are malformed, or cannot be used."""
+    check_join(config)
+    is_simulated = args.engine == "simulated"
+    num_workers = config.simulated.num_workers if is_simulated else 1
+    for address in [] if args.listen is None else addresses_of(args.listen, num_workers):
+        check_listen(address, "--listen", config.rpc)
+    check_metrics_ports(config.worker, num_workers if is_simulated else ranks_per_worker(args.vllm_args))
+
+
 def _check_encoder(config: Config, args: argparse.Namespace) -> None:
     """Raise StartupFailed if an encoder could not keep what it encodes."""
     if args.store is None:
@@ -210,10 +220,3 @@ def _run_simulated(config: Config, args: argparse.Namespace) -> int:
             )
 
     return uvloop.run(serve())
-
-
-def _check_listen(address: str, config: Config) -> None:
-    try:
-        check_address(address.replace("{}", "0"), config.rpc)  # {}: the index of a simulated worker
-    except StartupFailed as error:
-        raise StartupFailed(f"--listen: {error.message}") from error

@@ -14,7 +14,7 @@ from medialane.cluster.child_process import ChildProcess
 from medialane.config import Config, child_environ, process_environ
 from medialane.core.backoff import Backoff
 from medialane.core.owner_lock import try_lock
-from medialane.rpc.address import UnixAddress, parse_address
+from medialane.rpc.address import parse_unix
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +85,7 @@ def command(model: str, address: str) -> list[str]:
 
 def has_listener(address: str) -> bool:
     """Return whether a process listens at a unix socket."""
-    target = parse_address(address)
-    if not isinstance(target, UnixAddress):
-        return False
+    target = parse_unix(address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

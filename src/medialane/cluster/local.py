@@ -19,9 +19,11 @@ from medialane.cluster.vllm_flags import flag_value, has_flag, ranks_per_worker
 from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import OwnedFolder
-from medialane.rpc import Security
+from medialane.rpc import Security, listener
 from medialane.rpc.address import consecutive_ports, format_tcp
+from medialane.rpc.listener import check_listen
 from medialane.rpc.security import check_address
+from medialane.worker.config import WorkerConfig
 
 #: For closing everything else, after the gateway's drain timeout.
 _GATEWAY_STOP_S = 20.0
@@ -35,35 +37,44 @@ _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/gateway-9999.sock")
 def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
     """Detect errors that would otherwise only appear after a minute. Raises StartupFailed with one line for the
     operator."""
-    Security.load(config.rpc)
-    check_port(config.server.host, config.server.port)
-    if config.gateway.join_listen:
-        num_gateways = config.cluster.resolved_num_gateways(usable_cores())
-        check_join_listen(config, num_gateways)
-    elif not config.cluster.num_workers:
-        raise StartupFailed("--workers 0: workers must be able to join: --join-listen tcp://HOST:PORT")
-    check_join(config)
+    check_addresses(config, vllm_args)
     check_encoders(config)
     check_start(model, vllm_args, environ)
 
 
+def check_addresses(config: Config, vllm_args: Sequence[str]) -> None:
+    """Raise StartupFailed if a process of this host could not listen at its address, or not connect to one, for a
+    reason that is known before."""
+    cluster = config.cluster
+    Security.load(config.rpc)
+    check_port(config.server.host, config.server.port)
+    if config.gateway.join_listen:
+        check_join_listen(config, cluster.resolved_num_gateways(usable_cores()))
+    elif not cluster.num_workers:
+        raise StartupFailed("--workers 0: workers must be able to join: --join-listen HOST:PORT")
+    if config.store.peer_listen:
+        check_listen(config.store.peer_listen, "--peer-listen", config.rpc)
+    check_join(config)
+    num_ports = _engines(config).total * ranks_per_worker(vllm_args)
+    check_metrics_ports(config.worker, num_ports)
+
+
+def check_metrics_ports(config: WorkerConfig, num_ports: int) -> None:
+    """Raise StartupFailed if workers of this host could not serve their metrics."""
+    for port in range(config.metrics_port, config.metrics_port + num_ports) if config.metrics_port else ():
+        listener.check_port(config.metrics_host, port, "--metrics-port")
+
+
 def check_join_listen(config: Config, num_gateways: int = 1) -> None:
-    """Raise StartupFailed if workers cannot join at the configured address, or could without a secret."""
-    address = config.gateway.join_listen
-    consecutive_ports(address, num_gateways, "--join-listen")
-    try:
-        check_address(address, config.rpc)
-    except StartupFailed as error:
-        raise StartupFailed(f"--join-listen: {error.message}") from error
+    """Raise StartupFailed if workers cannot join at the configured address, or could without protection."""
+    for address in consecutive_ports(config.gateway.join_listen, num_gateways, "--join-listen"):
+        check_listen(address, "--join-listen", config.rpc)
 
 
 def check_join(config: Config) -> None:
-    """Raise StartupFailed if workers cannot join the configured gateways without a secret."""
+    """Raise StartupFailed if workers cannot join the configured gateways without protection."""
     for gateway in config.worker.gateways():
-        try:
-            check_address(format_tcp(*gateway), config.rpc)
-        except StartupFailed as error:
-            raise StartupFailed(f"--join: {error.message}") from error
+        check_address(format_tcp(*gateway), "--join", config.rpc)
 
 
 def check_encoders(config: Config) -> None:

@@ -7,7 +7,6 @@ join the gateways of all nodes.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,8 @@ from medialane.cluster.remote import RemoteSpec
 from medialane.cluster.vllm_flags import gpus_per_worker
 from medialane.config import Config, settings_environ
 from medialane.core.errors import StartupFailed
-from medialane.rpc.address import TcpAddress, format_tcp, parse_address
+from medialane.rpc.address import TcpAddress, format_tcp, parse_tcp
+from medialane.rpc.security import is_loopback
 
 #: Where gateways let workers join unless `--join-listen` is given. Stores listen for others on the port before it.
 JOIN_PORT = 7100
@@ -44,10 +44,8 @@ def with_join_addresses(config: Config, node: str, others: Sequence[str]) -> Con
     """
     default = format_tcp(node if others else "127.0.0.1", JOIN_PORT)
     listen = config.gateway.join_listen or default
-    target = parse_address(listen)
-    if not isinstance(target, TcpAddress) or not target.port:
-        raise StartupFailed("--join-listen must be tcp://HOST:PORT, with the port that workers are to connect to")
-    if others and _is_loopback(target.host):
+    target = parse_tcp(listen, "--join-listen", to_connect=True)
+    if others and is_loopback(target.host):
         raise StartupFailed(f"--join-listen {listen}: workers on other nodes cannot connect to loopback")
     if config.cluster.gateway_nodes == "each" and others:
         _check_each(config, target, node)
@@ -75,15 +73,8 @@ def _check_each(config: Config, join: TcpAddress, node: str) -> None:
             "--gateway-nodes each: each store listens on the port before --join-listen: no --peer-listen"
         )
     host = config.server.host
-    if host not in _ALL_INTERFACES and not _is_loopback(host):
+    if host not in _ALL_INTERFACES and not is_loopback(host):
         raise StartupFailed(f"--gateway-nodes each: --host {host} is of one node; use 0.0.0.0, or loopback")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def gateway_specs(
@@ -112,8 +103,7 @@ def gateway_specs(
 
 def _of_node(config: Config, node: str) -> Config:
     """Return the settings of gateways and store of another node: those of this one, with its addresses."""
-    joined = parse_address(config.gateway.join_listen)
-    assert isinstance(joined, TcpAddress)  # noqa: S101 - of `with_join_addresses`
+    joined = parse_tcp(config.gateway.join_listen, "--join-listen")
     cluster = msgspec.structs.replace(config.cluster, num_workers=0, ray=False, ray_address="", gateway_nodes="head")
     return msgspec.structs.replace(
         config,

@@ -10,7 +10,7 @@ from msgspec import field
 from medialane.core.errors import StartupFailed
 from medialane.core.setting import NonNegativeFloat, PositiveFloat, PositiveInt, check_bounds
 from medialane.core.stage import StageChoice
-from medialane.rpc.address import TcpAddress, parse_address
+from medialane.rpc.address import parse_tcp
 
 
 class GatewayConfig(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     reconnect_max_s: float = field(default=2.0, name="gateway-reconnect-max")
     """longest delay before reconnecting to a worker"""
     join_listen: str = field(default="", name="join-listen")
-    """address at which workers join (`medialane worker --join`): tcp://host:port; several gateways of a host use this
+    """address at which workers join (`medialane worker --join`): HOST:PORT; several gateways of a host use this
     port and those after it"""
     forget_worker_s: NonNegativeFloat = field(default=60.0, name="gateway-forget-worker")
     """how long a worker that had joined and is lost is still reported as lost"""
@@ -83,5 +83,5 @@ class GatewayConfig(msgspec.Struct, frozen=True):
         check_bounds(self)
         if not 0 < self.reconnect_initial_s <= self.reconnect_max_s:
             raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
-        if self.join_listen and not isinstance(parse_address(self.join_listen), TcpAddress):
-            raise StartupFailed("join_listen must be tcp://host:port")
+        if self.join_listen:
+            parse_tcp(self.join_listen, "--join-listen")

@@ -91,9 +91,8 @@ class AuthenticatingProtocol(asyncio.Protocol):
             self._transport.abort()
             return
         tls = transport.get_extra_info("ssl_object")
-        certificate = tls.getpeercert(binary_form=True) if tls is not None else None
         try:
-            self._handshake = self._authentication.handshake(is_dialler=self._is_dialler, peer_certificate=certificate)
+            self._handshake = self._authentication.handshake(is_dialler=self._is_dialler, tls=tls)
         except AuthenticationFailed as error:
             self._fail(error)
             return

@@ -17,7 +17,8 @@ secret must be random, so that it cannot be guessed from that.
 
 The TLS channel is identified by the two certificates (RFC 5929 `tls-server-end-point`, for both ends): `tls-unique`,
 the only channel binding of Python's `ssl`, is undefined for TLS 1.3, and exporters are not available. Without TLS, the
-handshake authenticates peers, not bytes: an attacker who can modify packets can take over an authenticated connection.
+handshake authenticates peers, not bytes: whoever is dialled or can modify packets can relay it, and take over the
+connection. Hence TLS is required beyond loopback, unless the operator accepts that (`--rpc-insecure`).
 
 Without a secret, both sides prove the knowledge of the empty one: that detects a secret on one side only.
 
@@ -30,8 +31,8 @@ Without a secret, both sides prove the knowledge of the empty one: that detects 
 * `authenticate_socket(sock, authentication, dialled_host=...)` (`blocking.py`) for a blocking socket returns the socket
   to use. Threads that accept such sockets bound their number themselves.
 
-Before dialling an address or listening at it, `security.check_host(ip)` refuses it if it needs a secret and none is
-set. All of them raise AuthenticationFailed, with a reason for the log: the peer is disconnected without one.
+Before dialling an address or listening at it, `security.check_host(ip)` refuses it if it needs a secret or TLS that is
+not set. All of them raise AuthenticationFailed, with a reason for the log: the peer is disconnected without one.
 """
 
 from __future__ import annotations

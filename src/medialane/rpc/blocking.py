@@ -46,8 +46,8 @@ def encrypted(sock: socket.socket, authentication: Authentication, *, dialled_ho
 
 
 def _shake_hands(sock: socket.socket, authentication: Authentication, *, is_dialler: bool, deadline: float) -> None:
-    certificate = sock.getpeercert(binary_form=True) if isinstance(sock, ssl.SSLSocket) else None
-    handshake = authentication.handshake(is_dialler=is_dialler, peer_certificate=certificate)
+    tls = sock if isinstance(sock, ssl.SSLSocket) else None
+    handshake = authentication.handshake(is_dialler=is_dialler, tls=tls)
     _limit(sock, deadline)
     sock.sendall(handshake.greeting)
     while num_missing := handshake.num_missing_bytes:

@@ -56,6 +56,10 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_check_hostname: bool = field(default=False, name="rpc-tls-check-hostname")
     """whether a certificate must also be for the host that was connected to"""
 
+    insecure: bool = field(default=False, name="rpc-insecure")
+    """allow tcp:// addresses beyond loopback without TLS: whoever is on the network path, or is connected to by mistake
+    (a stale DNS name, a reused address), can read all requests, answers and media, and take over connections"""
+
     def validate(self) -> None:
         """Raise StartupFailed with the name of an invalid setting."""
         check_bounds(self)
@@ -74,6 +78,7 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         files = [self.tls_cert, self.tls_key, self.tls_ca]
         _require(all(files) or not any(files), "TLS needs all of tls_cert, tls_key and tls_ca")
+        _require(not (self.insecure and any(files)), "insecure is for connections without TLS: remove it, or tls_cert")
         _require(all(files) or not self.tls_check_hostname, "tls_check_hostname needs TLS: tls_cert, tls_key, tls_ca")
 
     def __repr__(self) -> str:

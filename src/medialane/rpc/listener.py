@@ -11,8 +11,9 @@ import stat
 from collections.abc import Callable
 
 from medialane.core.errors import StartupFailed
-from medialane.rpc.address import UnixAddress, format_tcp, parse_address
-from medialane.rpc.security import Authentication
+from medialane.rpc.address import TcpAddress, UnixAddress, format_tcp, parse_address
+from medialane.rpc.config import RpcConfig
+from medialane.rpc.security import Authentication, Security, check_protection
 from medialane.rpc.tcp_server import TcpServer
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,41 @@ class Listener:
         self._server.close()
 
 
+def check_listen(address: str, setting: str, config: RpcConfig) -> None:
+    """Raise StartupFailed naming `setting`, before anything starts, unless this process can listen at `address`, and
+    may. Blocking: names are resolved."""
+    target, security = parse_address(address, setting), Security.load(config)
+    if isinstance(target, TcpAddress):
+        check_protection(target.host, f"{setting} {address}", security)
+        check_port(*target, setting)
+        return
+    folder = os.path.dirname(target.path)
+    if not os.path.isdir(folder):
+        raise StartupFailed(f"{setting}: cannot listen at {address}: the folder {folder} does not exist")
+    try:
+        _is_stale(target.path)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise StartupFailed(f"{setting}: cannot listen at {address}: {_reason(error)}") from error
+
+
+def check_port(host: str, port: int, setting: str) -> None:
+    """Raise StartupFailed naming `setting` unless this process can listen at all addresses of `host`. Blocking."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, ip in dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found):
+            socket.create_server((ip, port), family=family).close()
+    except OverflowError:
+        raise StartupFailed(f"{setting}: port {port} is above 65535") from None
+    except OSError as error:
+        raise StartupFailed(f"{setting}: cannot listen at {format_tcp(host, port)}: {_reason(error)}") from error
+
+
 def _bind_unix(path: str) -> socket.socket:
     """Bind a unix socket without listening, so that no client connects before its mode is set."""
-    _remove_stale(path)
+    if _is_stale(path):
+        os.unlink(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(path)
@@ -73,15 +106,16 @@ def _bind_unix(path: str) -> socket.socket:
     return sock
 
 
-def _remove_stale(path: str) -> None:
-    """Remove the socket of a dead process. Raises OSError (EADDRINUSE) if it has a listener or is not a socket."""
+def _is_stale(path: str) -> bool:
+    """Return whether the socket of a dead process is at `path`. Raises OSError (EADDRINUSE) if one with a listener is,
+    or anything else."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
-        return
+        return False
     if not stat.S_ISSOCK(mode) or _has_listener(path):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-    os.unlink(path)
+    return True
 
 
 def _has_listener(path: str) -> bool:
@@ -110,4 +144,8 @@ def _unlink(path: str, inode: int) -> None:
 
 
 def _reason(error: OSError) -> str:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "it is not an address of this machine"
+    if isinstance(error, socket.gaierror):
+        return f"its host cannot be resolved ({error.strerror})"
     return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

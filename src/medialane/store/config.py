@@ -8,6 +8,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
+from medialane.rpc.address import parse_tcp
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,8 +25,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """how long gateways and workers hold an item after its last use, so that using it again needs no message to the
     store; 0 disables it. At most an eighth of the arena each, and nothing while memory is short"""
     peer_listen: str = field(default="", name="peer-listen")
-    """TCP address at which other hosts' stores copy entries from this one: tcp://HOST:PORT, an address of this host
-    that they can connect to; none by default"""
+    """address at which other hosts' stores copy entries from this one: HOST:PORT, one of this host that they can
+    connect to; none by default"""
     peer_streams: PositiveInt = field(default=4, name="peer-streams")
     """most TCP connections over which one entry is copied from another host, with at least 16 MiB each"""
     nixl: Literal["auto", "on", "off"] = field(default="auto", name="peer-nixl")
@@ -34,3 +35,5 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         check_bounds(self)
+        if self.peer_listen:
+            parse_tcp(self.peer_listen, "--peer-listen")

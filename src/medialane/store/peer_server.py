@@ -36,7 +36,7 @@ from medialane.core.errors import (
 from medialane.core.media import EncodedMedia
 from medialane.core.remote_entry import RemoteEntry
 from medialane.observability.logging import RateLimitedWarning
-from medialane.rpc.address import TcpAddress, format_tcp, parse_address
+from medialane.rpc.address import TcpAddress, format_tcp, parse_tcp
 from medialane.rpc.authentication import Role
 from medialane.rpc.security import Security
 from medialane.store.capabilities import Capabilities
@@ -107,9 +107,7 @@ class PeerServer:
 
     async def serve(self, address: str) -> str:
         """Listen at a TCP address; with port 0 the kernel chooses one. Returns the address. Raises StartupFailed."""
-        target = parse_address(address)
-        if not isinstance(target, TcpAddress):
-            raise StartupFailed(f"stores of other hosts connect over TCP, not to {address}: tcp://host:port")
+        target = parse_tcp(address, "--peer-listen")
         self._listener = _bind(address, target, self._security)
         self._file = os.open(self._arena.path, os.O_RDONLY | os.O_CLOEXEC)
         bound = format_tcp(target.host, self._listener.getsockname()[1])

@@ -10,7 +10,7 @@ from msgspec import field
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
 from medialane.core.setting import PositiveFloat, check_bounds
-from medialane.rpc.address import TcpAddress, parse_address
+from medialane.rpc.address import TcpAddress, parse_tcp
 
 EncodeCache = Literal["auto", "on", "off"]
 
@@ -56,14 +56,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def gateways(self) -> list[TcpAddress]:
         """Return the addresses of `join`. Raises StartupFailed."""
-        return [_gateway(each.strip()) for each in self.join.split(",")] if self.join else []
-
-
-def _gateway(text: str) -> TcpAddress:
-    try:
-        found = parse_address(f"tcp://{text}")
-    except StartupFailed as error:
-        raise StartupFailed(f"join must be HOST:PORT[,HOST:PORT...]: {error.message}") from error
-    if not isinstance(found, TcpAddress) or not found.port:
-        raise StartupFailed(f"join {text}: the port that the gateway listens on, not 0")
-    return found
+        return (
+            [parse_tcp(each.strip(), "--join", to_connect=True) for each in self.join.split(",")] if self.join else []
+        )

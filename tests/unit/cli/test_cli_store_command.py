@@ -4,8 +4,6 @@ import pytest
 
 from medialane.cli import store, store_command
 from medialane.cli.main import main
-from medialane.cli.store_command import check_store
-from medialane.core.errors import StartupFailed
 
 
 def shown(words, capsys):
@@ -46,12 +44,6 @@ def test_store_on_anything_but_a_unix_socket_fails_the_start(command, address, c
     error = capsys.readouterr().err
     assert error.startswith(f"medialane: error: {START[command][-1]}: ")
     assert len(error.splitlines()) == 1
-
-
-def test_store_on_a_unix_socket_is_accepted_and_a_remote_one_is_explained():
-    check_store("unix:/run/store.sock", "--store")
-    with pytest.raises(StartupFailed, match=r"--store: .* this host: unix:/path"):
-        check_store(REMOTE, "--store")
 
 
 def test_store_runs_with_its_settings_and_vllms_flags(monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ from medialane.rpc.address import TcpAddress, consecutive_ports
 from medialane.worker import WorkerConfig
 
 SECRET = RpcConfig(shared_secret="0123456789abcdef" * 2)
+INSECURE = RpcConfig(shared_secret="0123456789abcdef" * 2, insecure=True)
 
 
 def run(module, name, *words):
@@ -47,12 +48,18 @@ def test_gateway_needs_workers_or_an_address_at_which_they_join():
         run(gateway_command, "gateway")
 
 
-def test_joining_beyond_loopback_needs_a_secret():
-    for words, name in ((("--join", "gateways:7100"), "worker"), (("--join-listen", "tcp://0.0.0.0:7100"), "gateway")):
-        with pytest.raises(StartupFailed, match=f"{words[0]}: .* set a shared secret"):
+def test_joining_beyond_loopback_needs_protection():
+    joining = {"worker": ("--join", "gateways:7100"), "gateway": ("--join-listen", "0.0.0.0:7100", "--store", "none")}
+    for name, words in joining.items():
+        with pytest.raises(StartupFailed, match=f"{words[0]} .*: it needs a shared secret .* and TLS"):
             run(worker_command if name == "worker" else gateway_command, name, *words)
-    local.check_join(Config(worker=WorkerConfig(join="gateways:7100"), rpc=SECRET))
-    local.check_join_listen(Config(gateway=GatewayConfig(join_listen="tcp://0.0.0.0:7100"), rpc=SECRET))
+    for rpc in (RpcConfig(), SECRET):
+        with pytest.raises(StartupFailed, match="TLS"):
+            local.check_join(Config(worker=WorkerConfig(join="gateways:7100"), rpc=rpc))
+        with pytest.raises(StartupFailed, match="TLS"):
+            local.check_join_listen(Config(gateway=GatewayConfig(join_listen="0.0.0.0:0"), rpc=rpc))
+    local.check_join(Config(worker=WorkerConfig(join="gateways:7100"), rpc=INSECURE))
+    local.check_join_listen(Config(gateway=GatewayConfig(join_listen="0.0.0.0:0"), rpc=INSECURE))
     local.check_join(Config(worker=WorkerConfig(join="127.0.0.1:7100,localhost:7200")))
 
 
@@ -65,7 +72,7 @@ def test_gateways_of_a_host_have_ports_in_a_row():
 
 
 def test_join_listen_must_be_a_tcp_address():
-    with pytest.raises(StartupFailed, match="join_listen"):
+    with pytest.raises(StartupFailed, match="--join-listen"):
         GatewayConfig(join_listen="unix:/a").validate()
 
 

@@ -1,7 +1,15 @@
 import pytest
 
 from medialane.core.errors import StartupFailed
-from medialane.rpc.address import MAX_UNIX_PATH_BYTES, TcpAddress, UnixAddress, format_tcp, parse_address
+from medialane.rpc.address import (
+    MAX_UNIX_PATH_BYTES,
+    TcpAddress,
+    UnixAddress,
+    format_tcp,
+    parse_address,
+    parse_tcp,
+    parse_unix,
+)
 
 
 @pytest.mark.parametrize(
@@ -11,6 +19,9 @@ from medialane.rpc.address import MAX_UNIX_PATH_BYTES, TcpAddress, UnixAddress, 
         ("tcp://10.0.0.1:7000", TcpAddress("10.0.0.1", 7000)),
         ("tcp://worker-3.example:0", TcpAddress("worker-3.example", 0)),
         ("tcp://[::1]:7000", TcpAddress("::1", 7000)),
+        ("10.0.0.1:7000", TcpAddress("10.0.0.1", 7000)),
+        ("worker-3.example:0", TcpAddress("worker-3.example", 0)),
+        ("[::1]:7000", TcpAddress("::1", 7000)),
         ("tcp://[fe80::1%eth0]:7000", TcpAddress("fe80::1%eth0", 7000)),
         ("tcp://worker_1.:7000", TcpAddress("worker_1.", 7000)),
         ("tcp://b\u00fccher.example:7000", TcpAddress("xn--bcher-kva.example", 7000)),
@@ -33,9 +44,30 @@ def test_address_is_parsed(address, parsed):
         "tcp://[fe80::1%\0]:7000", "tcp://[fe80::1%]:7000",
     ],
 )  # fmt: skip
-def test_malformed_address_error_names_it(address):
-    with pytest.raises(StartupFailed, match="worker address"):
-        parse_address(address)
+def test_malformed_address_error_names_the_setting_and_a_right_one(address):
+    with pytest.raises(StartupFailed, match=r"^--worker: .*") as refused:
+        parse_address(address, "--worker")
+    assert repr(address) in refused.value.message
+    assert any(right in refused.value.message for right in ("10.0.0.1:7100", "unix:/run/", "107 bytes"))
+
+
+@pytest.mark.parametrize("address", ["host", "7100", ":7100", "host:", "::1:7100", "a:b:7100", "unix:/run/w.sock", ""])
+def test_setting_that_is_tcp_only_says_so(address):
+    with pytest.raises(StartupFailed, match=r"--join-listen: .*HOST:PORT, such as 10\.0\.0\.1:7100") as refused:
+        parse_tcp(address, "--join-listen")
+    assert "unix:/run" not in refused.value.message.replace(repr(address), "")
+
+
+@pytest.mark.parametrize("address", ["tcp://h:1", "h:1", "/run/s.sock", "unix:s.sock", ""])
+def test_setting_that_is_a_unix_socket_says_so(address):
+    with pytest.raises(StartupFailed, match=r"--store: .* must be unix:/path, such as unix:/run"):
+        parse_unix(address, "--store")
+
+
+@pytest.mark.parametrize("address", ["tcp://h:0", "h:0"])
+def test_address_to_connect_to_needs_a_port(address):
+    with pytest.raises(StartupFailed, match=r"--worker: .* not 0"):
+        parse_address(address, "--worker", to_connect=True)
 
 
 def test_longest_unix_path_is_accepted():

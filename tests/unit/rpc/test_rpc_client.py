@@ -104,7 +104,7 @@ async def test_unknown_host_means_lost_not_dead():
 
 async def test_malformed_address_is_rejected():
     with pytest.raises(StartupFailed):
-        await RpcClient.connect("worker:1", HELLO, QUICK)
+        await RpcClient.connect("worker", HELLO, QUICK)
 
 
 async def test_silent_worker_is_lost_at_the_connect_timeout(scripted_worker):

@@ -20,6 +20,7 @@ from medialane.rpc.security import check_address, is_loopback
 
 SECRET = "0123456789abcdef"
 WITH_SECRET = RpcConfig(shared_secret=SECRET)
+INSECURE = RpcConfig(shared_secret=SECRET, insecure=True)
 
 
 @pytest.fixture(scope="module")
@@ -113,41 +114,59 @@ def test_loopback_needs_no_secret(host):
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "::", "10.0.0.1", "fe80::1%eth0", "::ffff:10.0.0.1", "worker-0", "localhost.example.com"]
 )
-def test_other_hosts_need_a_secret(host):
-    with pytest.raises(StartupFailed, match=f"{host} is not a loopback.*--rpc-secret-file or MEDIALANE_RPC_SECRET"):
-        Security().check_host(host)
-    Security.load(WITH_SECRET).check_host(host)
+def test_other_hosts_need_a_secret_and_tls_or_that_its_lack_is_accepted(tmp_path, ca, host):
+    tls = tls_settings(tmp_path, ca)
+    for config, missing, present in (
+        (RpcConfig(), ("--rpc-secret-file or MEDIALANE_RPC_SECRET", "--rpc-tls-cert", "--rpc-insecure"), ()),
+        (RpcConfig(insecure=True), ("--rpc-secret-file",), ("--rpc-tls-cert", "--rpc-insecure")),
+        (RpcConfig(**tls), ("--rpc-secret-file",), ("--rpc-tls-cert", "--rpc-insecure")),
+        (WITH_SECRET, ("--rpc-tls-cert", "medialane certs", "--rpc-insecure"), ("--rpc-secret-file",)),
+    ):
+        with pytest.raises(StartupFailed, match=f"{host} is not a loopback address: it needs") as refused:
+            Security.load(config).check_host(host)
+        assert all(word in refused.value.message for word in missing)
+        assert not any(word in refused.value.message for word in present)
+        assert len(refused.value.message.splitlines()) == 1
+    Security.load(INSECURE).check_host(host)
+    Security.load(RpcConfig(shared_secret=SECRET, **tls)).check_host(host)
 
 
 def test_unix_sockets_need_no_secret():
-    check_address("unix:/run/worker.sock", RpcConfig())
+    check_address("unix:/run/worker.sock", "--worker", RpcConfig())
 
 
 def test_files_are_checked_for_unix_sockets_too(secret_file):
     with pytest.raises(StartupFailed, match="16 bytes"):
-        check_address("unix:/run/worker.sock", secret_file(b"x"))
+        check_address("unix:/run/worker.sock", "--worker", secret_file(b"x"))
+
+
+def test_tls_and_its_absence_are_not_both_asked_for(tmp_path, ca):
+    with pytest.raises(StartupFailed, match="insecure is for connections without TLS"):
+        RpcConfig(insecure=True, **tls_settings(tmp_path, ca)).validate()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
-async def test_listening_beyond_loopback_without_a_secret_is_refused(host):
-    server = RpcServer(FakeHandler(), RpcConfig())
-    with pytest.raises(StartupFailed, match="is not a loopback address"):
-        await server.serve(f"tcp://{host}:0")
-    server = RpcServer(FakeHandler(), WITH_SECRET)
+async def test_listening_beyond_loopback_without_protection_is_refused(host):
+    for config in (RpcConfig(), WITH_SECRET):
+        server = RpcServer(FakeHandler(), config)
+        with pytest.raises(StartupFailed, match="is not a loopback address"):
+            await server.serve(f"tcp://{host}:0")
+    server = RpcServer(FakeHandler(), INSECURE)
     assert (await server.serve(f"tcp://{host}:0")).startswith("tcp://")
     await server.close()
 
 
-async def test_dialling_beyond_loopback_without_a_secret_is_refused_before_connecting(monkeypatch):
+async def test_dialling_beyond_loopback_without_protection_is_refused_before_connecting(monkeypatch):
     """Names are resolved first: this one is an address of another host."""
 
     async def resolve(*_, **__):
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.1", 7000))]
 
     monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", resolve, raising=False)
-    authentication = Security().authentication("rpc", Role.GATEWAY, Role.WORKER)
-    with pytest.raises(StartupFailed, match=r"192\.0\.2\.1 is not a loopback address"):
-        await dial("tcp://worker:7000", asyncio.Protocol(), authentication)
+    for config in (RpcConfig(), WITH_SECRET):
+        authentication = Security.load(config).authentication("rpc", Role.GATEWAY, Role.WORKER)
+        with pytest.raises(StartupFailed, match=r"192\.0\.2\.1 is not a loopback address"):
+            await dial("tcp://worker:7000", asyncio.Protocol(), authentication)
 
 
 def test_tls_settings_are_all_or_none(tmp_path, ca):
@@ -221,7 +240,8 @@ def test_encrypted_key_is_refused_instead_of_asking_for_its_password(tmp_path, c
 
 def test_tls_verifies_both_sides_in_recent_versions_only(tmp_path, ca):
     tls = Security.load(RpcConfig(**tls_settings(tmp_path, ca), tls_check_hostname=True)).tls
-    for context in (tls.server, tls.client):
+    server, client = tls.context(is_dialler=False), tls.context(is_dialler=True)
+    for context in (server, client):
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert context.minimum_version is ssl.TLSVersion.TLSv1_2
-    assert (tls.client.check_hostname, tls.server.check_hostname) == (True, False)
+    assert (client.check_hostname, server.check_hostname) == (True, False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import datetime as dt
 import os
 import resource
 import socket
@@ -12,11 +13,12 @@ import pytest
 import trustme
 from rpc_requests import engine_request, tokens_of
 
-from certificates import expired, tls_settings
+from certificates import tls_settings
 from medialane.core.errors import AuthenticationFailed, MedialaneError
-from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, Security, security, tcp_server
+from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, Security, tcp_server
 from medialane.rpc.authentication import GREETING_BYTES, Handshake, Role, Secrets
 from medialane.rpc.framing import append_frame
+from medialane.rpc.tls import channel
 from waiting import DEADLINE_S, eventually
 
 SECRET = "a secret of the tests"
@@ -64,7 +66,8 @@ async def is_cut(reader) -> bool:
 async def opened(net, config):
     """A connection for a hostile peer; with TLS, it has a certificate."""
     tls = Security.load(config).tls
-    return await asyncio.open_connection(*plain_socket(net), ssl=tls.client if tls else None, server_hostname=None)
+    context = tls.context(is_dialler=True) if tls else None
+    return await asyncio.open_connection(*plain_socket(net), ssl=context, server_hostname=None)
 
 
 def handshake(secret=SECRET, **changed):
@@ -111,7 +114,7 @@ async def test_peer_is_not_told_why_it_is_cut(served, config):
 async def test_replayed_connection_is_refused(served, config):
     """Everything that an authenticated gateway has sent, again."""
     reader, writer = await opened(served, config)
-    real = handshake(channel=channel_of(writer, config))
+    real = handshake(channel=channel(writer.get_extra_info("ssl_object"), is_dialler=True))
     proof = real.receive(await reader.readexactly(GREETING_BYTES))
     recording = real.greeting + proof
     writer.write(recording)
@@ -122,11 +125,6 @@ async def test_replayed_connection_is_refused(served, config):
     again.write(recording + frame(Hello(gateway_id="evil")))
     assert await is_cut(reader)
     again.close()
-
-
-def channel_of(writer, config):
-    tls, encrypted = Security.load(config).tls, writer.get_extra_info("ssl_object")
-    return tls.channel(encrypted.getpeercert(binary_form=True), is_dialler=True) if tls else b""
 
 
 async def test_slow_peer_is_cut_at_the_deadline(served, config):
@@ -312,10 +310,15 @@ async def test_gateway_without_the_right_certificate_is_refused(tcp_net, tmp_pat
     assert "TLS failed" in caplog.text or "certificate is not accepted" in caplog.text
 
 
-async def test_expired_certificate_is_refused(tcp_net, tmp_path, ca, monkeypatch):
-    monkeypatch.setattr(security, "_check_own_certificate", lambda *_: None)  # else it does not start
-    old = tls_of(tmp_path, "old", ca, **expired())
-    assert "expired" in await refused(tcp_net, old, tls_of(tmp_path, "a", ca))
+async def test_expired_certificate_is_refused_and_running_connections_stay(tcp_net, tmp_path, ca):
+    end = dt.datetime.now(dt.UTC) + dt.timedelta(seconds=2)
+    old, gateway = tls_of(tmp_path, "old", ca, not_after=end), tls_of(tmp_path, "a", ca)
+    await tcp_net.serve(FakeHandler(), old)  # an expired one does not start
+    client = await tcp_net.connect(gateway)
+    await asyncio.sleep(max(0.0, (end - dt.datetime.now(dt.UTC)).total_seconds()) + 1)  # time: of a certificate
+    with pytest.raises(AuthenticationFailed, match="expired"):
+        await tcp_net.connect(gateway)
+    assert not client.closed.is_set()
 
 
 async def test_hostname_is_checked_if_configured(tcp_net, tmp_path, ca):
@@ -339,12 +342,12 @@ async def test_relay_with_another_certificate_of_the_ca_is_refused(tcp_net, tmp_
     stolen = Security.load(thief).tls
 
     async def relay(reader, writer):
-        there, back = await asyncio.open_connection(*plain_socket(tcp_net), ssl=stolen.client)
+        there, back = await asyncio.open_connection(*plain_socket(tcp_net), ssl=stolen.context(is_dialler=True))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(copy(reader, back))
             tasks.create_task(copy(there, writer))
 
-    async with await asyncio.start_server(relay, "127.0.0.1", 0, ssl=stolen.server) as server:
+    async with await asyncio.start_server(relay, "127.0.0.1", 0, ssl=stolen.context(is_dialler=False)) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(AuthenticationFailed):
             await RpcClient.connect(f"tcp://127.0.0.1:{port}", Hello(gateway_id="g"), gateway)

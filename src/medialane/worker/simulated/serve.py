@@ -75,7 +75,7 @@ def _of_worker(config: WorkerConfig, number: int) -> WorkerConfig:
 
 def addresses_of(listen: str, num_workers: int) -> list[str]:
     """Return the address of each worker: `{}` is replaced by its number, or ports count up. Raises StartupFailed."""
-    target = parse_address(listen.replace(NUMBER, "0"))
+    target = parse_address(listen.replace(NUMBER, "0"), "--listen")
     if num_workers == 1 or NUMBER in listen:
         return [listen.replace(NUMBER, str(number)) for number in range(num_workers)]
     if isinstance(target, TcpAddress):

@@ -1,0 +1,32 @@
+"""Reads the small files that settings name: secrets, keys, certificates."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from medialane.core.errors import StartupFailed
+
+#: Largest file that is read: a secret, or a chain of certificates.
+_MAX_BYTES = 1 << 20
+
+
+def read(path: str, setting: str) -> tuple[bytes, int]:
+    """Return the content and the mode of a regular file. Raises StartupFailed."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise StartupFailed(f"{setting} {path} is not a file")
+            return file.read(_MAX_BYTES), stat.S_IMODE(mode)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise StartupFailed(f"cannot read {setting} {path}: {reason}") from error
+
+
+def read_private(path: str, setting: str) -> bytes:
+    """Return the content of a file that other users cannot access. Raises StartupFailed."""
+    content, mode = read(path, setting)
+    if mode & stat.S_IRWXO:
+        raise StartupFailed(f"{setting} {path} has mode {mode:04o}, so any user can access it: chmod o-rwx")
+    return content
