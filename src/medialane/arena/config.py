@@ -65,7 +65,7 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
         if file_system != _TMPFS:
             raise StartupFailed(
                 f"--arena-directory {self.directory} is not on a tmpfs: media would be written to its disk; use "
-                "/dev/shm, or mount a tmpfs there (mount -t tmpfs -o size=4g tmpfs DIRECTORY)"
+                "/dev/shm, or mount a tmpfs there (mount -t tmpfs -o size=4g tmpfs DIRECTORY)"  # noqa: S108 - a text
             )
         free = found.f_bavail * found.f_frsize + reclaimable_bytes(self.directory)
         if free < self.size_bytes:

@@ -25,6 +25,7 @@ from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
+from medialane.core.phase import enter_phase
 from medialane.core.stage import RAW_STAGE, STAGES, StageChoice, prepared_stage
 from medialane.gateway import (
     Gateway,
@@ -137,6 +138,7 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], *, peers: 
             bounds = http_bounds(config.gateway, max_headers=frontend.max_headers)
             server_of = partial(BoundedServer, bounds=bounds)
             drain_s = config.gateway.drain_timeout_s
+            enter_phase("waiting for workers")
             await frontend.serve(app, sock, stop.wait(), drain_timeout_s=drain_s, server_of=server_of)
             if not stop.is_set():
                 tasks.fail("the HTTP server")
@@ -155,6 +157,7 @@ async def _start(
     """Create all components, owned by `stack`; return vLLM's front end, the ASGI app that it serves, and the gateways
     that share its port."""
     # Imports and processors take seconds, during which the event loop must handle signals.
+    enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, vllm_args)
     shared = config.gateway.share(max(1, len(peers.gateways)), max_body_bytes=config.media.max_body_bytes)
     gateway_config = _fit(shared, frontend)
@@ -180,11 +183,14 @@ async def _start(
         if peers.store is None:
             raise StartupFailed("this model takes media: start `medialane store` on this host, and pass its --store")
         tasks.start(store.run(), "connecting to the media store")
+        enter_phase("waiting for the media store")
         await store.ready()
     model_tasks = None
     if frontend.is_pooling:
+        enter_phase("waiting for workers")
         await _connect_to_workers(components, peers, stack, tasks)
         model_tasks = (await links.first_card()).tasks
+    enter_phase("preparing the HTTP server")
     app = await _app(components, gateway, peers, model_tasks)  # may take longer than a worker waits for a heartbeat
     if not frontend.is_pooling:
         await _connect_to_workers(components, peers, stack, tasks)

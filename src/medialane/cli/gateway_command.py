@@ -10,6 +10,7 @@ from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
+from medialane.core.phase import enter_phase
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 from medialane.rpc.address import parse_unix
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     print(installed_kinds().line(), flush=True)
     on_gpu = bool(find_hardware(environ).gpus)
     enter_environ(config, args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN)
+    enter_phase("importing vLLM")
     probe.check("gateway")
     from medialane.cli import gateway  # vllm reads its environment when it is imported
 

@@ -1,57 +1,48 @@
-"""The progress display of `medialane serve`: one live line per process on a terminal, plain lines elsewhere."""
+"""The progress display of `medialane serve`: one live line per process on a terminal; elsewhere a plain line for each
+phase. What it shows was reported by the processes as phases (`core.phase`), never by lines of their logs."""
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
+from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
-#: Without a terminal: interval at which a process that is still starting is reported again.
-_REMIND_S = 15.0
-_MAX_STATUS = 90
-#: vLLM's `(EngineCore pid=7) INFO 11-21 03:54:41 [core.py:133] ` and our `2026-11-21 03:54:54 INFO medialane.worker: `.
-_LOG_PREFIX = re.compile(
-    r"""(\([\w ]+\ pid=\d+\)\s*)?                                     # process
-        [\d:, -]* (DEBUG|INFO|WARNING|ERROR|CRITICAL):?\s+            # time, level
-        (\d\d-\d\d\ [\d:]+\ )?                                       # vLLM's time
-        (\[[\w./]+:\d+\] | [\w.]+(\ \[[^]]*\])?:)?\s*               # place, request
-    """,
-    re.VERBOSE,
-)
+from medialane.core.phase import Phase, report_phase
+
+#: After this time in one phase its remedy is shown.
+_LONG_S = 20.0
+_WAITING = Phase("waiting for its turn")
+_STARTING = Phase("starting")
 
 
 @dataclass
 class _State:
-    since: float
-    phase: str = "waiting for its turn"
+    """A process: since when it has been starting, what it does now and since when; `seconds` until it was ready."""
+
+    phase: Phase = _WAITING
+    since: float = field(default_factory=time.monotonic)
+    phase_since: float = field(default_factory=time.monotonic)
     seconds: float | None = None
-    last_line: str = ""
+    is_starting: bool = False
+
+    def enter(self, phase: Phase) -> None:
+        if phase.name != self.phase.name:
+            self.phase_since = time.monotonic()
+        self.phase = phase
 
     def elapsed(self) -> str:
         return f"{self.seconds if self.seconds is not None else time.monotonic() - self.since:4.0f} s"
 
-    def status(self) -> str:
-        if self.phase != "starting" or not self.last_line:
-            return self.phase
-        return brief(self.last_line)
-
-
-def brief(line: str) -> str:
-    """Return the message of a log line, without its prefix, shortened to fit."""
-    text = " ".join(_after_prefix(line).split())
-    return text if len(text) <= _MAX_STATUS else text[: _MAX_STATUS - 3] + "..."
-
-
-def _after_prefix(line: str) -> str:
-    found = _LOG_PREFIX.match(line)
-    return line if found is None else line[found.end() :]
+    def is_long(self) -> bool:
+        return self.is_starting and time.monotonic() - self.phase_since >= _LONG_S
 
 
 class Progress:
@@ -60,9 +51,11 @@ class Progress:
     def __init__(self, parts: Iterable[str], *, verbose: bool, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr, highlight=False)
         self._verbose = verbose
-        now = time.monotonic()
-        self._states = {part: _State(now) for part in parts}
-        self._reminded = now
+        self._states = {part: _State() for part in parts}
+        self._spinner = Spinner("line")
+        self._advised: set[str] = set()
+        #: Whether a process has exited unexpectedly.
+        self.has_failed = False
         # No refresh thread: this process forks, and the display changes only on its event loop.
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._is_live = self._console.is_terminal
@@ -70,40 +63,44 @@ class Progress:
             self._live.start()
 
     def starting(self, part: str) -> None:
-        self._states[part] = _State(time.monotonic(), "starting")
+        self._states[part] = _State(_STARTING, is_starting=True)
         self._print(f"{part}: starting", unless_live=True)
 
-    def ready(self, part: str, seconds: float) -> None:
+    def entered(self, part: str, phase: Phase) -> None:
         state = self._states[part]
-        state.phase, state.seconds = "ready", seconds
+        if phase.name != state.phase.name:
+            self._print(f"{part}: {phase}", unless_live=True)
+            report_phase(Phase(f"{part}: {phase}"))
+        state.enter(phase)
+
+    def ready(self, part: str, seconds: float) -> None:
+        self._states[part] = _State(Phase("ready"), seconds=seconds)
         self._print(f"{part}: ready after {seconds:.0f} s", unless_live=True)
 
     def ended(self, part: str, how: str, restart_in_s: float | None) -> None:
-        self._states[part].phase = f"exited ({how})"
+        self._states[part] = _State(Phase(f"exited ({how})"))
         again = "" if restart_in_s is None else f"; restarting {f'in {restart_in_s:g} s' if restart_in_s else 'now'}"
+        self.has_failed |= restart_in_s is not None
         self._print(f"{part}: exited ({how}){again}")
 
     def stopping(self, part: str) -> None:
-        self._states[part].phase = "stopping"
+        self._states[part] = _State(Phase("stopping"))
         self._print(f"{part}: stopping", unless_live=True)
 
     def printed(self, part: str, lines: Sequence[str]) -> None:
-        shown = [line for line in lines if line.strip()]
-        if shown:
-            self._states[part].last_line = shown[-1]
         if self._verbose:
             for line in lines:
                 self._console.print(f"[{part}] {line}", markup=False, soft_wrap=True)
 
     def tick(self) -> None:
-        """Update the elapsed times."""
+        """Update the elapsed times, and say once what can be done about a phase that takes long."""
+        for part, state in self._states.items():
+            remedy = state.phase.remedy
+            if remedy and remedy not in self._advised and state.is_long():
+                self._advised.add(remedy)
+                self._print(f"{part}: {state.phase.name} takes long: {remedy}")
         if self._is_live:
             self._live.update(self._table(), refresh=True)
-        elif time.monotonic() - self._reminded >= _REMIND_S:
-            self._reminded = time.monotonic()
-            for part, state in self._states.items():
-                if state.phase == "starting":
-                    self._print(f"{part}: {state.elapsed().strip()}, {state.status()}")
 
     def finish(self) -> None:
         """Leave the lines as they are; later events are printed one by one. Idempotent."""
@@ -119,6 +116,9 @@ class Progress:
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         for part, state in self._states.items():
-            mark = {"ready": "[green]ready[/]", "starting": "[yellow]...[/]"}.get(state.phase, "[dim]-[/]")
-            table.add_row(escape(part), mark, state.elapsed(), escape("" if state.phase == "ready" else state.status()))
+            if state.seconds is not None:
+                table.add_row(escape(part), Text("ready", "green"), state.elapsed(), "")
+            else:
+                mark = self._spinner if state.is_starting else Text("-", "dim")
+                table.add_row(escape(part), mark, state.elapsed(), escape(str(state.phase)))
         return table

@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -17,6 +17,7 @@ from medialane.arena import reap
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.progress import Progress
 from medialane.cluster import Supervisor, local
+from medialane.cluster.log_folder import LogFolder
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value, has_flag
@@ -32,9 +33,9 @@ SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(Sectio
 _COMMON = (
     "workers", "encoders", "gateways", "preparers", "host", "port", "join-listen", "arena-size", "stage", "transport",
     "router", "single-gpu", "encoder-gpu-share", "ray", "address", "gateway-nodes", "gpus-per-worker",
-    "cpus-per-worker", "rpc-secret-file", "join", "metrics-port", "log-level",
+    "cpus-per-worker", "rpc-secret-file", "join", "metrics-port", "log-dir", "log-level",
 )  # fmt: skip
-_TICK_S = 0.25
+_TICK_S = 0.125
 _EXIT_KILLED = 130
 
 _EPILOG = """\
@@ -78,36 +79,51 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
     reap(config.arena.directory)
     hardware = find_hardware(environ)
     print(installed_kinds().line(), flush=True)
-    folder = local.run_folder(environ)
-    failed = False
-    try:
-        with local.shared_listener(config, hardware) as listener:
-            parts = local.parts(
-                config,
-                args.model,
-                args.vllm_args,
-                folder=folder.path,
-                hardware=hardware,
-                environ=environ,
-                listener=listener,
-                store_socket=args.store_socket,
-            )
-            remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
-            progress = Progress([*(part.name for part in parts), *(spec.name for spec in remote)], verbose=args.verbose)
-            announcement = announce(config, args.model, args.vllm_args)
+    with (
+        closing(local.run_folder(environ)) as folder,
+        local.shared_listener(config, hardware) as listener,
+    ):
+        parts = local.parts(
+            config,
+            args.model,
+            args.vllm_args,
+            folder=folder.path,
+            hardware=hardware,
+            environ=environ,
+            listener=listener,
+            store_socket=args.store_socket,
+        )
+        remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
+        announcement = announce(config, args.model, args.vllm_args)
+
+        with _logs(config) as logs:
+            names = [*(part.name for part in parts), *(spec.name for spec in remote)]
+            progress = Progress(names, verbose=args.verbose)
 
             def make_supervisor() -> Supervisor | RemoteSupervisor:
-                here = Supervisor(parts, config=config.cluster, logs=folder.path, observer=progress)
+                here = Supervisor(parts, config=config.cluster, logs=logs.path, observer=progress)
                 if ray is None:
                     return here
                 return ray.supervisor(here, remote, progress, vllm_args=args.vllm_args)
 
-            return asyncio.run(_serve(make_supervisor, progress, announcement))
-    except StartupFailed:
-        failed = True
-        raise
+            status = asyncio.run(_serve(make_supervisor, progress, announcement))
+            logs.keep = progress.has_failed
+            return status
+
+
+@contextmanager
+def _logs(config: Config) -> Iterator[LogFolder]:
+    """Yield the folder of the logs, which is shown; errors name it again."""
+    logs = LogFolder.create(config.cluster.log_dir)
+    print(f"logs: {logs.path}", flush=True)
+    try:
+        yield logs
+        if logs.keep:
+            print(f"processes have failed: the logs are kept in {logs.path}", file=sys.stderr, flush=True)
+    except StartupFailed as error:
+        raise StartupFailed(f"{error.message}\nthe logs are in {logs.path}") from error
     finally:
-        folder.close(keep=failed)
+        logs.close()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from medialane.cli.tuning import tune_process
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
+from medialane.core.phase import READY, enter_phase
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
 from medialane.media import Fetcher, MediaConfig
@@ -79,6 +80,7 @@ class _Store:
             factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
             arena=arena,
             media=config.media,
+            progress=enter_phase,
             on_loaded=lambda: self._server.loaded(),
         )
 
@@ -122,9 +124,12 @@ class _Store:
         await self._pool.start()
         if self._prepares and not self._pool.processor_settings:
             return False
+        if not prefaulted.done():
+            enter_phase("allocating shared memory")
         await asyncio.shield(prefaulted)
         self._has_started = True
         self._server.started()
+        enter_phase(READY)
         logger.info("the media store is ready")
         return True
 

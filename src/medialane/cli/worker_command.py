@@ -22,6 +22,7 @@ from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import ranks_per_worker
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
+from medialane.core.phase import enter_phase
 from medialane.core.request import WorkerRole
 from medialane.observability.logging import configure
 from medialane.rpc.address import parse_unix
@@ -101,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
+    enter_phase("importing vLLM")
     probe.check("worker")
     return _run_vllm(config, args)
 
@@ -124,6 +126,8 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
     directory = config.arena.directory
 
     async def serve() -> int:
+        if engine.takes_media:
+            enter_phase("measuring the encoder")
         await engine.learn_encoder()
         async with _host_arena(config, args if engine.takes_media else None) as host_arena:
             return await serve_worker(
@@ -157,6 +161,7 @@ async def _host_arena(config: Config, args: argparse.Namespace | None) -> AsyncI
     running = asyncio.create_task(link.run(), name="store link")
     try:
         async with host_store(config, args.model, args.store) if args.start_store else nullcontext():
+            enter_phase("waiting for the media store")
             await _wait_for(link, config.store.wait_timeout_s)
             yield StoreEntries(link, retention_s=config.store.hold_retention_s)
     finally:

@@ -53,6 +53,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """longest delay before a restart"""
     restart_reset_s: PositiveFloat = field(default=60.0, name="restart-reset")
     """time without an exit after which the restart delay is reset"""
+    log_dir: str = field(default="", name="log-dir")
+    """folder of the processes' logs, one file each, which are appended to and kept; default: a private folder in
+    TMPDIR, kept only if the run fails (the newest five)"""
     max_log_bytes: int = field(default=16 * MIB, name="max-log-bytes")
     """size at which a process's log file is rotated; the newer half is kept as .old"""
 

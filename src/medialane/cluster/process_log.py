@@ -29,7 +29,7 @@ class ProcessLog:
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
         self._max_bytes = max_bytes
-        self._offset = 0
+        self._offset = path.stat().st_size if path.exists() else 0  # the rest is of earlier runs
         self._rest = b""
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
 

@@ -17,6 +17,7 @@ from medialane.cluster.restart_delay import RestartDelay
 from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
 from medialane.core.oom_kills import LACK_OF_MEMORY
+from medialane.core.phase import READY, Phase, PhaseFile
 
 POLL_S = 0.2
 #: Exits of a process that had become ready, while others are still starting, after which the start fails.
@@ -36,6 +37,10 @@ class Observer(Protocol):
         ...
 
     def stopping(self, part: str) -> None: ...
+
+    def entered(self, part: str, phase: Phase) -> None:
+        """A process that is not ready yet is in another phase, or has come further in it."""
+        ...
 
     def printed(self, part: str, lines: Sequence[str]) -> None:
         """The process wrote these lines to its log, some tenths of a second ago."""
@@ -68,6 +73,7 @@ class ProcessSupervisor:
         self._has_been_ready = False
         self._num_exits = 0
         self._log = log
+        self._phases = PhaseFile(log.path.with_suffix(".phase"))
         self._context = context
         self._gate = gate
         self._status: int | None = None
@@ -127,24 +133,29 @@ class ProcessSupervisor:
         finally:
             process.kill()
             self._context.orphan_reaper.forget(process.pid)
+            self._phases.remove()
             self.process = None
         return timed_out or process.describe_exit()
 
     def _spawn(self) -> ChildProcess:
-        self.part.ready.reset()
+        if self.part.ready is not None:
+            self.part.ready.reset()
+        environ = {**self.part.environ, **self._phases.environ()}
         output = self._log.open()
         try:
-            return ChildProcess.spawn(self.part.argv, self.part.environ, output, pass_fds=self.part.pass_fds)
+            return ChildProcess.spawn(self.part.argv, environ, output, pass_fds=self.part.pass_fds)
         finally:
             os.close(output)
 
     async def _wait_until_ready(self, process: ChildProcess) -> str | None:
         """Wait for the process to become ready; on timeout, kill it and return the reason."""
         limit_s = self._context.config.start_timeout_s
+        phase: Phase | None = None
         try:
             async with asyncio.timeout(limit_s):
-                while not await self.part.ready.passes():  # noqa: ASYNC110 - polls another process
+                while not await self._is_ready(phase):
                     await asyncio.sleep(POLL_S)
+                    phase = self._show_phase(phase)
         except TimeoutError:
             process.kill()
             return f"not ready after {limit_s:g} s"
@@ -153,6 +164,18 @@ class ProcessSupervisor:
             self._has_been_ready = True
             self._context.observer.ready(self.part.name, process.lifetime_s)
         return None
+
+    async def _is_ready(self, phase: Phase | None) -> bool:
+        if self.part.ready is None:
+            return phase is not None and phase.name == READY
+        return await self.part.ready.passes()
+
+    def _show_phase(self, shown: Phase | None) -> Phase | None:
+        """Report the phase of the process if it is not the one `shown`; return it."""
+        phase = self._phases.read()
+        if phase is not None and phase != shown and phase.name != READY:
+            self._context.observer.entered(self.part.name, phase)
+        return phase
 
     def _kill_unmonitored(self, process: ChildProcess, watching: asyncio.Task[str | None]) -> None:
         """Kill a process if its readiness check failed with an exception: it would never become ready."""

@@ -31,6 +31,7 @@ import msgspec
 
 from medialane.cluster.child_process import ChildProcess
 from medialane.cluster.local import parent_directory
+from medialane.cluster.log_folder import LogFolder
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.placement import Engines, find_hardware, place_engines, vllm_is_for_cpu
 from medialane.cluster.process_log import ProcessLog
@@ -38,9 +39,10 @@ from medialane.cluster.process_spec import HttpAnswers
 from medialane.cluster.process_supervisor import failure_report
 from medialane.config import host_environ
 from medialane.core.errors import StartupFailed
-from medialane.core.owner_lock import OwnedFolder, SharedFolder, reap_folders
+from medialane.core.owner_lock import SharedFolder, reap_folders
+from medialane.core.phase import Phase, PhaseFile
 
-_FOLDER_PREFIX = "medialane-remote-"
+_LOGS_PREFIX = "medialane-remote-"
 #: Of the folders that processes of one host share.
 SHARED_PREFIX = "medialane-node-"
 #: The log file is bounded by reading it.
@@ -73,18 +75,20 @@ class RemoteSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: float = 0.0
     layer: int = 0
     stop_timeout_s: float = 10.0
+    log_dir: str = ""
     max_log_bytes: int = 16 << 20
 
 
 class Location(msgspec.Struct, frozen=True):
     """Where a process runs; `node` is the host's address. `incarnation` is different in each run, `is_ready` is for
-    processes with a `ready_url`."""
+    processes with a `ready_url`; `phase` is what it does until it is ready."""
 
     host: str
     node: str
     pid: int
     incarnation: str
     is_ready: bool = False
+    phase: Phase | None = None
 
 
 class RunEnd(msgspec.Struct, frozen=True):
@@ -169,6 +173,7 @@ class RemoteProcess:
         self._spec = spec
         self._node = node
         self._child: ChildProcess | None = None
+        self._phases: PhaseFile | None = None
         self._incarnation = ""
         self._is_ready = False
         self._stopping = False
@@ -177,7 +182,8 @@ class RemoteProcess:
     def location(self) -> Location | None:
         if self._child is None or self._child.ended:
             return None
-        return Location(socket.gethostname(), self._node, self._child.pid, self._incarnation, self._is_ready)
+        phase = self._phases.read() if self._phases is not None else None
+        return Location(socket.gethostname(), self._node, self._child.pid, self._incarnation, self._is_ready, phase)
 
     async def run(self) -> RunEnd:
         """Run the process once, until it has exited and its group is killed. If this process is killed, so is the
@@ -188,11 +194,13 @@ class RemoteProcess:
                 if spec.shared_folder:
                     reap_folders(parent_directory(os.environ), SHARED_PREFIX)
                     stack.callback(SharedFolder.join(shared_path(spec)).close)
-                folder = OwnedFolder.create(parent_directory(os.environ), _FOLDER_PREFIX)
+                logs = LogFolder.create(spec.log_dir, _LOGS_PREFIX, shared=True)
             except StartupFailed as error:
                 return RunEnd("cannot be started", f"{spec.name}: {error.message}")
-            stack.callback(lambda: folder.close(keep=not self._stopping))
-            return await self._run(ProcessLog(folder.path / f"{spec.name.replace(' ', '-')}.log", spec.max_log_bytes))
+            stack.callback(logs.close)
+            end = await self._run(ProcessLog(logs.path / f"{spec.name.replace(' ', '-')}.log", spec.max_log_bytes))
+            logs.keep = not self._stopping
+            return end
 
     async def _run(self, log: ProcessLog) -> RunEnd:
         name = self._spec.name
@@ -218,7 +226,8 @@ class RemoteProcess:
         return RunEnd(how, failure_report(f"{name} on {socket.gethostname()}", how, log))
 
     def _spawn(self, log: ProcessLog) -> ChildProcess:
-        environ = remote_environ(self._spec, os.environ)
+        self._phases = PhaseFile(log.path.with_suffix(".phase"))
+        environ = {**remote_environ(self._spec, os.environ), **self._phases.environ()}
         output = log.open()
         try:
             return ChildProcess.spawn(remote_argv(self._spec, self._node), environ, output)

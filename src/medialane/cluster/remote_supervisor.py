@@ -139,13 +139,16 @@ class RemoteSupervisor:
             starting = [spec for spec in self._specs if spec.name not in self._ready]
             if starting:
                 connected = await self._connected()
-                await asyncio.gather(*(self._check_ready(spec, connected) for spec in starting))
+                await asyncio.gather(*(self._check_starting(spec, connected) for spec in starting))
             await first_of(self._stopping.wait(), asyncio.sleep(_POLL_S))
 
-    async def _check_ready(self, spec: RemoteSpec, connected: Collection[str]) -> None:
-        location = await self._cluster.resolve(spec.name) if connected else None
+    async def _check_starting(self, spec: RemoteSpec, connected: Collection[str]) -> None:
+        """Report the phase of a process, or that it is ready."""
+        location = await self._cluster.resolve(spec.name)
         if location is None:
             return
+        if location.phase is not None:
+            self._observer.entered(spec.name, location.phase)
         if location.is_ready if spec.ready_url else member_name(spec, location.host) in connected:
             self._ready.add(spec.name)
             self._observer.ready(spec.name, time.monotonic() - self._started_at[spec.name])

@@ -95,6 +95,7 @@ def gateway_specs(
             shared_folder=folder,
             layer=1,
             stop_timeout_s=config.gateway.drain_timeout_s + config.cluster.stop_timeout_s,
+            log_dir=config.cluster.log_dir,
             max_log_bytes=config.cluster.max_log_bytes,
         )
         for node in nodes.others
@@ -144,6 +145,7 @@ def worker_specs(
             num_cpus=config.cluster.cpus_per_worker,
             num_gpus=num_gpus,
             stop_timeout_s=config.cluster.stop_timeout_s,
+            log_dir=config.cluster.log_dir,
             max_log_bytes=config.cluster.max_log_bytes,
         )
         for i in range(config.cluster.num_workers)

@@ -60,11 +60,11 @@ class OwnedFolder:
         self._lock: int | None = lock
 
     @classmethod
-    def create(cls, parent: Path, prefix: str) -> OwnedFolder:
-        """Create a folder in `parent`, after removing those of this prefix whose owners have exited. Raises
-        StartupFailed."""
+    def create(cls, parent: Path, prefix: str, *, num_kept: int = 0) -> OwnedFolder:
+        """Create a folder in `parent`, after removing those of this prefix whose owners have exited, except the
+        `num_kept` newest. Raises StartupFailed."""
         try:
-            reap_folders(parent, prefix)
+            reap_folders(parent, prefix, num_kept=num_kept)
             unfinished = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
             lock = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -75,7 +75,7 @@ class OwnedFolder:
         return cls(path, lock)
 
     def close(self, *, keep: bool = False) -> None:
-        """Remove the folder; with `keep` it stays for inspection until the next `create`. Idempotent."""
+        """Remove the folder; with `keep` it stays for inspection, see `create`. Idempotent."""
         if self._lock is None:
             return
         if not keep:
@@ -125,14 +125,17 @@ class SharedFolder:
         self._lock = None
 
 
-def reap_folders(parent: Path, prefix: str) -> list[Path]:
-    """Remove this user's `OwnedFolder`s in `parent` whose owners have exited; return their paths."""
+def reap_folders(parent: Path, prefix: str, *, num_kept: int = 0) -> list[Path]:
+    """Remove this user's `OwnedFolder`s in `parent` whose owners have exited, except the `num_kept` newest; return
+    their paths."""
     removed = []
-    for path in parent.glob(f"{prefix}*"):
-        if not _is_own_folder(path):
-            continue
+    for path in sorted(filter(_is_own_folder, parent.glob(f"{prefix}*")), key=_modified_at, reverse=True):
         with abandoned(path / _LOCK) as lock:
-            if lock is not None:
+            if lock is None:
+                continue
+            if num_kept:
+                num_kept -= 1
+            else:
                 shutil.rmtree(path, ignore_errors=True)
                 removed.append(path)
     return removed
@@ -169,3 +172,11 @@ def _is_own_folder(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _modified_at(path: Path) -> float:
+    """Return when a folder was last changed; 0 if it has been removed meanwhile."""
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0

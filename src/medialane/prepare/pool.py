@@ -219,7 +219,7 @@ class PreparerPool:
             self._preparers.close()
 
     async def _start_forkserver(self) -> ForkserverProcess:
-        self._progress("loading the model's processor")
+        self._progress("importing the model's processor")
         forkserver = await ForkserverProcess.start(
             factory=self._factory,
             factory_config=self._factory_config,

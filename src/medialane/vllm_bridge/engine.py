@@ -43,6 +43,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
+from medialane.core.phase import enter_phase
 from medialane.core.request import (
     ENCODER,
     EmbeddingCounts,
@@ -110,6 +111,7 @@ def build_engine(
     """
     folder = PrivateFolder()
     try:
+        enter_phase("reading the model's configuration")
         folder.enter()
         events = KvEventReader(folder.path)
         args = engine_args(model, vllm_args, kv_events=events.config, role=role)
@@ -120,6 +122,7 @@ def build_engine(
         config = args.create_engine_config(usage)
         check_prefix_cache(config)
         unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory, role=role)
+        enter_phase("starting the engine")
         llm = AsyncLLM.from_vllm_config(
             config,
             usage_context=usage,

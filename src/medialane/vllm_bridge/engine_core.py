@@ -15,6 +15,7 @@ from msgspec.structs import astuple
 
 from medialane.core.errors import InvalidFeature
 from medialane.core.parent_death import signal_on_parent_death
+from medialane.vllm_bridge import start_phases
 from medialane.vllm_bridge.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.embedding_connector import EmbeddingConnector
 from medialane.vllm_bridge.embeds_trial import try_embeds
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 def install() -> None:
     """Patch EngineCore in this process, or before it is forked from it. Idempotent."""
+    start_phases.install()
     engine_core.change(
         ArenaDecoder,
         before_add=_refuse_unreadable,

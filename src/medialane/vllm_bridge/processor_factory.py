@@ -7,6 +7,7 @@ import torch
 from huggingface_hub import constants
 
 from medialane.core.compiled import compile_loops_for_one_thread
+from medialane.core.phase import enter_phase
 from medialane.prepare.processor import FactoryConfig, NoProcessor, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
@@ -18,6 +19,7 @@ from medialane.vllm_bridge.stage_fitness import unfit_reasons
 
 def build_processor(config: bytes) -> Processor:
     """Build and warm up a fork server's processor from a JSON `FactoryConfig`. The process stays single-threaded."""
+    enter_phase("loading the model's processor")
     factory_config = msgspec.json.decode(config, type=FactoryConfig)
     torch.set_num_threads(1)
     compile_loops_for_one_thread()

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from medialane.core.errors import WorkerLost
+from medialane.core.phase import enter_phase
 from medialane.rpc import Join, RpcConfig, RpcServer
 from medialane.rpc.address import TcpAddress
 from medialane.worker.config import WorkerConfig
@@ -86,6 +87,8 @@ async def serve_until(
         async with metrics_served(status, config, num_ranks=num_ranks, registry=worker.registry):
             with suppress(WorkerLost):  # reported by `watch`
                 await worker.map_arena()  # before gateways connect
+            if gateways:
+                enter_phase("joining gateways")
             if address is not None:
                 listening = await server.serve(address)
                 logger.info("worker %s listens at %s", worker.worker_id, listening)

@@ -4,6 +4,7 @@ from rich.console import Console
 
 from medialane.cli.check import progress as progress_module
 from medialane.cli.check.progress import CheckProgress
+from medialane.core.phase import Phase, PhaseFile
 from waiting import eventually
 
 
@@ -12,15 +13,17 @@ def shown(**options):
     return out, CheckProgress(Console(file=out, width=200, **options))
 
 
-async def test_long_start_is_reported_with_the_last_line_of_the_log(tmp_path, monkeypatch):
+async def test_long_start_is_reported_with_the_servers_phase(tmp_path, monkeypatch):
     monkeypatch.setattr(progress_module, "_TICK_S", 0.01)
     monkeypatch.setattr(progress_module, "_REMIND_S", 0.02)
-    log = tmp_path / "log"
-    log.write_text("(EngineCore pid=7) INFO 11-21 03:54:41 [core.py:133] Loading weights [50%]\n\n")
+    phases = PhaseFile(tmp_path / "medialane.phase")
+    phases.write(Phase("worker 0: loading [the] weights", 1, 2))
     out, progress = shown()
-    async with progress.starting("plain vLLM", log):
-        await eventually(lambda: "Loading weights [50%]" in out.getvalue())
-    assert out.getvalue().splitlines()[0] == "plain vLLM: starting"
+    async with progress.starting("medialane", phases):
+        await eventually(lambda: "medialane: worker 0: loading [the] weights 1/2, 0 s" in out.getvalue())
+    async with progress.starting("plain vLLM"):
+        await eventually(lambda: "plain vLLM: starting, 0 s" in out.getvalue())
+    assert out.getvalue().splitlines()[0] == "medialane: starting"
     assert "plain vLLM: ready after 0 s" in out.getvalue()
 
 

@@ -1,5 +1,6 @@
 """The command in a separate process, with small scripts replacing gateway and workers."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -64,7 +65,8 @@ def serve(tmp_path):
         output = tmp_path / f"output-{len(started)}"
         helpers = str(Path(__file__).parents[1] / "cluster")
         words = [sys.executable, "-c", SERVE, helpers, script, str(model), "--arena-size", "16MiB", *flags]
-        environ = {"XDG_RUNTIME_DIR": str(runtime), "PATH": "/usr/bin:/bin"}
+        environ = {"XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime), "PATH": "/usr/bin:/bin"}
+        environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
         with output.open("wb") as stdout:
             process = subprocess.Popen(words, stdout=stdout, stderr=subprocess.STDOUT, env=environ)
         started.append(Served(process, output, runtime))
@@ -115,7 +117,49 @@ def test_failed_start_reports_the_reason_and_keeps_the_log(serve):
     assert status == 2
     assert "medialane: error: worker 0 did not start: ValueError: no such quantisation" in text
     (folder,) = served.runtime.iterdir()
+    assert f"logs: {folder}\n" in text
+    assert text.endswith(f"\nthe logs are in {folder}\n")
     assert "no such quantisation" in (folder / "worker-0.log").read_text()
+
+
+def test_logs_of_a_run_in_which_a_process_failed_are_kept(serve):
+    served = serve("print('once', flush=True); ready(); time.sleep(0.3)", "--port", "0", "--restart-initial", "30")
+    served.wait_for("restarting in")  # time: a process that fails while it serves
+    served.send(signal.SIGTERM)
+    status, text = served.end()
+    assert status == 0
+    (folder,) = served.runtime.iterdir()
+    assert f"the logs are kept in {folder}\n" in text
+    assert "once" in (folder / "worker-0.log").read_text()
+
+
+def test_logs_are_appended_in_a_folder_of_choice_and_stay(serve, tmp_path):
+    chosen = tmp_path / "new" / "logs"
+    for _ in range(2):
+        served = serve(IDLE, "--port", "0", "--log-dir", str(chosen))
+        served.wait_for("Ctrl-C stops it")
+        served.send(signal.SIGTERM)
+        status, text = served.end()
+        assert status == 0, text
+        assert f"logs: {chosen}\n" in text
+        assert list(served.runtime.iterdir()) == []
+    assert (chosen / "worker-0.log").read_text() == "hello\n" * 2
+
+
+def test_folder_of_logs_is_used_by_one_run(serve, tmp_path):
+    first = serve(IDLE, "--port", "0", "--log-dir", str(tmp_path))
+    first.wait_for("Ctrl-C stops it")
+    status, text = serve(IDLE, "--port", "0", "--log-dir", str(tmp_path)).end()
+    assert status == 2
+    assert f"--log-dir {tmp_path} is in use by another `medialane serve`" in text
+    first.send(signal.SIGTERM)
+    assert first.end()[0] == 0
+
+
+def test_folder_of_logs_that_cannot_be_made_is_named(serve):
+    status, text = serve(IDLE, "--port", "0", "--log-dir", "/proc/logs").end()
+    assert status == 2
+    assert "medialane: error: --log-dir /proc/logs: " in text
 
 
 def test_port_in_use_is_reported_before_anything_starts(serve):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor
+from medialane.core.phase import Phase
 
 HEADER = """
 import os, signal, subprocess, sys, time
@@ -33,6 +34,7 @@ class PathExists:
 class Recorder:
     events: list[tuple[str, ...]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    phases: list[tuple[str, str]] = field(default_factory=list)
     pauses: list[float | None] = field(default_factory=list)
 
     def starting(self, part: str) -> None:
@@ -47,6 +49,9 @@ class Recorder:
 
     def stopping(self, part: str) -> None:
         self.events.append(("stopping", part))
+
+    def entered(self, part: str, phase: Phase) -> None:
+        self.phases.append((part, str(phase)))
 
     def printed(self, part: str, lines: Sequence[str]) -> None:
         self.lines.extend(f"{part}: {line}" for line in lines)

@@ -75,14 +75,15 @@ def test_processes_are_a_store_workers_and_a_gateway_with_their_addresses(tmp_pa
     assert [part.argv[2:5] for part in (store, first, gateway)] == [
         ("medialane", command, "org/model") for command in ("store", "worker", "gateway")
     ]
-    for part in (store, first, second):
+    assert store.ready is None
+    for part in (first, second):
         assert flag(part, "--listen") == f"unix:{part.ready.path}"
         assert part.argv[-3:] == ("--", "--max-model-len", "8")
     for part in (first, second):
         assert f"unix:{part.ready.path}" in gateway.argv
     for part in (first, second, gateway):
-        assert flag(part, "--store") == f"unix:{store.ready.path}"
-    assert len({part.ready.path for part in (store, first, second)}) == 3
+        assert flag(part, "--store") == flag(store, "--listen")
+    assert len({flag(part, "--listen") for part in (store, first, second)}) == 3
 
 
 def test_gateway_stops_before_the_store_and_the_workers_that_it_uses(tmp_path):
@@ -133,7 +134,7 @@ def test_encoders_are_workers_with_a_role_that_the_gateway_knows_too(tmp_path):
     assert len({part.ready.path for part in (worker, first, second)}) == 3
     for part in (worker, first, second):
         assert f"unix:{part.ready.path}" in gateway.argv
-        assert flag(part, "--store") == f"unix:{store.ready.path}"
+        assert flag(part, "--store") == flag(store, "--listen")
         assert part.environ["OMP_NUM_THREADS"] == "1"
 
 

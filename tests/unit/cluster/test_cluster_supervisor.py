@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -358,3 +359,30 @@ async def test_end_of_supervision_is_reported_to_waiters(tmp_path):
         await asyncio.sleep(0)
         assert not waiting.done()
     await waiting
+
+
+PHASES = """
+import json
+def enter(name, **more):
+    file = os.environ["MEDIALANE_PHASE_FILE"]
+    with open(file + ".new", "w") as new:
+        json.dump({"name": name, **more}, new)
+    os.replace(file + ".new", file)
+"""
+
+
+async def test_phases_of_a_process_are_reported_until_it_is_ready(tmp_path):
+    seen, go = Recorder(), tmp_path / "go"
+    script = (
+        f"{PHASES}enter('loading', num_done=1, num_total=2)\nwhile not os.path.exists({str(go)!r}): time.sleep(0.02)"
+    )
+    script += "\nenter('ready'); stay()  # time: until the test has seen it"
+    supervisor = make_supervisor(tmp_path, seen, [replace(script_part(tmp_path, "worker", script), ready=None)])
+    starting = asyncio.create_task(supervisor.start())
+    await eventually(lambda: seen.phases == [("worker", "loading 1/2")])
+    assert not seen.count("ready", "worker")
+    go.touch()
+    await starting
+    await supervisor.stop()
+    assert seen.count("ready", "worker") == 1
+    assert not list(tmp_path.glob("*.phase*"))

@@ -149,3 +149,13 @@ def test_folder_of_another_user_is_not_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "folder").stat().st_uid + 1)
     with pytest.raises(StartupFailed, match="belongs to another user"):
         SharedFolder.join(tmp_path / "folder")
+
+
+def test_newest_folders_of_owners_that_exited_may_be_kept(tmp_path):
+    for age in range(4):
+        folder = OwnedFolder.create(tmp_path, PREFIX, num_kept=9)
+        os.utime(folder.path, (1e9 - age, 1e9 - age))
+        folder.path.rename(tmp_path / f"{PREFIX}{age}")
+        folder.close(keep=True)
+    removed = reap_folders(tmp_path, PREFIX, num_kept=2)
+    assert sorted(path.name for path in removed) == [f"{PREFIX}2", f"{PREFIX}3"]

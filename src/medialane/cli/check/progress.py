@@ -6,18 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from medialane.cli.progress import brief
+from medialane.core.phase import PhaseFile
 
 #: Without a terminal: interval at which long work is reported again.
 _REMIND_S = 15.0
 _TICK_S = 1.0
-#: The end of a log is read up to this size.
-_TAIL_BYTES = 4096
 
 
 class CheckProgress:
@@ -37,11 +34,11 @@ class CheckProgress:
         self._show(f"{number}/{total} {name}")
 
     @asynccontextmanager
-    async def starting(self, name: str, log: Path) -> AsyncIterator[None]:
-        """Show that a server starts, with the last line of its log, until the end of the block."""
+    async def starting(self, name: str, phases: PhaseFile | None = None) -> AsyncIterator[None]:
+        """Show that a server starts, and its phase if it reports any, until the end of the block."""
         started = time.monotonic()
         self.note(f"{name}: starting")
-        ticking = asyncio.create_task(self._tick(name, log, started), name=f"progress of {name}")
+        ticking = asyncio.create_task(self._tick(name, phases, started), name=f"progress of {name}")
         try:
             yield
         finally:
@@ -53,10 +50,11 @@ class CheckProgress:
         if self._status is not None:
             self._status.stop()
 
-    async def _tick(self, name: str, log: Path, started: float) -> None:
+    async def _tick(self, name: str, phases: PhaseFile | None, started: float) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self._show(f"{name}: starting, {time.monotonic() - started:.0f} s {_last_line(log)}".rstrip())
+            phase = phases.read() if phases is not None else None
+            self._show(f"{name}: {phase or 'starting'}, {time.monotonic() - started:.0f} s")
 
     def _show(self, text: str) -> None:
         if self._status is not None:
@@ -64,11 +62,3 @@ class CheckProgress:
         elif time.monotonic() - self._reported >= _REMIND_S:
             self._reported = time.monotonic()
             self.note(text)
-
-
-def _last_line(log: Path) -> str:
-    """Return the last line of a log, without its prefix."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return brief(lines[-1]) if lines else ""

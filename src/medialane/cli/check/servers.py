@@ -15,6 +15,7 @@ from medialane.cli.check.revived_server import RevivedServer
 from medialane.cli.server_process import PLAIN_VLLM, ServerProcess, plain_vllm, server_process
 from medialane.cluster.vllm_flags import flag_value, has_flag
 from medialane.core.errors import StartupFailed
+from medialane.core.phase import PhaseFile
 from medialane.gateway.gather_or_cancel import gather_or_cancel
 
 PLAIN_LOG = "plain.log"
@@ -76,7 +77,7 @@ async def _plain_server(setup: Setup, progress: CheckProgress, number: int) -> A
         program=setup.plain_program,
     )
     async with AsyncExitStack() as stack:
-        async with progress.starting("plain vLLM", log):
+        async with progress.starting("plain vLLM"):
             try:
                 process = await stack.enter_async_context(server)
             except StartupFailed as error:
@@ -92,19 +93,21 @@ def medialane_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncCont
 @asynccontextmanager
 async def _medialane_server(setup: Setup, progress: CheckProgress, number: int) -> AsyncIterator[CheckClient]:
     log = setup.logs / _log_name(OUR_LOG, number)
+    phases = PhaseFile(log.with_suffix(".phase"))
     server = server_process(
         "medialane serve",
         ["-m", "medialane", "serve", setup.model, "--verbose", "--host", "127.0.0.1"],
         ["--", *setup.both_flags],
         model=setup.model,
-        environ=setup.own_environ,
+        environ={**setup.own_environ, **phases.environ()},
         log=log,
         start_s=setup.start_s,
         stop_s=_STOP_S,
     )
     async with AsyncExitStack() as stack:
-        async with progress.starting("medialane", log):
+        async with progress.starting("medialane", phases):
             process = await stack.enter_async_context(server)
+        phases.remove()
         yield await stack.enter_async_context(_client(process, setup, wants_report=True))
 
 

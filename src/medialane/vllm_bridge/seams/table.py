@@ -522,4 +522,22 @@ GROUPS: tuple[Group, ...] = (
             override vllm.distributed.device_communicators.shm_broadcast:SpinCondition.wait(self, timeout_ms)
         """),
     ),
+    Group(
+        name="phases of a start",
+        purpose="a worker that starts reports what its engine does",
+        module="seams.start_phases",
+        processes=("worker",),
+        without="`medialane serve` shows `starting the engine` until the worker is ready",
+        tests=("tests/contract/test_vllm_start_phases.py",),
+        seams=_seams("""
+            replace vllm.model_executor.model_loader.weight_utils:tqdm in safetensors_weights_iterator
+            replace vllm.v1.executor.abstract:Executor.determine_available_memory(self) in
+                vllm.v1.engine.core:EngineCore._initialize_kv_caches
+            replace vllm.v1.executor.abstract:Executor.compile_or_warm_up_model(self) in
+                vllm.v1.engine.core:EngineCore._initialize_kv_caches
+            replace vllm.multimodal.encoder_budget:MultiModalBudget.get_dummy_encoder_profile_inputs(self, modality,
+                max_items_per_batch) in vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_mm_dummy_batch
+            call vllm.multimodal.encoder_budget:MultiModalBudget.get_modality_with_max_tokens(self)
+        """),
+    ),
 )

@@ -1,0 +1,82 @@
+"""What a process is doing until it is ready, reported as data to whoever started it.
+
+Who starts a process names a file in its environment (`VARIABLE`). The process and its descendants, vLLM's engine
+processes among them, replace the file with each phase that they enter; the latest one counts. Without the variable
+phases are only logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+VARIABLE: Final = "MEDIALANE_PHASE_FILE"
+
+#: The last phase of a process that does not show otherwise that it is ready.
+READY: Final = "ready"
+
+#: A longer file is not ours.
+_MAX_BYTES = 4096
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """`num_done` of `num_total` steps, if they can be counted. `remedy` is what an operator can do if it takes long."""
+
+    name: str
+    num_done: int = 0
+    num_total: int = 0
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.num_done}/{self.num_total}" if self.num_total else self.name
+
+
+def enter_phase(name: str) -> None:
+    """Log and report that this process enters a phase."""
+    logger.info("%s", name)
+    report_phase(Phase(name))
+
+
+def report_phase(phase: Phase) -> None:
+    """Report the phase of this process, or how far it has come in it."""
+    path = os.environ.get(VARIABLE)
+    if path:
+        PhaseFile(Path(path)).write(phase)
+
+
+class PhaseFile:
+    """The latest phase of a process. One process reads it, and removes it in the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def environ(self) -> dict[str, str]:
+        """Return the variable of the process that is to report its phases here."""
+        return {VARIABLE: str(self._path)}
+
+    def write(self, phase: Phase) -> None:
+        """Replace the phase. A failure is logged: it is no reason for a process not to start."""
+        unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            unfinished.write_bytes(msgspec.json.encode(phase))
+            unfinished.replace(self._path)
+        except OSError as error:
+            logger.info("the phase %s cannot be reported: %s", phase.name, error.strerror)
+
+    def read(self) -> Phase | None:
+        """Return the phase; None if the process has reported none."""
+        try:
+            with self._path.open("rb") as file:
+                return msgspec.json.decode(file.read(_MAX_BYTES), type=Phase)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def remove(self) -> None:
+        """Forget the phase. Idempotent."""
+        self._path.unlink(missing_ok=True)
