@@ -207,6 +207,8 @@ def parts(
         name="store",
         argv=_command("store", model, ["--listen", f"unix:{store_socket}"], vllm_args),
         environ=inherited,
+        ready=SocketExists(store_socket),
+        is_ready_later=True,
         stop_timeout_s=config.cluster.stop_timeout_s,
         not_needed="not needed: this model takes no media",
     )

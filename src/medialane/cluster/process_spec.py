@@ -30,7 +30,8 @@ class ProcessSpec:
     """One process to keep running. `environ` is its whole environment. It inherits the descriptors `pass_fds`, which
     must stay open here.
 
-    Without a check, it is ready when it has entered the phase `READY`.
+    With `is_ready_later` the check passes before the process has loaded everything: it is shown as ready when it enters
+    the phase `READY`.
 
     Processes of a higher `layer` are stopped first; `after` names a process that must have been ready before this one
     is started for the first time. `not_needed` is what is shown if it exits with that status.
@@ -39,11 +40,12 @@ class ProcessSpec:
     name: str
     argv: tuple[str, ...]
     environ: Mapping[str, str] = field(repr=False)
-    ready: ReadyCheck | None = None
+    ready: ReadyCheck
     layer: int = 0
     after: str | None = None
     stop_timeout_s: float = 10.0
     pass_fds: tuple[int, ...] = ()
+    is_ready_later: bool = False
     not_needed: str = "not needed"
 
 

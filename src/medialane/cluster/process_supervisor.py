@@ -74,6 +74,7 @@ class ProcessSupervisor:
         self._num_exits = 0
         self._log = log
         self._phases = PhaseFile(log.path.with_suffix(".phase"))
+        self._shown = Phase("")
         self._context = context
         self._gate = gate
         self._status: int | None = None
@@ -111,6 +112,19 @@ class ProcessSupervisor:
         if lines := self._log.read():
             self._context.observer.printed(self.part.name, lines)
 
+    def read_phase(self) -> None:
+        """Report the phase of a process that starts, if it has changed."""
+        if self.process is None or self._shown.name == READY:
+            return
+        phase = self._phases.read() or self._shown
+        if phase == self._shown:
+            return
+        self._shown = phase
+        if phase.name == READY:
+            self._context.observer.ready(self.part.name, self.process.lifetime_s)
+        else:
+            self._context.observer.entered(self.part.name, phase)
+
     def _fails_start(self) -> bool:
         """Return whether an exit fails the start: what exits before it was ever ready will do so again."""
         is_hopeless = not self._has_been_ready or self._num_exits >= MAX_EXITS_IN_START
@@ -138,8 +152,8 @@ class ProcessSupervisor:
         return timed_out or process.describe_exit()
 
     def _spawn(self) -> ChildProcess:
-        if self.part.ready is not None:
-            self.part.ready.reset()
+        self.part.ready.reset()
+        self._shown = Phase("")
         environ = {**self.part.environ, **self._phases.environ()}
         output = self._log.open()
         try:
@@ -150,32 +164,20 @@ class ProcessSupervisor:
     async def _wait_until_ready(self, process: ChildProcess) -> str | None:
         """Wait for the process to become ready; on timeout, kill it and return the reason."""
         limit_s = self._context.config.start_timeout_s
-        phase: Phase | None = None
         try:
             async with asyncio.timeout(limit_s):
-                while not await self._is_ready(phase):
+                while not await self.part.ready.passes():  # noqa: ASYNC110 - polls another process
                     await asyncio.sleep(POLL_S)
-                    phase = self._show_phase(phase)
         except TimeoutError:
             process.kill()
             return f"not ready after {limit_s:g} s"
         if not process.ended:
             self.is_ready.set()
             self._has_been_ready = True
-            self._context.observer.ready(self.part.name, process.lifetime_s)
+            if not self.part.is_ready_later:
+                self._shown = Phase(READY)
+                self._context.observer.ready(self.part.name, process.lifetime_s)
         return None
-
-    async def _is_ready(self, phase: Phase | None) -> bool:
-        if self.part.ready is None:
-            return phase is not None and phase.name == READY
-        return await self.part.ready.passes()
-
-    def _show_phase(self, shown: Phase | None) -> Phase | None:
-        """Report the phase of the process if it is not the one `shown`; return it."""
-        phase = self._phases.read()
-        if phase is not None and phase != shown and phase.name != READY:
-            self._context.observer.entered(self.part.name, phase)
-        return phase
 
     def _kill_unmonitored(self, process: ChildProcess, watching: asyncio.Task[str | None]) -> None:
         """Kill a process if its readiness check failed with an exception: it would never become ready."""

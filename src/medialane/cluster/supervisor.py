@@ -129,13 +129,14 @@ class Supervisor:
     async def _read_logs(self) -> None:
         while True:
             for process_supervisor in self._process_supervisors.values():
-                self._read_log(process_supervisor)
+                self._read_output(process_supervisor)
             await asyncio.sleep(POLL_S)
 
-    def _read_log(self, process_supervisor: ProcessSupervisor) -> None:
-        """Read one log; a log that cannot be read or shown is reported once and affects nothing else."""
+    def _read_output(self, process_supervisor: ProcessSupervisor) -> None:
+        """Read one log, and the phase; a log that cannot be read or shown is reported once and affects nothing else."""
         try:
             process_supervisor.read_log()
+            process_supervisor.read_phase()
         except Exception:  # top-level handler: processes run on without their logs being read
             if process_supervisor not in self._unreadable_logs:
                 logger.exception("%s: its log cannot be read", process_supervisor.part.name)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "MEDIALANE_PHASE_FILE"
 
-#: The last phase of a process that does not show otherwise that it is ready.
+#: The last phase of a process whose supervisor does not notice otherwise that it is ready.
 READY: Final = "ready"
 
 #: A longer file is not ours.

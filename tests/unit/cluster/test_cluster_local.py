@@ -75,7 +75,7 @@ def test_processes_are_a_store_workers_and_a_gateway_with_their_addresses(tmp_pa
     assert [part.argv[2:5] for part in (store, first, gateway)] == [
         ("medialane", command, "org/model") for command in ("store", "worker", "gateway")
     ]
-    assert store.ready is None
+    assert store.is_ready_later
     for part in (first, second):
         assert flag(part, "--listen") == f"unix:{part.ready.path}"
         assert part.argv[-3:] == ("--", "--max-model-len", "8")

@@ -373,16 +373,14 @@ def enter(name, **more):
 
 async def test_phases_of_a_process_are_reported_until_it_is_ready(tmp_path):
     seen, go = Recorder(), tmp_path / "go"
-    script = (
-        f"{PHASES}enter('loading', num_done=1, num_total=2)\nwhile not os.path.exists({str(go)!r}): time.sleep(0.02)"
-    )
-    script += "\nenter('ready'); stay()  # time: until the test has seen it"
-    supervisor = make_supervisor(tmp_path, seen, [replace(script_part(tmp_path, "worker", script), ready=None)])
-    starting = asyncio.create_task(supervisor.start())
+    loading = f"{PHASES}ready(); enter('loading', num_done=1, num_total=2)"
+    waiting = f"while not os.path.exists({str(go)!r}): time.sleep(0.02)"  # time: until the test has seen it
+    part = script_part(tmp_path, "worker", f"{loading}\n{waiting}\nenter('ready'); stay()")
+    supervisor = make_supervisor(tmp_path, seen, [replace(part, is_ready_later=True)])
+    await supervisor.start()
     await eventually(lambda: seen.phases == [("worker", "loading 1/2")])
     assert not seen.count("ready", "worker")
     go.touch()
-    await starting
+    await eventually(lambda: seen.count("ready", "worker") == 1)
     await supervisor.stop()
-    assert seen.count("ready", "worker") == 1
     assert not list(tmp_path.glob("*.phase*"))
