@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from starlette.middleware import Middleware
 
 from medialane.core.loop_fairness import LoopFairness
-from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware
+from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, IntakeMiddleware, ScopeMiddleware
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.vllm_bridge.app import Frontend
@@ -31,7 +31,11 @@ DATA_URL = "data:image/png;base64," + BASE64
 KEY = {"authorization": "Bearer secret"}
 
 
-def _forget_http_metrics():
+def with_keys(keys):
+    return lambda route_of: Middleware(AccessMiddleware, keys=keys, route_of=route_of)
+
+
+def forget_http_metrics():
     """Those of an earlier app of this process, which would stay the only one to be counted."""
     found = {metric for name, metric in REGISTRY._names_to_collectors.items() if name.startswith("http_")}
     for metric in found:
@@ -50,10 +54,11 @@ class Server:
         server.backend = FakeBackend(hf_config.get("image_token_id"))
         server.registry = CollectorRegistry()
         server.fairness = LoopFairness()
-        _forget_http_metrics()
+        forget_http_metrics()
         server.app = await server.frontend.app(
             server.backend,
             outer=Middleware(ScopeMiddleware, metrics=Metrics(server.registry)),
+            access=with_keys(AccessKeys.load(GatewayConfig(), server.frontend.api_keys)),
             inner=[Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), fairness=server.fairness)],
             pages={"/medialane/decisions": server.backend.page},
             actions={"/medialane/publish": server.backend.publish_images},

@@ -42,6 +42,8 @@ def add_settings(
     if common:
         parser.add_argument(_ALL, action="help", help="show this help with every setting, and exit")
     found = [s for s in settings() if s.section in sections and not s.is_secret]
+    for setting in (s for s in settings() if s.section in sections and s.is_secret):  # `load_config` refuses it
+        _add(usual, setting, visible=False)
     for setting in sorted((s for s in found if s.name in common), key=lambda s: list(common).index(s.name)):
         _add(usual, setting, visible=True)
     for section in sections:

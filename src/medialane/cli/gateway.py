@@ -28,6 +28,8 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.core.phase import enter_phase
 from medialane.core.stage import RAW_STAGE, STAGES, StageChoice, prepared_stage
 from medialane.gateway import (
+    AccessKeys,
+    AccessMiddleware,
     Gateway,
     GatewayGroup,
     Handover,
@@ -69,6 +71,7 @@ class _Components:
     config: Config
     gateway_config: GatewayConfig
     frontend: Frontend
+    keys: AccessKeys
     store: StoreLink
     links: WorkerPool
     fairness: LoopFairness
@@ -159,6 +162,7 @@ async def _start(
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, vllm_args)
+    keys = AccessKeys.load(config.gateway, frontend.api_keys)
     shared = config.gateway.share(max(1, len(peers.gateways)), max_body_bytes=config.media.max_body_bytes)
     gateway_config = _fit(shared, frontend)
     if config.media.jpeg_scaled_decode:
@@ -175,7 +179,7 @@ async def _start(
         writable=True,
     )
     links = _links(config, frontend, store=store, peers=peers, metrics=metrics)
-    components = _Components(config, gateway_config, frontend, store, links, fairness, metrics)
+    components = _Components(config, gateway_config, frontend, keys, store, links, fairness, metrics)
     gateway = _gateway(components)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
@@ -340,6 +344,7 @@ async def _app(
     app = await components.frontend.app(
         gateway,
         outer=Middleware(ScopeMiddleware, metrics=metrics),
+        access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of),
         inner=[
             Middleware(ScrapeMiddleware, refresh=refresh, page=group.page if group is not None else None),
             Middleware(

@@ -111,15 +111,17 @@ class _Health(msgspec.Struct):
     problems: tuple[str, ...] = ()
 
 
-async def read_state(url: str, *, verify: bool = True) -> GatewayState:
-    """Ask the gateway at a base URL; `verify` its certificate, if it has one. Raises StartupFailed."""
+async def read_state(url: str, *, key: str = "", verify: bool = True) -> GatewayState:
+    """Ask the gateway at a base URL, with the `key` of its metrics; `verify` its certificate, if it has one. Raises
+    StartupFailed."""
     url = url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000")
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     connector = aiohttp.TCPConnector(ssl=verify)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
             health_status, health = await _get(session, f"{url}/health")
             status, metrics = await _get(session, f"{url}/metrics")
     except aiohttp.InvalidURL as error:
@@ -128,6 +130,9 @@ async def read_state(url: str, *, verify: bool = True) -> GatewayState:
         raise StartupFailed(f"the gateway at {url} has not answered within {_TIMEOUT_S:g} s") from error
     except aiohttp.ClientError as error:
         raise StartupFailed(f"no gateway answers at {url}: {error}") from error
+    if status in {401, 403}:
+        wrong = "does not accept this key" if key else "needs a key"
+        raise StartupFailed(f"/metrics of {url} {wrong}: set MEDIALANE_METRICS_KEY, or --metrics-key-file")
     if health_status not in {200, 503} or status != 200:
         raise StartupFailed(f"{url} is not a gateway: /health has status {health_status}, /metrics {status}")
     return parse_state(url, health, metrics)

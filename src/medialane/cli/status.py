@@ -12,8 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from medialane.cli.gateway_state import GatewayState, read_state
-from medialane.config import ServerConfig, format_size
+from medialane.config import ServerConfig, format_size, load_config
 from medialane.core.errors import StartupFailed
+from medialane.gateway.access import metrics_key
+
+_KEY_FILES = ("metrics-key-file", "admin-key-file")
 
 _EPILOG = """\
 One line per host with workers says where they get media from: the gateway's store (shared memory), a store of their own
@@ -21,6 +24,9 @@ One line per host with workers says where they get media from: the gateway's sto
 
 The exit status is 0 if all gateways of the port respond, each is connected to every worker, and the gateway reports
 no problem; 1 if not; 2 if a gateway does not answer.
+
+A gateway with --metrics-key-file needs that key here, too: from the same file, or from MEDIALANE_METRICS_KEY. The admin
+key (--admin-key-file, MEDIALANE_ADMIN_KEY) is accepted as well. A key is sent to every --gateway.
 
 examples:
   medialane status
@@ -40,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"base URL of a gateway (default {url}); repeatable, for gateways of several hosts",
     )
     parser.set_defaults(default_gateway=url)
+    for name in _KEY_FILES:
+        parser.add_argument(f"--{name}", metavar="FILE", help="file with the key that the gateway's /metrics need")
     parser.add_argument("--json", action="store_true", help="print JSON: an object, or a list if --gateway is repeated")
     parser.add_argument("--insecure", action="store_true", help="do not verify the gateway's certificate")
 
@@ -48,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the states; 0 if all is well, 1 if not, 2 if one of several gateways does not answer. Raises StartupFailed
     if the only one does not."""
     urls = args.gateways or [args.default_gateway]
-    found = asyncio.run(_read(urls, verify=not args.insecure))
+    files = {name: file for name in _KEY_FILES if (file := vars(args)[name.replace("-", "_")]) is not None}
+    key = metrics_key(load_config(files).gateway)
+    found = asyncio.run(_read(urls, key=key, verify=not args.insecure))
     if len(found) == 1 and isinstance(found[0], StartupFailed):
         raise found[0]
     if args.json:
@@ -62,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
     return max(2 if isinstance(state, StartupFailed) else int(not state.is_well) for state in found)
 
 
-async def _read(urls: Sequence[str], *, verify: bool) -> list[GatewayState | StartupFailed]:
-    return await asyncio.gather(*(_read_one(url, verify=verify) for url in urls))
+async def _read(urls: Sequence[str], *, key: str, verify: bool) -> list[GatewayState | StartupFailed]:
+    return await asyncio.gather(*(_read_one(url, key=key, verify=verify) for url in urls))
 
 
-async def _read_one(url: str, *, verify: bool) -> GatewayState | StartupFailed:
+async def _read_one(url: str, *, key: str, verify: bool) -> GatewayState | StartupFailed:
     try:
-        return await read_state(url, verify=verify)
+        return await read_state(url, key=key, verify=verify)
     except StartupFailed as error:
         return error
 

@@ -19,6 +19,7 @@ from medialane.cluster.vllm_flags import flag_value, has_flag, ranks_per_worker
 from medialane.config import Config, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import OwnedFolder
+from medialane.gateway.access import AccessKeys
 from medialane.rpc import Security, listener
 from medialane.rpc.address import consecutive_ports, format_tcp
 from medialane.rpc.listener import check_listen
@@ -38,6 +39,7 @@ def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping
     """Detect errors that would otherwise only appear after a minute. Raises StartupFailed with one line for the
     operator."""
     check_addresses(config, vllm_args)
+    AccessKeys.load(config.gateway)
     check_encoders(config)
     check_start(model, vllm_args, environ)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -23,10 +23,18 @@ NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 #: Set by its environment variable only: command lines and configuration files are readable by other users.
 SecretText = Annotated[str, msgspec.Meta(extra={"is_secret": True})]
 
+_Config = TypeVar("_Config", bound=msgspec.Struct)
+
 
 def is_secret(kind: object) -> bool:
     """Whether the type of a field is SecretText."""
     return kind is SecretText or kind == SecretText
+
+
+def hidden(config: _Config) -> _Config:
+    """Return the configuration with its secrets replaced, to be shown."""
+    secret = [f.name for f in msgspec.structs.fields(config) if is_secret(f.type) and getattr(config, f.name)]
+    return msgspec.structs.replace(config, **dict.fromkeys(secret, "***"))
 
 
 def check_bounds(config: msgspec.Struct) -> None:

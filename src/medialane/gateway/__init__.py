@@ -1,5 +1,6 @@
 """Request handling in the gateway: scope, intake, features, transfer, workers."""
 
+from medialane.gateway.access import AccessKeys, AccessMiddleware
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.feature_source import FeatureSource
 from medialane.gateway.gateway import Gateway
@@ -14,6 +15,8 @@ from medialane.gateway.store_features import StoreFeatures
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
 __all__ = [
+    "AccessKeys",
+    "AccessMiddleware",
     "ExtractedMedia",
     "FeatureSource",
     "Gateway",

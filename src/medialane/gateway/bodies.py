@@ -188,3 +188,15 @@ class Body:
         await fairness.run(self.size, move)
         self.buffer = new
         self._buffers.release(old)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that yields `body` once, and then the server's messages (the disconnect)."""
+    pending = [body]
+
+    async def replayed() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replayed

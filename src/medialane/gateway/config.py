@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.errors import StartupFailed
-from medialane.core.setting import NonNegativeFloat, PositiveFloat, PositiveInt, check_bounds
+from medialane.core.setting import NonNegativeFloat, PositiveFloat, PositiveInt, SecretText, check_bounds, hidden
 from medialane.core.stage import StageChoice
 from medialane.rpc.address import parse_tcp
 
@@ -67,6 +67,16 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """most workers that have joined, lost ones that are still reported included; more are refused"""
     admin_timeout_s: PositiveFloat = field(default=300.0, name="gateway-admin-timeout")
     """timeout of an administrative call at a worker (sleep, pause, loading a LoRA adapter, ...)"""
+    admin_key_file: str = field(default="", name="admin-key-file")
+    """file with the key, or several, one per line (or MEDIALANE_ADMIN_KEY), that administrative calls and pages about
+    other clients' requests need instead of --api-key; it is accepted everywhere"""
+    admin_key: SecretText = field(default="", name="admin-key")
+    """the admin key itself, instead of its file"""
+    metrics_key_file: str = field(default="", name="metrics-key-file")
+    """file with the key, or several, one per line (or MEDIALANE_METRICS_KEY), that /metrics needs; without it, anyone
+    can read /metrics"""
+    metrics_key: SecretText = field(default="", name="metrics-key")
+    """the metrics key itself, instead of its file"""
     drain_timeout_s: NonNegativeFloat = field(default=10.0, name="gateway-drain-timeout")
     """how long running requests may take to finish at shutdown"""
 
@@ -85,3 +95,6 @@ class GatewayConfig(msgspec.Struct, frozen=True):
             raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
         if self.join_listen:
             parse_tcp(self.join_listen, "--join-listen")
+
+    def __repr__(self) -> str:
+        return super(GatewayConfig, hidden(self)).__repr__()

@@ -1,7 +1,8 @@
 """ASGI middleware in front of vLLM's app: the scope of every request, and the intake that extracts media from bodies.
 
 Order matters. `ScopeMiddleware` is the outermost, so it sees the end of every request, however it ends.
-`IntakeMiddleware` is the innermost, behind vLLM's authentication and CORS: no body of an unauthorised client is read.
+`IntakeMiddleware` is the innermost, behind `access.AccessMiddleware` and CORS: no body is read of a client that may not
+ask, nor of a request that no route serves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from medialane.core.errors import BodyTooLarge, MedialaneError
 from medialane.core.loop_fairness import LoopFairness
-from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers, Message, Receive
+from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers, Message, Receive, replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Intake, extract
@@ -107,7 +108,7 @@ class IntakeMiddleware:
             return
         else:
             send = ReportSender(send, request.report) if request.extracted.wants_report else send
-            scope, receive = _with_length(scope, len(body)), _replay(body, receive)
+            scope, receive = _with_length(scope, len(body)), replay(body, receive)
         sender = ErrorSender(send, request, form)
         try:
             await self._app(scope, receive, sender)
@@ -177,15 +178,3 @@ def _check_declared(scope: Scope, limit: int) -> int:
 def _with_length(scope: Scope, length: int) -> Scope:
     headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
     return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields `body` once, and then the server's messages (the disconnect)."""
-    pending = [body]
-
-    async def replayed() -> Message:
-        if pending:
-            return {"type": "http.request", "body": pending.pop(), "more_body": False}
-        return await receive()
-
-    return replayed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -287,7 +288,7 @@ def _record(found: DecisionRecord) -> dict[str, object]:
     return {
         "number": found.number,
         "time": found.time_s,
-        "request_id": found.request_id,
+        "request_id_sha256": hashlib.sha256(found.request_id.encode()).hexdigest(),  # an id fetches its response
         "sent": found.is_sent,
         "policy": found.decision.policy,
         **routing_report(found.decision, found.reported_cached_tokens),

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.errors import StartupFailed
-from medialane.core.setting import PositiveFloat, PositiveInt, SecretText, check_bounds
+from medialane.core.setting import PositiveFloat, PositiveInt, SecretText, check_bounds, hidden
 
 MIB = 1 << 20
 
@@ -82,8 +82,7 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require(all(files) or not self.tls_check_hostname, "tls_check_hostname needs TLS: tls_cert, tls_key, tls_ca")
 
     def __repr__(self) -> str:
-        hidden = msgspec.structs.replace(self, shared_secret="***" if self.shared_secret else "")
-        return super(RpcConfig, hidden).__repr__()
+        return super(RpcConfig, hidden(self)).__repr__()
 
 
 def _require(holds: bool, message: str) -> None:

@@ -36,8 +36,8 @@ from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.mistral_chat import expand_marks, tokenize_without_media
 from medialane.vllm_bridge.preparation import VllmProcessor
 from medialane.vllm_bridge.request_backend import RequestBackend
+from medialane.vllm_bridge.routes import RouteOf, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.seams.api_server import (
-    AuthenticationMiddleware,
     build_app,
     init_app_state,
     middleware_stack_not_built,
@@ -96,6 +96,11 @@ class Frontend:
         return bool(self.config.model_config.runner_type == "pooling")
 
     @property
+    def api_keys(self) -> list[str]:
+        """The keys of clients, from vLLM's flag or environment variable. Without one, anyone is a client."""
+        return [key for key in (self.args.api_key or [envs.VLLM_API_KEY]) if key]
+
+    @property
     def takes_media(self) -> bool:
         return bool(self.config.model_config.supports_multimodal_inputs)
 
@@ -144,16 +149,18 @@ class Frontend:
         backend: RequestBackend,
         *,
         outer: Middleware,
+        access: Callable[[RouteOf], Middleware],
         inner: Sequence[Middleware],
         pages: Mapping[str, Page] | None = None,
         actions: Mapping[str, Action] | None = None,
         health: Probe | None = None,
         tasks: tuple[str, ...] | None = None,
     ) -> Any:
-        """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `inner` runs
-        inside vLLM's own middleware and responds to requests that fail by an error recorded in `backend`. `pages` and
-        `actions` are medialane's, by path; `health` replaces vLLM's `/health`, which assumes one engine; `tasks` are
-        those of the workers, by default what a model that generates supports."""
+        """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
+        replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
+        an error recorded in `backend`. `pages` and `actions` are medialane's, by path; `health` replaces vLLM's
+        `/health`, which assumes one engine; `tasks` are those of the workers, by default what a model that generates
+        supports."""
         tokenize_without_media(self.renderer)
         if self.takes_media:
             renderer_hook.install(self.renderer, backend)
@@ -162,6 +169,7 @@ class Frontend:
         with middleware_stack_not_built(), failing_fast(), unchanged_levels():
             app = build_app(self.args, tasks, self.config.model_config)
         validate_in_thread(is_large, VALIDATION)
+        replace_authentication(app, access)
         app.user_middleware.extend(inner)
 
         async def record_error(_request: Request, error: MedialaneError) -> Response:
@@ -170,11 +178,11 @@ class Frontend:
 
         app.add_exception_handler(MedialaneError, record_error)
         for path, page in (pages or {}).items():
-            app.add_api_route(path, _guarded(self.args, _serving(page)), **_described(page))
+            app.add_api_route(path, _json(_serving(page)), **_described(page))
         for path, action in (actions or {}).items():
             summary = (action.__doc__ or "").partition("\n")[0]
-            handler = _guarded(self.args, _doing(action))
-            app.add_api_route(path, handler, methods=["POST"], tags=["medialane"], summary=summary)
+            app.add_api_route(path, _json(_doing(action)), methods=["POST"], tags=["medialane"], summary=summary)
+        refuse_unsupported(app)
         app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
         if health is not None:
             _add_health(app, health)
@@ -237,15 +245,8 @@ def _doing(action: Action) -> Answer:
     return answer
 
 
-def _guarded(args: Namespace, produce: Answer) -> Callable[[Request], Awaitable[Response]]:
-    """Return a handler of JSON which requires the API key if there is one: vLLM's own middleware only guards vLLM's
-    paths."""
-    tokens = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
-    guard = AuthenticationMiddleware(None, tokens) if tokens else None
-
+def _json(produce: Answer) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        if guard is not None and not guard.verify_token(request.headers):
-            return JSONResponse({"error": "Unauthorized"}, 401)
         return Response(await produce(request), media_type="application/json")
 
     return answer
@@ -269,7 +270,11 @@ def _described(page: Page) -> dict[str, Any]:
         "summary": (page.__doc__ or "").partition("\n")[0],
         "tags": ["medialane"],
         "response_class": JSONResponse,
-        "responses": {400: {"description": "A parameter is wrong"}, 401: {"description": "The API key is missing"}},
+        "responses": {
+            400: {"description": "A parameter is wrong"},
+            401: {"description": "The key is missing"},
+            403: {"description": "The admin key is needed"},
+        },
         "openapi_extra": {
             "parameters": [
                 {

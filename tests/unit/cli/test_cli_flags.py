@@ -6,6 +6,7 @@ from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import SECTIONS
 from medialane.cli.worker_command import SECTIONS as WORKER_SECTIONS
 from medialane.config import load_config, settings
+from medialane.core.errors import StartupFailed
 
 
 def parser(argv=(), *, common=("workers",)):
@@ -47,3 +48,13 @@ def test_invalid_choice_is_rejected(capsys):
     with pytest.raises(SystemExit):
         parser().parse_args(["--stage", "pixels"])
     assert "choose from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["admin-key", "metrics-key", "rpc-secret"])
+def test_secret_on_the_command_line_is_refused_with_its_other_places(name):
+    given = given_settings(parser().parse_args([f"--{name}", "0123456789abcdef"]))
+    variable = "MEDIALANE_" + name.upper().replace("-", "_")
+    with pytest.raises(StartupFailed, match=f"set {variable} in the environment, or --{name}-file") as failed:
+        load_config(given, environ={})
+    assert "0123456789abcdef" not in failed.value.message
+    assert f"--{name} " not in parser(["--help-all"]).format_help()

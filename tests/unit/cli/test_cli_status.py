@@ -128,10 +128,16 @@ async def serve():
     """Serve these pages, from another thread's point of view: `main` runs an event loop of its own."""
     runners = []
 
-    async def start(health=b"", metrics=b"", *, status=200):
+    async def start(health=b"", metrics=b"", *, status=200, key=None):
         app = web.Application()
 
         async def answer(request):
+            if (
+                key is not None
+                and request.path == "/metrics"
+                and request.headers.get("authorization") != f"Bearer {key}"
+            ):
+                return web.Response(status=401)
             return web.Response(body=health if request.path == "/health" else metrics, status=status)
 
         app.router.add_get("/{page}", answer)
@@ -155,6 +161,22 @@ async def test_tables_show_everything_and_the_status_is_0_if_all_is_well(serve, 
     assert await status("--gateway", f"{url}/v1") == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in (f"{url}: ok", "host-a", "1 of 1", "host-a/0", "25%", "store: 1GiB, 50% free"))
+
+
+@pytest.mark.parametrize("name", ["metrics-key", "admin-key"])
+async def test_key_of_the_metrics_comes_from_file_or_environment(serve, capsys, tmp_path, monkeypatch, name):
+    url = await serve(metrics=page(endpoint("host-a/0")), key="let-me-in")
+    assert await status("--gateway", url) == 2
+    assert "needs a key: set MEDIALANE_METRICS_KEY, or --metrics-key-file" in capsys.readouterr().err
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_text("let-me-in\n")
+    assert await status("--gateway", url, f"--{name}-file", str(file)) == 0
+    monkeypatch.setenv("MEDIALANE_" + name.upper().replace("-", "_"), "let-me-in")
+    assert await status("--gateway", url) == 0
+    monkeypatch.setenv("MEDIALANE_" + name.upper().replace("-", "_"), "guess")
+    assert await status("--gateway", url) == 2
+    assert "does not accept this key" in capsys.readouterr().err
 
 
 async def test_problems_are_shown_and_the_status_is_1(serve, capsys):

@@ -93,9 +93,10 @@ def test_secret_is_accepted_from_the_environment_only(file):
         assert "170171172" not in failed.value.message
 
 
-def test_secret_is_in_no_repr():
-    config = load(environ={"MEDIALANE_RPC_SECRET": "170171172"})
-    assert "170171172" not in f"{config!r} {config} {config.rpc!r}"
+@pytest.mark.parametrize("name", ["MEDIALANE_RPC_SECRET", "MEDIALANE_ADMIN_KEY", "MEDIALANE_METRICS_KEY"])
+def test_secret_is_in_no_repr(name):
+    config = load(environ={name: "170171172"})
+    assert "170171172" not in f"{config!r} {config} {config.rpc!r} {config.gateway!r}"
 
 
 def test_unknown_setting_of_the_file_is_named(file):

@@ -482,7 +482,9 @@ def test_payload_outside_media_is_unchanged():
 
 
 def test_all_other_bytes_are_unchanged():
-    body = f'{{ "messages" :\n[ {{"content": [ {{"image_url" : {{"url":"{PNG}" , "fps":1.50}} }} ] }} ],"é": "\\u00e9" }}'
+    body = (
+        f'{{ "messages" :\n[ {{"content": [ {{"image_url" : {{"url":"{PNG}" , "fps":1.50}} }} ] }} ],"é": "\\u00e9" }}'
+    )
     assert extract(body.encode(), CONFIG).body == body.replace(PNG, "medialane:0").encode()
 
 

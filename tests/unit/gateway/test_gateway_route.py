@@ -1,5 +1,6 @@
 """What the gateway reports to the router about workers and requests."""
 
+import hashlib
 from types import SimpleNamespace
 
 import msgspec
@@ -161,9 +162,20 @@ def test_choice_that_was_never_sent_is_listed_as_such(make_routes):
         if number:
             routes.begin(route, f"r{number}")
         route.routed.release()
-    found = msgspec.json.decode(routes.decisions({}))["decisions"]
-    assert [(decision["request_id"], decision["sent"]) for decision in found] == [("r1", True), ("r0", False)]
+    decisions = msgspec.json.decode(routes.decisions({}))["decisions"]
+    ids = [hashlib.sha256(name).hexdigest() for name in (b"r1", b"r0")]
+    assert [(found["request_id_sha256"], found["sent"]) for found in decisions] == list(
+        zip(ids, (True, False), strict=True)
+    )
     assert routes.stats().num_unsent == 1
+
+
+def test_decisions_do_not_contain_request_ids(make_routes):
+    """With an id, anyone with a key can fetch the response from vLLM's response store."""
+    routes = make_routes(link_to("w0"))
+    request, prepared = left_to_worker(0)
+    routes.begin(routes.choose(msgspec.structs.replace(request, request_id="resp_secret"), prepared), "resp_secret")
+    assert b"resp_secret" not in routes.decisions({})
 
 
 def test_arena_of_a_worker_whose_joining_has_failed_may_change(make_routes):

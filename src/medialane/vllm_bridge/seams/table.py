@@ -119,7 +119,7 @@ GROUPS: tuple[Group, ...] = (
             call vllm.entrypoints.launchers.utils.ssl:SSLCertRefresher(ssl_context, key_path, cert_path, ca_path) with
                 stop
             call vllm.logger:configure_logging_from_args(args)
-            call vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware(app, tokens) with verify_token
+            read vllm.entrypoints.serve.middleware.authenticate:AuthenticationMiddleware
         """),
     ),
     Group(

@@ -1,0 +1,189 @@
+"""Who may ask for what, decided by the route that would serve a request, before anything of its body is read.
+
+Theory of operation. Every route is of one of four kinds, which is that of the *matched* route's path: so no spelling of
+a path (an encoded newline, a mount's prefix, `root_path`) is of another kind than the handler that would run. A route
+that is not listed needs the admin key if there is one, else an API key: what an upgrade or a plugin adds is closed.
+
+    kind      routes                                        accepted keys
+    open      OPEN                                          none is needed
+    metrics   METRICS                                       --metrics-key, --admin-key; without the former, none needed
+    client    CLIENT, CLIENT_PREFIXES; no route (404, 405)  --api-key, --admin-key; without the former, none needed
+    admin     all others                                    --admin-key; without it those of `client`
+
+The body of a request that no route serves, or that needs no key although others do, is not read: the app gets none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from medialane.core.errors import PermissionDenied, StartupFailed
+from medialane.gateway.bodies import replay
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.error_responses import error_form, send_error
+from medialane.rpc.private_file import read_private
+
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+#: Returns the path, with its parameters, of the route that would serve a request; None if there is none.
+RouteOf = Callable[["Scope"], str | None]
+
+OPEN = frozenset({"/health", "/ping", "/version"})
+METRICS = "/metrics"
+CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
+CLIENT = frozenset({
+    "/invocations", "/tokenize", "/detokenize", "/tokenizer_info", "/generative_scoring", "/pooling", "/classify",
+    "/score", "/rerank", "/load", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/medialane/publish",
+})  # fmt: skip
+#: Administrative although a prefix of clients' routes applies.
+ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"})
+
+#: Headers that describe a body.
+_BODY_HEADERS = (b"content-length", b"transfer-encoding", b"content-type")
+#: Plain vLLM's response.
+_UNAUTHORIZED = b'{"error":"Unauthorized"}'
+
+
+class Kind(Enum):
+    OPEN = auto()
+    METRICS = auto()
+    CLIENT = auto()
+    ADMIN = auto()
+
+
+def kind_of(route: str | None) -> Kind:
+    """Return the kind of a route, given by its path."""
+    if route is None or route in CLIENT or (route.startswith(CLIENT_PREFIXES) and route not in ADMIN):
+        return Kind.CLIENT
+    if route in OPEN:
+        return Kind.OPEN
+    return Kind.METRICS if route == METRICS else Kind.ADMIN
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+@dataclass(frozen=True)
+class AccessKeys:
+    """The digests of all keys of each purpose; keys themselves are not kept."""
+
+    api: Sequence[bytes] = field(default=(), repr=False)
+    admin: Sequence[bytes] = field(default=(), repr=False)
+    metrics: Sequence[bytes] = field(default=(), repr=False)
+
+    @staticmethod
+    def load(config: GatewayConfig, api_keys: Iterable[str] = ()) -> AccessKeys:
+        """Read the settings and their files. Raises StartupFailed."""
+        api = [_digest(key.encode()) for key in api_keys]
+        admin, metrics = (list(map(_digest, keys)) for keys in (_admin_keys(config), _metrics_keys(config)))
+        if set(admin) & {*api, *metrics}:
+            raise StartupFailed("the admin key (--admin-key-file) must differ from --api-key and --metrics-key-file")
+        return AccessKeys(api, admin, metrics)
+
+    def accepted(self, kind: Kind) -> Sequence[bytes]:
+        """Return the keys of which a request for a route of this kind needs one; none if it needs no key."""
+        match kind:
+            case Kind.OPEN:
+                return ()
+            case Kind.METRICS:
+                return self.metrics and (*self.metrics, *self.admin)
+            case Kind.CLIENT:
+                return self.api and (*self.api, *self.admin)
+            case Kind.ADMIN:
+                return self.admin or self.api
+
+
+def metrics_key(config: GatewayConfig) -> str:
+    """Return a key with which the metrics of a gateway with these settings are read; empty if it needs none. Raises
+    StartupFailed."""
+    keys = _metrics_keys(config) or _admin_keys(config)
+    return keys[0].decode() if keys else ""
+
+
+def _admin_keys(config: GatewayConfig) -> list[bytes]:
+    return _keys("admin-key", config.admin_key, config.admin_key_file)
+
+
+def _metrics_keys(config: GatewayConfig) -> list[bytes]:
+    return _keys("metrics-key", config.metrics_key, config.metrics_key_file)
+
+
+def _keys(name: str, value: str, file: str) -> list[bytes]:
+    """Return the keys of a setting: one per line, of its file if given. Raises StartupFailed."""
+    setting, variable = f"--{name}-file", f"MEDIALANE_{name.replace('-', '_').upper()}"
+    if value and file:
+        raise StartupFailed(f"{variable} and {setting} are both set: use one of them")
+    text = read_private(file, setting) if file else value.encode()
+    keys = [key for line in text.splitlines() if (key := line.strip())]
+    source = f"{setting} {file}" if file else variable
+    if (file or value) and not keys:
+        raise StartupFailed(f"{source} has no key")
+    if not all(key.isascii() and key.decode().isprintable() for key in keys):
+        raise StartupFailed(f"{source}: a key must be of printable ASCII characters, to be sent in a header")
+    return keys
+
+
+class AccessMiddleware:
+    """Answers 401 without a key, as plain vLLM does, and 403 with an API key where that is not sufficient."""
+
+    def __init__(self, app: ASGIApp, keys: AccessKeys, route_of: RouteOf) -> None:
+        self._app = app
+        self._keys = keys
+        self._route_of = route_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self._app(scope, receive, send)
+        route = self._route_of(scope)
+        kind = kind_of(route)
+        accepted = () if _is_answered_by_cors(scope, route) else self._keys.accepted(kind)
+        given = _given_key(scope)
+        if accepted and not _is_among(given, accepted):
+            if not _is_among(given, self._keys.api):
+                return await _send_unauthorized(scope, send)
+            return await send_error(send, _denied(kind), error_form(scope))
+        if scope["type"] == "http" and (route is None or kind in {Kind.OPEN, Kind.METRICS}):
+            headers = [header for header in scope["headers"] if header[0] not in _BODY_HEADERS]
+            scope, receive = {**scope, "headers": headers}, replay(b"", receive)
+        return await self._app(scope, receive, send)
+
+
+def _is_answered_by_cors(scope: Scope, route: str | None) -> bool:
+    """Return whether the request reaches no handler: browsers send no keys with a preflight, which vLLM's CORS
+    middleware answers; other OPTIONS requests are 404 or 405, unless a mounted app (/metrics) has the path."""
+    if scope["type"] != "http" or scope["method"] != "OPTIONS":
+        return False
+    names = {name for name, _ in scope["headers"]}
+    return route is None or {b"origin", b"access-control-request-method"} <= names
+
+
+def _given_key(scope: Scope) -> bytes:
+    """Return the digest of the bearer token; of nothing, if there is none: no key is empty."""
+    value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, token = value.partition(b" ")
+    return _digest(token if scheme.lower() == b"bearer" else b"")
+
+
+def _is_among(given: bytes, keys: Sequence[bytes]) -> bool:
+    """Compare with every key, in a time that does not depend on which one matches."""
+    return sum(hmac.compare_digest(given, key) for key in keys) > 0
+
+
+def _denied(kind: Kind) -> PermissionDenied:
+    needed = "metrics key (or the admin key)" if kind is Kind.METRICS else "admin key"
+    return PermissionDenied(f"the API key is not sufficient for this path: it needs the {needed} of this server")
+
+
+async def _send_unauthorized(scope: Scope, send: Send) -> None:
+    """Send the response, to a websocket instead of its handshake's."""
+    prefix = "websocket." if scope["type"] == "websocket" else ""
+    headers = [(b"content-length", str(len(_UNAUTHORIZED)).encode()), (b"content-type", b"application/json")]
+    await send({"type": f"{prefix}http.response.start", "status": 401, "headers": headers})
+    await send({"type": f"{prefix}http.response.body", "body": _UNAUTHORIZED})

@@ -1,0 +1,201 @@
+"""Keys and bodies at the gateway's door. All routes of vLLM's app are in tests/contract/test_access.py."""
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from medialane.core.errors import StartupFailed
+from medialane.core.loop_fairness import LoopFairness
+from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, IntakeMiddleware, ScopeMiddleware
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
+from medialane.media import MediaConfig
+from medialane.observability.metrics import Metrics
+
+KEY = "authorization: Bearer key\r\n"
+ROUTES = {"/v1/models": "/v1/models", "/ping": "/ping", "/metrics": "/metrics", "/sleep": "/sleep"}
+
+
+def keys(*api, **settings):
+    return AccessKeys.load(GatewayConfig(**settings), api)
+
+
+async def app(scope, receive, send):
+    """Reads what it gets of the body, and says how much that was."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    status = 200 if scope["path"] in ROUTES else 404
+    body = str(size).encode()
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.asynccontextmanager
+async def serving(access_keys, *, header_timeout_s=20.0, **limits):
+    """The gateway's middleware and HTTP server around `app`: the port."""
+    config = GatewayConfig(header_timeout_s=header_timeout_s, **limits)
+    fairness = LoopFairness()
+    intake = IntakeMiddleware(app, MediaConfig(), config, fairness)
+    access = AccessMiddleware(intake, access_keys, lambda scope: ROUTES.get(scope["path"]))
+    settings = uvicorn.Config(ScopeMiddleware(access, Metrics(CollectorRegistry())), lifespan="off", log_config=None)
+    server = BoundedServer(settings, bounds=http_bounds(config))
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        task = asyncio.create_task(server.serve(sockets=[sock]))
+        try:
+            yield sock.getsockname()[1]
+        finally:
+            server.should_exit = True
+            async with asyncio.timeout(10):
+                await task
+            fairness.close()
+
+
+def post(path, size, headers=""):
+    return f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {size}\r\n{headers}\r\n".encode()
+
+
+async def answer(reader):
+    """The status and the body of the next response."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    lengths = [line.split(b":")[1] for line in head.lower().splitlines() if line.startswith(b"content-length")]
+    return int(head.split()[1]), await reader.readexactly(int(lengths[0]))
+
+
+@contextlib.asynccontextmanager
+async def connection(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [("/v1/models", "", 401), ("/nowhere", "", 401), ("/nowhere", KEY, 404), ("/ping", "", 200), ("/metrics", "", 200),
+     ("/sleep", "", 401), ("/sleep", KEY, 403)],
+)  # fmt: skip
+async def test_answer_does_not_wait_for_the_body(path, headers, status):
+    """A client that announces 60 MB, and sends none of them."""
+    async with serving(keys("key", admin_key="admin")) as port, connection(port) as (reader, writer):
+        writer.write(post(path, 60_000_000, headers))
+        async with asyncio.timeout(5):
+            assert (await answer(reader))[0] == status
+
+
+@pytest.mark.parametrize("access_keys", [keys(), keys("key")], ids=["no key", "key"])
+async def test_trickling_bodies_to_paths_that_do_not_exist_leave_the_memory_to_others(access_keys):
+    async with contextlib.AsyncExitStack() as stack:
+        port = await stack.enter_async_context(serving(access_keys, max_bodies_bytes=1 << 20))
+        for _ in range(34):
+            _, writer = await stack.enter_async_context(connection(port))
+            writer.write(post("/nowhere", 60_000_000, KEY) + bytes(100_000))
+        reader, writer = await stack.enter_async_context(connection(port))
+        body = b'"%s"' % (b"1" * 899_998)
+        writer.write(post("/v1/models", len(body), KEY + "content-type: application/json\r\n") + body)
+        async with asyncio.timeout(10):
+            assert await answer(reader) == (200, b"900000")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/nowhere"])
+async def test_client_that_sends_its_whole_body_first_gets_the_answer(path):
+    async with serving(keys("key")) as port, connection(port) as (reader, writer):
+        writer.write(post(path, 64 << 20))
+        for _ in range(64):
+            writer.write(bytes(1 << 20))
+            async with asyncio.timeout(10):
+                await writer.drain()
+        assert (await answer(reader))[0] == 401
+        writer.write(post("/ping", 0))
+        assert await answer(reader) == (200, b"0"), "the connection can be used again"
+
+
+async def test_unread_body_is_not_awaited_for_ever():
+    async with serving(keys("key"), header_timeout_s=0.2) as port, connection(port) as (reader, writer):
+        writer.write(post("/nowhere", 1000) + b"x")
+        assert (await answer(reader))[0] == 401
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+
+
+async def test_authorised_body_is_read():
+    async with serving(keys("key")) as port, connection(port) as (reader, writer):
+        writer.write(post("/v1/models", 2, KEY + "content-type: application/json\r\n") + b"{}")
+        assert await answer(reader) == (200, b"2")
+
+
+async def test_client_that_waits_for_100_continue_is_refused_at_once():
+    async with serving(keys("key")) as port, connection(port) as (reader, writer):
+        writer.write(post("/v1/models", 60_000_000, "expect: 100-continue\r\n"))
+        assert (await answer(reader))[0] == 401
+
+
+async def status(access_keys, path, key=None):
+    headers = [] if key is None else [(b"authorization", b"Bearer " + key)]
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    middleware = AccessMiddleware(app, access_keys, lambda scope: ROUTES.get(scope["path"]))
+    await middleware({"type": "http", "method": "GET", "path": path, "headers": headers}, receive, send)
+    return sent[0]["status"]
+
+
+async def test_admin_key_without_api_key_closes_only_what_is_administrative():
+    access_keys = keys(admin_key="admin")
+    assert [await status(access_keys, path) for path in ("/v1/models", "/metrics", "/sleep")] == [200, 200, 401]
+    assert await status(access_keys, "/sleep", b"admin") == 200
+
+
+async def test_metrics_key_without_api_key_closes_only_metrics():
+    access_keys = keys(metrics_key="metrics")
+    assert [await status(access_keys, path) for path in ("/v1/models", "/sleep", "/metrics")] == [200, 200, 401]
+    assert await status(access_keys, "/metrics", b"metrics") == 200
+
+
+async def test_api_key_opens_what_is_administrative_without_an_admin_key():
+    assert await status(keys("key"), "/sleep", b"key") == 200
+    assert await status(keys("key"), "/sleep", b"kez") == 401
+
+
+async def test_keys_are_read_from_private_files(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("first admin\n\n second \n")
+    file.chmod(0o600)
+    access_keys = keys("key", admin_key_file=str(file))
+    assert [await status(access_keys, "/sleep", key) for key in (b"first admin", b"second")] == [200, 200]
+    assert await status(access_keys, "/sleep", b"first") == 401
+    file.chmod(0o644)
+    with pytest.raises(StartupFailed, match="--admin-key-file"):
+        keys(admin_key_file=str(file))
+
+
+@pytest.mark.parametrize(
+    ("api", "settings", "message"),
+    [
+        (["same"], {"admin_key": "same"}, "must differ"),
+        ([], {"admin_key": "same", "metrics_key": "same"}, "must differ"),
+        ([], {"admin_key": " "}, "MEDIALANE_ADMIN_KEY has no key"),
+        ([], {"metrics_key": "a", "metrics_key_file": "b"}, "MEDIALANE_METRICS_KEY and --metrics-key-file are both"),
+        ([], {"admin_key": "sch\u00f6n"}, "MEDIALANE_ADMIN_KEY: a key must be of printable ASCII"),
+        ([], {"metrics_key_file": "/nowhere/key"}, "cannot read --metrics-key-file /nowhere/key"),
+    ],
+)
+def test_unusable_keys_are_refused(api, settings, message):
+    with pytest.raises(StartupFailed, match=message):
+        keys(*api, **settings)
+
+
+def test_keys_are_not_shown():
+    config = GatewayConfig(admin_key="hidden-1", metrics_key="hidden-2")
+    assert "hidden-" not in f"{config!r}{keys('hidden-3', admin_key='hidden-1')!r}"
