@@ -53,8 +53,8 @@ URLS = {
     "text as an image": (lambda: data_url(b"This is no picture." * 10), 400, "invalid_image"),
     "PDF as an image": (lambda: data_url(b"%PDF-1.7" * 10), 415, "unsupported_media_type"),
     "PNG bomb": (lambda: data_url(png_bomb(), "image/png"), 413, "image_too_large"),
-    "unreachable host": (lambda: f"http://127.0.0.1:{closed_port()}/photo.jpg", 400, "media_fetch_failed"),
-    "unknown host": (lambda: "http://nowhere.invalid/photo.jpg", 400, "media_fetch_failed"),
+    "unreachable host": (lambda: f"http://127.0.0.1:{closed_port()}/photo.jpg", 502, "media_upstream_error"),
+    "unknown host": (lambda: "http://nowhere.invalid/photo.jpg", 502, "media_upstream_error"),
     "private address": (lambda: "http://10.0.0.1/photo.jpg", 400, "media_url_forbidden"),
     "unknown scheme": (lambda: "ftp://example.com/photo.jpg", 400, "unsupported_url_scheme"),
     "file outside the allowed folder": (lambda: "file:///etc/hostname", 400, "media_url_forbidden"),
@@ -72,10 +72,12 @@ async def test_invalid_image_error_names_its_field(ours, name):
     assert (await ours.succeed(chat(picture(61), ASK))).ids
 
 
-async def test_url_not_found_error_names_its_field(ours):
+async def test_url_not_found_error_names_its_field_and_has_vllms_status(ours, plain):
     async with picture_server({}) as server:
-        answer = await ours.post(chat(ASK, image(server.url("missing.jpg"))))
-    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "media_fetch_failed", FIELD)
+        body = chat(ASK, image(server.url("missing.jpg")))
+        answer, right = await ours.post(body), await plain.post(body)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (422, "media_fetch_failed", FIELD)
+    assert answer.status == right.status
     assert (await ours.succeed(chat(ASK))).ids
 
 

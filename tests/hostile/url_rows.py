@@ -194,7 +194,7 @@ URL_ROWS = (
         for scheme in _SCHEMES
     ),
     Row("+ http inside a scheme", at("feed:http://127.0.0.1:{canary}/"), 400, "unsupported_url_scheme"),
-    Row("+ missing file", at("file://{folder}/allowed/missing.jpg"), 400, "media_fetch_failed"),
+    Row("+ missing file", at("file://{folder}/allowed/missing.jpg"), 422, "media_fetch_failed"),
     Row("+ empty file", at("file://{folder}/allowed/empty.jpg"), 400, "empty_media"),
     Row("+ large file", at("file://{folder}/allowed/large.jpg"), 413, "media_too_large", mib=128),
     Row("+ good file", at("file://{folder}/allowed/good.jpg"), 200),

@@ -21,9 +21,9 @@ from medialane.core.errors import (
     InvalidAudio,
     InvalidImage,
     InvalidVideo,
-    MediaFetchFailed,
     MediaFetchTimeout,
     MediaTooLarge,
+    UpstreamFailed,
     VideoTooLong,
 )
 from medialane.core.feature import MediaPrompt
@@ -237,7 +237,7 @@ async def test_truncated_or_non_image_body_leaves_no_entry(arena, origin):
     origin.routes["/cut"] = cut
     origin.routes["/text"] = answer(200, b"no image at all")
     async with source_of(arena) as source:
-        for path, error in (("/cut", MediaFetchFailed), ("/text", InvalidImage)):
+        for path, error in (("/cut", UpstreamFailed), ("/text", InvalidImage)):
             with pytest.raises(error):
                 await source.encoded(image(origin.url(path)), StageTimeline(), UNCOUNTED)
     assert (arena.stats().num_reservations, arena.stats().num_entries) == (0, 0)

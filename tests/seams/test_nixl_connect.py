@@ -22,10 +22,10 @@ from PIL import Image as PILImage
 from medialane.arena import describe, layout
 from medialane.core.errors import (
     InvalidRequest,
-    MediaFetchFailed,
     MediaFetchTimeout,
     MediaUrlForbidden,
     TransferFailed,
+    UpstreamFailed,
 )
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import MediaRef
@@ -247,7 +247,7 @@ async def test_published_image_that_cannot_be_read_fails_its_request(parts, star
     peer = start_dynamo("publish", HEIGHT * WIDTH * 3)
     published = asking(url=published_url((await peer.line()).encode(), HEIGHT, WIDTH))
     peer.close()
-    with open_scope(), pytest.raises((MediaFetchFailed, MediaFetchTimeout)) as raised:
+    with open_scope(), pytest.raises((UpstreamFailed, MediaFetchTimeout)) as raised:
         await gateway.gateway.prepare(published)
     assert raised.value.param == "p"
 

@@ -12,7 +12,14 @@ import pytest
 
 from medialane.cli.bench import names
 from medialane.config import settings
-from medialane.core.errors import MedialaneError
+from medialane.core.errors import (
+    AlreadyJoined,
+    AuthenticationFailed,
+    HandoverFailed,
+    MedialaneError,
+    ProtocolViolation,
+    StartupFailed,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -49,6 +56,18 @@ def test_links_of_a_page_resolve(page):
 def test_settings_named_in_a_page_exist(page):
     known = {setting.name for setting in settings()} | {"media-io-kwargs"}  # the latter is vLLM's
     assert set(_OWN_FLAG.findall(page.read_text())) <= known
+
+
+#: Between processes, and of commands.
+_INTERNAL = (HandoverFailed, ProtocolViolation, AuthenticationFailed, StartupFailed, AlreadyJoined)
+
+
+def test_api_page_lists_every_code_with_its_status():
+    page = (ROOT / "docs/api.md").read_text().partition("The strings:")[2].partition("What the host")[0]
+    rows = re.findall(r"^\| ([45]\d\d).*? \| (.+) \|$", page, re.MULTILINE)
+    listed = [(code, int(status)) for status, codes in rows for code in re.findall(r"`([a-z0-9_]+)`", codes)]
+    sent = {(cls.code, cls.status) for cls in _classes(MedialaneError) if not issubclass(cls, _INTERNAL)}
+    assert sorted(listed) == sorted(sent)
 
 
 def test_error_codes_in_the_troubleshooting_page_exist():

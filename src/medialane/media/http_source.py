@@ -1,7 +1,7 @@
 """One HTTP fetch: validated, limited in bytes and time, with redirects and one retry.
 
 Theory of operation. A fetch makes at most two attempts, an attempt at most `max_redirects` + 1 requests, all under one
-deadline. Only transient failures are retried: connection errors, 429, 5xx. Policy refusals are final. Only 200 is
+deadline. Only transient failures are retried: connection errors, 408, 429, 5xx. Policy refusals are final. Only 200 is
 success, and 304 for a conditional request. Content codings are rejected, because they hide the size. Data is hashed and
 written to the body in chunks of at most 128 KiB (aiohttp's buffer), so memory use does not grow with its size.
 """
@@ -36,6 +36,9 @@ from medialane.media.url_cache import Validators
 from medialane.media.url_guard import UrlGuard
 
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
+
+#: Refusals that say "not now".
+_TRANSIENT = frozenset((408, 429))
 
 #: Longest Retry-After that is honoured; for a longer one, there is no second attempt.
 MAX_RETRY_AFTER_S = 2.0
@@ -195,17 +198,18 @@ def _conditions(validators: Validators | None) -> dict[str, str]:
 
 def _check(response: aiohttp.ClientResponse) -> None:
     """Raise unless the response is 200 with an unencoded body."""
-    if response.status == 429 or response.status >= 500:
-        raise _RetryableFailure(
-            UpstreamFailed(f"the media host answered with status {response.status}"), _delay_s(response)
-        )
+    answered = f"the media host answered with status {response.status}"
+    if response.status in _TRANSIENT or response.status >= 500:
+        raise _RetryableFailure(UpstreamFailed(answered), _delay_s(response))
+    if response.status >= 400:
+        raise MediaFetchFailed(answered)
     if response.status != 200:
-        raise MediaFetchFailed(f"the media host answered with status {response.status}")
+        raise UpstreamFailed(answered)
     if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
-        raise MediaFetchFailed("the media host used an unsupported content encoding")
+        raise UpstreamFailed("the media host used an unsupported content encoding")
     # aiohttp passes on other transfer codings undecoded.
     if response.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
-        raise MediaFetchFailed("the media host used an unsupported transfer encoding")
+        raise UpstreamFailed("the media host used an unsupported transfer encoding")
 
 
 def _delay_s(response: aiohttp.ClientResponse) -> float:
@@ -222,9 +226,9 @@ def _mapped_errors() -> Iterator[None]:
     except TimeoutError:
         raise
     except aiohttp.ClientSSLError as error:
-        raise MediaFetchFailed("TLS connection to the media host failed") from error
+        raise UpstreamFailed("TLS connection to the media host failed") from error
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
         raise_exhausted(error)
-        raise _RetryableFailure(MediaFetchFailed("cannot connect to the media host")) from error
+        raise _RetryableFailure(UpstreamFailed("cannot connect to the media host")) from error
     except (aiohttp.ClientError, ValueError) as error:
-        raise MediaFetchFailed("the media host sent an invalid HTTP response") from error
+        raise UpstreamFailed("the media host sent an invalid HTTP response") from error

@@ -18,7 +18,7 @@ from ipaddress import AddressValueError, IPv4Address, IPv4Network, IPv6Address, 
 
 from yarl import URL
 
-from medialane.core.errors import InvalidMediaUrl, MediaFetchFailed, MediaUrlForbidden, UnsupportedUrlScheme
+from medialane.core.errors import InvalidMediaUrl, MediaUrlForbidden, UnsupportedUrlScheme, UpstreamFailed
 from medialane.media.config import MediaConfig
 
 Address = IPv4Address | IPv6Address
@@ -84,9 +84,9 @@ class UrlGuard:
         return self._client_url(url, authority["host"].strip("[]").lower(), port)
 
     def follow(self, url: URL, location: str | None) -> URL:
-        """Return the validated target of a redirect. Raises MediaFetchFailed, and what `parse` raises."""
+        """Return the validated target of a redirect. Raises UpstreamFailed, and what `parse` raises."""
         if location is None:
-            raise MediaFetchFailed("the media host sent a redirect without a location")
+            raise UpstreamFailed("the media host sent a redirect without a location")
         self._check_text(location)
         try:
             target = location if _SCHEME.match(location) else str(url.join(URL(location, encoded=location.isascii())))

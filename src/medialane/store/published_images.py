@@ -22,6 +22,7 @@ from medialane.core.errors import (
     TransferFailed,
     TransferTimeout,
     Unavailable,
+    UpstreamFailed,
 )
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
@@ -60,7 +61,7 @@ class PublishedImages:
 
     async def fetch(self, ref: MediaRef, *, need_data: bool = False) -> Fetched:
         """Return the content hash of the pixels, which are stored. Raises MediaFetchFailed, MediaFetchTimeout,
-        ArenaFull, and what `read_published` raises."""
+        UpstreamFailed, ArenaFull, and what `read_published` raises."""
         key = url_key(ref.url or "", ref.salt)
         known = self._contents.get(key)
         if known and not need_data:
@@ -135,7 +136,7 @@ class PublishedImages:
             raise MediaFetchTimeout("timeout while reading the published image") from error
         except TransferFailed as error:
             logger.warning("reading a published image failed: %s", error.message)
-            raise MediaFetchFailed("the published image could not be read") from error
+            raise UpstreamFailed("the published image could not be read") from error
         with reservation:
             content = await asyncio.to_thread(content_hash, reservation.buffer)
             self._store.keep_pixmap(reservation, ref.salt, content)

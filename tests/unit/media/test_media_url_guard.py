@@ -5,10 +5,10 @@ from yarl import URL
 
 from medialane.core.errors import (
     InvalidMediaUrl,
-    MediaFetchFailed,
     MedialaneError,
     MediaUrlForbidden,
     UnsupportedUrlScheme,
+    UpstreamFailed,
 )
 from medialane.media import MediaConfig
 from medialane.media.url_guard import UrlGuard
@@ -200,7 +200,7 @@ def test_redirects_are_followed(location, target):
 @pytest.mark.parametrize(
     ("location", "error"),
     [
-        (None, MediaFetchFailed),
+        (None, UpstreamFailed),
         ("http://127.0.0.1/", MediaUrlForbidden),
         ("//127.0.0.1/", MediaUrlForbidden),
         ("//169.254.169.254/", MediaUrlForbidden),
