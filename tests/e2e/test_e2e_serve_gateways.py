@@ -1,4 +1,4 @@
-"""The command line `serve --gateways 2` with TLS, as a user gives it, over a simulated worker."""
+"""The command line `serve --gateways 2` with TLS and keys, as a user gives it, over a simulated worker."""
 
 import asyncio
 import json
@@ -18,6 +18,7 @@ from openai_http import OpenAiHttp, both_gateways_answer, chat, picture
 from process_tree import command_of, descendants, is_alive
 
 from host_state import as_before, state_of, store_link
+from medialane.cli.main import main
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
 from waiting import eventually
 
@@ -28,6 +29,7 @@ PROGRAM = Path(__file__).with_name("serve_simulated_program.py")
 WAIT = ("--prepare-queue-timeout", "200")
 #: Answers take ten seconds: longer than it takes to kill a gateway, shorter than it takes to start one.
 NUM_TOKENS = 200
+CLIENT, ADMIN, METRICS = "a client's key", "the admin's key", "the scraper's key"
 FLAGS = ("--gateways", "2", "--stage", "features", "--preparers", "1", "--arena-size", "64MiB", *WAIT)
 
 
@@ -97,14 +99,18 @@ def serving(tiny_model, vllm_environ, tmp_path_factory):
     runtime = folder / "run"
     runtime.mkdir()
     tls = ["--ssl-keyfile", str(key), "--ssl-certfile", str(chain)]
+    metrics_key = folder / "metrics.key"
+    metrics_key.touch(0o600)
+    metrics_key.write_text(METRICS)
+    flags = [*FLAGS, "--metrics-key-file", str(metrics_key)]
     log = tmp_path_factory.mktemp("gateways") / "serve.log"
     process = launch(
-        [sys.executable, str(PROGRAM), str(tiny_model), "--port", str(port), *FLAGS, "--", *TINY_MODEL_FLAGS, *tls],
-        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime)},
+        [sys.executable, str(PROGRAM), str(tiny_model), "--port", str(port), *flags, "--", *TINY_MODEL_FLAGS, *tls],
+        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime), "VLLM_API_KEY": CLIENT, "MEDIALANE_ADMIN_KEY": ADMIN},
         log=log,
     )
     found = MedialaneProcess(process, port, str(tiny_model), log)
-    yield Served(found, OpenAiHttp(f"https://127.0.0.1:{port}", str(tiny_model), trust=trust))
+    yield Served(found, OpenAiHttp(f"https://127.0.0.1:{port}", str(tiny_model), trust=trust, api_key=ADMIN))
     found.stop()
     assert not list(runtime.iterdir())
     shutil.rmtree(folder)
@@ -118,6 +124,31 @@ async def served(serving):
     )
     async with store_link(serving.process.store_address) as serving.store:
         yield serving
+
+
+@pytest.mark.parametrize(
+    ("key", "refusals"),
+    [
+        ("", {"/v1/models": 401, "/medialane/decisions": 401, "/metrics": 401, "/docs": 401}),
+        (CLIENT, {"/medialane/decisions": 403, "/metrics": 403}),
+        (METRICS, {"/v1/models": 401, "/medialane/decisions": 401, "/docs": 401}),
+        (ADMIN, {}),
+    ],
+)
+async def test_each_key_opens_what_it_is_for(served, key, refusals):
+    paths = ("/v1/models", "/medialane/decisions", "/metrics", "/docs", "/health", "/ping", "/version")
+    for _ in range(3):  # each is a connection to any of the gateways
+        async with served.client.session(authorization=f"Bearer {key}") as session:
+            found = {path: (await session.get(served.client.base_url + path)).status for path in paths}
+        assert {path: status for path, status in found.items() if status != 200} == refusals
+
+
+async def test_status_needs_the_key_of_the_metrics(served, monkeypatch, capsys):
+    command = ["status", "--gateway", served.client.base_url, "--insecure"]
+    assert await asyncio.to_thread(main, command) == 2
+    assert "needs a key" in capsys.readouterr().err
+    monkeypatch.setenv("MEDIALANE_METRICS_KEY", METRICS)
+    assert await asyncio.to_thread(main, command) == 0
 
 
 async def test_killed_gateway_costs_its_own_requests_only_and_comes_back_on_the_same_port(served):

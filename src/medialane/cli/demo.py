@@ -143,7 +143,8 @@ async def _ask_plain(model: str, questions: Sequence[DemoRequest]) -> list[DemoA
 
 
 async def _ask_all(base_url: str, model: str, questions: Sequence[DemoRequest]) -> list[DemoAnswer]:
-    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
+    key = process_environ().get("VLLM_API_KEY") or "none"  # both servers have it
+    async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=120) as client:
         return [await _ask(client, model, question) for question in questions]
 
 

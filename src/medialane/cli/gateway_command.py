@@ -11,6 +11,7 @@ from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.phase import enter_phase
+from medialane.gateway.access import AccessKeys
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
 from medialane.rpc.address import parse_unix
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
     _check_addresses(config, args)
+    AccessKeys.load(config.gateway)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     print(installed_kinds().line(), flush=True)

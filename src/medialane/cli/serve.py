@@ -8,7 +8,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -94,7 +94,7 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
             store_socket=args.store_socket,
         )
         remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
-        announcement = announce(config, args.model, args.vllm_args)
+        announcement = announce(config, args.model, args.vllm_args, environ)
 
         with _logs(config) as logs:
             names = [*(part.name for part in parts), *(spec.name for spec in remote)]
@@ -199,7 +199,7 @@ class _Stop:
         self.asked.set()
 
 
-def announce(config: Config, model: str, vllm_args: Sequence[str]) -> str:
+def announce(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return the message that announces the address, with an example command."""
     url = local.base_url(config, vllm_args)
     picture = "https://upload.wikimedia.org/wikipedia/commons/3/3a/Cat03.jpg"
@@ -211,8 +211,8 @@ def announce(config: Config, model: str, vllm_args: Sequence[str]) -> str:
     path = "/pooling" if flag_value(vllm_args, "--runner") == "pooling" else "/v1/chat/completions"
     words = ["curl", *(["-k"] if url.startswith("https") else []), f"{url}{path}"]
     words += ["-H", "Content-Type: application/json"]
-    if flag_value(vllm_args, "--api-key") or has_flag(vllm_args, "--api-key"):
-        words += ["-H", "Authorization: Bearer <your --api-key>"]
+    if has_flag(vllm_args, "--api-key") or environ.get("VLLM_API_KEY"):
+        words += ["-H", "Authorization: Bearer <your API key>"]
     command = shlex.join([*words, "-d", json.dumps(body)])
     workers = _counted(config.cluster.num_workers, "worker")
     if config.cluster.num_encoders:

@@ -179,8 +179,9 @@ def test_logs_are_shown_on_request(serve):
     served.wait_for("[worker 0] hello")
 
 
-def test_announcement_reflects_the_flags_relevant_to_clients():
-    text = announce(load_config({"workers": "2"}, environ={}), "m", ["--api-key", "k", "--served-model-name", "vision"])
+@pytest.mark.parametrize(("flags", "environ"), [(["--api-key", "k"], {}), ([], {"VLLM_API_KEY": "k"})])
+def test_announcement_reflects_the_flags_relevant_to_clients(flags, environ):
+    text = announce(load_config({"workers": "2"}, environ={}), "m", ["--served-model-name", "vision", *flags], environ)
     assert "2 workers at http://127.0.0.1:8000/v1" in text
     assert "Authorization: Bearer" in text
     assert '"model": "vision"' in text
@@ -189,5 +190,5 @@ def test_announcement_reflects_the_flags_relevant_to_clients():
 
 
 def test_announcement_of_a_pooling_model_has_an_endpoint_that_it_has():
-    text = announce(load_config({}, environ={}), "m", ["--runner=pooling"])
+    text = announce(load_config({}, environ={}), "m", ["--runner=pooling"], {})
     assert "http://127.0.0.1:8000/pooling" in text
