@@ -21,7 +21,6 @@ import numpy as np
 from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway.config import GatewayConfig
-from medialane.observability.logging import RateLimitedWarning
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -31,7 +30,7 @@ _MIN_BUFFER_BYTES = 64 << 10
 #: Unused buffers are kept up to this total: first use of a page costs microseconds, unmapping 10 MB costs 2 ms.
 _MAX_IDLE_BYTES = 512 << 20
 
-_warn = RateLimitedWarning(logging.getLogger(__name__))
+logger = logging.getLogger(__name__)
 
 
 class Buffers:
@@ -52,7 +51,7 @@ class Buffers:
             # Private: a shared mapping, the default, takes half as long again for each page fault.
             return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            _warn("no memory for a request body of %d bytes: %s", size, error)
+            logger.warning("no memory for a request body of %d bytes: %s", size, error)
             raise BodyMemoryExhausted("out of memory for the request body") from error
 
     def release(self, buffer: mmap.mmap) -> None:
@@ -77,7 +76,9 @@ class Budget:
     def charge(self, num_bytes: int) -> None:
         """Add bytes, or subtract if negative. Raises BodyMemoryExhausted if the limit would be exceeded."""
         if num_bytes > 0 and self.num_bytes + num_bytes > self._max_bytes:
-            _warn("request bodies hold %d bytes: rejecting with 503 (--gateway-max-bodies-bytes)", self.num_bytes)
+            logger.warning(
+                "request bodies hold %d bytes: rejecting with 503 (--gateway-max-bodies-bytes)", self.num_bytes
+            )
             raise BodyMemoryExhausted("the memory budget for request bodies is exhausted")
         self.num_bytes += num_bytes
 
@@ -135,7 +136,7 @@ class BoundedReceive:
             async with asyncio.timeout(self._allowed_s() - self._waited_s):
                 return await self._receive()
         except TimeoutError as error:
-            _warn("a client sent only %d bytes of a request body in %g s", self._num_bytes, self._allowed_s())
+            logger.warning("a client sent only %d bytes of a request body in %g s", self._num_bytes, self._allowed_s())
             raise ClientTooSlow("the request body was sent too slowly") from error
         finally:
             self._waited_s += loop.time() - started

@@ -23,7 +23,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from medialane.core.errors import ClientTooSlow, HeaderTooLarge, InvalidBody, MedialaneError, TooManyConnections
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import error_body, error_headers
-from medialane.observability.logging import RateLimitedWarning
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,6 @@ _MAX_PIECES = 8192
 #: File descriptors reserved for other uses than client connections: workers, media hosts, preparers, libraries, and
 #: connections that are being refused.
 _OTHER_FILES = 512
-
-_warn = RateLimitedWarning(logger)
 
 
 class HttpBounds(msgspec.Struct, frozen=True):
@@ -193,7 +190,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._clear_deadline()
         if self.transport.is_closing():
             return
-        _warn("connection from %s rejected: %s", self.client[0] if self.client else "unknown", error.message)
+        logger.warning("connection from %s rejected: %s", self.client[0] if self.client else "unknown", error.message)
         if self.cycle is None or (self.cycle.response_complete and not self.cycle.more_body):
             self.transport.write(_response(error))
         self.transport.close()

@@ -20,7 +20,6 @@ from typing import Any
 import uvicorn
 
 from medialane.gateway.http_protocol import BoundedHttpProtocol, HttpBounds
-from medialane.observability.logging import RateLimitedWarning
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 _MAX_REFUSING = 64
 #: Pause after an accept that failed for lack of resources, as in asyncio's own server.
 _ACCEPT_RETRY_S = 1.0
-
-_warn = RateLimitedWarning(logger)
 
 
 class BoundedServer(uvicorn.Server):
@@ -119,13 +116,13 @@ class TlsListener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:  # no file descriptor or memory is left
-            _warn("no connection can be accepted for %.0f s: %s", _ACCEPT_RETRY_S, error)
+            logger.warning("no connection can be accepted for %.0f s: %s", _ACCEPT_RETRY_S, error)
             self._abort_oldest()
             self._loop.remove_reader(self._sock)
             self._resume = self._loop.call_later(_ACCEPT_RETRY_S, self._listen)
             return
         if self._num_open() + len(self._handshakes) >= self._max_open and not self._abort_oldest():
-            _warn("connection from %s closed: too many connections", address[0])
+            logger.warning("connection from %s closed: too many connections", address[0])
             sock.close()
             return
         handshake = self._loop.create_task(self._handshake(sock, address))
@@ -137,7 +134,9 @@ class TlsListener:
         oldest = next(iter(self._handshakes), None)
         if oldest is None:
             return False
-        _warn("too many connections: the oldest of %d pending TLS handshakes was aborted", len(self._handshakes))
+        logger.warning(
+            "too many connections: the oldest of %d pending TLS handshakes was aborted", len(self._handshakes)
+        )
         oldest.cancel()
         del self._handshakes[oldest]
         return True
@@ -154,6 +153,6 @@ class TlsListener:
                 self._protocol, sock, ssl=self._context, ssl_handshake_timeout=self._timeout_s
             )
         except ConnectionAbortedError as error:  # the deadline
-            _warn("connection from %s closed: %s", address[0], error)
+            logger.warning("connection from %s closed: %s", address[0], error)
         except OSError as error:  # ssl.SSLError is one
             logger.debug("TLS handshake with %s failed: %s", address[0], error)

@@ -100,7 +100,7 @@ class WorkerLink:
         #: Called with the card of a worker or encoder that has become ready.
         self.on_ready: Callable[[ModelCard], None] = lambda _card: None
         self.refusal: MedialaneError | None = None
-        self._failure: str | None = None
+        self._failure: Exception | None = None
 
     @property
     def client(self) -> RpcClient | None:
@@ -190,9 +190,8 @@ class WorkerLink:
             self._report_failure(error)
 
     def refuse(self, error: MedialaneError) -> None:
-        """Report that the worker is refused, once per distinct reason: it will try again."""
-        if self.refusal is None or self.refusal.message != error.message:
-            logger.error("worker %s is refused: %s", self.address, error.message)
+        """Report that the worker is refused; it will try again."""
+        logger.error("worker %s is refused: %s", self.address, error.message)
         self.refusal = error
 
     @property
@@ -271,8 +270,7 @@ class WorkerLink:
         self._leave()
 
     def _report_refusal(self, error: MedialaneError) -> None:
-        if self.refusal is None or self.refusal.message != error.message:
-            logger.error("worker %s refuses this gateway: %s", self.address, error.message)
+        logger.error("worker %s refuses this gateway: %s", self.address, error.message)
         self.refusal = error
 
     def _report_loss(self) -> None:
@@ -284,10 +282,8 @@ class WorkerLink:
         self._metrics.forget_worker(self.address)
 
     def _report_failure(self, error: Exception) -> None:
-        """Log the traceback, but only once per distinct error: the link retries every few seconds."""
-        if repr(error) != self._failure:
-            logger.error("worker %s: its link failed and is restarted", self.address, exc_info=error)
-        self._failure = repr(error)
+        logger.error("worker %s: its link failed and is restarted", self.address, exc_info=error)
+        self._failure = error
 
 
 def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:

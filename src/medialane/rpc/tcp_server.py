@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable
 
 from medialane.core.errors import AuthenticationFailed
-from medialane.observability.logging import RateLimitedWarning
 from medialane.rpc.authenticating import authenticate
 from medialane.rpc.security import Authentication
 
@@ -27,9 +25,6 @@ MAX_UNAUTHENTICATED = 64
 _ACCEPT_AT_ONCE = 16
 #: Pause after a failed accept: no descriptor or memory is left.
 _ACCEPT_RETRY_S = 1.0
-#: Failures are logged once per address and this time, for so many addresses.
-_LOG_EVERY_S = 60.0
-_MAX_LOGGED_ADDRESSES = 64
 
 
 class TcpServer:
@@ -39,7 +34,6 @@ class TcpServer:
         self._make_protocol = make_protocol
         self._authentication = authentication
         self._pending: dict[asyncio.Task[None], str] = {}  # by address, oldest first
-        self._warn = _WarningPerAddress()
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
 
@@ -102,7 +96,7 @@ class TcpServer:
             oldest = next(each for each, found in self._pending.items() if found == crowded)
             del self._pending[oldest]
             oldest.cancel()
-            self._warn(crowded, f"more than {MAX_UNAUTHENTICATED} are not authenticated")
+            _closed(crowded, f"more than {MAX_UNAUTHENTICATED} are not authenticated")
 
     def _ended(self, task: asyncio.Task[None], sock: socket.socket) -> None:
         self._pending.pop(task, None)
@@ -113,25 +107,11 @@ class TcpServer:
         try:
             await authenticate(sock, self._make_protocol, self._authentication)
         except AuthenticationFailed as error:
-            self._warn(ip, error.message)
+            _closed(ip, error.message)
 
 
-class _WarningPerAddress:
-    """Logs at most one line per address and _LOG_EVERY_S. Addresses above _MAX_LOGGED_ADDRESSES share one line."""
-
-    def __init__(self) -> None:
-        self._warnings: dict[str, RateLimitedWarning] = {}
-        self._since = time.monotonic()
-
-    def __call__(self, ip: str, reason: str) -> None:
-        if ip not in self._warnings and len(self._warnings) >= _MAX_LOGGED_ADDRESSES:
-            if time.monotonic() - self._since < _LOG_EVERY_S:
-                ip = "other addresses"
-            else:
-                self._warnings.clear()
-                self._since = time.monotonic()
-        warn = self._warnings.setdefault(ip, RateLimitedWarning(logger, _LOG_EVERY_S))
-        warn("a connection from %s is closed: %s", ip, reason)
+def _closed(ip: str, reason: str) -> None:
+    logger.warning("a connection from %s is closed: %s", ip, reason)
 
 
 def _listening_socket(family: int, ip: str, port: int) -> socket.socket:

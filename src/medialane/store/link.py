@@ -63,7 +63,6 @@ class StoreLink:
         self._view: ArenaView | None = None
         self._holds: set[int] = set()
         self._holds_arena = ""  # the entries that are held are in this arena
-        self._problem: str | None = None
         self._refusal: StartupFailed | None = None
         self._refused = asyncio.Event()
         self._listeners: list[Callable[[ArenaOffer | None], None]] = []
@@ -235,7 +234,7 @@ class StoreLink:
         except Exception:  # the supervisor: whatever fails, the next attempt may succeed
             logger.exception("connecting to the media store failed")
             return False
-        self._problem = self._refusal = None
+        self._refusal = None
         self._refused.clear()
         if (client := self._client) is not None:
             await client.closed.wait()
@@ -305,11 +304,8 @@ class StoreLink:
             view.close()
 
     def _report(self, error: MedialaneError) -> None:
-        """Log the error, but only once: the link retries every second."""
         if isinstance(error, StartupFailed):
             self._refusal = error
             self._refused.set()
-        if error.message != self._problem:
-            is_absent = isinstance(error, NoWorkerReady)
-            logger.log(logging.INFO if is_absent else logging.ERROR, "media store %s: %s", self.address, error.message)
-        self._problem = error.message
+        level = logging.INFO if isinstance(error, NoWorkerReady) else logging.ERROR
+        logger.log(level, "media store %s: %s", self.address, error.message)

@@ -35,7 +35,6 @@ from medialane.core.errors import (
 )
 from medialane.core.media import EncodedMedia
 from medialane.core.remote_entry import RemoteEntry
-from medialane.observability.logging import RateLimitedWarning
 from medialane.rpc.address import TcpAddress, format_tcp, parse_tcp
 from medialane.rpc.authentication import Role
 from medialane.rpc.security import Security
@@ -87,7 +86,6 @@ class PeerServer:
         self._arena = arena
         self._security = security
         self._movers = movers
-        self._warn = RateLimitedWarning(logger)
         self._capabilities: Capabilities | None = None
         self._connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
@@ -194,7 +192,7 @@ class PeerServer:
         except HandoverFailed:  # the peer has closed the connection, or it was aborted
             self._end(connection)
         except (ProtocolViolation, AuthenticationFailed) as error:
-            self._warn("ending the connection of a store: %s", error.message)
+            logger.warning("ending the connection of a store: %s", error.message)
             self._end(connection)
         except Exception:  # the supervisor of one connection: no other must be affected
             logger.exception("a store's connection failed")

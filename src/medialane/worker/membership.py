@@ -84,7 +84,6 @@ class Membership:
         self._staying: set[Target] = set()
         self._changed = asyncio.Event()
         self._waiting: list[asyncio.Future[None]] = []  # for the next look-up
-        self._problems: dict[object, str] = {}
 
     async def run(self) -> None:
         """Stay connected until cancelled; connections are left open then."""
@@ -111,9 +110,8 @@ class Membership:
                 found = await self._resolve(gateway.host)
         except (OSError, TimeoutError) as error:
             why = "no response" if isinstance(error, TimeoutError) else str(error.strerror or error)
-            self._log_once(gateway, logging.WARNING, f"gateway {gateway.host} cannot be resolved: {why}")
+            logger.warning("gateway %s cannot be resolved: %s", gateway.host, why)
         else:
-            self._problems.pop(gateway, None)
             self._resolved[gateway] = [Target(host, gateway.port) for host in found]
 
     async def _wait_for_change(self) -> None:
@@ -139,7 +137,6 @@ class Membership:
                 await asyncio.sleep(backoff.next())
         finally:
             self._staying.discard(target)
-            self._problems.pop(target, None)
             self._siblings.pop(target, None)
 
     async def _look_up_again(self) -> None:
@@ -152,14 +149,14 @@ class Membership:
         """Return after the connection was lost, or could not be made; whether the gateway will not accept it soon."""
         try:
             await self._connect(str(target), on_hello=lambda hello: self._registered(target, hello))
-            self._log_once(target, logging.WARNING, f"gateway {target}: connection lost")
+            logger.warning("gateway %s: connection lost", target)
         except AlreadyJoined:
             return True
         except (NoWorkerReady, WorkerLost, ProtocolViolation) as error:
             why = "no process listens there" if isinstance(error, NoWorkerReady) else error.message
-            self._log_once(target, logging.INFO, f"gateway {target}: {why}")
+            logger.info("gateway %s: %s", target, why)
         except MedialaneError as error:
-            self._log_once(target, logging.ERROR, f"gateway {target} refuses this worker: {error.message}")
+            logger.error("gateway %s refuses this worker: %s", target, error.message)
             # A handshake also fails if either side stalls, or while the secret is being replaced.
             return not isinstance(error, AuthenticationFailed)
         except Exception:  # the supervisor of one connection: its failure must not end the others
@@ -167,12 +164,5 @@ class Membership:
         return False
 
     def _registered(self, target: Target, hello: Hello) -> None:
-        self._problems.pop(target, None)
         self._siblings[target] = [Target(target.host, port) for port in hello.join_ports]
         self._changed.set()
-
-    def _log_once(self, what: object, level: int, text: str) -> None:
-        """Log a problem that repeats with every attempt when it begins or changes."""
-        if self._problems.get(what) != text:
-            self._problems[what] = text
-            logger.log(level, "%s", text)

@@ -16,7 +16,6 @@ import uvicorn
 from medialane.gateway import GatewayConfig, http_server
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
-from medialane.observability.logging import RateLimitedWarning
 from waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -46,7 +45,6 @@ def client_context(authority):
 @pytest.fixture(autouse=True)
 def _bounds(monkeypatch):
     monkeypatch.setattr(http_server, "_MAX_REFUSING", 2)
-    monkeypatch.setattr(http_server, "_warn", RateLimitedWarning(http_server.logger, every_s=0))
 
 
 async def app(_scope, receive, send):

@@ -16,6 +16,7 @@ from medialane.observability.metrics import Metrics
 from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, RpcServer
 from medialane.rpc.fake import FAKE_CARD
 from waiting import eventually
+from written_lines import written_lines
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
 
@@ -157,7 +158,7 @@ async def test_rejection_is_logged_once_and_kept(net, caplog):
     link = net.link()
     await eventually(lambda: len(handler.hellos) > 2)
     assert link.refusal.message == "another model"
-    assert caplog.text.count("refuses this gateway") == 1
+    assert written_lines(caplog.records).count("refuses this gateway") == 1
 
 
 async def test_differing_settings_are_listed_by_name(net, caplog):
@@ -378,7 +379,7 @@ async def test_failing_link_is_logged_once_and_retried(net, caplog):
     await eventually(lambda: link.client is not None and not heard.num_failures)
     assert not link.is_failing
     assert [what for what, _ in heard.calls if what != "reported"] == ["joined", "left"] * 3 + ["joined"]
-    assert caplog.text.count("its link failed and is restarted") == 1
+    assert written_lines(caplog.records).count("its link failed and is restarted") == 1
     assert "no room for another" in caplog.text
 
 
@@ -417,7 +418,7 @@ async def test_invalid_address_fails_only_its_link(net, attempts, caplog):
     link = WorkerLink("tcp://a..b:7000", hello, rpc=RPC, config=config, metrics=metrics)
     running = asyncio.create_task(link.run())
     await eventually(lambda: link.is_failing and len(attempts) > 2)
-    assert caplog.text.count("'a..b' is not a host name or IP address") == 1
+    assert written_lines(caplog.records).count("'a..b' is not a host name or IP address") == 1
     await net._end(running)
 
 

@@ -4,8 +4,8 @@ import logging
 import pytest
 
 from medialane.observability.logging import (
+    LimitedHandler,
     LoggingConfig,
-    RateLimitedWarning,
     configure,
     redact,
     request_id,
@@ -64,15 +64,116 @@ def test_secrets_are_redacted(text, expected):
     assert redact(text) == expected
 
 
-def test_client_triggered_logs_are_rate_limited(caplog):
+class Log:
+    """A log whose clock is turned by hand."""
+
+    def __init__(self):
+        self.now = 0.0
+        self._stream = io.StringIO()
+        self.logger = logging.Logger("medialane.test")
+        handler = LimitedHandler(self._stream, clock=lambda: self.now)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        self.logger.addHandler(handler)
+
+    def lines(self):
+        return self._stream.getvalue().splitlines()
+
+
+def test_line_that_is_repeated_is_written_at_once_then_with_a_count_and_at_last_once_a_minute():
+    log = Log()
+    for second in range(0, 602, 2):  # a wrong secret
+        log.now = float(second)
+        log.logger.error("%s refuses this worker: %s", "10.0.0.1", "another secret")
+    lines = log.lines()
+    assert lines[0] == "10.0.0.1 refuses this worker: another secret"
+    assert lines[1] == "10.0.0.1 refuses this worker: another secret (2 more in the last 6 s)"
+    assert len(lines) < 15  # 301 without the limit
+    assert sum(int(line.partition("(")[2].partition(" ")[0] or 1) for line in lines) in range(270, 302)
+
+
+def test_recovery_is_written_and_a_problem_that_comes_back_is_new():
+    log = Log()
+    for now in (0, 1, 2):
+        log.now = now
+        log.logger.warning("lost")
+    log.now = 3
+    log.logger.info("ready")
+    log.now = 7
+    log.logger.info("something else")
+    log.now = 200
+    log.logger.warning("lost")
+    assert log.lines() == ["lost", "ready", "lost (2 more in the last 7 s)", "something else", "lost"]
+
+
+def test_different_lines_are_not_repetitions():
+    log = Log()
+    for worker in range(10):
+        log.logger.warning("worker %d is lost", worker)
+    assert len(log.lines()) == 10
+
+
+def test_lines_of_one_place_are_bounded_however_they_differ():
+    """A peer can choose what differs: its address, a name."""
+    log = Log()
+    for number in range(100_000):
+        log.now = number / 2000
+        log.logger.warning("a connection from %d is closed", number)
+    lines = log.lines()
+    assert len(lines) < 40
+    assert any("more in the last" in line for line in lines)
+
+
+def test_many_workers_that_become_ready_are_all_shown():
+    log = Log()
+    for worker in range(100):
+        log.logger.info("worker %d is ready", worker)
+    assert len(log.lines()) == 100
+
+
+def test_lines_of_other_places_are_not_affected_by_a_flood():
+    log = Log()
+    for number in range(1000):
+        log.logger.warning("flood %d", number)
+    log.logger.warning("of another place")
+    assert log.lines()[-1] == "of another place"
+
+
+def test_exceptions_are_repetitions_only_if_they_are_equal():
+    log = Log()
+    for error in (ValueError("a"), ValueError("a"), ValueError("b")):
+        log.logger.error("failed", exc_info=error)
+    assert log.lines() == ["failed", "ValueError: a", "failed", "ValueError: b"]
+
+
+def test_debugging_is_not_limited():
+    log = Log()
+    for _ in range(5):
+        log.logger.debug("step")
+    assert log.lines() == ["step"] * 5
+
+
+def test_line_with_wrong_arguments_does_not_raise(capsys):
+    Log().logger.warning("%d", "not a number")
+    assert "Logging error" in capsys.readouterr().err
+
+
+def test_count_of_repetitions_does_not_have_the_id_of_another_request():
+    stream = io.StringIO()
+    configure(LoggingConfig(), stream)
+    (handler,) = logging.getLogger().handlers
     now = 0.0
-    warn = RateLimitedWarning(logging.getLogger("medialane.test"), every_s=10, clock=lambda: now)
-    for now in (0.0, 1.0, 9.9, 10.0, 11.0):
-        warn("refused at %g", now)
-    assert [record.getMessage() for record in caplog.records] == [
-        "refused at 0",
-        "refused at 10 (2 more times since this was last logged)",
-    ]
+    handler._clock = lambda: now
+    logger = logging.getLogger("medialane.test")
+    for _ in range(2):
+        logger.warning("lost")
+    now = 10.0
+    token = request_id.set("chatcmpl-1")
+    logger.warning("of a request")
+    request_id.reset(token)
+    *_, counted, last = stream.getvalue().splitlines()
+    assert "lost (1 more" in counted
+    assert "chatcmpl-1" not in counted
+    assert "[chatcmpl-1]: of a request" in last
 
 
 def test_levels_that_a_library_raises_are_restored():

@@ -12,6 +12,7 @@ from medialane.rpc.address import TcpAddress
 from medialane.worker import WorkerConfig
 from medialane.worker.membership import Membership, resolve
 from waiting import eventually, iterations
+from written_lines import written_lines
 
 NAME = TcpAddress("gateways.example", 7100)
 
@@ -160,7 +161,10 @@ async def test_last_addresses_count_while_the_name_cannot_be_resolved(net, caplo
     await eventually(lambda: net.num_lookups > before + 3)
     net.drop("tcp://10.0.0.1:7100")
     await eventually(lambda: len(net.attempts) == 2 and net.open)
-    assert caplog.text.count("gateways.example cannot be resolved: temporary failure in name resolution") == 1
+    assert (
+        written_lines(caplog.records).count("gateways.example cannot be resolved: temporary failure in name resolution")
+        == 1
+    )
 
 
 async def test_name_that_is_unknown_at_first_is_joined_later(net):
@@ -181,11 +185,13 @@ async def test_refused_worker_waits_before_it_tries_again(net, refusal):
     assert len(net.attempts) == 1
 
 
-async def test_refusal_is_logged_once_and_may_end(net, caplog):
+@pytest.mark.parametrize("gateway", [NAME, TcpAddress("10.0.0.1", 7100)])
+async def test_refusal_is_logged_once_and_may_end(net, caplog, gateway):
+    net.addresses["10.0.0.1"] = ["10.0.0.1"]
     net.refusal = StartupFailed("another model")
-    net.start(refused_s=0.01)
+    net.start(gateway, refused_s=0.01)
     await eventually(lambda: len(net.attempts) > 3)
-    assert caplog.text.count("tcp://10.0.0.1:7100 refuses this worker: another model") == 1
+    assert written_lines(caplog.records).count("tcp://10.0.0.1:7100 refuses this worker: another model") == 1
     net.refusal = None
     await eventually(lambda: net.open)
 
@@ -203,7 +209,7 @@ async def test_gateway_that_may_soon_be_reachable_is_tried_again_and_logged_once
     net.refusal = error
     net.start()
     await eventually(lambda: len(net.attempts) > 3)
-    assert caplog.text.count(text) == 1
+    assert written_lines(caplog.records).count(text) == 1
     net.refusal = None
     await eventually(lambda: net.open)
 
