@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from pathlib import Path
 
 import pytest
 import uvicorn
@@ -11,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from medialane.core.errors import StartupFailed
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, IntakeMiddleware, ScopeMiddleware
+from medialane.gateway.access import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS, OPEN
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.media import MediaConfig
@@ -199,3 +201,10 @@ def test_unusable_keys_are_refused(api, settings, message):
 def test_keys_are_not_shown():
     config = GatewayConfig(admin_key="hidden-1", metrics_key="hidden-2")
     assert "hidden-" not in f"{config!r}{keys('hidden-3', admin_key='hidden-1')!r}"
+
+
+def test_documentation_lists_what_needs_no_admin_key():
+    text = Path(__file__).parents[3].joinpath("docs", "security.md").read_text()
+    section = text.partition("## Who may ask")[2].partition("\n## ")[0]
+    listed = OPEN | ADMIN | CLIENT - {"/docs/oauth2-redirect"} | {METRICS, *(f"{each}..." for each in CLIENT_PREFIXES)}
+    assert not [path for path in listed if f"`{path}`" not in section]
