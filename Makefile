@@ -1,4 +1,5 @@
-# Main commands. Each target first creates and fills .venv if it is missing or pyproject.toml has changed.
+# Main commands. Each target first installs into .venv what it needs: venv and demo what serving needs, the others also what
+# tests and benchmarks need.
 #
 #   EXTRA=cpu|vllm   the vLLM build to install into .venv (default: vllm if a GPU is found, else cpu)
 #   PYTHON=python3   the Python (3.11 or newer) for .venv
@@ -20,22 +21,23 @@ JOBS ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := .venv/bin
-STAMP := .venv/.filled-$(EXTRA)
+SERVING := .venv/.filled-$(EXTRA)
+TESTING := $(SERVING)-tests
 LOG := .venv/install.log
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo test check fuzz bench test-families test-embeddings test-gpu clean
+.PHONY: help venv demo test check fuzz lock bench test-families test-embeddings test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
-venv: $(STAMP)  ## create .venv and install medialane with vLLM into it
+venv: $(SERVING)  ## create .venv and install medialane with vLLM into it
 	@:
 
-demo: $(STAMP)  ## images through gateway and two workers, compared with plain vLLM
+demo: $(SERVING)  ## images through gateway and two workers, compared with plain vLLM
 	$(BIN)/medialane demo $(ARGS)
 
-check: $(STAMP) ## lint, format, types, architecture
+check: $(TESTING) ## lint, format, types, architecture
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -47,20 +49,20 @@ test: check     ## check, then every test that needs no GPU
 	@$(call pytest,tests/e2e)
 	@$(call pytest,tests/e2e_families -n 2)
 
-fuzz: $(STAMP)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/
+fuzz: $(TESTING)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/
 	$(BIN)/pytest tests/fuzz --fuzz-seconds $(SECONDS) --fuzz-seed $(SEED) $(ARGS)
 
-test-families: $(STAMP) ## `medialane check` of every family of tests/families, and docs/models.md (half an hour)
+test-families: $(TESTING) ## `medialane check` of every family of tests/families, and docs/models.md (half an hour)
 	$(BIN)/pytest tests/e2e_families --ignore=$(STATES) --reports .families -n 2 $(ARGS)
 	$(BIN)/python tests/families/models_page.py .families
 
-test-embeddings: $(STAMP) ## the states of an embedding in each family (two minutes for each: ARGS="-k gemma3")
+test-embeddings: $(TESTING) ## the states of an embedding in each family (two minutes for each: ARGS="-k gemma3")
 	$(BIN)/pytest $(STATES) $(ARGS)
 
-test-gpu: $(STAMP) ## the tests that need a GPU
+test-gpu: $(TESTING) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
 
-bench: $(STAMP) ## all benchmarks; tables on the screen, figures in bench-results/
+bench: $(TESTING) ## all benchmarks; tables on the screen, figures in bench-results/
 	@mkdir -p bench-results
 	$(BIN)/medialane bench all --json bench-results/$$(git rev-parse --short HEAD 2>/dev/null || echo release).json $(ARGS)
 
@@ -74,16 +76,50 @@ clean:          ## remove .venv and every cache
 # pytest. With ARGS a kind may have no tests (pytest's exit status 5).
 pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow" --hypothesis-profile=ci $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
 
-# A requirement of the extra that is on no index is installed from its folder in the same call, so that pip finds it.
+# What is installed is what requirements/*.txt lists, each file of it with its hash: pip resolves nothing and adds nothing.
+# torch is the exception. Its CPU build (+cpu) is not on PyPI, so that its hash may differ from one index to the next; nor can a
+# stranger upload such a version there.
+unhashed-cpu := torch==2.13.0+cpu
+# On no index: installed from its folder.
 packages-cpu := ./packages/medialane-cpu-torch
+other-extra := $(filter-out $(SERVING) $(TESTING),$(wildcard .venv/.filled-*))
 
-# Only pip's progress lines are shown; the full output is in the log, whose end is shown on failure.
-$(STAMP): pyproject.toml $(shell find packages -type f -not -path '*/__pycache__/*')
+# Only pip's progress lines are shown; the full output is in the log, whose end is shown on failure. Without --no-compile
+# pip would compile all modules, most of which are never imported.
+pip = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile --no-deps $(1) 2>&1 | tee -a $(LOG) \
+  | awk '/^ *(Downloading|Using cached) .*whl/ { sub(/^ *(Downloading|Using cached) /, ""); sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); print "  " $$0; fflush() } /^Installing/ { print "  installing" }' \
+  || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of pip's output: $(LOG)"; $(if $(2),echo $(2);) exit 1; }
+locked = $(call pip,--require-hashes --only-binary :all: -r $(1))
+
+# Modules that every process of medialane imports are compiled once, before many processes import them at the same time, and
+# the native code of the gateway meanwhile.
+$(SERVING): requirements/$(EXTRA).txt pyproject.toml $(shell find packages -type f -not -path '*/__pycache__/*')
 	@echo "medialane: filling .venv with the '$(EXTRA)' extra (some minutes the first time; details: $(LOG))"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"medialane: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}")'
-	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear .venv
-	@rm -f .venv/.filled-*
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '.[$(EXTRA),nixl,ray,dev]' $(packages-$(EXTRA)) 2>&1 | tee $(LOG) \
-	  | awk '/^ *(Downloading|Using cached) .*whl/ { sub(/^ *(Downloading|Using cached) /, ""); sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); print "  " $$0; fflush() } /^Installing/ { print "  installing" }' \
-	  || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of pip's output: $(LOG)"; exit 1; }
+	@$(if $(other-extra),false,$(BIN)/python -c '' 2>/dev/null) || $(PYTHON) -m venv --clear .venv
+	@rm -f .venv/.filled-* $(LOG)
+	@$(call locked,$<)
+	@$(if $(unhashed-$(EXTRA)),$(call pip,$(unhashed-$(EXTRA)),"PyPI has no CPU build of torch: docs/deployment.md#without-a-gpu"))
+	@$(call pip,--no-build-isolation -e . $(packages-$(EXTRA)))
+	@echo "  compiling"
+	@$(BIN)/python -c 'import medialane.gateway.intake.native_json; from medialane.routing.warm_up import warm_up; warm_up()' >> $(LOG) 2>&1 & \
+	  $(BIN)/python -m medialane.vllm_bridge.seams.probe >> $(LOG) 2>&1 || echo "medialane: vLLM is not as expected, see the end of $(LOG)"; wait
 	@touch $@
+
+$(TESTING): $(SERVING) requirements/tests.txt
+	@echo "medialane: adding what tests need (details: $(LOG))"
+	@$(call locked,requirements/tests.txt)
+	@touch $@
+
+# Left out on a CPU: torch (see above) and what it needs for CUDA; triton, which only xgrammar asks for, without a use for it;
+# torchcodec, whose build for CUDA does not load. nixl uses whichever of its builds there is, and torch is built for CUDA 13.
+# docopt, without a wheel, is for a command of num2words. tests.txt has what cpu.txt has not, and fits vllm.txt, too.
+without-cpu = torch triton torchcodec nixl-cu12 $$(sed -nE 's/^((nvidia|cuda)-[a-z0-9-]*)==.*/\1/p' requirements/vllm.txt)
+without-tests = $(without-cpu) $$(sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' requirements/cpu.txt)
+compile = uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all: --excludes <(echo docopt) --no-annotate --custom-compile-command 'make lock' \
+  pyproject.toml --group build $(2) $$(for name in $(without-$(1)); do echo --no-emit-package $$name; done) -o requirements/$(1).txt
+
+lock:           ## write requirements/*.txt again, with the newest versions that pyproject.toml allows (needs uv)
+	$(call compile,vllm,--extra vllm)
+	$(call compile,cpu,--extra cpu)
+	$(call compile,tests,--extra cpu --extra nixl --extra ray --extra dev -c requirements/cpu.txt)

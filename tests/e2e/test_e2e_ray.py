@@ -19,7 +19,7 @@ from medialane.cli.main import main
 from ray_hosts import RayHosts, ray_hosts
 from waiting import eventually
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'medialane[ray]'")
+pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 
 pytestmark = pytest.mark.vllm
 

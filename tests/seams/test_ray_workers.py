@@ -15,7 +15,7 @@ from medialane.cluster.remote import RemoteSpec, shared_path
 from medialane.core.errors import StartupFailed
 from waiting import eventually
 
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'medialane[ray]'")
+ray = pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 medialane_ray = pytest.importorskip("medialane.cluster.ray")
 
 pytestmark = pytest.mark.timeout(120)

@@ -163,8 +163,14 @@ def _imports() -> Iterator[tuple[str, Finding]]:
         yield "torch", found
         return
     for name, (loads, text) in found.items():
-        advice = "" if loads else f"install {name} again, in the version that the installed vLLM requires"
+        advice = "" if loads else _import_advice(name, text)
         yield name, Finding("ok" if loads else "fail", text, advice)
+
+
+def _import_advice(name: str, error: str) -> str:
+    if "torchvision::nms" in error:
+        return "a CUDA build, beside a CPU build of torch: from a clone, pip install ./packages/medialane-cpu-torch"
+    return f"install {name} again, in the version that the installed vLLM requires"
 
 
 def _seams() -> Finding:

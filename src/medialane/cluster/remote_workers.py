@@ -158,7 +158,7 @@ def _num_gpus(config: Config, vllm_args: Sequence[str], *, has_gpus: bool) -> in
     if vllm_is_for_cpu():
         if given not in ("auto", 0):
             raise StartupFailed(
-                f"--gpus-per-worker {given}: the installed vLLM is a build for CPUs; install medialane[vllm], or use 0"
+                f"--gpus-per-worker {given}: the installed vLLM is a build for CPUs; install the extra vllm, or use 0"
             )
         return 0
     if given != "auto" and 0 < given < needed:
@@ -166,5 +166,5 @@ def _num_gpus(config: Config, vllm_args: Sequence[str], *, has_gpus: bool) -> in
     found = (needed if has_gpus else 0) if given == "auto" else given
     if not found and installed_version("vllm") is not None:
         where = "no node of the Ray cluster has a GPU" if given == "auto" else "--gpus-per-worker 0"
-        raise StartupFailed(f"{where}, but the installed vLLM needs one; medialane[cpu] is for CPUs")
+        raise StartupFailed(f"{where}, but the installed vLLM needs one; the extra cpu is for CPUs")
     return found

@@ -11,19 +11,19 @@ def test_ray_that_is_not_installed_is_one_clear_error(monkeypatch, tmp_path, cap
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--ray"]) == 2
-    assert "--ray needs Ray: pip install 'medialane[ray]'" in capsys.readouterr().err
+    assert "--ray needs Ray: install medialane with the extra ray" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001"])
 def test_client_of_a_remote_cluster_is_refused(address, tmp_path, capsys):
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'medialane[ray]'")
+    pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--ray", "--address", address]) == 2
     assert "gateways need a node of the cluster here: HOST:PORT" in capsys.readouterr().err
 
 
 def test_relative_model_is_refused(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'medialane[ray]'")
+    pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert main(["serve", ".", "--ray", "--address", "127.0.0.1:1"]) == 2
@@ -31,7 +31,7 @@ def test_relative_model_is_refused(tmp_path, monkeypatch, capsys):
 
 
 def test_cluster_that_is_not_there_is_one_clear_error(tmp_path, capsys):
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'medialane[ray]'")
+    pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--ray", "--address", "127.0.0.1:1"]) == 2
     assert "cannot connect to Ray at 127.0.0.1:1: Connection refused" in capsys.readouterr().err

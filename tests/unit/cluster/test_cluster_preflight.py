@@ -6,7 +6,7 @@ import time
 import pytest
 
 from medialane.cluster import preflight
-from medialane.cluster.preflight import check_flags, check_model
+from medialane.cluster.preflight import check_flags, check_model, check_start
 from medialane.core.errors import StartupFailed
 
 GOOD = [
@@ -113,3 +113,34 @@ def test_every_command_reports_it_without_importing_vllm(command, tmp_path):
     assert (result.returncode, "--dtype nonsense" in result.stderr) == (2, True), result.stderr
     cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     assert cpu_s < 4, f"{cpu_s:.1f} s of CPU, {time.monotonic() - started:.1f} s in all"
+
+
+def installed(folder, monkeypatch, *, torch_cuda, torchvision):
+    """A site-packages with vLLM, a torch with or without CUDA, and a torchvision linked against `torchvision`."""
+    for name in ("vllm", "torch", "torchvision"):
+        (folder / name / "lib").mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+    if torch_cuda:
+        (folder / "torch/lib/libtorch_cuda.so").touch()
+    (folder / "torchvision/_C.so").write_bytes(torchvision)
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    for name in ("vllm", "torch", "torchvision", "medialane_cpu_torch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return str(folder / "model")
+
+
+def test_cuda_torchvision_beside_a_cpu_torch_is_reported_with_its_remedy(tmp_path, monkeypatch):
+    model = installed(tmp_path, monkeypatch, torch_cuda=False, torchvision=b"ELF libtorch_cuda.so")
+    with pytest.raises(StartupFailed, match=r"pip install ./packages/medialane-cpu-torch"):
+        check_start(model, [], {})
+    monkeypatch.setitem(sys.modules, "medialane_cpu_torch", sys)
+    check_start(model, [], {})
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "torchvision"), [(True, b"ELF libtorch_cuda.so"), (False, b"ELF libtorch_cpu.so")]
+)
+def test_builds_that_fit_start(torch_cuda, torchvision, tmp_path, monkeypatch):
+    check_start(installed(tmp_path, monkeypatch, torch_cuda=torch_cuda, torchvision=torchvision), [], {})

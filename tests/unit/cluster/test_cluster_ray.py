@@ -7,7 +7,7 @@ import pytest
 from medialane.cluster.remote import RemoteSpec
 from medialane.core.errors import StartupFailed
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'medialane[ray]'")
+pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 
 from medialane.cluster import ray
 
