@@ -97,7 +97,11 @@ def test_probes_and_mounts_name_what_exists(name):
     ports = {port["name"] for port in container.get("ports", ())}
     known = {"gateway": {"/version", "/health"}, "worker": {"/health", "/ready"}}
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        if container["name"] in known:
+        if container["name"] == "store":
+            command = " ".join(container[probe]["exec"]["command"])
+            (address,) = re.findall(r"medialane status --store (\S+?)(?:;|$)", command)
+            assert f"--listen={address}" in container["args"]
+        else:
             get = container[probe]["httpGet"]
             assert get["port"] in ports
             assert get["path"] in known[container["name"]]
@@ -114,17 +118,49 @@ def test_probes_and_mounts_name_what_exists(name):
 
 
 def test_media_are_copied_from_store_to_store(tmp_path):
-    """A store lets others copy, and every worker has a store; the units' shared folder outlives one of them."""
+    """A gateway's store lets others copy, every worker has one, and the units' shared folder outlives a worker."""
     found = {name: parse([*c["command"][1:], *c["args"]], tmp_path) for name, c in containers().items()}
-    (store,) = [config.store for name, (_, config) in found.items() if name.startswith("store")]
-    (worker,) = [args for name, (args, _) in found.items() if name.startswith("worker")]
-    assert store.peer_listen == "10.0.0.9:7200"
-    assert (worker.store, worker.start_store) == ("unix:/run/medialane/store.sock", True)
+    gateway_store, worker_store = (found[f"store of medialane-{kind}"] for kind in ("gateway", "worker"))
+    assert gateway_store[1].store.peer_listen == "10.0.0.9:7200"
+    worker, _ = found["worker of medialane-worker"]
+    assert worker.store == worker_store[0].listen == "unix:/run/medialane/store.sock"
+    assert (worker_store[1].gateway.stage, worker_store[1].prepare.num_preparers) == ("url", 1)
     units = {path.name: unit(path)["Service"] for path in UNITS}
     assert "--peer-listen ${ADDRESS}:7200" in units["medialane-store.service"]["ExecStart"]
     workers = units["medialane-worker@.service"]
     assert "--store unix:/run/medialane/store.sock --start-store" in workers["ExecStart"]
     assert workers["RuntimeDirectoryPreserve"] == "yes"
+
+
+@pytest.mark.parametrize("name", containers())
+def test_no_flag_is_given_twice(name):
+    flags = [arg.partition("=")[0] for arg in containers()[name]["args"]]
+    assert len(flags) == len(set(flags))
+
+
+def test_image_is_the_one_that_the_dockerfile_makes():
+    recipe = EXAMPLES / "kubernetes" / "Dockerfile"
+    (built,) = re.findall(r"docker build -t (\S+) -f examples/kubernetes/Dockerfile \.", recipe.read_text())
+    assert f"docker build -t {built} -f examples/kubernetes/Dockerfile ." in (recipe.parent / "README.md").read_text()
+    assert {container["image"] for container in containers().values()} == {built}
+    for sources in re.findall(r"^COPY (.*) \S+$", recipe.read_text(), re.MULTILINE):
+        assert all((EXAMPLES.parent / source).exists() for source in sources.split())
+    assert all(f"-r {name}" in recipe.read_text() for name in re.findall(r"requirements/\w+\.txt", recipe.read_text()))
+
+
+PAGES = [*EXAMPLES.rglob("*.md"), *(EXAMPLES.parent / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_folders_are_made_before_files_are_installed_into_them(page):
+    made = set()
+    for line in page.read_text().splitlines():
+        if line.startswith(("mkdir -p ", "install -D ")):
+            target = Path(re.search(r" (/(?!dev/)\S+)", line)[1])
+            made |= {target, target.parent}
+        if line.startswith("install -m") and "/systemd/system" not in line:  # with -D, install makes the folder
+            target = re.search(r" (/(?!dev/)\S+)", line)[1]
+            assert {Path(target), Path(target).parent} & made, line
 
 
 def test_workers_find_gateways_that_are_not_ready_yet():
@@ -144,13 +180,11 @@ def test_workers_find_gateways_that_are_not_ready_yet():
 
 
 def test_media_are_copied_to_the_workers_from_the_gateways_store():
-    store, worker = (
-        next(c for name, c in containers().items() if name.startswith(kind)) for kind in ("store", "worker")
-    )
+    store, worker = (containers()[name] for name in ("store of medialane-gateway", "worker of medialane-worker"))
     assert "--peer-listen=$(POD_IP):7200" in store["args"]
     (address,) = [entry for entry in store["env"] if entry["name"] == "POD_IP"]
     assert address["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
-    assert {"--start-store", "--store=unix:/run/medialane/store.sock"} <= {*worker["args"]}
+    assert "--store=unix:/run/medialane/store.sock" in worker["args"]
     assert "/run/medialane" in {mount["mountPath"] for mount in worker["volumeMounts"]}
 
 

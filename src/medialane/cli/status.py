@@ -12,9 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from medialane.cli.gateway_state import GatewayState, read_state
+from medialane.cli.store_state import read_store
 from medialane.config import ServerConfig, format_size, load_config
 from medialane.core.errors import StartupFailed
 from medialane.gateway.access import metrics_key
+from medialane.rpc.address import parse_unix
 
 _KEY_FILES = ("metrics-key-file", "admin-key-file")
 
@@ -23,7 +25,8 @@ One line per host with workers says where they get media from: the gateway's sto
 (which copies from the gateway's), or none (media travel in messages).
 
 The exit status is 0 if all gateways of the port respond, each is connected to every worker, and the gateway reports
-no problem; 1 if not; 2 if a gateway does not answer.
+no problem; 1 if not; 2 if a gateway does not answer. With --store it is 0 if the store of this host answers, has
+loaded its model's processor and reports no problem; 1 if not; 2 if it does not answer: a probe for containers.
 
 A gateway with --metrics-key-file needs that key here, too: from the same file, or from MEDIALANE_METRICS_KEY. The admin
 key (--admin-key-file, MEDIALANE_ADMIN_KEY) is accepted as well. A key is sent to every --gateway.
@@ -31,7 +34,8 @@ key (--admin-key-file, MEDIALANE_ADMIN_KEY) is accepted as well. A key is sent t
 examples:
   medialane status
   medialane status --gateway http://10.0.0.1:8000 --gateway http://10.0.0.2:8000    # of two hosts
-  medialane status --json"""
+  medialane status --json
+  medialane status --store unix:/run/medialane/store.sock"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"base URL of a gateway (default {url}); repeatable, for gateways of several hosts",
     )
     parser.set_defaults(default_gateway=url)
+    parser.add_argument("--store", metavar="ADDRESS", help="of this host's store instead: its unix socket, unix:/path")
     for name in _KEY_FILES:
         parser.add_argument(f"--{name}", metavar="FILE", help="file with the key that the gateway's /metrics need")
     parser.add_argument("--json", action="store_true", help="print JSON: an object, or a list if --gateway is repeated")
@@ -54,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the states; 0 if all is well, 1 if not, 2 if one of several gateways does not answer. Raises StartupFailed
-    if the only one does not."""
+    if the only one, or the store, does not."""
+    if args.store is not None:
+        parse_unix(args.store, "--store")
+        return asyncio.run(_store(args.store))
     urls = args.gateways or [args.default_gateway]
     files = {name: file for name in _KEY_FILES if (file := vars(args)[name.replace("-", "_")]) is not None}
     key = metrics_key(load_config(files).gateway)
@@ -70,6 +78,13 @@ def run(args: argparse.Namespace) -> int:
         for state in found:
             _show(console, state) if isinstance(state, GatewayState) else console.print(state.message, markup=False)
     return max(2 if isinstance(state, StartupFailed) else int(not state.is_well) for state in found)
+
+
+async def _store(address: str) -> int:
+    status = await read_store(address)
+    text = status.problem or ("ready" if status.has_started else "loading the model's processor")
+    print(f"store: {text}")
+    return int(text != "ready")
 
 
 async def _read(urls: Sequence[str], *, key: str, verify: bool) -> list[GatewayState | StartupFailed]:

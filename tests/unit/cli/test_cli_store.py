@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import signal
+import socket
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from medialane.cli import store
+from medialane.cli.main import main
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.config import Config, load_config
 from medialane.core.media import MediaRef
@@ -52,7 +54,29 @@ async def test_store_of_a_model_without_media_ends_as_not_needed(config, address
     assert "this model takes no media" in caplog.text
 
 
-async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(config, address, monkeypatch):
+async def status(address):
+    return await asyncio.to_thread(main, ["status", "--store", address])
+
+
+async def test_state_of_a_store_that_is_not_there_is_one_clear_error(address, capsys):
+    assert await status(address) == 2
+    assert f"medialane: error: {address}: " in capsys.readouterr().err
+    assert await status("tcp://127.0.0.1:1") == 2
+    assert "--store: 'tcp://127.0.0.1:1' must be " in capsys.readouterr().err
+
+
+async def test_store_that_hangs_does_not_answer(address, capsys):
+    """As one that is stopped: the kernel accepts the connection."""
+    path = address.removeprefix("unix:")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        assert await status(address) == 2
+    os.unlink(path)
+    assert "the media store did not respond within 3 s" in capsys.readouterr().err
+
+
+async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(config, address, monkeypatch, capsys):
     may_load = asyncio.Event()
 
     class SlowPool(PreparerPool):
@@ -70,8 +94,12 @@ async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(c
     await eventually(lambda: _free(link) > 0)
     assert not ready.done()
     assert not link.status.has_started
+    assert await status(address) == 1
+    assert capsys.readouterr().out == "store: loading the model's processor\n"
     may_load.set()
     await asyncio.wait_for(ready, 30)
+    assert await status(address) == 0
+    assert capsys.readouterr().out == "store: ready\n"
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(serving, 30) == 0
     running.cancel()
