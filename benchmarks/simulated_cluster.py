@@ -214,7 +214,7 @@ class _Link:
 
     def __init__(self, cluster: SimulatedCluster, worker: _Worker, routes: Routes, *, same_host: bool) -> None:
         self.same_host = same_host
-        self.address = f"w{worker.number}"
+        self.name = f"w{worker.number}"
         self.to_worker, self.to_gateway = _Wire(cluster), _Wire(cluster)
         self.client = ClientReports(lambda message: self.to_worker.send(lambda: self._received(message)))
         self.client.open(worker.card)
@@ -249,7 +249,7 @@ class _Link:
         self._session.received(message)
 
     def endpoints(self) -> list[Endpoint]:
-        return [Endpoint(self.address, "", True, WorkerLoad(), 0, same_host=self.same_host, card=self._card)]
+        return [Endpoint(self.name, "", True, WorkerLoad(), 0, same_host=self.same_host, card=self._card)]
 
     def _beat(self) -> None:
         if self._cluster.num_unfinished:
@@ -272,7 +272,7 @@ class _Gateway:
 
     def connect(self, worker: _Worker) -> None:
         link = _Link(self._cluster, worker, self._routes, same_host=worker.host is self.host)
-        self._links[link.address] = link, worker
+        self._links[link.name] = link, worker
 
     def arrive(self, turn: Turn) -> None:
         arrived_s = self._cluster.loop.time()

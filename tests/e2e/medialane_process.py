@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -101,8 +102,16 @@ class MedialaneProcess:
         words = [command.split() for command in commands if "medialane worker" in command]
         return sorted(found[found.index("--listen") + 1] for found in words)
 
-    def worker_pid(self, address: str) -> int:
-        """The first process of the worker that listens at `address`."""
+    def named_workers(self) -> dict[str, str]:
+        """The addresses of the workers of `serve`, by the names that its gateways show."""
+        commands = [command.split() for command in map(command_of, descendants(self.pid))]
+        gateway = next(words for words in commands if "gateway" in words and "--worker" in words)
+        named = [after for word, after in pairwise(gateway) if word == "--worker"]
+        return dict(worker.split("=", 1) for worker in named)
+
+    def worker_pid(self, worker: str) -> int:
+        """The first process of the worker of this name, or that listens at this address."""
+        address = worker if worker.startswith("unix:") else self.named_workers()[worker]
         return self._only(f"medialane worker {self.model} --listen {address}")
 
     def preparer_pids(self) -> list[int]:

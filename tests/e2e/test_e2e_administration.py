@@ -1,5 +1,7 @@
 """What an operator sees and does: vLLM's metrics of every worker, and its administrative routes."""
 
+import socket
+
 import pytest
 from openai_http import chat, picture, text
 
@@ -15,12 +17,13 @@ def families(page):
     return {s.name: set(s.labels) for s in page.samples if s.name.startswith("vllm:")}
 
 
-async def test_every_plain_vllm_metric_is_exposed_per_worker(ours, plain, worker_addresses):
+async def test_every_plain_vllm_metric_is_exposed_per_worker(ours, plain, serve):
+    names = {f"{socket.gethostname()}/{number}" for number in range(2)}
     for server in (ours, plain):
         await server.succeed(chat(picture(90), ASK))
 
     async def both_are_shown() -> bool:
-        return set((await ours.metrics()).by("vllm:num_requests_running", "worker")) == set(worker_addresses)
+        return set((await ours.metrics()).by("vllm:num_requests_running", "worker")) == names
 
     await eventually(both_are_shown, "both workers have connected", 60)
     shown, right = families(await ours.metrics()), families(await plain.metrics())

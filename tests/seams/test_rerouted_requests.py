@@ -77,7 +77,7 @@ async def test_choice_of_a_worker_that_is_lost_before_the_request_is_sent_is_rec
     submit, tried = WorkerLink.submit, []
 
     def lost_at_first(link, wanted):
-        tried.append(link.address)
+        tried.append(link.name)
         if len(tried) == 1:
             raise WorkerLost("the connection was lost before the request was sent")
         return submit(link, wanted)

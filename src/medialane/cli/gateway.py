@@ -52,7 +52,7 @@ from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.rpc import Hello, JoinServer
-from medialane.rpc.address import consecutive_ports
+from medialane.rpc.address import consecutive_ports, parse_named
 from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.transfer import InlineTransport, PullTransport, ShmTransport
 from medialane.vllm_bridge.app import Frontend
@@ -79,8 +79,9 @@ class _Components:
 
 
 class Peers(NamedTuple):
-    """Addresses of the workers, and of the store on this host, which a text-only model does not need. If several
-    gateways share a port: the paths of all their sockets (see `GatewayGroup`), and the index of this one."""
+    """Addresses of the workers, with their names (`parse_named`), and of the store on this host, which a text-only
+    model does not need. If several gateways share a port: the paths of all their sockets (see `GatewayGroup`), and the
+    index of this one."""
 
     workers: Sequence[str]
     store: str | None
@@ -260,10 +261,11 @@ def _links(config: Config, frontend: Frontend, *, store: StoreLink, peers: Peers
         join_ports=[int(address.rpartition(":")[2]) for address in _join_addresses(config.gateway, peers)],
     )
 
-    def link(address: str) -> WorkerLink:
+    def link(name: str, address: str = "") -> WorkerLink:
         return WorkerLink(
-            address,
+            name,
             hello,
+            address=address,
             rpc=config.rpc,
             config=config.gateway,
             metrics=metrics,
@@ -272,7 +274,10 @@ def _links(config: Config, frontend: Frontend, *, store: StoreLink, peers: Peers
         )
 
     pool = WorkerPool(
-        [link(address) for address in peers.workers], new_link=link, processor=processor, config=config.gateway
+        [link(*parse_named(each, "--worker")) for each in peers.workers],
+        new_link=link,
+        processor=processor,
+        config=config.gateway,
     )
     store.watch(lambda _: pool.arena_changed())
     return pool

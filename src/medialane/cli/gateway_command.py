@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.local import check_join_listen, check_port
@@ -14,7 +15,7 @@ from medialane.core.phase import enter_phase
 from medialane.gateway.access import AccessKeys
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
-from medialane.rpc.address import parse_unix
+from medialane.rpc.address import parse_named, parse_unix
 from medialane.rpc.security import check_address
 from medialane.vllm_bridge.seams import probe
 
@@ -44,11 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--worker",
-        metavar="ADDRESS",
+        metavar="[NAME=]ADDRESS",
         action="append",
         default=[],
         dest="workers",
-        help="address of a worker: unix:/path or HOST:PORT; repeatable; others join with --join-listen",
+        help="address of a worker: unix:/path or HOST:PORT, and its name in metrics, status and logs (default: the"
+        " address); repeatable; others join with --join-listen",
     )
     parser.add_argument(
         "--store",
@@ -92,14 +94,23 @@ def _check_addresses(config: Config, args: argparse.Namespace) -> None:
         )
     if _store(args.store) is not None:
         parse_unix(args.store, "--store")
-    for address in args.workers:
-        check_address(address, "--worker", config.rpc)
+    _check_workers(args.workers, config)
     if args.gateway_sockets:  # of `medialane serve`, which has checked the others
         return
     if args.listen_fd is None:
         check_port(config.server.host, config.server.port)
     if config.gateway.join_listen:
         check_join_listen(config)
+
+
+def _check_workers(given: Sequence[str], config: Config) -> None:
+    """Raise StartupFailed for a worker that cannot be connected to, or whose name another one has."""
+    names = set()
+    for name, address in (parse_named(each, "--worker") for each in given):
+        check_address(address, "--worker", config.rpc)
+        if name in names:
+            raise StartupFailed(f"--worker: two workers are named {name}")
+        names.add(name)
 
 
 def _store(given: str) -> str | None:

@@ -16,8 +16,8 @@ from medialane.core.errors import StartupFailed
 _TIMEOUT_S = 10.0
 #: The gateway of a port without others, whose metrics have no such label.
 _ONLY_GATEWAY = "0"
-#: Names of workers: HOST:PID, HOST/NUMBER and both, or the address that they listen at.
-_HOST = re.compile(r"(?:tcp://)?\[?(?P<host>.+?)\]?(?::\d+)?(?:/\d+)?", re.ASCII)
+#: Names of workers: HOST/NUMBER, HOST/encoder-NUMBER, HOST:PORT and HOST:PID, or the address that they listen at.
+_HOST = re.compile(r"(?:tcp://)?\[?(?P<host>.+?)\]?(?::\d+)?(?:/(?:encoder-)?\d+)?", re.ASCII)
 
 #: What the transport to a worker says about the store of its host.
 _STORES = {"shm": "gateway's", "pull": "own", "inline": "none"}

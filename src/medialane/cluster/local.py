@@ -216,6 +216,7 @@ def parts(
     )
     store_flags = ["--store", f"unix:{store_socket}"]
     names = [f"worker {i}" for i in range(engines.num_workers)] + [f"encoder {i}" for i in range(engines.num_encoders)]
+    labels = [str(i) for i in range(engines.num_workers)] + [f"encoder-{i}" for i in range(engines.num_encoders)]
     sockets = [folder / f"{name.replace(' ', '-')}.sock" for name in names]
     workers = [
         _worker(
@@ -228,7 +229,7 @@ def parts(
                     *("--listen", f"unix:{path}"),
                     *(("--role", "encoder") if i >= engines.num_workers else ()),
                     *store_flags,
-                    *own_flags(config, vllm_args, i),
+                    *own_flags(config, vllm_args, i, labels[i]),
                 ],
                 [*vllm_args, *placements[i].vllm_args],
             ),
@@ -238,7 +239,12 @@ def parts(
         )
         for i, (name, path) in enumerate(zip(names, sockets, strict=True))
     ]
-    addresses = [word for path in sockets for word in ("--worker", f"unix:{path}")]
+    host = config.worker.name or socket.gethostname()
+    addresses = [
+        word
+        for label, path in zip(labels, sockets, strict=True)
+        for word in ("--worker", f"{host}/{label}=unix:{path}")
+    ]
     gateway = ProcessSpec(
         name="gateway",
         argv=_command("gateway", model, [*addresses, *store_flags], vllm_args),
@@ -258,10 +264,11 @@ def store_path(folder: Path) -> Path:
     return folder / "store.sock"
 
 
-def own_flags(config: Config, vllm_args: Sequence[str], number: int) -> list[str]:
-    """Return the flags that give a worker of this host a name and metrics ports of its own."""
+def own_flags(config: Config, vllm_args: Sequence[str], number: int, label: str = "") -> list[str]:
+    """Return the flags that give a worker of this host a name, with `label` or its number, and metrics ports of its
+    own."""
     name, port = config.worker.name, config.worker.metrics_port
-    flags = ["--worker-name", f"{name}/{number}"] if name else []
+    flags = ["--worker-name", f"{name}/{label or number}"] if name else []
     return [*flags, "--metrics-port", str(port + number * ranks_per_worker(vllm_args))] if port else flags
 
 

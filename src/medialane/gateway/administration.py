@@ -40,7 +40,7 @@ class Administration:
         failed = {link: error for link, error in zip(links, results, strict=True) if isinstance(error, MedialaneError)}
         if failed:
             for link, error in failed.items():
-                logger.warning("%s at worker %s: %s", type(call).__name__, link.address, error.message)
+                logger.warning("%s at worker %s: %s", type(call).__name__, link.name, error.message)
             raise _error(failed, links)
         return [result for result in results if not isinstance(result, MedialaneError)]
 
@@ -70,7 +70,7 @@ def _error(failed: Mapping[WorkerLink, MedialaneError], called: Sequence[WorkerL
     same = all(type(error) is type(first) and error.message == first.message for error in failed.values())
     if same and len(failed) == len(called) and isinstance(first, InvalidRequest):
         return first
-    named = [f"{link.address} ({error.message})" for link, error in list(failed.items())[:MAX_NAMED]]
+    named = [f"{link.name} ({error.message})" for link, error in list(failed.items())[:MAX_NAMED]]
     more = f" and {len(failed) - MAX_NAMED} more" if len(failed) > MAX_NAMED else ""
     done = len(called) - len(failed)
     return AdminCallIncomplete(f"{done} of {len(called)} workers executed the call; failed: {'; '.join(named)}{more}")

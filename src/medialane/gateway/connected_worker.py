@@ -37,7 +37,7 @@ def check_same_model(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None
 class ConnectedWorker:
     """`disagreements` are computed at registration: the worker's settings do not change during a connection."""
 
-    address: str
+    name: str
     client: RpcClient
     disagreements: Disagreements
     own_arena: Callable[[], str | None]
@@ -57,8 +57,8 @@ class ConnectedWorker:
         """Return one of its data-parallel ranks, with its last reported load."""
         card, loads = self.client.welcome.card, self.client.loads
         return Endpoint(
-            self.address,
-            self.address,
+            self.name,
+            self.name,
             ready=True,
             load=loads[rank] if loads else WorkerLoad(),
             num_in_flight=self.client.num_in_flight,
@@ -71,6 +71,6 @@ class ConnectedWorker:
         )
 
 
-def lost_endpoint(address: str, rank: int, role: WorkerRole = "worker") -> Endpoint:
+def lost_endpoint(name: str, rank: int, role: WorkerRole = "worker") -> Endpoint:
     """Return the endpoint of a worker that is not connected; `role` is its last one."""
-    return Endpoint(address, address, ready=False, load=WorkerLoad(), num_in_flight=0, rank=rank, role=role)
+    return Endpoint(name, name, ready=False, load=WorkerLoad(), num_in_flight=0, rank=rank, role=role)

@@ -110,7 +110,7 @@ class Encoders:
 
     def _choose(self, item: NewItem, digest: str) -> WorkerLink | None:
         links = self._ready(digest)
-        queues = [EncoderQueue(self._queue_ms[link.address] + self._of_others_ms(link, item)) for link in links]
+        queues = [EncoderQueue(self._queue_ms[link.name] + self._of_others_ms(link, item)) for link in links]
         if self._config.encode_at == "encoders":
             number = least_loaded(item, queues, self._costs)
         else:
@@ -131,9 +131,9 @@ class Encoders:
                         return "encoded"
             return "unkept"
         except TimeoutError:
-            logger.warning("encoder %s is late: it gets no items until it has released the others", link.address)
+            logger.warning("encoder %s is late: it gets no items until it has released the others", link.name)
             if client is not None:
-                self._suspended[link.address] = client
+                self._suspended[link.name] = client
             return "late"
         except MedialaneError as error:
             return _failed(link, error)
@@ -164,12 +164,12 @@ class Encoders:
         ]
 
     def _is_suspended(self, link: WorkerLink) -> bool:
-        late, client = self._suspended.get(link.address), link.client
+        late, client = self._suspended.get(link.name), link.client
         if late is None:
             return False
         if late is client and client.num_in_flight:
             return True
-        del self._suspended[link.address]  # it has released everything, or is another one
+        del self._suspended[link.name]  # it has released everything, or is another one
         return False
 
     def _of_others_ms(self, link: WorkerLink, item: NewItem) -> float:
@@ -192,15 +192,15 @@ class Encoders:
     @contextmanager
     def _queued(self, link: WorkerLink, work_ms: float) -> Iterator[None]:
         """Count an item in the queue of its encoder."""
-        self._queue_ms[link.address] += work_ms
+        self._queue_ms[link.name] += work_ms
         try:
             yield
         finally:
-            self._queue_ms[link.address] -= work_ms
-            if self._queue_ms[link.address] <= 0:
-                del self._queue_ms[link.address]
+            self._queue_ms[link.name] -= work_ms
+            if self._queue_ms[link.name] <= 0:
+                del self._queue_ms[link.name]
 
 
 def _failed(link: WorkerLink, error: MedialaneError) -> Outcome:
-    logger.warning("encoder %s has not encoded an item: %s", link.address, error.message)
+    logger.warning("encoder %s has not encoded an item: %s", link.name, error.message)
     return "failed"

@@ -242,7 +242,7 @@ class Gateway:
                         started = True
                         yield delta
             except HandoverFailed as error:
-                logger.warning("transfer to %s by %s failed: %s", call.route.link.address, tries[0], error.message)
+                logger.warning("transfer to %s by %s failed: %s", call.route.link.name, tries[0], error.message)
                 if not started and await self._drop_embeddings(prepared):
                     continue  # the same path, with tensors
                 if started or len(tries) == 1:
@@ -252,7 +252,7 @@ class Gateway:
             except InvalidFeature as error:
                 tries = self._without_features(call, tries, error)
             except WorkerLost as error:
-                lost |= {call.route.link.address}
+                lost |= {call.route.link.name}
                 if started or len(lost) == _MAX_WORKERS:
                     raise
                 call, tries = self._reroute(call, lost, error)
@@ -310,7 +310,7 @@ class Gateway:
         sources = [path for path in tries if not STAGES[path.stage].is_processed]
         if not STAGES[tries[0].stage].is_processed or not sources or _has_options(call.prepared):
             raise error
-        logger.warning("%s refused %s: %s", call.route.link.address, tries[0], error.message)
+        logger.warning("%s refused %s: %s", call.route.link.name, tries[0], error.message)
         self._metrics.count_fallback(str(tries[0]), error.code)
         return sources
 
@@ -318,10 +318,11 @@ class Gateway:
         """Choose a worker that is not `lost`, of another host if there is one: a lost link or host costs all workers
         there, one after the other. Raises `error` if there is no worker. The scope still holds the media."""
         call.route.routed.release()
-        for excluded in (on_hosts_of(lost, self._workers.links), lost):
+        addresses = {name: link.address for name, link in self._workers.links.items()}
+        for excluded in (on_hosts_of(lost, addresses), lost):
             with suppress(NoWorkerReady):
                 rerouted = self._route(call.request, call.prepared, call.scope, excluded)
-                logger.warning("%s was lost before the first token: sending to another worker", call.route.link.address)
+                logger.warning("%s was lost before the first token: sending to another worker", call.route.link.name)
                 self._metrics.count_rerouted()
                 return rerouted
         raise error

@@ -76,47 +76,47 @@ class Routes:
 
     def joined(self, link: WorkerLink) -> None:
         self._encoder = None
-        self._announced[link.address] = {}
-        slots = self._slots[link.address] = []
+        self._announced[link.name] = {}
+        slots = self._slots[link.name] = []
         for endpoint in link.endpoints():
             slots.append(self._router.join(endpoint))  # noqa: PERF401 - `left` must find these slots if a later join raises
 
     def left(self, link: WorkerLink) -> None:
         self._encoder = None
-        self._event_lag_s.pop(link.address, None)
-        self._announced.pop(link.address, None)
-        for slot in self._slots.pop(link.address, ()):
+        self._event_lag_s.pop(link.name, None)
+        self._announced.pop(link.name, None)
+        for slot in self._slots.pop(link.name, ()):
             self._router.leave(slot)
 
     def reported(self, link: WorkerLink, loads: Sequence[WorkerLoad]) -> None:
-        for slot, load in zip(self._slots[link.address], loads, strict=True):
+        for slot, load in zip(self._slots[link.name], loads, strict=True):
             self._router.report(slot, load)
 
     def changed(self, link: WorkerLink, change: KvChange) -> None:
-        slots = self._slots[link.address]
+        slots = self._slots[link.name]
         if change.rank < len(slots):
             self._router.change(slots[change.rank], change)
         if change.age_s:
-            self._event_lag_s[link.address] = change.age_s
+            self._event_lag_s[link.name] = change.age_s
 
     def announced(self, link: WorkerLink, number: int, work: PendingWork) -> None:
-        found, slots = self._announced[link.address], self._slots[link.address]
+        found, slots = self._announced[link.name], self._slots[link.name]
         if number not in found and len(found) < _MAX_ANNOUNCED and work.rank < len(slots):
             found[number] = self._router.announced(slots[work.rank], work)
 
     def announcement_ended(self, link: WorkerLink, number: int, *, is_computed: bool) -> None:
-        found = self._announced[link.address].pop(number, None)
+        found = self._announced[link.name].pop(number, None)
         if found is not None:
             found.end(is_computed=is_computed)
 
     def moved(self, link: WorkerLink) -> None:
         self._encoder = None
-        for slot in self._slots.get(link.address, ()):  # none if joining has failed and the connection is being closed
+        for slot in self._slots.get(link.name, ()):  # none if joining has failed and the connection is being closed
             self._router.move(slot, same_host=link.same_host)
 
     def encoder_cleared(self, link: WorkerLink) -> None:
         self._encoder = None
-        for slot in self._slots[link.address]:
+        for slot in self._slots[link.name]:
             self._router.clear_encoder(slot)
 
     def choose(
@@ -212,7 +212,7 @@ class Routes:
 
     def stats(self) -> RoutingStats:
         index, counts = self._router.index, self._router.predictions
-        gaps = {link.address: link.client.num_block_gaps for link in self._workers.links.values() if link.client}
+        gaps = {link.name: link.client.num_block_gaps for link in self._workers.links.values() if link.client}
         return RoutingStats(
             num_blocks=index.num_blocks,
             num_entries=index.num_entries,

@@ -50,7 +50,7 @@ class WorkerScrape:
 
     def mirrors(self) -> dict[str, MetricMirror]:
         """Return the metrics of the connected workers, by address."""
-        clients = {link.address: link.client for link in self._workers.links.values()}
+        clients = {link.name: link.client for link in self._workers.links.values()}
         return {address: client.metrics for address, client in clients.items() if client is not None}
 
 

@@ -68,14 +68,15 @@ class WorkerListener(Protocol):
 
 
 class WorkerLink:
-    """The link to one worker. `run` connects to its address, and restores the connection whenever it is lost; a worker
-    that joins has a name in place of the address, and `serve` uses its connections."""
+    """The link to one worker, whose `name` operators see. `run` connects to its `address`, by default the name, and
+    restores the connection whenever it is lost; `serve` uses the connections of a worker that joins."""
 
     def __init__(
         self,
-        address: str,
+        name: str,
         hello: Hello,
         *,
+        address: str | None = None,
         rpc: RpcConfig,
         config: GatewayConfig,
         metrics: Metrics,
@@ -84,7 +85,8 @@ class WorkerLink:
     ) -> None:
         """`own_arena` returns the arena that this gateway's media are in, `can_grant` whether other hosts' stores can
         copy from it."""
-        self.address = address
+        self.name = name
+        self.address = name if address is None else address
         self._own_arena = own_arena
         self._can_grant = can_grant
         self._hello = hello
@@ -145,7 +147,7 @@ class WorkerLink:
 
     def endpoint(self, rank: int = 0) -> Endpoint:
         worker = self._live
-        return worker.endpoint(rank) if worker is not None else lost_endpoint(self.address, rank, self.role)
+        return worker.endpoint(rank) if worker is not None else lost_endpoint(self.name, rank, self.role)
 
     def endpoints(self) -> list[Endpoint]:
         """Return one endpoint per data-parallel rank."""
@@ -180,7 +182,7 @@ class WorkerLink:
         await client.register(self._hello)
         if self._live is not None:
             if self._live.client.welcome.worker_id != client.welcome.worker_id:
-                raise _taken(self.address)
+                raise _taken(self.name)
             await self._live.client.close()  # the worker has noticed its loss, or would have refused to register
         self.refusal = None
         try:
@@ -191,7 +193,7 @@ class WorkerLink:
 
     def refuse(self, error: MedialaneError) -> None:
         """Report that the worker is refused; it will try again."""
-        logger.error("worker %s is refused: %s", self.address, error.message)
+        logger.error("worker %s is refused: %s", self.name, error.message)
         self.refusal = error
 
     @property
@@ -224,7 +226,7 @@ class WorkerLink:
         except NoWorkerReady:
             return None
         except (WorkerLost, ProtocolViolation) as error:
-            logger.info("worker %s: %s", self.address, error.message)
+            logger.info("worker %s: %s", self.name, error.message)
             return None
         except MedialaneError as error:
             self._report_refusal(error)
@@ -235,10 +237,10 @@ class WorkerLink:
     def _use(self, client: RpcClient) -> None:
         differing = disagreements(self._hello.processor, client.welcome.card.processor)
         for name, (ours, theirs) in differing.items():
-            logger.warning("worker %s: processor setting %s is %s there and %s here", self.address, name, theirs, ours)
+            logger.warning("worker %s: processor setting %s is %s there and %s here", self.name, name, theirs, ours)
         self.role = client.welcome.card.role
-        logger.info("%s %s is ready", self.role, self.address)
-        self._worker = ConnectedWorker(self.address, client, differing, self._own_arena, self._can_grant)
+        logger.info("%s %s is ready", self.role, self.name)
+        self._worker = ConnectedWorker(self.name, client, differing, self._own_arena, self._can_grant)
         self._join(client)
         self.on_ready(client.welcome.card)
         self._failure = None
@@ -270,19 +272,19 @@ class WorkerLink:
         self._leave()
 
     def _report_refusal(self, error: MedialaneError) -> None:
-        logger.error("worker %s refuses this gateway: %s", self.address, error.message)
+        logger.error("worker %s refuses this gateway: %s", self.name, error.message)
         self.refusal = error
 
     def _report_loss(self) -> None:
-        self._metrics.count_worker_lost(self.address)
-        logger.warning("worker %s: connection lost", self.address)
+        self._metrics.count_worker_lost(self.name)
+        logger.warning("worker %s: connection lost", self.name)
 
     def forget(self) -> None:
         """Drop what is counted for this worker, which has left."""
-        self._metrics.forget_worker(self.address)
+        self._metrics.forget_worker(self.name)
 
     def _report_failure(self, error: Exception) -> None:
-        logger.error("worker %s: its link failed and is restarted", self.address, exc_info=error)
+        logger.error("worker %s: its link failed and is restarted", self.name, exc_info=error)
         self._failure = error
 
 
@@ -293,7 +295,7 @@ def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:
 
 
 class WorkerPool:
-    """All links, by address or name. `run` keeps those with an address connected. `new_link` makes the link of a worker
+    """All links, by name. `run` keeps those with an address connected. `new_link` makes the link of a worker
     that joins; its `processor` settings must be compatible with those of the gateway."""
 
     def __init__(
@@ -304,7 +306,7 @@ class WorkerPool:
         processor: Mapping[str, str] | None = None,
         config: GatewayConfig | None = None,
     ) -> None:
-        self.links = {link.address: link for link in links}
+        self.links = {link.name: link for link in links}
         self._new_link = new_link
         self._processor = processor or {}
         self._config = config or GatewayConfig()
@@ -362,7 +364,7 @@ class WorkerPool:
         """Keep every link with an address connected until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for link in self.links.values():
-                tasks.create_task(link.run(), name=f"worker link {link.address}")
+                tasks.create_task(link.run(), name=f"worker link {link.name}")
             tasks.create_task(asyncio.Event().wait(), name="workers that join")  # there may be no links yet
 
     async def serve_joined(self, join: Join, client: RpcClient) -> None:
@@ -402,9 +404,9 @@ class WorkerPool:
 
     def _forget_later(self, link: WorkerLink) -> None:
         """Remove the link of a worker that has joined, unless it returns in time."""
-        self._keep(link.address)
+        self._keep(link.name)
         loop = asyncio.get_running_loop()
-        self._forgetting[link.address] = loop.call_later(self._config.forget_worker_s, self._forget, link)
+        self._forgetting[link.name] = loop.call_later(self._config.forget_worker_s, self._forget, link)
 
     def _keep(self, name: str) -> None:
         timer = self._forgetting.pop(name, None)
@@ -412,10 +414,10 @@ class WorkerPool:
             timer.cancel()
 
     def _forget(self, link: WorkerLink) -> None:
-        del self._forgetting[link.address]
+        del self._forgetting[link.name]
         if link.client is None:
-            del self.links[link.address]
-            self._joined.discard(link.address)
+            del self.links[link.name]
+            self._joined.discard(link.name)
             link.forget()
 
 
@@ -423,12 +425,12 @@ def _taken(name: str) -> WorkerLost:
     return WorkerLost(f"another worker named {name} is connected: choose another --worker-name")
 
 
-def on_hosts_of(lost: Iterable[str], workers: Iterable[str]) -> frozenset[str]:
-    """Return the addresses `lost`, and those of `workers` that are at the same TCP hosts. Names of workers that have
-    joined do not show their hosts."""
+def on_hosts_of(lost: Iterable[str], addresses: Mapping[str, str]) -> frozenset[str]:
+    """Return the names `lost`, and those of the workers that are at the same TCP hosts, by the `addresses` of all. That
+    of a worker that has joined is unknown."""
     lost = frozenset(lost)
-    hosts = {_tcp_host(address) for address in lost} - {""}
-    return lost.union(address for address in workers if _tcp_host(address) in hosts)
+    hosts = {_tcp_host(addresses.get(name, "")) for name in lost} - {""}
+    return lost.union(name for name, address in addresses.items() if _tcp_host(address) in hosts)
 
 
 def _tcp_host(address: str) -> str:

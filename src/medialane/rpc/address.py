@@ -14,6 +14,9 @@ from medialane.core.host import ascii_host
 #: sockaddr_un.sun_path has 108 bytes including its terminating zero (unix(7)).
 MAX_UNIX_PATH_BYTES = 107
 
+#: Longest name of a process in an address.
+_MAX_NAME = 200
+
 _TCP = "HOST:PORT, such as 10.0.0.1:7100 or [fd00::1]:7100"
 _UNIX = "unix:/path, such as unix:/run/medialane/store.sock"
 
@@ -68,6 +71,20 @@ def parse_tcp(address: str, setting: str = "address", *, to_connect: bool = Fals
         return TcpAddress(ascii_host(host), int(port))
     except ValueError as error:
         raise StartupFailed(f"{setting}: {address!r}: {error}; it must be {_TCP}") from None
+
+
+def parse_named(text: str, setting: str) -> tuple[str, str]:
+    """Parse `NAME=ADDRESS` or `ADDRESS` of a process to connect to; return its name, by default its address, and the
+    address. As `parse_address`."""
+    name, equals, address = text.partition("=")
+    if not equals or ":" in name:
+        name, address = "", text
+    elif not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
+        raise StartupFailed(f"{setting}: {text!r}: a name has 1 to {_MAX_NAME} printable characters: NAME=ADDRESS")
+    target = parse_address(address, setting, to_connect=True)
+    if isinstance(target, TcpAddress):
+        address = format_tcp(*target)
+    return name or address.removeprefix("tcp://"), address
 
 
 def format_tcp(host: str, port: int) -> str:

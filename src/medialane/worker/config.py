@@ -32,7 +32,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     join: str = field(default="", name="join")
     """gateways to connect to (their --join-listen): HOST:PORT[,HOST:PORT...]; all addresses of each name"""
     name: str = field(default="", name="worker-name")
-    """name under which the worker joins gateways; default: the host's name and the process id"""
+    """name of the worker in the gateways that it joins, their metrics and status; default: the host's name with the
+    metrics port, without one with the process id; workers of `serve` are NAME/0, NAME/1; it should survive restarts, as
+    each name has metrics of its own"""
     join_resolve_interval_s: PositiveFloat = field(default=5.0, name="join-resolve-interval")
     """interval at which the names of gateways (--join) are resolved again; they are also resolved after a loss"""
     join_refused_interval_s: PositiveFloat = field(default=30.0, name="join-refused-interval")

@@ -104,13 +104,14 @@ async def serve_until(
     return EXIT_ENGINE_LOST if lost else 0
 
 
-def default_name() -> str:
-    """Return a name that other workers of this cluster do not have; in a container, it survives restarts."""
-    return f"{socket.gethostname()}:{os.getpid()}"
+def default_name(config: WorkerConfig) -> str:
+    """Return a name that other workers of this cluster do not have. With a metrics port, or in a container, a restarted
+    worker has it again."""
+    return f"{socket.gethostname()}:{config.metrics_port or os.getpid()}"
 
 
 def _membership(worker: Worker, server: RpcServer, gateways: Sequence[TcpAddress], config: WorkerConfig) -> Membership:
-    name = config.name or default_name()
+    name = config.name or default_name(config)
     join = Join(name=name, worker_id=worker.worker_id, card=worker.card)
     if gateways:
         logger.info("worker %s joins gateways as %s", worker.worker_id, name)

@@ -27,6 +27,6 @@ def test_start_is_rejected_before_anything_is_loaded(name, monkeypatch, capsys):
     for heavy in ("medialane.vllm_bridge.app", "medialane.vllm_bridge.engine"):
         monkeypatch.setitem(sys.modules, heavy, None)  # importing it raises
     assert main([name, "model", *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()  # after what is logged
     assert line.startswith(ERROR_PREFIX)
     assert "no_such_module:name" in line

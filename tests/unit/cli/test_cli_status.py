@@ -113,6 +113,8 @@ def test_every_gateway_of_the_port_must_respond_and_be_connected(up, connected):
         ("host-a/0", "host-a"),
         ("host-a:1234", "host-a"),
         ("host-a:1234/7", "host-a"),
+        ("host-a/encoder-1", "host-a"),
+        ("10.0.0.2:7000", "10.0.0.2"),
         ("tcp://10.0.0.2:7000", "10.0.0.2"),
         ("tcp://[fd00::2]:7000", "fd00::2"),
         ("unix:/run/medialane/worker-0.sock", ""),

@@ -79,8 +79,8 @@ def test_processes_are_a_store_workers_and_a_gateway_with_their_addresses(tmp_pa
     for part in (first, second):
         assert flag(part, "--listen") == f"unix:{part.ready.path}"
         assert part.argv[-3:] == ("--", "--max-model-len", "8")
-    for part in (first, second):
-        assert f"unix:{part.ready.path}" in gateway.argv
+    for number, part in enumerate((first, second)):
+        assert f"{socket.gethostname()}/{number}=unix:{part.ready.path}" in gateway.argv
     for part in (first, second, gateway):
         assert flag(part, "--store") == flag(store, "--listen")
     assert len({flag(part, "--listen") for part in (store, first, second)}) == 3
@@ -132,8 +132,8 @@ def test_encoders_are_workers_with_a_role_that_the_gateway_knows_too(tmp_path):
     assert [flag(part, "--role") for part in (first, second)] == ["encoder"] * 2
     assert [flag(part, "--metrics-port") for part in (worker, first, second)] == ["9000", "9001", "9002"]
     assert len({part.ready.path for part in (worker, first, second)}) == 3
-    for part in (worker, first, second):
-        assert f"unix:{part.ready.path}" in gateway.argv
+    for label, part in (("0", worker), ("encoder-0", first), ("encoder-1", second)):
+        assert f"{socket.gethostname()}/{label}=unix:{part.ready.path}" in gateway.argv
         assert flag(part, "--store") == flag(store, "--listen")
         assert part.environ["OMP_NUM_THREADS"] == "1"
 
@@ -254,3 +254,13 @@ def test_with_ray_this_host_has_no_workers(tmp_path):
     assert "--worker" not in gateway.argv
     assert gateway.environ["MEDIALANE_JOIN_LISTEN"] == listen
     assert flag(gateway, "--store") == f"unix:{local.store_path(tmp_path)}"
+
+
+def test_workers_have_the_same_names_after_a_restart(tmp_path):
+    def names(folder):
+        folder.mkdir()
+        gateway = make_parts(folder, workers="1", encoders="1", worker_name="blue")[-1]
+        given = [gateway.argv[i + 1] for i, word in enumerate(gateway.argv) if word == "--worker"]
+        return [word.partition("=")[0] for word in given]
+
+    assert names(tmp_path / "first") == names(tmp_path / "second") == ["blue/0", "blue/encoder-0"]

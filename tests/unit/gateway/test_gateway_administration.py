@@ -39,7 +39,7 @@ class Link:
     role = "worker"
 
     def __init__(self, number, answer, *, lost=False):
-        self.address = f"unix:/w{number}"
+        self.name = f"unix:/w{number}"
         self.client = None if lost else Client(answer)
 
 

@@ -25,7 +25,7 @@ def link_to(name, *, block_size=16, same_host=True, encoder="", role="worker"):
     endpoint = Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, same_host=same_host, card=card)
     client = SimpleNamespace(num_block_gaps=0, num_gateways=1)
     return SimpleNamespace(
-        address=name, client=client, endpoints=lambda: [endpoint], same_host=same_host, encoder=encoder, role=role
+        name=name, client=client, endpoints=lambda: [endpoint], same_host=same_host, encoder=encoder, role=role
     )
 
 
@@ -80,7 +80,7 @@ def test_removed_worker_is_not_chosen(make_routes):
     first, second = link_to("w0"), link_to("w1")
     routes = make_routes(first, second)
     routes.left(first)
-    assert {routes.choose(*left_to_worker(n)).link.address for n in range(4)} == {"w1"}
+    assert {routes.choose(*left_to_worker(n)).link.name for n in range(4)} == {"w1"}
 
 
 def test_worker_that_maps_the_arena_later_counts_as_of_this_host(make_routes):
@@ -89,7 +89,7 @@ def test_worker_that_maps_the_arena_later_counts_as_of_this_host(make_routes):
     for near.same_host, far.same_host in ((False, True), (True, False)):
         for link in (near, far):
             routes.moved(link)
-        chosen = {routes.choose(*with_large_media(number)).link.address for number in range(4)}
+        chosen = {routes.choose(*with_large_media(number)).link.name for number in range(4)}
         assert chosen == {"w0" if near.same_host else "w1"}
 
 

@@ -23,8 +23,8 @@ class Client:
 
 
 class Link:
-    def __init__(self, address, client):
-        self.address, self.client = address, client
+    def __init__(self, name, client):
+        self.name, self.client = name, client
 
 
 class Clock:
@@ -56,7 +56,7 @@ def num_reads(links):
 async def test_every_connected_worker_is_scraped(scrape, links):
     await scrape.refresh()
     assert num_reads(links) == [1, 1]
-    assert scrape.mirrors() == {link.address: link.client.metrics for link in links[:2]}
+    assert scrape.mirrors() == {link.name: link.client.metrics for link in links[:2]}
 
 
 async def test_metrics_of_a_removed_worker_disappear(scrape, links):

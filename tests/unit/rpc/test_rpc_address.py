@@ -7,6 +7,7 @@ from medialane.rpc.address import (
     UnixAddress,
     format_tcp,
     parse_address,
+    parse_named,
     parse_tcp,
     parse_unix,
 )
@@ -78,3 +79,23 @@ def test_longest_unix_path_is_accepted():
 @pytest.mark.parametrize("target", [TcpAddress("127.0.0.1", 80), TcpAddress("::1", 80)])
 def test_formatted_tcp_address_round_trips(target):
     assert parse_address(format_tcp(*target)) == target
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "address"),
+    [
+        ("host/0=unix:/run/w.sock", "host/0", "unix:/run/w.sock"),
+        ("unix:/run/a=b.sock", "unix:/run/a=b.sock", "unix:/run/a=b.sock"),
+        ("10.0.0.2:7000", "10.0.0.2:7000", "tcp://10.0.0.2:7000"),
+        ("tcp://10.0.0.2:7000", "10.0.0.2:7000", "tcp://10.0.0.2:7000"),
+        ("blue=10.0.0.2:7000", "blue", "tcp://10.0.0.2:7000"),
+    ],
+)
+def test_address_may_have_a_name(text, name, address):
+    assert parse_named(text, "--worker") == (name, address)
+
+
+@pytest.mark.parametrize("text", ["=unix:/run/w.sock", "a\n=unix:/run/w.sock", "blue=w.sock", "n" * 201 + "=h:1"])
+def test_name_and_address_are_checked(text):
+    with pytest.raises(StartupFailed, match=r"^--worker: "):
+        parse_named(text, "--worker")

@@ -68,7 +68,7 @@ async def serve_simulated(
 
 def _of_worker(config: WorkerConfig, number: int) -> WorkerConfig:
     """Return the settings of a further worker of this process: a name and a port of its own."""
-    name = f"{config.name or default_name()}/{number}"
+    name = f"{config.name or default_name(config)}/{number}"
     port = config.metrics_port + number if config.metrics_port else 0
     return msgspec.structs.replace(config, name=name, metrics_port=port)
 
