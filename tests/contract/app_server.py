@@ -21,6 +21,7 @@ VLLM_ARGS = [
     "--trust-request-mm-kwargs",
     "--api-key=secret",
     "--enable-mm-embeds",
+    "--enable-prompt-tokens-details",
     "--enable-scale-out",
     "--middleware=counted_middleware.CountedMiddleware",
 ]

@@ -18,7 +18,7 @@ NUM_EMBEDS = 5
 
 
 class FakeBackend:
-    """`error_at` is where `error` is raised: prepare, generate (before the first token) or stream (after it)."""
+    """With `placed`, prompts are expanded by workers, which place their items so. `error_at` is where `error` is raised: prepare, generate (before the first token) or stream (after it)."""
 
     def __init__(self, image_token: int) -> None:
         self.image_token = image_token
@@ -35,6 +35,7 @@ class FakeBackend:
         self.num_ended = 0
         self.known = {}
         self.calls, self.admin_result = [], None
+        self.placed = ()
 
     @property
     def text_bytes(self):
@@ -82,6 +83,8 @@ class FakeBackend:
         self.scopes.append(current_scope())
         self.prompts.append(prompt)
         self._fail_at("prepare")
+        if self.placed:
+            return PreparedPrompt(prompt.token_ids, (), ("0" * 64,) * len(prompt.items), prompt, None)
         return self._expand(prompt)
 
     async def generate(self, request, prepared):
@@ -101,6 +104,7 @@ class FakeBackend:
                     [completion],
                     finished=last,
                     prompt_token_ids=None if number else request.prompt.token_ids,
+                    placed=() if number else self.placed,
                 )
                 await asyncio.sleep(self.token_s)  # time: of one token
                 self._fail_at("stream")

@@ -32,7 +32,7 @@ from medialane.core.errors import (
     TooManyMediaItems,
     WorkerLost,
 )
-from medialane.core.feature import PlaceholderRange
+from medialane.core.feature import MediaSpan, PlaceholderRange
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, open_scope
 from medialane.vllm_bridge.engine_client import RoutedEngineClient
@@ -632,3 +632,21 @@ async def test_abridged_reference_is_not_shown(server, more):
     message = response.json()["error"]["message"]
     assert "input_value={" in message
     assert not [piece for piece in ("medial", "lane:", ":0'") if piece in message], message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_usage_has_the_tokens_of_media_that_a_worker_places(server, stream):
+    """Also in each step of a beam search, which has the same media."""
+    server.backend.placed = (MediaSpan("a", 3, 16), MediaSpan("b", 30, 4, "video"), MediaSpan("c", 50, 16))
+    options = (
+        {"stream": True, "stream_options": {"include_usage": True}} if stream else {"use_beam_search": True, "n": 2}
+    )
+    response = await server.chat(image(), image("http://host.example/b.png"), **options)
+    assert response.status_code == 200, response.text
+    answer = json.loads(response.text.split("data: ")[-2]) if stream else response.json()
+    assert answer["usage"]["prompt_tokens_details"]["multimodal_tokens"] == {"image": 32, "video": 4}
+
+
+async def test_usage_has_the_tokens_of_media_that_the_gateway_places(server):
+    response = await server.chat(image())
+    assert response.json()["usage"]["prompt_tokens_details"]["multimodal_tokens"] == {"image": NUM_EMBEDS}

@@ -35,10 +35,12 @@ from medialane.vllm_bridge.image_tokens import ImageTokens
 from medialane.vllm_bridge.media_options import check_model_io
 from medialane.vllm_bridge.mistral_chat import expand_marks, tokenize_without_media
 from medialane.vllm_bridge.preparation import VllmProcessor
+from medialane.vllm_bridge.prepared_input import expected_num_tokens
 from medialane.vllm_bridge.request_backend import RequestBackend
 from medialane.vllm_bridge.routes import RouteOf, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.seams.api_server import (
     build_app,
+    count_media_tokens_by,
     init_app_state,
     middleware_stack_not_built,
     validate_api_server_args,
@@ -169,6 +171,7 @@ class Frontend:
         with middleware_stack_not_built(), failing_fast(), unchanged_levels():
             app = build_app(self.args, tasks, self.config.model_config)
         validate_in_thread(is_large, VALIDATION)
+        count_media_tokens_by(expected_num_tokens)
         replace_authentication(app, access)
         app.user_middleware.extend(inner)
 

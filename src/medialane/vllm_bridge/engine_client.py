@@ -25,7 +25,7 @@ from medialane.core.loop_fairness import FewPerIteration
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.adapters import with_own_id
 from medialane.vllm_bridge.outputs import to_pooling_output, to_request_output
-from medialane.vllm_bridge.prepared_input import decoder_input, prepared_prompt
+from medialane.vllm_bridge.prepared_input import decoder_input, note_placed, prepared_prompt
 from medialane.vllm_bridge.renderer_hook import remembered_errors
 from medialane.vllm_bridge.request_backend import RequestBackend
 from medialane.vllm_bridge.seams.engine import FrontEndInputs, MsgpackEncoder
@@ -130,6 +130,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
             async with aclosing(self._backend.generate(request, prepared_prompt(prompt))) as deltas:
                 async for delta in deltas:
                     prompt_token_ids = delta.prompt_token_ids or prompt_token_ids
+                    note_placed(prompt, delta.placed)
                     yield to_request_output(
                         delta, request_id=request_id, prompt=request.prompt_text, prompt_token_ids=prompt_token_ids
                     )

@@ -7,7 +7,8 @@ passed as those `mm_kwargs`, which the app does not access.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,12 +17,15 @@ from vllm.inputs import mm_enc_dec_input, mm_input, split_enc_dec_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
 from medialane.core.errors import InvalidRequest
-from medialane.core.feature import PlacedFeature, PreparedPrompt
+from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.core.feature import PlaceholderRange as Placeholder
 
 
 class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not typed
-    """The `mm_kwargs` of a prepared prompt: its items, without data."""
+    """The `mm_kwargs` of a prepared prompt: its items, without data.
+
+    `num_tokens` are those of the items by modality, as soon as a worker has expanded the prompt.
+    """
 
     def __init__(self, prepared: PreparedPrompt) -> None:
         found: dict[str, list[None]] = {}
@@ -29,6 +33,23 @@ class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not
             found.setdefault(placed.feature.modality, []).append(None)
         super().__init__(found)
         self.prepared = prepared
+        self.num_tokens: dict[str, int] = {}
+
+
+def note_placed(prompt: Mapping[str, Any], placed: Sequence[MediaSpan]) -> None:
+    """Record where a worker has placed the items of a decoder's input."""
+    items = prompt.get("mm_kwargs")
+    if isinstance(items, PreparedItems) and placed:
+        found = Counter[str]()
+        for span in placed:
+            found[span.modality] += span.length
+        items.num_tokens.update(found)  # not added: several inputs of a beam search have these items
+
+
+def expected_num_tokens(engine_input: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the dict that will have the tokens of the items by modality, if a worker expands the prompt."""
+    items = engine_input.get("mm_kwargs")
+    return items.num_tokens if isinstance(items, PreparedItems) and not items.prepared.features else None
 
 
 def engine_input(prepared: PreparedPrompt) -> Any:

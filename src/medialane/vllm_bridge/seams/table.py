@@ -136,6 +136,18 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="media tokens",
+        purpose="usage.prompt_tokens_details has the tokens of media in a prompt that a worker expands",
+        module="seams.api_server",
+        processes=("gateway",),
+        without="multimodal_tokens is null for embeddings, and in stages decoded and url",
+        tests=("tests/contract/test_renderer_hook.py",),
+        seams=_seams("""
+            replace vllm.entrypoints.openai.chat_completion.serving:_get_mm_token_counts(engine_input) in
+                OpenAIServingChat._create_chat_completion
+        """),
+    ),
+    Group(
         name="pooling endpoints",
         purpose="embeddings, classification and scores: media are prepared by the gateway, responses built in a thread",
         module="seams.pooling",
