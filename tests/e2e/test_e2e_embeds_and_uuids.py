@@ -40,6 +40,9 @@ BODIES = {
 async def test_output_for_embeddings_equals_plain_vllm(ours, plain, name):
     answer, right = await ours.succeed(BODIES[name]), await plain.succeed(BODIES[name])
     assert_same(answer.json, right.json)
+    details = [found.json["usage"]["prompt_tokens_details"]["multimodal_tokens"] for found in (answer, right)]
+    assert details[0] == details[1]
+    assert details[0]["image"] > 0
     assert_same((await ours.succeed(BODIES[name])).json, right.json)
 
 
@@ -65,10 +68,12 @@ async def test_uuid_without_content_gives_the_same_output_as_its_content(ours, p
     assert_same(again.json, right.json)
 
 
-async def test_uuid_sent_with_new_content_uses_the_new_content(ours, plain):
-    right = await plain.succeed(chat(OTHER, ASK))
+async def test_uuid_sent_with_other_content_is_a_conflict_and_keeps_its_content(ours, plain):
+    right = await plain.succeed(chat(ONE, ASK))
     await ours.succeed(chat({**ONE, "uuid": "reused"}, ASK))
-    assert_same((await ours.succeed(chat({**OTHER, "uuid": "reused"}, ASK))).json, right.json)
+    answer = await ours.post(chat({**OTHER, "uuid": "reused"}, ASK))
+    assert (answer.status, answer.error["code"]) == (409, "uuid_conflict")
+    assert answer.error["param"] == "messages[0].content[0].image_url"
     named = await ours.succeed(chat({"type": "image_url", "image_url": None, "uuid": "reused"}, ASK))
     assert_same(named.json, right.json)
 

@@ -26,6 +26,8 @@ async def test_output_equals_plain_vllm(gateways, plain, way, name):
     answer, right = await gateways[way].succeed(BODIES[name]), await plain.succeed(BODIES[name])
     assert answer.ids
     assert_same(answer.json, right.json)
+    details = [found.json["usage"]["prompt_tokens_details"] or {} for found in (answer, right)]
+    assert details[0].get("multimodal_tokens") == details[1].get("multimodal_tokens")
 
 
 @pytest.mark.parametrize("way", TRANSFER_PATHS)

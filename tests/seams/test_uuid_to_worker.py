@@ -13,7 +13,7 @@ import pytest
 from gateway_parts import Parts, png
 
 from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
-from medialane.core.errors import InvalidImage, UnknownMediaUuid
+from medialane.core.errors import InvalidImage, UnknownMediaUuid, UuidConflict
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import content_hash
 from medialane.core.request import ExpandedPrompt, SourcePrompt
@@ -54,11 +54,11 @@ def embeds(seed=0, **more):
     return {"type": "image_embeds", "image_embeds": {"image_embeds": tensor}, **more}
 
 
-async def ask(parts, *content, salt=None, stage_options=b"{}"):
+async def ask(parts, *content, salt=None, stage_options=b"{}", client=""):
     """Send a body as clients do; this stands in for vLLM: its hook resolves every reference in the body's order."""
     body = {"messages": [{"role": "user", "content": list(content)}], "cache_salt": salt}
     with open_scope() as scope:
-        found = extract(json.dumps(body).encode(), MediaConfig(), references=scope.references)
+        found = extract(json.dumps(body).encode(), MediaConfig(), references=scope.references, client=client)
         scope.extracted = ExtractedMedia(found.refs)
         items = tuple([await parts.gateway.by_uuid(scope.references.text(n)) for n in range(len(scope.extracted.refs))])
         token_ids = [1] + [token for _ in items for token in (2, PLACEHOLDER_TOKEN)]
@@ -103,13 +103,32 @@ async def test_unknown_uuid_is_rejected_by_name(arena, preparers, worker, seen, 
     assert len(seen) == 1
 
 
-async def test_uuid_sent_with_new_content_is_rebound(arena, preparers, worker, seen):
-    async with Parts(arena, preparers, [worker]) as parts:
-        for part in (image(FIRST, "u"), image(SECOND, "u"), image(uuid="u"), image(FIRST), image(SECOND)):
+@pytest.mark.parametrize("stage", ["auto", "decoded", "url"])
+async def test_uuid_of_one_client_is_not_rebound_by_another(arena, preparers, worker, seen, stage):
+    """Both use one API key and no salt."""
+    async with Parts(arena, preparers, [worker], config=GatewayConfig(stage=stage, **FAST)) as parts:
+        await ask(parts, image(FIRST, "u"))
+        with pytest.raises(UuidConflict) as raised:
+            await ask(parts, image(SECOND, "u"))
+        assert raised.value.param == "messages[0].content[0].image_url"
+        for part in (image(uuid="u"), image(FIRST, "u"), image(FIRST), image(SECOND)):
             await ask(parts, part)
-    hashes = [prompt.media[0].mm_hash for prompt, _ in seen]
-    first, second = hashes[3:]
-    assert hashes == [first, second, second, first, second]
+        await eventually(lambda: parts.num_held == 0)
+    *firsts, second = [prompt.media[0].mm_hash for prompt, _ in seen]
+    assert len(set(firsts)) == 1
+    assert second not in firsts
+
+
+async def test_clients_with_different_keys_have_their_own_uuids(arena, preparers, worker, seen):
+    async with Parts(arena, preparers, [worker]) as parts:
+        await ask(parts, image(FIRST, "u"), client="a")
+        await ask(parts, image(SECOND, "u"), client="b")
+        for client in "ab":
+            await ask(parts, image(uuid="u"), client=client)
+        with pytest.raises(UnknownMediaUuid):
+            await ask(parts, image(uuid="u"))
+    sizes = [prompt.features[0].size.width for prompt, _ in seen]
+    assert sizes == [60, 90, 60, 90]
 
 
 async def test_uuid_does_not_affect_keys(arena, preparers, worker, seen):
@@ -120,11 +139,13 @@ async def test_uuid_does_not_affect_keys(arena, preparers, worker, seen):
     assert preparers.stats().num_done == 1
 
 
-async def test_same_uuid_twice_in_a_request_keeps_both_contents(arena, preparers, worker, seen):
+async def test_uuid_with_two_contents_in_a_request_is_a_conflict(arena, preparers, worker, seen):
     async with Parts(arena, preparers, [worker]) as parts:
-        await ask(parts, image(FIRST, "u"), image(SECOND, "u"))
-    ((prompt, _),) = seen
-    assert [(f.size.width, f.size.height) for f in prompt.features] == [(60, 40), (90, 60)]
+        with pytest.raises(UuidConflict):
+            await ask(parts, image(FIRST, "u"), image(SECOND, "u"))
+        await ask(parts, image(FIRST, "v"), image(FIRST, "v"))
+        await eventually(lambda: parts.num_held == 0)
+    assert len(seen) == 1
 
 
 async def test_uuids_are_scoped_to_the_tenant(arena, preparers, worker, seen):

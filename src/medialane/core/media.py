@@ -18,13 +18,15 @@ Modality = Literal["image", "video", "audio"]
 class Alias(msgspec.Struct, frozen=True):
     """A client's name for an item (vLLM's `uuid`), and the item options given with it. It never identifies content.
 
-    `kind` is the modality under which the client sent it, `<modality>_embeds` for embeddings.
+    `kind` is the modality under which the client sent it, `<modality>_embeds` for embeddings. `client` is the digest of
+    the client's API key: clients with different keys have different names, whatever their salts.
     """
 
     uuid: str
     kind: str
     io: bytes = b"{}"
     options: bytes = b"{}"
+    client: str = ""
 
 
 class MediaRef(msgspec.Struct, frozen=True):

@@ -144,7 +144,7 @@ class AccessMiddleware:
         route = self._route_of(scope)
         kind = kind_of(route)
         accepted = () if _is_answered_by_cors(scope, route) else self._keys.accepted(kind)
-        given = _given_key(scope)
+        given = given_key(scope)
         if accepted and not _is_among(given, accepted):
             if not _is_among(given, self._keys.api):
                 return await _send_unauthorized(scope, send)
@@ -164,7 +164,7 @@ def _is_answered_by_cors(scope: Scope, route: str | None) -> bool:
     return route is None or {b"origin", b"access-control-request-method"} <= names
 
 
-def _given_key(scope: Scope) -> bytes:
+def given_key(scope: Scope) -> bytes:
     """Return the digest of the bearer token; of nothing, if there is none: no key is empty."""
     value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, token = value.partition(b" ")

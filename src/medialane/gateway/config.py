@@ -24,6 +24,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """longest wait for an encoder; then the request is sent to its worker, which encodes"""
     max_requests: PositiveInt = field(default=1024, name="gateway-max-requests")
     """most concurrent requests with media, over all gateways of a port; more get 503 with Retry-After"""
+    require_salt: bool = field(default=False, name="require-salt")
+    """refuse requests with media but without cache_salt: for servers that several tenants use with one API key"""
     max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")
     """largest request body, excluding its media (--media-max-body-bytes includes them)"""
     max_body_values: PositiveInt = field(default=20_000, name="gateway-max-body-values")

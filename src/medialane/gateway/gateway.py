@@ -188,7 +188,7 @@ class Gateway:
         scope = current_scope()
         _charge(scope, wave_size(samples.size))
         data = await self._features.wave(samples, sample_rate)
-        return MediaRef("audio", next((ref.param for ref in scope.extracted.refs), ""), data=data)
+        return msgspec.structs.replace(scope.extracted.refs[0], data=data)
 
     async def publish_images(self) -> bytes:
         """Decode and publish the images of the current request for RDMA reads."""

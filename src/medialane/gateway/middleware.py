@@ -14,6 +14,7 @@ from typing import Any
 
 from medialane.core.errors import BodyTooLarge, MedialaneError
 from medialane.core.loop_fairness import LoopFairness
+from medialane.gateway.access import given_key
 from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers, Message, Receive, replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
@@ -91,6 +92,7 @@ class IntakeMiddleware:
         is_read_here = scope["method"] not in _WITHOUT_BODY and not _is_urlencoded(content_type)
         limit = self._media.max_body_bytes if is_read_here else self._config.max_text_bytes
         request, form = current_scope(), error_form(scope)
+        request.client = given_key(scope).hex()
         request.take(charge := BudgetCharge(self._budget))
         request.memory = charge
         try:
@@ -140,7 +142,9 @@ class IntakeMiddleware:
                 return extract_files(
                     buffer, content_type, self._media, self._config, references=request.references, size=size
                 )
-            return extract(buffer, self._media, self._config, references=request.references, size=size)
+            return extract(
+                buffer, self._media, self._config, references=request.references, size=size, client=request.client
+            )
 
 
 def _recording_errors(receive: Receive, request: RequestScope) -> Receive:

@@ -59,7 +59,8 @@ class Failure(msgspec.Struct, frozen=True):
 class RequestScope:
     """Owns the resources of one request and releases them in reverse order.
 
-    `memory` is charged by what is made of its media in this process. `references` are those of intake.
+    `memory` is charged by what is made of its media in this process. `references` are those of intake. `client` is the
+    digest of the API key that came with it.
 
     Also holds results for the response: `extracted` by intake, `failure` (the first one), and for the report the
     prepared items, the destination, and the engine's cached tokens.
@@ -68,6 +69,7 @@ class RequestScope:
     def __init__(self) -> None:
         self.timeline = StageTimeline()
         self.references = References.random()
+        self.client = ""
         self.extracted = ExtractedMedia()
         self.failure: Failure | None = None
         self.memory: Memory | None = None

@@ -1,7 +1,8 @@
 """Maps client-chosen names of media (vLLM's `uuid`) to content hashes. Pure: the clock is injected.
 
-A name is bound, per tenant (`cache_salt`, or none), to the hash of the content that was last sent with it. It is not a
-cache key: if a request has both a name and content, the name never affects which content is used.
+A name is bound, per client's key and tenant (`cache_salt`, or none), to the hash of the content that was sent with it
+first, until it expires: nobody else can make it name other content meanwhile. It is not a cache key: if a request has
+both a name and content, the name never affects which content is used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 from blake3 import blake3
 from cachetools import TTLCache
 
+from medialane.core.errors import UuidConflict
 from medialane.core.media import Alias
 
 
@@ -36,9 +38,14 @@ class Aliases:
         return len(self._targets)
 
     def bind(self, salt: str, alias: Alias, content: str) -> None:
-        """Bind the name to this content, replacing an earlier binding."""
-        if self._is_enabled:
-            self._targets[_key(salt, alias)] = AliasTarget(content, alias.io, alias.options)
+        """Bind the name to this content and to the options given now. Raises UuidConflict if it is bound to other
+        content."""
+        if not self._is_enabled:
+            return
+        key = _key(salt, alias)
+        if (bound := self._targets.get(key)) is not None and bound.content != content:
+            raise UuidConflict("this uuid is in use for other content: choose another one")
+        self._targets[key] = AliasTarget(content, alias.io, alias.options)
 
     def find(self, salt: str, alias: Alias) -> AliasTarget | None:
         """Return what the name is bound to, or None. Options given with the name now override those it is bound to."""
@@ -54,4 +61,4 @@ class Aliases:
 
 def _key(salt: str, alias: Alias) -> bytes:
     """Return a fixed-size key: names may have any length."""
-    return blake3(msgspec.msgpack.encode((salt, alias.kind, alias.uuid))).digest()
+    return blake3(msgspec.msgpack.encode((alias.client, salt, alias.kind, alias.uuid))).digest()

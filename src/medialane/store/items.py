@@ -22,11 +22,12 @@ from medialane.core.errors import (
     MediaTooLarge,
     MediaUrlForbidden,
     UnknownMediaUuid,
+    UuidConflict,
 )
 from medialane.core.feature import Feature
 from medialane.core.flight import SingleFlight
 from medialane.core.hashing import decoded_key, embedding_key, feature_key, merged_options
-from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.media import Alias, EncodedMedia, MediaRef
 from medialane.core.tensor import ArenaRange
 from medialane.media import Fetcher, MediaConfig, image_size, needs_probe
 from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_size
@@ -150,10 +151,17 @@ class Items:
                 found = await self._probed_bytes(source)
             else:
                 found = await self._find_or_prepare(source, processing if form == "processed" else None)
-        # Bind the alias, unless it was all that was sent, now that the content has proved usable.
-        if ref.alias is not None and (ref.url is not None or upload is not None):
-            self._aliases.bind(ref.salt, ref.alias, found.content_hash)
+            # Bind the alias, unless it was all that was sent, now that the content has proved usable.
+            if ref.alias is not None and (ref.url is not None or upload is not None):
+                self._bind(ref.salt, ref.alias, found)
         return found
+
+    def _bind(self, salt: str, alias: Alias, found: LeasedItem) -> None:
+        try:
+            self._aliases.bind(salt, alias, found.content_hash)
+        except UuidConflict:
+            found.lease.release()
+            raise
 
     async def publish(self, entry: ArenaRange) -> bytes:
         """See `PublishedImages.publish`. Raises MediaUrlForbidden if images must not be published."""

@@ -124,3 +124,17 @@ def test_large_upload_is_extracted_at_memory_speed():
     found = extract_files(body, TYPE, MediaConfig(), GatewayConfig(), size=len(body))
     assert time.process_time() - started < 0.5
     assert found.refs[0].data == data
+
+
+async def test_salt_of_a_form_is_that_of_its_files():
+    (ref,) = extracted(file(b"file", SOUND), field(b"cache_salt", b"tenant")).refs
+    assert ref.salt == "tenant"
+
+
+async def test_required_salt_is_named_if_a_form_has_none():
+    limits = GatewayConfig(require_salt=True)
+    with pytest.raises(InvalidRequest) as raised:
+        extracted(file(b"file", SOUND), limits=limits)
+    assert raised.value.param == "cache_salt"
+    assert extracted(field(b"model", b"m"), limits=limits).refs == ()
+    assert extracted(field(b"cache_salt", b"a"), file(b"file", SOUND), limits=limits).refs

@@ -390,6 +390,28 @@ def test_uuid_with_content_is_an_alias_and_is_kept():
     assert json.loads(found.body)["messages"][0]["content"][0]["uuid"] == "u"
 
 
+NEEDS_SALT = GatewayConfig(require_salt=True)
+
+
+@pytest.mark.parametrize("salt", [{}, {"cache_salt": None}, {"cache_salt": ""}, {"cache_salt": 7}])
+@pytest.mark.parametrize("body", [chat(image(PNG)), {"content_parts": [{"type": "image_url", "uuid": "u"}]}])
+def test_required_salt_is_named_if_it_is_missing(body, salt):
+    with pytest.raises(InvalidRequest, match="needs a cache_salt") as raised:
+        extract(json.dumps(body | salt).encode(), CONFIG, NEEDS_SALT)
+    assert raised.value.param == "cache_salt"
+
+
+@pytest.mark.parametrize("body", [chat(image(PNG), cache_salt="tenant"), chat({"type": "text", "text": "no media"})])
+def test_salt_is_required_with_media_only(body):
+    extract(json.dumps(body).encode(), CONFIG, NEEDS_SALT)
+
+
+def test_alias_has_its_client():
+    body = json.dumps(chat(image(HTTP) | {"uuid": "u"}, image(HTTP))).encode()
+    named, unnamed = extract(body, CONFIG, client="the client").refs
+    assert (named.alias.client, unnamed.alias) == ("the client", None)
+
+
 @pytest.mark.parametrize("uuid", [None, 7, ["u"], {"u": 1}])
 def test_non_string_uuid_is_ignored(uuid):
     found = extracted(chat({"type": "image_url", "image_url": {"url": PNG}, "uuid": uuid}))

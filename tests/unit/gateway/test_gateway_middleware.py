@@ -321,3 +321,20 @@ async def test_unknown_medialane_field_is_rejected_without_the_app():
     app = App()
     exchange = await Exchange(app).run(BODY.replace(b'{"messages"', b'{"medialane": {"x": 1}, "messages"'))
     assert (app.calls, exchange.status, exchange.error["param"]) == (0, 400, "medialane.x")
+
+
+async def test_names_of_media_belong_to_the_clients_key():
+    class Looking(App):
+        async def __call__(self, scope, receive, send):
+            self.clients = [ref.alias.client for ref in current_scope().extracted.refs]
+            await super().__call__(scope, receive, send)
+
+    app, found = Looking(), []
+    body = BODY.replace(b'"type": "image_url"', b'"uuid": "u", "type": "image_url"')
+    for key in (b"Bearer one", b"bearer one", b"Bearer two", b""):
+        await Exchange(app).run(body, headers=[*JSON, (b"authorization", key)])
+        found += app.clients
+    one, same, two, none = found
+    assert one == same
+    assert len({one, two, none}) == 3
+    assert "one" not in one

@@ -1,7 +1,8 @@
-"""An alias refers to the content last sent with it, within its tenant, until it expires."""
+"""An alias refers to the content first sent with it, by its client and within its tenant, until it expires."""
 
 import pytest
 
+from medialane.core.errors import UuidConflict
 from medialane.core.media import Alias
 from medialane.store.aliases import Aliases, AliasTarget
 
@@ -32,16 +33,25 @@ def test_undefined_alias_is_unknown(aliases):
     assert aliases.find("", alias()) is None
 
 
-def test_alias_refers_to_its_latest_content(aliases):
+def test_alias_is_not_rebound_while_it_lives(aliases, clock):
     aliases.bind("", alias(), "first")
+    clock.now = 9
+    aliases.bind("", alias(), "first")
+    clock.now = 18
+    with pytest.raises(UuidConflict):
+        aliases.bind("", alias(), "second")
     assert aliases.find("", alias()) == AliasTarget("first", b"{}", b"{}")
+    clock.now = 28
     aliases.bind("", alias(), "second")
     assert aliases.find("", alias()).content == "second"
     assert len(aliases) == 1
 
 
-@pytest.mark.parametrize(("salt", "other"), [("tenant", alias()), ("", alias(kind="image_embeds")), ("", alias("v"))])
-def test_aliases_are_scoped_by_tenant_and_modality(aliases, salt, other):
+@pytest.mark.parametrize(
+    ("salt", "other"),
+    [("tenant", alias()), ("", alias(kind="image_embeds")), ("", alias("v")), ("", alias(client="other key"))],
+)
+def test_aliases_are_scoped_by_client_tenant_and_modality(aliases, salt, other):
     aliases.bind("", alias(), "content")
     assert aliases.find(salt, other) is None
     aliases.bind(salt, other, "other")

@@ -17,6 +17,7 @@ from medialane.core.errors import (
     MediaTooLarge,
     PromptTooLong,
     UnknownMediaUuid,
+    UuidConflict,
 )
 from medialane.core.feature import Feature
 from medialane.core.hashing import content_hash, embedding_key
@@ -309,15 +310,17 @@ async def test_unknown_alias_names_the_field(world):
 
 
 @pytest.mark.parametrize("form", ["encoded", "processed"])
-async def test_alias_stands_for_the_content_and_options_it_was_last_sent_with(world, form):
+async def test_alias_stands_for_the_content_and_options_it_was_sent_with(world, form):
     alias = Alias("u", "image", io=b'{"image_mode":"L"}', options=b'{"scale":2}')
     await world.find(sent(alias=alias), form, upload=world.uploading(sent()))
     alone = MediaRef("image", PARAM, alias=Alias("u", "image"))
     found = world.items.resolve(alone)
     assert (found.content, found.io, found.options) == (content_hash(DATA), alias.io, alias.options)
     world.fetcher.data = picture(width=61)
-    await world.find(by_url(alias=alias), form)
-    assert world.items.resolve(alone).content == content_hash(world.fetcher.data)
+    with pytest.raises(UuidConflict) as raised:
+        await world.find(by_url(alias=alias), form)
+    assert raised.value.param == PARAM
+    assert world.items.resolve(alone).content == content_hash(DATA)
     with pytest.raises(UnknownMediaUuid):
         world.items.resolve(msgspec.structs.replace(alone, salt="tenant"))
 
@@ -329,15 +332,6 @@ async def test_unusable_content_gets_no_alias(world):
         await world.find(by_url(alias=alias))
     with pytest.raises(UnknownMediaUuid):
         world.items.resolve(MediaRef("image", PARAM, alias=alias))
-
-
-async def test_alias_alone_does_not_rebind_itself(world):
-    alias, data = Alias("u", "image"), picture(width=61)
-    await world.find(sent(alias=alias), upload=world.uploading(sent()))
-    named = world.items.resolve(MediaRef("image", PARAM, alias=alias))
-    await world.find(sent(data, alias=alias), upload=world.uploading(sent(data), data))
-    await world.find(named)  # a request that had been resolved before
-    assert world.items.resolve(MediaRef("image", PARAM, alias=alias)).content == content_hash(data)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import msgspec
+from msgspec.structs import replace
 
 from medialane.core.errors import BodyTooLarge, InvalidMediaUrl, InvalidRequest, TooManyMediaItems
 from medialane.core.media import MediaRef
@@ -62,14 +63,16 @@ def extract(
     *,
     references: References,
     size: int | None = None,
+    client: str = "",
 ) -> Intake:
     """Extract the media of a request body (chat completions, batches of them, responses, Anthropic's messages), and
     write `references` instead.
 
-    The body is the first `size` bytes of `body`, by default all of them.
+    The body is the first `size` bytes of `body`, by default all of them. `client` is that of aliases (`core.media`).
 
     Raises TooManyMediaItems, InvalidMediaUrl (a URL in our own scheme), InvalidDataUrl, InvalidBase64, MediaTooLarge,
-    EmptyMedia, InvalidEmbeds, InvalidRequest (an option of an item, or the member `medialane`); each names the field.
+    EmptyMedia, InvalidEmbeds, InvalidRequest (an option of an item, the member `medialane`, or no `cache_salt` although
+    it is required); each names the field.
     Raises InvalidBody for a body with so many levels or values that parsing it would block the event loop, and
     BodyTooLarge for one that is too large without its media.
     """
@@ -98,8 +101,10 @@ def extract(
     for place in chain.from_iterable(by_prompt):
         reference = f'"{references.text(len(refs))}"'.encode()
         ref, made = place.extract(skeleton, reference, salt=cache_salt or "", config=config)
-        refs.append(ref)
+        refs.append(ref if ref.alias is None else replace(ref, alias=replace(ref.alias, client=client)))
         edits += made
+    if refs:
+        check_salt(cache_salt, limits)
     if not scan.is_strict:
         _check_unicode(refs, cache_salt)
     if parsed.medialane is not ABSENT:
@@ -116,6 +121,13 @@ def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:
         if len(found) > config.max_items:
             message = f"the request has {len(found)} media items, more than {config.max_items}"
             raise TooManyMediaItems(message, param=found[config.max_items].param)
+
+
+def check_salt(cache_salt: str | None, limits: GatewayConfig) -> None:
+    """Raise InvalidRequest if a request with media must have a salt, and has none."""
+    if limits.require_salt and not cache_salt:
+        message = "this server needs a cache_salt in requests with media: a string that only this user's requests have"
+        raise InvalidRequest(message, param="cache_salt")
 
 
 def _check_unicode(refs: list[MediaRef], cache_salt: str | None) -> None:

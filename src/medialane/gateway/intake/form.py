@@ -16,10 +16,13 @@ from medialane.core.errors import BodyTooLarge, EmptyMedia, InvalidUpload, TooMa
 from medialane.core.media import MediaRef
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.edits import Buffer, Edit, edited, edited_size
-from medialane.gateway.intake.extraction import Intake
+from medialane.gateway.intake.extraction import Intake, check_salt
 from medialane.gateway.intake.medialane_member import wants_report
 from medialane.gateway.references import References
 from medialane.media import MediaConfig
+
+#: Ours: vLLM's app ignores them.
+FIELDS = (b"medialane", b"cache_salt")
 
 #: Most characters of a field's name in an error.
 _MAX_NAME_CHARS = 64
@@ -42,9 +45,9 @@ def extract_files(
 ) -> Intake:
     """Extract the files of the form in the first `size` bytes of `body`, and write `references` instead.
 
-    Raises TooManyMediaItems, InvalidUpload, EmptyMedia and InvalidRequest (the field `medialane`), which name the
-    field, and BodyTooLarge for a form that is too large without its files. A body that cannot be parsed is not changed:
-    the application responds to it.
+    Raises TooManyMediaItems, InvalidUpload, EmptyMedia and InvalidRequest (the field `medialane`, or no `cache_salt`
+    although it is required), which name the field, and BodyTooLarge for a form that is too large without its files. A
+    body that cannot be parsed is not changed: the application responds to it.
     """
     data = bytes(memoryview(body)[:size])
     try:
@@ -56,8 +59,13 @@ def extract_files(
         message = f"the request has {len(found)} files, more than {config.max_items}"
         raise TooManyMediaItems(message, param=found[config.max_items].name)
     edits: list[Edit] = [(f.start, f.end, references.text(n).encode()) for n, f in enumerate(found)]
-    refs = tuple(_reference(file, data, config) for file in found)
-    return Intake(_edited(data, edits, limits), refs, report=wants_report(msgspec.Raw(form.medialane)))
+    salt = form.fields.get(b"cache_salt", b"").decode("utf-8", "replace")
+    if found:
+        check_salt(salt, limits)
+    refs = tuple(_reference(file, data, salt, config) for file in found)
+    return Intake(
+        _edited(data, edits, limits), refs, salt, report=wants_report(msgspec.Raw(form.fields.get(b"medialane", b"")))
+    )
 
 
 def _edited(data: bytes, edits: list[Edit], limits: GatewayConfig) -> bytes:
@@ -67,23 +75,22 @@ def _edited(data: bytes, edits: list[Edit], limits: GatewayConfig) -> bytes:
     return edited(memoryview(data), edits)
 
 
-def _reference(file: _File, data: bytes, config: MediaConfig) -> MediaRef:
+def _reference(file: _File, data: bytes, salt: str, config: MediaConfig) -> MediaRef:
     num_bytes = file.end - file.start
     if not num_bytes:
         raise EmptyMedia("the file is empty", param=file.name)
     if num_bytes > config.max_audio_bytes:
         message = f"the file has {num_bytes} bytes, more than {config.max_audio_bytes}"
         raise InvalidUpload(message, param=file.name)
-    return MediaRef("audio", file.name, data=data[file.start : file.end])
+    return MediaRef("audio", file.name, data=data[file.start : file.end], salt=salt)
 
 
 class _Form:
-    """The files of a form, and the value of its field `medialane`, which is empty without one. Raises
-    FormParserError."""
+    """The files of a form, and the values of its fields FIELDS that it has. Raises FormParserError."""
 
     def __init__(self, content_type: bytes, data: bytes) -> None:
         self.files: list[_File] = []
-        self.medialane = b""
+        self.fields: dict[bytes, bytes] = {}
         self._data = data
         self._header = self._value = self._disposition = b""
         self._range = (0, 0)
@@ -125,6 +132,6 @@ class _Form:
         name = options.get(b"name", b"")
         if b"filename" in options:
             self.files.append(_File(name.decode("utf-8", "replace")[:_MAX_NAME_CHARS], *self._range))
-        elif name == b"medialane":
+        elif name in FIELDS:
             start, end = self._range
-            self.medialane = self._data[start:end]
+            self.fields[name] = self._data[start:end]
