@@ -18,7 +18,8 @@ NUM_EMBEDS = 5
 
 
 class FakeBackend:
-    """With `placed`, prompts are expanded by workers, which place their items so. `error_at` is where `error` is raised: prepare, generate (before the first token) or stream (after it)."""
+    """With `placed`, workers expand the prompts, and place their items there. `error_at` is where `error` is raised:
+    prepare, generate (before the first token) or stream (after it)."""
 
     def __init__(self, image_token: int) -> None:
         self.image_token = image_token
