@@ -201,7 +201,12 @@ async def _pool(model: str, arena: Arena, count: int) -> AsyncIterator[PreparerP
     config = PrepareConfig(num_preparers=count)
     factory_config = msgspec.json.encode(FactoryConfig(model, list(FLAGS)))
     pool = PreparerPool(
-        config, factory=PROCESSOR_FACTORY, factory_config=factory_config, arena=arena, media=MediaConfig()
+        config,
+        factory=PROCESSOR_FACTORY,
+        factory_config=factory_config,
+        arena=arena,
+        media=MediaConfig(),
+        environment=os.environ,
     )
     await pool.start()
     try:

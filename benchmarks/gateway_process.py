@@ -136,7 +136,7 @@ def run_gateway(
     """Main function of the gateway process, like `medialane gateway`."""
     storing = multiprocessing.get_context("spawn").Process(target=run_store, args=(config, model, flags, peers.store))
     storing.start()
-    enter_environ(config, model, flags, on_gpu=False, own=gateway_command._OWN)
+    enter_environ(config, "gateway", model, flags, on_gpu=False, own=gateway_command._OWN)
     tune_process()
     try:
         with gateway.bind("127.0.0.1", 0) as sock:
@@ -151,7 +151,7 @@ def run_gateway(
 def run_store(config: Config, model: str, flags: Sequence[str], address: str) -> None:
     """Main function of the store process, like `medialane store`. Stops with the gateway, however that ends."""
     signal_on_parent_death(signal.SIGTERM, parent_pid=os.getppid())
-    enter_environ(config, model, flags, on_gpu=False)
+    enter_environ(config, "store", model, flags, on_gpu=False)
     store.run(config, model, flags, address)
 
 

@@ -89,7 +89,7 @@ def _store(arena: Arena, num_bytes: int) -> Lease[Feature]:
 
 
 def _stores(arena: Arena, rpc: RpcConfig) -> tuple[Pulls, NixlMover]:
-    nixl = NixlMover(arena.id, str(arena.path.parent), max_given_up_bytes=ARENA_BYTES)
+    nixl = NixlMover(arena.id, str(arena.path.parent), max_given_up_bytes=ARENA_BYTES, environ=os.environ)
     return Pulls(arena, rpc, [nixl]), nixl
 
 

@@ -37,7 +37,9 @@ class Host:
     def __init__(self, *, size_bytes: int = 32 * MIB, max_given_up_bytes: int = 64 * MIB, **mover) -> None:
         self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes))
         directory = str(self.arena.path.parent)
-        self.mover = NixlMover(self.arena.id, directory, max_given_up_bytes=max_given_up_bytes, **mover)
+        self.mover = NixlMover(
+            self.arena.id, directory, max_given_up_bytes=max_given_up_bytes, environ=os.environ, **mover
+        )
         self._owned = []
 
     async def opened(self, data: bytes) -> Opened:

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from medialane.vllm_bridge import cpu_waiting
 from medialane.vllm_bridge.plugin import register
+from medialane.vllm_bridge.private_folder import PrivateFolder
 
 cpu_only = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU host keeps vLLM's way to wait")
 
@@ -33,7 +34,10 @@ def queue(vllms_condition):
 
 @cpu_only
 def test_plugin_replaces_the_condition_of_message_queues(vllms_condition):
+    folder = PrivateFolder()
+    folder.enter()
     register()
+    folder.remove()
     assert shm_broadcast.SpinCondition is cpu_waiting._Spinning
 
 

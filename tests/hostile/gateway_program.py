@@ -86,7 +86,7 @@ def main(role: str, model: str, port: int, folder: Path, flags: Sequence[str]) -
     """Serve on `port` with the settings of `folder`/config.json until SIGTERM; in role `store`, be its store."""
     config = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config)
     # vllm reads its environment when it is imported.
-    enter_environ(config, model, flags, on_gpu=False, own={"VLLM_MEDIA_CONNECTOR": "medialane"})
+    enter_environ(config, None, model, flags, on_gpu=False, own={"VLLM_MEDIA_CONNECTOR": "medialane"})
     address = f"unix:{folder}/store"
     if role == "store":
         from medialane.cli import store

@@ -1,6 +1,7 @@
 """A real arena and real preparers with the fake processor."""
 
 import gc
+import os
 import tempfile
 
 import pytest
@@ -32,6 +33,7 @@ async def preparers(arena):
         factory_config=b"{}",
         arena=arena,
         media=MediaConfig(),
+        environment=os.environ,
     )
     await pool.start()
     yield pool

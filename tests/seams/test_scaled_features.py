@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import secrets
 from contextlib import AsyncExitStack
 
@@ -40,6 +41,7 @@ async def source_with(arena):
             factory_config=b"{}",
             arena=arena,
             media=media,
+            environment=os.environ,
         )
         await pool.start()
         stack.push_async_callback(pool.close)

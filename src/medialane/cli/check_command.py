@@ -25,7 +25,7 @@ from medialane.cli.serve import SECTIONS
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag
-from medialane.config import Config, as_environ, host_environ, load_config, process_environ, vllm_defaults
+from medialane.config import Config, as_environ, foreign_environ, load_config, process_environ, vllm_defaults
 from medialane.core.errors import StartupFailed
 
 _COMMON = ("stage", "transport", "preparers", "arena-size", "encode-cache", "start-timeout", "log-level")
@@ -125,6 +125,11 @@ def _check_words(words: Sequence[str]) -> None:
             raise StartupFailed(f"--only {word}: no case has that in its name; words that some have: {examples}")
 
 
+def _one_key(config: Config) -> dict[str, str]:
+    """Return the variable from which plain vLLM takes the API key that its and our clients send."""
+    return {"VLLM_API_KEY": config.gateway.api_keys[0]} if config.gateway.api_keys else {}
+
+
 def _setup(args: argparse.Namespace, config: Config, logs: Path) -> Setup:
     environ = process_environ()
     defaults = vllm_defaults(
@@ -133,7 +138,7 @@ def _setup(args: argparse.Namespace, config: Config, logs: Path) -> Setup:
     return Setup(
         model=args.model,
         vllm_args=args.vllm_args,
-        environ=defaults | host_environ(environ),
+        environ=defaults | foreign_environ(environ) | _one_key(config),
         # What the flags and the file of settings say wins in the server as it does here.
         own_environ=defaults | environ | as_environ(config),
         logs=logs,

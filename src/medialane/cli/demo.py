@@ -23,7 +23,7 @@ from rich.table import Table
 from medialane.cli.sample_images import sample_jpeg
 from medialane.cli.server_process import ServerProcess, plain_vllm, server_process
 from medialane.cluster.placement import find_hardware
-from medialane.config import process_environ, vllm_defaults
+from medialane.config import foreign_environ, process_environ, vllm_defaults
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 
@@ -134,7 +134,7 @@ def _medialane(model: str) -> AbstractAsyncContextManager[ServerProcess]:
 
 
 async def _ask_plain(model: str, questions: Sequence[DemoRequest]) -> list[DemoAnswer]:
-    environ = process_environ() | vllm_defaults(
+    environ = foreign_environ(process_environ()) | vllm_defaults(
         model, TINY_MODEL_FLAGS, on_gpu=bool(find_hardware(process_environ()).gpus), num_workers=1
     )
     with tempfile.TemporaryDirectory(prefix="medialane-demo-") as folder:

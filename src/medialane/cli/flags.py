@@ -25,6 +25,7 @@ _TITLES: dict[SectionName, str] = {
     "rpc": "connections between gateway and workers",
     "worker": "worker",
     "simulated": "simulated workers",
+    "environment": "environment of the processes that are started",
     "logging": "logging",
 }
 

@@ -162,7 +162,7 @@ async def _start(
     that share its port."""
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
-    frontend = await asyncio.to_thread(Frontend, model, vllm_args)
+    frontend = await asyncio.to_thread(Frontend, model, vllm_args, config.gateway.api_keys)
     keys = AccessKeys.load(config.gateway, frontend.api_keys)
     shared = config.gateway.share(max(1, len(peers.gateways)), max_body_bytes=config.media.max_body_bytes)
     gateway_config = _fit(shared, frontend)

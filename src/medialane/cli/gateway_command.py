@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.local import check_join_listen, check_port
@@ -20,7 +20,8 @@ from medialane.rpc.security import check_address
 from medialane.vllm_bridge.seams import probe
 
 SECTIONS: tuple[SectionName, ...] = (
-    "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "logging",
+    "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "environment",
+    "logging",
 )  # fmt: skip
 _COMMON = ("host", "port", "join-listen", "stage", "transport", "router", "rpc-secret-file", "log-level")
 
@@ -71,10 +72,11 @@ def run(args: argparse.Namespace) -> int:
     _check_addresses(config, args)
     AccessKeys.load(config.gateway)
     environ = process_environ()
+    check_api_key(config, environ)
     check_start(args.model, args.vllm_args, environ)
     print(installed_kinds().line(), flush=True)
     on_gpu = bool(find_hardware(environ).gpus)
-    enter_environ(config, args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN)
+    enter_environ(config, "gateway", args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN)
     enter_phase("importing vLLM")
     probe.check("gateway")
     from medialane.cli import gateway  # vllm reads its environment when it is imported
@@ -115,3 +117,14 @@ def _check_workers(given: Sequence[str], config: Config) -> None:
 
 def _store(given: str) -> str | None:
     return None if given == NO_STORE else given
+
+
+def check_api_key(config: Config, environ: Mapping[str, str]) -> None:
+    """Raise StartupFailed if clients must have a key, and there is none."""
+    if config.gateway.require_api_key and not has_api_key(config, environ):
+        raise StartupFailed("--require-api-key: there is none; set MEDIALANE_API_KEYS or VLLM_API_KEY")
+
+
+def has_api_key(config: Config, environ: Mapping[str, str]) -> bool:
+    """Return whether a gateway with this environment asks clients for a key."""
+    return any(config.gateway.api_keys or [environ.get("VLLM_API_KEY", "")])

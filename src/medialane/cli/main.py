@@ -1,13 +1,14 @@
 """The command `medialane`: dispatches to a subcommand and imports only its module.
 
 A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`. Arguments after a lone `--` are vLLM's and
-are passed as `args.vllm_args`; the others as `args.argv`.
+are passed as `args.vllm_args`, secrets excepted; the others as `args.argv`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -59,7 +60,7 @@ COMMANDS = {
 _EPILOG = """\
 examples:
   medialane serve Qwen/Qwen2.5-VL-3B-Instruct --workers 2
-  medialane serve ./model --workers 2 --arena-size 4GiB -- --max-model-len 8192 --api-key secret
+  medialane serve ./model --workers 2 --arena-size 4GiB -- --max-model-len 8192
   medialane check ./model
   medialane doctor
 
@@ -120,7 +121,8 @@ def _parse(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(argv=ours, vllm_args=vllm_args)
+    vllm_args, secret_flags = _hide_secrets(vllm_args)
+    parser.set_defaults(argv=ours, vllm_args=vllm_args, secret_flags=secret_flags)
     add_arguments(parser)
     args, unknown = parser.parse_known_args(ours)
     if unknown:
@@ -129,6 +131,25 @@ def _parse(
     if vllm_args and not command.takes_vllm_args:
         parser.error("this command takes no vLLM flags: nothing may follow `--`")
     return args
+
+
+def _hide_secrets(vllm_args: list[str]) -> tuple[list[str], list[str]]:
+    """Return vLLM's flags, those of its `--config` file included, without those that have a secret as value: that
+    becomes a variable of this process, from which only processes that need it inherit it. Also return the flags with
+    secrets that are in this process's command line. Raises StartupFailed."""
+    if not vllm_args:
+        return [], []
+    from medialane.cluster.vllm_flags import API_KEY, HF_TOKEN, take_secrets, with_config_file
+    from medialane.config import set_secrets  # imported lazily: they take longer than a help text should
+
+    rest, found = take_secrets(with_config_file(vllm_args))
+    variables = {}
+    if API_KEY in found:
+        variables["MEDIALANE_API_KEYS"] = json.dumps(found[API_KEY])
+    if HF_TOKEN in found:
+        variables["HF_TOKEN"] = found[HF_TOKEN][0]
+    set_secrets(variables)
+    return rest, list(take_secrets(vllm_args)[1])
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:

@@ -13,14 +13,17 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+import msgspec
+
 from medialane.arena import reap
 from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
 from medialane.cluster import Supervisor, local
 from medialane.cluster.log_folder import LogFolder
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.remote_supervisor import RemoteSupervisor
-from medialane.cluster.vllm_flags import flag_value, has_flag
+from medialane.cluster.vllm_flags import flag_value
 from medialane.config import Config, SectionName, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.media.kinds import installed_kinds
@@ -47,7 +50,7 @@ examples:
   medialane serve ./model --port 9000 -- --max-model-len 8192 --limit-mm-per-prompt '{"image": 8}'
   medialane serve /models/m --ray --address 10.0.0.1:6379 --workers 8 --rpc-secret-file /etc/medialane/rpc-secret
   medialane serve ./model --workers 3 --encoders 1       # 4 GPUs; new media do not hold up the tokens of others
-  medialane serve ./model --workers 2 --single-gpu -- --api-key secret --served-model-name vision
+  VLLM_API_KEY=$(cat key) medialane serve ./model --workers 2 --single-gpu -- --served-model-name vision
 
 With --ray, run it on a node of the Ray cluster: gateways and a media store run there (--gateway-nodes each: on every
 node), Ray places the workers on nodes with enough free GPUs and CPUs, and restarts them. Every node needs the same
@@ -69,12 +72,30 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; 0 after a clean stop. Raises StartupFailed."""
     config = local.with_port(load_config(given_settings(args), file=args.config, sections=SECTIONS))
     configure(config.logging)
+    if config.cluster.ray:
+        config = for_ray(config, args.secret_flags, process_environ())
     with _ray(config, args.model) as ray:
         return _run(config if ray is None else ray.config, args, ray)
 
 
+def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, str]) -> Config:
+    """Return the configuration for a Ray cluster, through which no secret is passed: gateways of other nodes need an
+    API key of their own if this one has any. Raises StartupFailed for secrets in the command line, which Ray stores
+    with the job."""
+    if secret_flags:
+        raise StartupFailed(
+            f"{secret_flags[0]} is not accepted with --ray, which stores command lines: set VLLM_API_KEY (several: "
+            "MEDIALANE_API_KEYS) and HF_TOKEN in the environment, on other nodes in that of `ray start`"
+        )
+    gateway = msgspec.structs.replace(
+        config.gateway, require_api_key=config.gateway.require_api_key or has_api_key(config, environ)
+    )
+    return msgspec.structs.replace(config, gateway=gateway)
+
+
 def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
     environ = process_environ()
+    check_api_key(config, environ)
     local.check(config, args.model, args.vllm_args, environ)
     reap(config.arena.directory)
     hardware = find_hardware(environ)
@@ -94,7 +115,7 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
             store_socket=args.store_socket,
         )
         remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
-        announcement = announce(config, args.model, args.vllm_args, environ)
+        announcement = announce(config, args.model, args.vllm_args, needs_key=has_api_key(config, environ))
 
         with _logs(config) as logs:
             names = [*(part.name for part in parts), *(spec.name for spec in remote)]
@@ -199,8 +220,8 @@ class _Stop:
         self.asked.set()
 
 
-def announce(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the message that announces the address, with an example command."""
+def announce(config: Config, model: str, vllm_args: Sequence[str], *, needs_key: bool = False) -> str:
+    """Return the message that announces the address, with an example command. `needs_key`: clients must send one."""
     url = local.base_url(config, vllm_args)
     picture = "https://upload.wikimedia.org/wikipedia/commons/3/3a/Cat03.jpg"
     content = [
@@ -211,7 +232,7 @@ def announce(config: Config, model: str, vllm_args: Sequence[str], environ: Mapp
     path = "/pooling" if flag_value(vllm_args, "--runner") == "pooling" else "/v1/chat/completions"
     words = ["curl", *(["-k"] if url.startswith("https") else []), f"{url}{path}"]
     words += ["-H", "Content-Type: application/json"]
-    if has_flag(vllm_args, "--api-key") or environ.get("VLLM_API_KEY"):
+    if needs_key:
         words += ["-H", "Authorization: Bearer <your API key>"]
     command = shlex.join([*words, "-d", json.dumps(body)])
     workers = _counted(config.cluster.num_workers, "worker")

@@ -16,8 +16,10 @@ import uvloop
 from medialane.arena import Arena, reap
 from medialane.cli.essential_tasks import unless_set
 from medialane.cli.tuning import tune_process
+from medialane.cluster.model_files import fetch_files, repositories
 from medialane.cluster.process_spec import NOT_NEEDED
-from medialane.config import Config
+from medialane.cluster.vllm_flags import flag_value, processor_flags
+from medialane.config import Config, allowed_environ, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.phase import READY, enter_phase
 from medialane.core.stage import prepared_stage
@@ -74,13 +76,22 @@ class _Store:
         self._prepares = prepared_stage(config.gateway.stage).is_decoded
         self._arena = arena
         self._has_started = False
+        environ = process_environ()
+        self._repositories = repositories(model, vllm_args, environ) if self._prepares else []
+        self._code_revision = flag_value(vllm_args, "--code-revision")
         self._pool = PreparerPool(
             config.prepare,
             factory=PROCESSOR_FACTORY if self._prepares else NO_PROCESSOR_FACTORY,
-            factory_config=msgspec.json.encode(FactoryConfig(model, list(vllm_args), config.media.max_sampled_frames)),
+            factory_config=msgspec.json.encode(
+                FactoryConfig(model, processor_flags(vllm_args), config.media.max_sampled_frames)
+            ),
             arena=arena,
             media=config.media,
             progress=enter_phase,
+            environment={
+                **allowed_environ("preparer", environ, config.environment.pass_env),
+                **({"HF_HUB_OFFLINE": "1"} if self._repositories else {}),
+            },
             on_loaded=lambda: self._server.loaded(),
         )
 
@@ -121,6 +132,7 @@ class _Store:
         stack.push_async_callback(self._server.close)
         await self._server.serve(address)
         logger.info("the media store listens at %s", address)
+        await fetch_files(self._repositories, code_revision=self._code_revision)
         await self._pool.start()
         if self._prepares and not self._pool.processor_settings:
             return False
@@ -154,7 +166,12 @@ def movers(config: Config, arena: str) -> list[Mover]:
         logger.info("NIXL is not installed (the extra nixl): entries of other hosts are copied by tcp")
         return []
     return [
-        NixlMover(arena, config.arena.directory, max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE))
+        NixlMover(
+            arena,
+            config.arena.directory,
+            max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE),
+            environ=allowed_environ("mover", process_environ(), config.environment.pass_env),
+        )
     ]
 
 

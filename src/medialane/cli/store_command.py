@@ -13,7 +13,7 @@ from medialane.observability.logging import configure
 from medialane.rpc.address import parse_unix
 from medialane.rpc.listener import check_listen
 
-SECTIONS: tuple[SectionName, ...] = ("gateway", "store", "media", "prepare", "arena", "rpc", "logging")
+SECTIONS: tuple[SectionName, ...] = ("gateway", "store", "media", "prepare", "arena", "rpc", "environment", "logging")
 _COMMON = ("preparers", "arena-size", "stage", "log-level")
 
 _EPILOG = """\
@@ -48,5 +48,5 @@ def run(args: argparse.Namespace) -> int:
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     # For the fork server of the preparers, which imports vllm.
-    enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
+    enter_environ(config, "store", args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
     return store.run(config, args.model, args.vllm_args, args.listen)

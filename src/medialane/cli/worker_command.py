@@ -33,7 +33,7 @@ from medialane.worker.simulated.serve import addresses_of
 
 logger = logging.getLogger(__name__)
 
-SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "logging")
+SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "environment", "logging")
 _COMMON = (
     "join", "metrics-host", "metrics-port", "worker-name", "rpc-secret-file", "log-level", "arena-directory",
     "simulated-workers", "speedup",
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_simulated(config, args)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
-    enter_environ(config, args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
+    enter_environ(config, "worker", args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
     enter_phase("importing vLLM")
     probe.check("worker")
     return _run_vllm(config, args)

@@ -68,7 +68,7 @@ def _turn(address: str) -> Iterator[bool]:
 
 async def _run_once(argv: Sequence[str], config: Config, model: str) -> None:
     """Run a store until it ends. Raises OSError if it cannot be started."""
-    environ = child_environ(config, model, (), on_gpu=False, environ=process_environ())
+    environ = child_environ(config, "store", model, (), on_gpu=False, environ=process_environ())
     process = ChildProcess.spawn(argv, environ, sys.stderr.fileno())
     logger.info("started the store of this host, pid %d", process.pid)
     try:

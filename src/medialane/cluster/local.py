@@ -15,8 +15,8 @@ import msgspec
 from medialane.cluster.placement import Engines, Hardware, Placement, place_engines, usable_cores
 from medialane.cluster.preflight import check_start
 from medialane.cluster.process_spec import HttpAnswers, ProcessSpec, SocketExists
-from medialane.cluster.vllm_flags import flag_value, has_flag, ranks_per_worker
-from medialane.config import Config, child_environ
+from medialane.cluster.vllm_flags import engine_flags, flag_value, has_flag, ranks_per_worker
+from medialane.config import Config, RoleName, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import OwnedFolder
 from medialane.gateway.access import AccessKeys
@@ -196,19 +196,24 @@ def parts(
         if engines.total
         else []
     )
-    inherited = child_environ(
-        config,
-        model,
-        vllm_args,
-        on_gpu=bool(hardware.gpus),
-        num_workers=max(1, config.cluster.num_workers),
-        environ=environ,
-    )
+
+    def inherited(role: RoleName) -> dict[str, str]:
+        return child_environ(
+            config,
+            role,
+            model,
+            vllm_args,
+            on_gpu=bool(hardware.gpus),
+            num_workers=max(1, config.cluster.num_workers),
+            environ=environ,
+        )
+
+    worker_environ, for_engines = inherited("worker"), engine_flags(vllm_args)
     store_socket = store_socket or store_path(folder)
     store = ProcessSpec(
         name="store",
-        argv=_command("store", model, ["--listen", f"unix:{store_socket}"], vllm_args),
-        environ=inherited,
+        argv=_command("store", model, ["--listen", f"unix:{store_socket}"], for_engines),
+        environ=inherited("store"),
         ready=SocketExists(store_socket),
         is_ready_later=True,
         stop_timeout_s=config.cluster.stop_timeout_s,
@@ -231,9 +236,9 @@ def parts(
                     *store_flags,
                     *own_flags(config, vllm_args, i, labels[i]),
                 ],
-                [*vllm_args, *placements[i].vllm_args],
+                [*for_engines, *placements[i].vllm_args],
             ),
-            environ={**inherited, **placements[i].environ},
+            environ={**worker_environ, **placements[i].environ},
             after=_same_gpus(placements, names, i),
             stop_timeout_s=config.cluster.stop_timeout_s,
         )
@@ -248,7 +253,7 @@ def parts(
     gateway = ProcessSpec(
         name="gateway",
         argv=_command("gateway", model, [*addresses, *store_flags], vllm_args),
-        environ=inherited,
+        environ=inherited("gateway"),
         ready=HttpAnswers(f"{base_url(config, vllm_args)}/health"),
         layer=1,
         stop_timeout_s=config.gateway.drain_timeout_s + _GATEWAY_STOP_S,
@@ -325,5 +330,5 @@ def _worker(
 
 
 def _command(name: str, model: str, flags: Sequence[str], vllm_args: Sequence[str]) -> tuple[str, ...]:
-    """Build a command line. Settings are passed in the environment, vLLM's flags unchanged."""
+    """Build a command line. Settings are passed in the environment."""
     return (sys.executable, "-m", "medialane", name, model, *flags, *(["--", *vllm_args] if vllm_args else []))

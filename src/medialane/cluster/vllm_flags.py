@@ -1,10 +1,126 @@
-"""Parses the few vLLM flags that matter before vLLM is loaded, as vLLM's parser would."""
+"""Parses the vLLM flags that matter before vLLM is loaded, as vLLM's parser would: a few values, and which flags are
+for which process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 from medialane.core.errors import StartupFailed
+
+API_KEY, HF_TOKEN = "--api-key", "--hf-token"
+#: Flags whose values are secrets. `take_secrets` removes them.
+SECRET_FLAGS = (API_KEY, HF_TOKEN)
+_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+
+
+@cache
+def flag_table() -> Mapping[str, Any]:
+    """Return the table of vLLM's flags (`vllm_bridge.flag_table`)."""
+    found: dict[str, Any] = json.loads(files("medialane.cluster").joinpath("vllm_flags.json").read_bytes())
+    return found
+
+
+def with_config_file(vllm_args: Sequence[str]) -> list[str]:
+    """Return the flags with those of the file of `--config FILE` in its place, before all others, so that each process
+    gets its share of them. Raises StartupFailed."""
+    args = list(vllm_args)
+    if "--config" not in args:
+        return args
+    position = args.index("--config")
+    path = Path(args[position + 1]) if position + 1 < len(args) else None
+    if path is None or not path.is_file():
+        raise StartupFailed(f"vLLM flags after `--`: --config {path or ''}: there is no such file")
+    import yaml  # type: ignore[import-untyped]  # comes with vLLM
+
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise StartupFailed(f"vLLM flags after `--`: --config {path}: it cannot be read as YAML") from error
+    if not isinstance(found, dict):
+        raise StartupFailed(f"vLLM flags after `--`: --config {path}: it must map names of flags to values")
+    return [*(word for name, value in found.items() for word in _words(name, value)), *_without(args, position)]
+
+
+def _without(args: list[str], position: int) -> list[str]:
+    return [*args[:position], *args[position + 2 :]]
+
+
+def _words(name: str, value: object) -> list[str]:
+    """Return the words of a setting of the file, as vLLM does (`FlexibleArgumentParser.load_config_file`)."""
+    match value:
+        case True:
+            return [f"--{name}"]
+        case False:
+            return [f"--no-{name}"] if f"--no-{name}" in flag_table()["flags"] else []
+        case []:
+            return []
+        case list():
+            return [f"--{name}", *map(str, value)]
+        case dict():
+            return [f"--{name}", json.dumps(value)]
+        case _:
+            return [f"--{name}", str(value)]
+
+
+def _grouped(vllm_args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag's full name with its words: itself as it is spelled, then its values."""
+    group: list[str] = []
+    for word in vllm_args:
+        if group and _is_flag(word):
+            yield _full_name(group[0]), group
+            group = []
+        group.append(word)
+    if group:
+        yield _full_name(group[0]), group
+
+
+def _is_flag(word: str) -> bool:
+    """As argparse: not a negative number, and not a text that begins with a dash."""
+    return word.startswith("-") and _NUMBER.fullmatch(word) is None and " " not in word.partition("=")[0]
+
+
+def _full_name(word: str) -> str:
+    """Return the name of the flag that a word spells: `--api_key=x`, `--api-k`; an ambiguous or unknown one is
+    returned as it is."""
+    name = word.partition("=")[0]
+    if not name.startswith("--"):
+        return name
+    name = name.partition(".")[0].replace("_", "-")
+    known = flag_table()["flags"]
+    found = [name] if name in known else [flag for flag in known if flag.startswith(name)]
+    return found[0] if len(found) == 1 else name
+
+
+def engine_flags(vllm_args: Sequence[str]) -> list[str]:
+    """Return the flags without those that only a gateway uses."""
+    frontend = flag_table()["frontend"]
+    return [word for name, words in _grouped(vllm_args) if name not in frontend for word in words]
+
+
+def processor_flags(vllm_args: Sequence[str]) -> list[str]:
+    """Return the flags for a process that only builds the model's processor, offline: no secret, and no `--hf-token`
+    without a value, for which the hub's library would read one from a file."""
+    return [word for name, words in _grouped(engine_flags(vllm_args)) if name not in SECRET_FLAGS for word in words]
+
+
+def take_secrets(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the flags without those that have a secret as value, and the values, by flag; the last one counts."""
+    rest: list[str] = []
+    taken: dict[str, list[str]] = {}
+    for name, words in _grouped(vllm_args):
+        _, equals, value = words[0].partition("=")
+        values = [*([value] if equals else []), *words[1:]]
+        if name in SECRET_FLAGS and values:
+            taken[name] = values
+        else:
+            rest += words
+    return rest, taken
 
 
 def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:

@@ -2,32 +2,41 @@
 processes (`environment`). This is the only package that accesses the process's environment, and only when called."""
 
 from medialane.config.environment import (
+    RoleName,
+    allowed_environ,
     as_environ,
     child_environ,
     enter_environ,
+    foreign_environ,
     host_environ,
     process_environ,
+    set_secrets,
     settings_environ,
     vllm_defaults,
+    worker_environ,
 )
 from medialane.config.loading import format_size, load_config, parse_size
-from medialane.config.settings import ARENA_DIR, Config, SectionName, ServerConfig, Setting, settings
+from medialane.config.settings import Config, SectionName, ServerConfig, Setting, settings
 
 __all__ = [
-    "ARENA_DIR",
     "Config",
+    "RoleName",
     "SectionName",
     "ServerConfig",
     "Setting",
+    "allowed_environ",
     "as_environ",
     "child_environ",
     "enter_environ",
+    "foreign_environ",
     "format_size",
     "host_environ",
     "load_config",
     "parse_size",
     "process_environ",
+    "set_secrets",
     "settings",
     "settings_environ",
     "vllm_defaults",
+    "worker_environ",
 ]

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from medialane.config.settings import ARENA_DIR, PREFIX, Config, SectionName, Setting, settings
+from medialane.config.settings import PREFIX, Config, SectionName, Setting, settings
 from medialane.core.errors import StartupFailed
 from medialane.core.phase import VARIABLE as PHASE_FILE
 
@@ -76,7 +76,7 @@ def _from_environ(environ: Mapping[str, str], known: Mapping[str, Setting]) -> d
     by_variable = {setting.variable: name for name, setting in known.items()}
     given = {}
     for variable, value in environ.items():
-        if not variable.startswith(PREFIX) or variable in (_FILE, ARENA_DIR, PHASE_FILE):
+        if not variable.startswith(PREFIX) or variable in (_FILE, PHASE_FILE):
             continue
         if variable not in by_variable:
             raise StartupFailed(f"unknown environment variable {variable}{_suggestion(variable, by_variable)}")

@@ -33,12 +33,10 @@ from medialane.worker.simulated.config import SimulatedConfig
 
 SectionName = Literal[
     "server", "cluster", "gateway", "store", "media", "prepare", "arena", "transfer", "routing", "rpc", "worker",
-    "simulated", "logging",
+    "simulated", "environment", "logging",
 ]  # fmt: skip
 
 PREFIX: Final = "MEDIALANE_"
-#: Read by vLLM's engine processes, which load our plugin before our configuration.
-ARENA_DIR: Final = PREFIX + "ARENA_DIR"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +56,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed(f"host: {error}") from error
 
 
+class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What processes inherit besides the variables that they are known to need (`environment`)."""
+
+    pass_env: tuple[str, ...] = field(default=(), name="pass-env")
+    """further environment variables for the processes that are started, by name or pattern (MY_MODEL_*); those that
+    look like secrets (..._KEY, ..._TOKEN, ..._SECRET, ..._PASSWORD) are kept from preparers and the NIXL mover"""
+
+    def validate(self) -> None:
+        if any("=" in name for name in self.pass_env):
+            raise StartupFailed("pass_env takes names: values are those of this process's environment")
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of every package."""
 
@@ -73,6 +83,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     rpc: RpcConfig = RpcConfig()
     worker: WorkerConfig = WorkerConfig()
     simulated: SimulatedConfig = SimulatedConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     logging: LoggingConfig = LoggingConfig()
 
     def validate(self, sections: Iterable[SectionName]) -> None:

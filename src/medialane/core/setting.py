@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 from itertools import pairwise
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -22,19 +22,23 @@ PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 #: Set by its environment variable only: command lines and configuration files are readable by other users.
 SecretText = Annotated[str, msgspec.Meta(extra={"is_secret": True})]
+SecretTexts = Annotated[tuple[str, ...], msgspec.Meta(extra={"is_secret": True})]
 
 _Config = TypeVar("_Config", bound=msgspec.Struct)
 
 
 def is_secret(kind: object) -> bool:
-    """Whether the type of a field is SecretText."""
-    return kind is SecretText or kind == SecretText
+    """Whether the type of a field is SecretText or SecretTexts."""
+    return kind in (SecretText, SecretTexts)
 
 
 def hidden(config: _Config) -> _Config:
-    """Return the configuration with its secrets replaced, to be shown."""
-    secret = [f.name for f in msgspec.structs.fields(config) if is_secret(f.type) and getattr(config, f.name)]
-    return msgspec.structs.replace(config, **dict.fromkeys(secret, "***"))
+    """Return a configuration to be shown: each secret that is set is `***`."""
+    shown: dict[str, Any] = {}
+    for field in msgspec.structs.fields(config):
+        if is_secret(field.type) and getattr(config, field.name):
+            shown[field.name] = "***" if field.type == SecretText else ("***",)
+    return msgspec.structs.replace(config, **shown)
 
 
 def check_bounds(config: msgspec.Struct) -> None:

@@ -8,12 +8,25 @@ import msgspec
 from msgspec import field
 
 from medialane.core.errors import StartupFailed
-from medialane.core.setting import NonNegativeFloat, PositiveFloat, PositiveInt, SecretText, check_bounds, hidden
+from medialane.core.setting import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    SecretText,
+    SecretTexts,
+    check_bounds,
+    hidden,
+)
 from medialane.core.stage import StageChoice
 from medialane.rpc.address import parse_tcp
 
 
 class GatewayConfig(msgspec.Struct, frozen=True):
+    api_keys: SecretTexts = field(default=(), name="api-keys")
+    """the keys of which clients must send one: A,B,... or a JSON list; as vLLM's --api-key, which takes precedence, but
+    not in a command line; VLLM_API_KEY is one key"""
+    require_api_key: bool = field(default=False, name="require-api-key")
+    """refuse to start without an API key"""
     stage: StageChoice = field(default="auto", name="stage")
     """what is sent to workers: features (processed tensors), decoded (the worker processes), url (the worker
     decodes and processes), auto (features; decoded if the worker's processor differs; url if the hand-over fails)"""

@@ -54,9 +54,6 @@ ENVIRONMENT: Mapping[str, str] = {
     "MALLOC_TRIM_THRESHOLD_": str(64 * 1024 * 1024),
 }
 
-#: Environment variables that preparers do not get.
-SECRETS = frozenset({"MEDIALANE_RPC_SECRET"})
-
 #: Preparers allocate with transparent huge pages (glibc 2.35, madvise(2); no effect elsewhere): the store, which
 #: copies tensors out of them page by page, spends 1.35 ms of CPU time per 1024x768 image instead of 1.6.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -106,7 +103,8 @@ class ForkserverProcess:
         environment: Mapping[str, str],
         timeout_s: float,
     ) -> Self:
-        """Start a fork server and wait until its processor is warm.
+        """Start a fork server, with the whole environment `environment` and what it requires itself, and wait until its
+        processor is warm.
 
         Raises StartupFailed; then no process is left running.
         """
@@ -339,9 +337,6 @@ async def _spawn(factory: str, control_fd: int, environment: Mapping[str, str]) 
     )
 
 
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment (passed on, not read: settings belong to config.py), `more`, `ENVIRONMENT`.
-    Preparers count as compromised, and can read their environment: it contains no secret."""
-    variables = {name: value for name, value in os.environ.items() if name not in SECRETS} | {**more, **ENVIRONMENT}
-    tunables = [HUGE_PAGES, *filter(None, [variables.get("GLIBC_TUNABLES")])]  # the last of two equal names wins
-    return {**variables, "GLIBC_TUNABLES": ":".join(tunables)}
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    tunables = [HUGE_PAGES, *filter(None, [given.get("GLIBC_TUNABLES")])]  # the last of two equal names wins
+    return {**given, **ENVIRONMENT, "GLIBC_TUNABLES": ":".join(tunables)}

@@ -46,8 +46,8 @@ class PreparerPool:
     """Prepares items in parallel processes. One event loop; `start` once, `close` once.
 
     `factory` is the `module:function` that builds the warm processor inside the fork server from `factory_config`
-    (opaque to the pool). `environment` is added there to this process's own. `on_loaded` is called when
-    `processor_settings` are known, before any job has run.
+    (opaque to the pool). `environment` is all that it inherits: preparers count as compromised, and can read it.
+    `on_loaded` is called when `processor_settings` are known, before any job has run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PreparerPool:
         factory_config: bytes,
         arena: Arena,
         media: MediaConfig,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
         progress: Callable[[str], None] = logger.info,
         on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
@@ -67,7 +67,7 @@ class PreparerPool:
         self._factory = factory
         self._factory_config = factory_config
         self._setup = PreparerSetup(arena.id, str(arena.path.parent), media, config.memory_limit_bytes)
-        self._environment = dict(environment or {})
+        self._environment = environment
         self._progress = progress
         self._on_loaded = on_loaded
         self._is_ready = False

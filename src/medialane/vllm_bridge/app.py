@@ -68,12 +68,14 @@ Probe = Callable[[], tuple[int, bytes]]
 class Frontend:
     """vLLM's objects in the gateway process: configuration, renderer, and the app built from them."""
 
-    def __init__(self, model: str, vllm_args: Sequence[str]) -> None:
-        """Load configuration and processors, no weights. Blocks for seconds: call it before serving.
+    def __init__(self, model: str, vllm_args: Sequence[str], api_keys: Sequence[str] = ()) -> None:
+        """Load configuration and processors, no weights. Blocks for seconds: call it before serving. `api_keys` are
+        those of `--api-key`, which is not among the flags.
 
         Raises StartupFailed.
         """
         self.args: Namespace = parse_vllm_args(model, vllm_args)
+        self.args.api_key = list(api_keys) or self.args.api_key
         check_http(self.args)
         _import_plugins(self.args)
         # It logs a line for each reasoning item of a request, on the event loop: 35 ms for 1500 of them.

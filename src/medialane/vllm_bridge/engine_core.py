@@ -20,7 +20,7 @@ from medialane.vllm_bridge.arena_decoder import RESOLVER, ArenaDecoder, Unreadab
 from medialane.vllm_bridge.embedding_connector import EmbeddingConnector
 from medialane.vllm_bridge.embeds_trial import try_embeds
 from medialane.vllm_bridge.encoder_measure import measure
-from medialane.vllm_bridge.seams import engine_core
+from medialane.vllm_bridge.seams import engine_core, rendezvous
 from medialane.vllm_bridge.seams.encoder_cache import connector_of, on_every_rank
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest
 
@@ -30,6 +30,7 @@ T = TypeVar("T")
 def install() -> None:
     """Patch EngineCore in this process, or before it is forked from it. Idempotent."""
     start_phases.install()
+    rendezvous.use_socket_folder()
     engine_core.change(
         ArenaDecoder,
         before_add=_refuse_unreadable,

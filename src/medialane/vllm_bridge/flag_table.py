@@ -3,8 +3,9 @@
 `python -m medialane.vllm_bridge.flag_table > src/medialane/cluster/vllm_flags.json` writes it; a contract test fails
 if it is out of date. Each spelling of a flag maps to the kind of its value: `flag` (none), `int`, `float`, `json`,
 `many` (one or more), `text` (not checked), or the list of its choices. A `?` after a kind: None and the empty string
-are also accepted. Then follow the bounds of a number, from vLLM's configuration class: `float > 0 <= 1`. `parsers` are
-vLLM's own, by flag; plugins add others.
+are also accepted. Then follow the bounds of a number, from vLLM's configuration class: `float > 0 <= 1`. `frontend` are
+the flags that only the HTTP server uses: those of the parser's group of that name which are no engine arguments.
+`parsers` are vLLM's own, by flag; plugins add others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 from vllm import config
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.version import __version__
@@ -27,20 +29,37 @@ from medialane.vllm_bridge.seams.arguments import FlexibleArgumentParser, make_a
 
 Kind = str | list[str]
 
+#: The group of vLLM's parser with the flags of its API server.
+_FRONTEND = "Frontend"
+
 
 def flag_table() -> dict[str, Any]:
     """Return the installed vLLM's version, flags and parsers."""
     flags: dict[str, Kind] = {}
+    frontend: list[str] = []
+    engine = {found.name for found in fields(AsyncEngineArgs)}
     for action in parser_actions(make_arg_parser(FlexibleArgumentParser())):
         kind = _kind(action)
         if isinstance(kind, str):
             kind = " ".join([kind, *_bounds(action)])
         flags |= dict.fromkeys(action.option_strings, kind)
+        if _group(action) == _FRONTEND and action.dest not in engine:
+            frontend += action.option_strings
     parsers = {
         "--tool-call-parser": sorted(ToolParserManager.list_registered()),
         "--reasoning-parser": sorted(ReasoningParserManager.list_registered()),
     }
-    return {"version": __version__.partition("+")[0], "flags": dict(sorted(flags.items())), "parsers": parsers}
+    return {
+        "version": __version__.partition("+")[0],
+        "flags": dict(sorted(flags.items())),
+        "frontend": sorted(frontend),
+        "parsers": parsers,
+    }
+
+
+def _group(action: Any) -> str | None:
+    title: str | None = action.container.title
+    return title
 
 
 def _kind(action: Action) -> Kind:
@@ -65,7 +84,7 @@ def _kind(action: Action) -> Kind:
 def _bounds(action: Any) -> Iterator[str]:
     """Yield operators and limits of the number that a flag sets. vLLM names a group of flags after their configuration
     class, which may have the field in a member."""
-    direct = fields(getattr(config, action.container.title, config.VllmConfig))
+    direct = fields(getattr(config, str(_group(action)), config.VllmConfig))
     members = [
         found
         for member in direct

@@ -1,7 +1,8 @@
 """A private folder for the sockets of one engine, reaped after a kill.
 
-vLLM creates its own sockets in the folder for temporary files, and leaves those of killed processes there. `enter`
-makes it create them in ours instead, together with those of its KV events.
+vLLM creates its own sockets, and the file through which its processes meet, in the folder for temporary files, and
+leaves those of killed processes there. `enter` makes it create them in ours instead, together with those of its KV
+events. vLLM's processes inherit the variable, so it also shows which of them are ours (`is_entered`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ _VARIABLE = "VLLM_RPC_BASE_PATH"
 
 #: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)); vLLM's sockets are named by a UUID.
 _MAX_PARENT_BYTES = 107 - len(f"/{_PREFIX}12345678/") - 36
+
+
+def is_entered() -> bool:
+    """Return whether this process, or the one that started it, has entered a private folder."""
+    return Path(os.environ.get(_VARIABLE, "")).name.startswith(_PREFIX)
 
 
 class PrivateFolder:

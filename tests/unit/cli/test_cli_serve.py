@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from medialane.cli.serve import announce
-from medialane.config import load_config
+from medialane.cli.gateway_command import check_api_key
+from medialane.cli.serve import announce, for_ray
+from medialane.config import Config, load_config, settings_environ
+from medialane.core.errors import StartupFailed
 from waiting import wait_until
 
 SERVE = """
@@ -179,9 +181,9 @@ def test_logs_are_shown_on_request(serve):
     served.wait_for("[worker 0] hello")
 
 
-@pytest.mark.parametrize(("flags", "environ"), [(["--api-key", "k"], {}), ([], {"VLLM_API_KEY": "k"})])
-def test_announcement_reflects_the_flags_relevant_to_clients(flags, environ):
-    text = announce(load_config({"workers": "2"}, environ={}), "m", ["--served-model-name", "vision", *flags], environ)
+def test_announcement_reflects_the_flags_relevant_to_clients():
+    config = load_config({"workers": "2"}, environ={})
+    text = announce(config, "m", ["--served-model-name", "vision"], needs_key=True)
     assert "2 workers at http://127.0.0.1:8000/v1" in text
     assert "Authorization: Bearer" in text
     assert '"model": "vision"' in text
@@ -190,5 +192,20 @@ def test_announcement_reflects_the_flags_relevant_to_clients(flags, environ):
 
 
 def test_announcement_of_a_pooling_model_has_an_endpoint_that_it_has():
-    text = announce(load_config({}, environ={}), "m", ["--runner=pooling"], {})
+    text = announce(load_config({}, environ={}), "m", ["--runner=pooling"])
     assert "http://127.0.0.1:8000/pooling" in text
+
+
+def test_secrets_in_the_command_line_are_refused_with_ray():
+    with pytest.raises(StartupFailed, match="VLLM_API_KEY"):
+        for_ray(Config(), ["--api-key"], {})
+
+
+def test_gateways_of_other_nodes_need_a_key_if_this_one_has():
+    assert not for_ray(Config(), [], {}).gateway.require_api_key
+    assert for_ray(Config(), [], {"VLLM_API_KEY": "k"}).gateway.require_api_key
+    config = for_ray(load_config({}, environ={"MEDIALANE_API_KEYS": "k"}), [], {})
+    assert config.gateway.require_api_key
+    assert "MEDIALANE_API_KEYS" not in settings_environ(config)
+    with pytest.raises(StartupFailed, match="--require-api-key"):
+        check_api_key(load_config(environ=settings_environ(config)), {})

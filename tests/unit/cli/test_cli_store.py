@@ -47,10 +47,10 @@ def address():
     assert not path.exists()
 
 
-async def test_store_of_a_model_without_media_ends_as_not_needed(config, address, monkeypatch, caplog):
+async def test_store_of_a_model_without_media_ends_as_not_needed(config, address, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(store, "PROCESSOR_FACTORY", NO_PROCESSOR_FACTORY)
     async with asyncio.timeout(30):
-        assert await store._serve(config, "model", [], address) == NOT_NEEDED
+        assert await store._serve(config, str(tmp_path), [], address) == NOT_NEEDED
     assert "this model takes no media" in caplog.text
 
 

@@ -185,12 +185,22 @@ def test_run_folder_is_created_there_and_removed():
         assert not folder.path.exists()
 
 
+def test_flags_of_the_http_server_are_for_gateways_only(tmp_path):
+    store, worker, gateway = make_parts(tmp_path, workers="1", vllm_args=["--middleware", "m", "--seed=1"])
+    assert gateway.argv[-4:] == ("--", "--middleware", "m", "--seed=1")
+    for part in (store, worker):
+        assert "--middleware" not in part.argv
+        assert "--seed=1" in part.argv
+
+
 def test_gateways_inherit_one_listening_socket_and_are_checked_on_their_own(tmp_path):
     wanted = config(gateways="3", port="0")
     hardware = Hardware((), 2)
     with local.shared_listener(wanted, hardware) as listener:
         assert listener.getsockname()[1] > 0
-        *_, first, second, third = make_parts(tmp_path, gateways="3", listener=listener, vllm_args=["--api-key", "k"])
+        *_, first, second, third = make_parts(
+            tmp_path, gateways="3", listener=listener, vllm_args=["--chat-template", "t"]
+        )
         descriptor = listener.fileno()
     gateways = [first, second, third]
     assert [part.name for part in gateways] == ["gateway 0", "gateway 1", "gateway 2"]
@@ -202,7 +212,7 @@ def test_gateways_inherit_one_listening_socket_and_are_checked_on_their_own(tmp_
         assert part.argv[part.argv.index("--gateway-index") + 1] == str(number)
         sockets = [word for flag, word in pairwise(part.argv) if flag == "--gateway-socket"]
         assert sockets == list(map(str, paths))
-        assert part.argv[-3:] == ("--", "--api-key", "k")
+        assert part.argv[-3:] == ("--", "--chat-template", "t")
 
 
 def test_one_gateway_binds_its_own_socket(tmp_path):

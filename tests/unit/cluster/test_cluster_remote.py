@@ -66,12 +66,14 @@ async def test_shared_folder_is_private_and_removed_with_its_last_process(runtim
 
 
 def test_secret_is_that_of_the_host():
-    host = {"MEDIALANE_RPC_SECRET": SECRET, "MEDIALANE_PORT": "9000", "HOME": "/root"}
+    others = {"MEDIALANE_API_KEYS": "k", "RAY_AUTH_TOKEN": "t", "AWS_SECRET_ACCESS_KEY": "s"}
+    host = {"MEDIALANE_RPC_SECRET": SECRET, "MEDIALANE_PORT": "9000", "HOME": "/root", **others}
     found = remote_environ(spec(environ={"MEDIALANE_JOIN": "10.0.0.1:7100"}), host)
     assert found["MEDIALANE_RPC_SECRET"] == SECRET
     assert found["MEDIALANE_JOIN"] == "10.0.0.1:7100"
     assert found["HOME"] == "/root"
     assert "MEDIALANE_PORT" not in found, "settings of the host are of other processes"
+    assert not found.keys() & others.keys()
 
 
 def test_worker_without_reserved_gpus_sees_none():

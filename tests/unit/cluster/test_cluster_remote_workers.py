@@ -184,10 +184,11 @@ def test_cpus_are_as_set():
 
 
 def test_secret_is_not_in_what_ray_is_given():
-    secured = config({"MEDIALANE_RPC_SECRET": SECRET}, rpc_handshake_timeout="7")
-    (found,) = specs(joined(secured))
+    secured = config({"MEDIALANE_RPC_SECRET": SECRET, "MEDIALANE_API_KEYS": SECRET}, rpc_handshake_timeout="7")
+    (found,) = specs(joined(secured), "--middleware", "m", "--seed=1")
     assert SECRET.encode() not in msgspec.json.encode(found)
     assert SECRET not in repr(found)
+    assert found.vllm_args == ("--seed=1",)
     assert found.environ["MEDIALANE_RPC_HANDSHAKE_TIMEOUT"] == "7.0"
     assert found.environ["MEDIALANE_JOIN"] == "10.0.0.1:7100"
 

@@ -1,6 +1,14 @@
 import pytest
 
-from medialane.cluster.vllm_flags import flag_value, gpus_per_worker, has_flag
+from medialane.cluster.vllm_flags import (
+    engine_flags,
+    flag_value,
+    gpus_per_worker,
+    has_flag,
+    processor_flags,
+    take_secrets,
+    with_config_file,
+)
 from medialane.core.errors import StartupFailed
 
 
@@ -41,3 +49,56 @@ def test_gpus_of_a_worker_are_counted(args, number):
 def test_non_numeric_size_is_rejected_by_flag():
     with pytest.raises(StartupFailed, match="--tensor-parallel-size two"):
         gpus_per_worker(["-tp", "two"])
+
+
+@pytest.mark.parametrize(
+    ("args", "taken", "rest"),
+    [
+        (["--api-key", "a", "b", "--seed", "-1"], {"--api-key": ["a", "b"]}, ["--seed", "-1"]),
+        (["--api_key=a", "--enforce-eager"], {"--api-key": ["a"]}, ["--enforce-eager"]),
+        (["--api-k", "a"], {"--api-key": ["a"]}, []),
+        (["--api-key", "a", "--api-key", "b"], {"--api-key": ["b"]}, []),
+        (["--hf-token=h", "--api-key", "-5"], {"--hf-token": ["h"], "--api-key": ["-5"]}, []),
+        (["--hf_token", "h", "-tp", "2"], {"--hf-token": ["h"]}, ["-tp", "2"]),
+        (["--hf-token", "--seed=1"], {}, ["--hf-token", "--seed=1"]),
+        (["--served-model-name", "a", "b"], {}, ["--served-model-name", "a", "b"]),
+    ],
+)
+def test_secrets_are_taken_out_in_every_spelling(args, taken, rest):
+    assert take_secrets(args) == (rest, taken)
+
+
+def test_engine_gets_no_flag_of_the_http_server():
+    args = ["--chat-template", "t", "--max-model-len", "8", "--ssl_keyfile=k", "--no-log-error-stack", "--api-ke=x"]
+    assert engine_flags([*args, "--middleware", "m", "-tp", "2", "--hf-overrides.a.b", "1", "--hf-token"]) == [
+        *("--max-model-len", "8", "-tp", "2", "--hf-overrides.a.b", "1", "--hf-token"),
+    ]
+    assert processor_flags(["--hf-token", "--hf-token=x", "--api-key", "k", "--seed=1"]) == ["--seed=1"]
+
+
+def test_flags_of_a_configuration_file_come_before_others(tmp_path):
+    file = tmp_path / "flags.yaml"
+    file.write_text("api-key: [a, b]\nseed: 3\nenforce-eager: true\nlog-error-stack: false\nhf-overrides: {x: 1}\n")
+    assert with_config_file(["--seed", "4", "--config", str(file)]) == [
+        *(
+            "--api-key",
+            "a",
+            "b",
+            "--seed",
+            "3",
+            "--enforce-eager",
+            "--no-log-error-stack",
+            "--hf-overrides",
+            '{"x": 1}',
+        ),
+        *("--seed", "4"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["- a\n", "a: [\n", None])
+def test_unreadable_configuration_file_is_named(tmp_path, text):
+    file = tmp_path / "flags.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(StartupFailed, match=r"flags\.yaml"):
+        with_config_file(["--config", str(file)])

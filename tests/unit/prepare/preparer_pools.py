@@ -50,7 +50,9 @@ def put(arena: Arena, data: bytes) -> Lease[EncodedMedia]:
 
 def make_pool(arena: Arena, factory_config: bytes = b"{}", **settings: object) -> PreparerPool:
     config = PrepareConfig(**{"num_preparers": 1, "image_timeout_s": 5.0, "start_timeout_s": 15.0, **settings})
-    return PreparerPool(config, factory=FACTORY, factory_config=factory_config, arena=arena, media=MediaConfig())
+    return PreparerPool(
+        config, factory=FACTORY, factory_config=factory_config, arena=arena, media=MediaConfig(), environment=os.environ
+    )
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,5 @@
 import asyncio
+import os
 
 import pytest
 from preparer_pools import children, make_pool
@@ -26,7 +27,9 @@ def test_missing_factory_is_rejected_by_name(name):
 
 async def test_pool_with_an_unknown_factory_reports_it(arena):
     config = PrepareConfig(num_preparers=1)
-    pool = PreparerPool(config, factory="nowhere:f", factory_config=b"", arena=arena, media=MediaConfig())
+    pool = PreparerPool(
+        config, factory="nowhere:f", factory_config=b"", arena=arena, media=MediaConfig(), environment=os.environ
+    )
     with pytest.raises(StartupFailed, match="nowhere:f"):
         await pool.start()
     assert not children()

@@ -49,7 +49,7 @@ async def taken_over_pool(arena):
         factory_config=b"",
         arena=arena,
         media=MediaConfig(),
-        environment={"PYTHONPATH": os.pathsep.join(paths)},
+        environment={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
     async with running(pool):
         yield TakenOver(arena, pool)

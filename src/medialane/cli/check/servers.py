@@ -13,7 +13,7 @@ from medialane.cli.check.client import CheckClient
 from medialane.cli.check.progress import CheckProgress
 from medialane.cli.check.revived_server import RevivedServer
 from medialane.cli.server_process import PLAIN_VLLM, ServerProcess, plain_vllm, server_process
-from medialane.cluster.vllm_flags import flag_value, has_flag
+from medialane.cluster.vllm_flags import has_flag
 from medialane.core.errors import StartupFailed
 from medialane.core.phase import PhaseFile
 from medialane.gateway.gather_or_cancel import gather_or_cancel
@@ -132,5 +132,5 @@ def _log_name(first: str, number: int) -> str:
 
 
 def _client(process: ServerProcess, setup: Setup, *, wants_report: bool) -> AbstractAsyncContextManager[CheckClient]:
-    api_key = flag_value(setup.vllm_args, "--api-key") or setup.environ.get("VLLM_API_KEY", "")
+    api_key = setup.environ.get("VLLM_API_KEY", "")
     return CheckClient.opened(process.base_url.removesuffix("/v1"), api_key=api_key, wants_report=wants_report)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -76,9 +75,19 @@ class NixlMover:
 
     name: MoverName = "nixl"
 
-    def __init__(self, arena: str, directory: str, *, max_given_up_bytes: int, factory: str = FACTORY) -> None:
+    def __init__(
+        self,
+        arena: str,
+        directory: str,
+        *,
+        max_given_up_bytes: int,
+        environ: Mapping[str, str],
+        factory: str = FACTORY,
+    ) -> None:
+        """`environ` is what the mover process inherits: it can be attacked from the network."""
         self._arena = arena
         self._directory = directory
+        self._environ = environ
         self._factory = factory
         self._max_given_up_bytes = max_given_up_bytes
         self._given_up: dict[asyncio.Future[None], _GivenUp] = {}
@@ -231,7 +240,7 @@ class NixlMover:
             self._arena,
             self._directory,
             factory=self._factory,
-            variables=environment(os.environ),
+            variables=environment(self._environ),
             timeout_s=_START_TIMEOUT_S,
         )
 

@@ -552,4 +552,19 @@ GROUPS: tuple[Group, ...] = (
             call vllm.multimodal.encoder_budget:MultiModalBudget.get_modality_with_max_tokens(self)
         """),
     ),
+    Group(
+        name="rendezvous",
+        purpose="the file through which an engine's processes meet is in the folder of its sockets",
+        module="seams.rendezvous",
+        processes=("worker",),
+        without="each start of an engine leaves a file in the folder for temporary files",
+        tests=("tests/contract/test_vllm_engine_rendezvous.py",),
+        seams=_seams("""
+            replace vllm.v1.executor.uniproc_executor:get_file_store_init_method() in
+                UniProcExecutor._distributed_args
+            replace vllm.v1.executor.multiproc_executor:get_file_store_init_method() in
+                MultiprocExecutor._init_executor
+            read vllm.envs with VLLM_RPC_BASE_PATH
+        """),
+    ),
 )

@@ -1,0 +1,127 @@
+"""Which processes have an operator's secrets. Those that handle hostile bytes have none, in no part of their memory."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from process_tree import command_of, descendants
+
+from medialane.arena import Arena, ArenaConfig
+from medialane.cli import store
+from medialane.config import load_config
+from medialane.transfer.nixl import NixlMover
+from nixl_hosts import FAKE
+from planted_secrets import VARIABLES, planted, secrets_of
+from waiting import wait_until
+
+START_S = 60
+SECRETS = planted(*VARIABLES, "--api-key", "--hf-token", "--config")
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder that passes for a model: in stage `url` nothing reads it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({}))
+    return folder
+
+
+@pytest.fixture
+def socket_folder():
+    """A short path, unlike pytest's."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield folder
+
+
+@contextmanager
+def started(command, model, folder, *flags, vllm_args):
+    """Start a process with all secrets planted; its log is the file `log` of the folder."""
+    words = [sys.executable, "-m", "medialane", command, str(model), *flags, "--", *vllm_args]
+    environ = os.environ | {name: SECRETS[name] for name in VARIABLES}
+    with open(folder / "log", "wb") as log, subprocess.Popen(words, env=environ, stdout=log, stderr=log) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def vllm_args_with_secrets(folder):
+    file = folder / "flags.yaml"
+    file.write_text(f"seed: 1\napi-key: [{SECRETS['--config']}]\n")
+    return ["--api-key", SECRETS["--api-key"], f"--hf_token={SECRETS['--hf-token']}", "--config", str(file)]
+
+
+def test_fork_server_and_preparers_have_no_secret(model, tmp_path, socket_folder):
+    flags = [f"--listen=unix:{socket_folder}/s.sock", "--stage=url", "--preparers=2", "--arena-size=16MiB"]
+    with started("store", model, tmp_path, *flags, vllm_args=vllm_args_with_secrets(tmp_path)) as process:
+
+        def log():
+            return (tmp_path / "log").read_text()
+
+        wait_until(lambda: "store is ready" in log() or process.poll() is not None, "the store is ready", START_S)
+        assert process.poll() is None, log()
+        below = descendants(process.pid)
+        assert len([pid for pid in below if "medialane.prepare.forkserver" in command_of(pid)]) >= 3, below
+        assert {pid: secrets_of(pid, SECRETS) for pid in below} == {pid: set() for pid in below}
+        assert not any(secret in log() for secret in SECRETS.values())
+
+
+def test_each_process_has_the_secrets_that_it_uses_and_shows_none_in_its_command_line(model, tmp_path):
+    flags = ["--workers=1", "--port=0", "--arena-size=16MiB"]
+    with started("serve", model, tmp_path, *flags, vllm_args=vllm_args_with_secrets(tmp_path)) as process:
+        shared = {"MEDIALANE_RPC_SECRET", "--hf-token"}
+        expected = {"store": shared, "worker": shared, "gateway": shared | {"VLLM_API_KEY", "--api-key"}}
+        found = {}
+
+        def all_seen():
+            for pid in descendants(process.pid):
+                words = command_of(pid).split()
+                if "medialane" in words and (role := words[words.index("medialane") + 1]) in expected:
+                    found[role] = environ_of(pid), " ".join(words)
+            return found.keys() == expected.keys()
+
+        wait_until(all_seen, "all processes have been started", START_S)
+    for role, (environ, command) in found.items():
+        assert {name for name, secret in SECRETS.items() if secret in environ} == expected[role], role
+        assert not any(secret in command for secret in SECRETS.values())
+
+
+def environ_of(pid):
+    return Path(f"/proc/{pid}/environ").read_text()
+
+
+async def test_mover_has_no_secret(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.setenv(name, SECRETS[name])
+
+    class FakedNixlMover(NixlMover):
+        def __init__(self, *arguments, **settings):
+            super().__init__(*arguments, **settings, factory=FAKE)
+
+    monkeypatch.setattr(store, "NixlMover", FakedNixlMover)
+    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
+    (mover,) = store.movers(load_config({"peer-nixl": "on"}), arena.id)
+    try:
+        assert await mover.offer(wait=True) is not None
+        assert secrets_of(mover.pid, SECRETS) == set()
+    finally:
+        await mover.close()
+        arena.close()
+
+
+def test_reader_of_memory_finds_what_is_there():
+    """The test of the tests: a secret in the environment, on the heap, and nowhere."""
+    secrets = planted("environment", "heap", "nowhere")
+    program = f"held = '{secrets['heap'][:9]}' + '{secrets['heap'][9:]}'; print(1, flush=True); input()"
+    environ = os.environ | {"SOME": secrets["environment"]}
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert secrets_of(process.pid, secrets) == {"environment", "heap"}
+        process.kill()
