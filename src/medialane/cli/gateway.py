@@ -178,6 +178,7 @@ async def _start(
         wait_timeout_s=config.store.wait_timeout_s,
         processor=frontend.processor_settings,
         writable=True,
+        scraped="gateway",
     )
     links = _links(config, frontend, store=store, peers=peers, metrics=metrics)
     components = _Components(config, gateway_config, frontend, keys, store, links, fairness, metrics)

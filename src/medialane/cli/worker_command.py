@@ -157,6 +157,7 @@ async def _host_arena(config: Config, args: argparse.Namespace | None) -> AsyncI
         rpc=config.rpc,
         arena_directory=config.arena.directory,
         wait_timeout_s=config.store.wait_timeout_s,
+        scraped="worker" if config.worker.metrics_port else None,
     )
     running = asyncio.create_task(link.run(), name="store link")
     try:

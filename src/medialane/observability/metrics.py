@@ -157,7 +157,7 @@ class Metrics:
 
     def watch_store(self, read: Callable[[], StoreStats | None]) -> None:
         """Expose the state of the host's store, read on each scrape; nothing while there is none."""
-        self._watch(self.host, lambda: _store(read()))
+        self._watch(self.host, lambda: store_metrics(read()))
 
     def watch_workers(self, read: Callable[[], Iterable[Endpoint]]) -> None:
         """Expose the state of the workers, read on each scrape."""
@@ -204,7 +204,8 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str
     return family
 
 
-def _store(stats: StoreStats | None) -> Iterator[Metric]:
+def store_metrics(stats: StoreStats | None) -> Iterator[Metric]:
+    """Yield the series of a host's store; none without one."""
     if stats is not None:
         yield from _arena(stats.arena)
         yield from _preparers(stats.preparers)

@@ -8,6 +8,7 @@ from typing import cast
 
 from medialane.core.feature import Embedding, FoundEmbedding, WantedEmbedding
 from medialane.core.remote_entry import RemoteEntry
+from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.store.hold_cache import HoldCache
 from medialane.store.hold_passing import PassedHolds
@@ -25,6 +26,9 @@ from medialane.store.messages import (
     PullEntries,
     PullsGranted,
 )
+
+#: For a store that is busy: its last figures are exposed then.
+_STATUS_TIMEOUT_S = 1.0
 
 
 class EntriesHold:
@@ -74,6 +78,11 @@ class StoreEntries:
     @property
     def client_id(self) -> str:
         return self._link.client_id
+
+    async def exposed_stats(self) -> StoreStats | None:
+        await self._link.refresh(_STATUS_TIMEOUT_S)
+        status = self._link.status
+        return status.stats if status is not None and status.exposed_by == self.client_id else None
 
     async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> EntriesHold:
         with ExitStack() as holds:

@@ -23,7 +23,16 @@ from medialane.core.errors import (
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.rpc.config import RpcConfig
 from medialane.store.client import Answer, ConnectionLost, StoreClient
-from medialane.store.messages import Call, HoldsPassed, PassHolds, Reply, StoreHello, StoreStatus, StoreWelcome
+from medialane.store.messages import (
+    Call,
+    HoldsPassed,
+    PassHolds,
+    Reply,
+    ScrapedAs,
+    StoreHello,
+    StoreStatus,
+    StoreWelcome,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +46,7 @@ class StoreLink:
     """One per process. `run` keeps it connected; calls wait for a connection for `wait_timeout_s`.
 
     The arena is mapped while the store is connected; `writable` for clients that send bytes. `processor` are the
-    settings for which this client wants features: a store with others refuses it.
+    settings for which this client wants features: a store with others refuses it. `scraped` is as in `StoreHello`.
     """
 
     def __init__(
@@ -49,6 +58,7 @@ class StoreLink:
         wait_timeout_s: float,
         processor: Mapping[str, str] = MappingProxyType({}),
         writable: bool = False,
+        scraped: ScrapedAs | None = None,
     ) -> None:
         self.address = address
         self._rpc = rpc
@@ -58,6 +68,7 @@ class StoreLink:
         self.client_id = secrets.token_hex(16)
         self._processor = dict(processor)
         self._writable = writable
+        self._scraped = scraped
         self._client: StoreClient | None = None
         self._connected = asyncio.Event()
         self._view: ArenaView | None = None
@@ -247,7 +258,13 @@ class StoreLink:
 
     async def _connect(self) -> None:
         sent = list(self._holds)
-        hello = StoreHello(client_id=self.client_id, processor=self._processor, arena=self._holds_arena, holds=sent)
+        hello = StoreHello(
+            client_id=self.client_id,
+            processor=self._processor,
+            arena=self._holds_arena,
+            holds=sent,
+            scraped=self._scraped,
+        )
         client = await StoreClient.connect(
             self.address, hello, self._rpc, holds=self._holds, on_passed=self._passed, on_reclaim=self._reclaim
         )

@@ -58,8 +58,10 @@ from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.observability.timeline import TimelineReport
 
+ScrapedAs = Literal["gateway", "worker"]
+
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -75,7 +77,8 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     takes over those of its holds that are in `holds`; they are holds on entries of `arena`.
 
     `processor` are the processor settings for which a gateway wants features; empty for a worker. Their digest is part
-    of the features' keys.
+    of the features' keys. `scraped` is the kind of a client whose page of metrics has those of the store, too, if they
+    are exposed there (`StoreStatus.exposed_by`).
     """
 
     version: int = PROTOCOL_VERSION
@@ -83,6 +86,7 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     processor: dict[str, str] = {}
     arena: str = ""
     holds: list[int] = []
+    scraped: ScrapedAs | None = None
 
 
 class StoreWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -297,11 +301,13 @@ class StorePing(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`problem` describes what is wrong with media preparation, None if nothing is. `has_started` is whether the store
-    has loaded its processor; until then, items that need a preparer wait for it."""
+    has loaded its processor; until then, items that need a preparer wait for it. `exposed_by` is the client that
+    exposes the statistics to scrapers, so that nothing is counted twice: empty if gateways do, or no client does."""
 
     stats: StoreStats
     problem: str | None = None
     has_started: bool = True
+    exposed_by: str = ""
 
 
 Question = SendData | ImageSize

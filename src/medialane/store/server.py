@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+import msgspec
+
 from medialane.arena import Arena
 from medialane.core.errors import StartupFailed, StoreUnavailable
 from medialane.core.tensor import ArenaOffer
@@ -51,7 +53,7 @@ class StoreServer:
         self._max_connections = max_connections
         self._processor = processor
         self._status = status
-        self._sessions: set[StoreSession] = set()
+        self._sessions: dict[StoreSession, None] = {}
         self._departed = DepartedClients()
         self._listener: Listener | None = None
 
@@ -93,7 +95,7 @@ class StoreServer:
             self._config,
             pulls=self._pulls,
             register=self._register,
-            status=self._status,
+            status=self._status_now,
             pass_holds=self._pass_holds,
             reclaim=self._reclaim,
             on_open=self._admit,
@@ -101,10 +103,21 @@ class StoreServer:
         ).connection
 
     def _admit(self, session: StoreSession) -> None:
-        self._sessions.add(session)
+        self._sessions[session] = None
         if len(self._sessions) > self._max_connections:
             logger.warning("more than %d connections (--store-max-connections)", self._max_connections)
             session.connection.end(StoreUnavailable("the store has reached its limit of connections"))
+
+    def _status_now(self) -> StoreStatus:
+        return msgspec.structs.replace(self._status(), exposed_by=self._exposer())
+
+    def _exposer(self) -> str:
+        """Return the id of the worker that has been connected for longest among those that are scraped; empty if there
+        are gateways, which all have the series of their host."""
+        scraped = [session.hello for session in self._sessions if session.hello is not None and session.hello.scraped]
+        if not scraped or any(hello.scraped == "gateway" for hello in scraped):
+            return ""
+        return scraped[0].client_id
 
     def _register(self, session: StoreSession, hello: StoreHello) -> StoreWelcome:
         """Raises StartupFailed for a client of another release, or with other processor settings."""
@@ -146,7 +159,7 @@ class StoreServer:
         return self._departed.take(hello.client_id) or ClientUse()
 
     def _lost(self, session: StoreSession) -> None:
-        self._sessions.discard(session)
+        self._sessions.pop(session, None)
         pidfd, session.pidfd = session.pidfd, None
         if session.hello is not None and len(session.use) and pidfd is not None:
             self._departed.add(session.hello.client_id, session.use, pidfd)

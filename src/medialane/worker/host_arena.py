@@ -8,6 +8,7 @@ from typing import Protocol
 from medialane.core.errors import HandoverFailed
 from medialane.core.feature import FoundEmbedding, Hold, WantedEmbedding
 from medialane.core.remote_entry import RemoteEntry
+from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange
 
 _NO_STORE = "this worker has no store on its host"
@@ -22,6 +23,11 @@ class HostArena(Protocol):
     @property
     def client_id(self) -> str:
         """This worker's name at the store; empty without a store."""
+        ...
+
+    async def exposed_stats(self) -> StoreStats | None:
+        """Return the state of this host's store, as of now, if this process is to expose it for scrapers; None if
+        another one does, or there is no store."""
         ...
 
     async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> Hold:
@@ -51,6 +57,9 @@ class NoArena:
 
     def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
         """There is nothing to watch."""
+
+    async def exposed_stats(self) -> StoreStats | None:
+        return None
 
     async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> Hold:
         raise HandoverFailed(_NO_STORE)

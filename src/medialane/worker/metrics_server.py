@@ -3,7 +3,7 @@
 * `/metrics`: this process's registry, in which vLLM registers its series, unchanged, and the worker's own. Rank i of a
   data-parallel engine has port + i with the series that vLLM labels with this engine: an endpoint picker (llm-d's, say)
   treats each port as an endpoint, and reads a series without looking at its labels. Series without that label are on
-  the first port.
+  the first port. On a host without gateways, one of its workers also has the series of the host's store.
 * `/health`: 200 while the engine responds, for liveness probes. The worker itself exits if it does not.
 * `/ready`: 200 while it serves requests: the engine responds, and a gateway is registered. For readiness probes, so
   that a rollout stops if new workers cannot reach the gateways.
@@ -27,6 +27,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from medialane.core.errors import StartupFailed
+from medialane.core.stats import StoreStats
+from medialane.observability.metrics import store_metrics
 from medialane.rpc import RpcServer
 from medialane.worker.config import WorkerConfig
 from medialane.worker.worker import Worker
@@ -44,6 +46,11 @@ class WorkerStatus(Collector):
     def __init__(self, worker: Worker, server: RpcServer) -> None:
         self._worker = worker
         self._server = server
+        self._store: StoreStats | None = None
+
+    async def refresh(self) -> None:
+        """Ask the store of this host for its state, if this process is to expose it."""
+        self._store = await self._worker.exposed_store()
 
     def health_problems(self) -> list[str]:
         return [] if self._worker.is_responding else ["the engine does not respond"]
@@ -64,7 +71,7 @@ class WorkerStatus(Collector):
             ),
         }
         gauges = [GaugeMetricFamily(name, text, value=float(value)) for name, (text, value) in values.items()]
-        return [*gauges, self._embeddings()]
+        return [*gauges, self._embeddings(), *store_metrics(self._store)]
 
     def _embeddings(self) -> Metric:
         text = "Media items by what the engine did: loaded or encoded; of embeddings, saved, or failed to load or save"
@@ -82,7 +89,9 @@ async def metrics_served(
     async with AsyncExitStack() as stack:
         for rank in range(num_ranks if config.metrics_port else 0):
             sources: list[Collector | CollectorRegistry] = [_OfRank(registry, rank), *([] if rank else [status])]
-            runner = web.AppRunner(_app(_Page(sources), status), access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+            runner = web.AppRunner(
+                _app(_Page(sources, status), status), access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+            )
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await _listen(runner, config.metrics_host, config.metrics_port + rank)
@@ -100,8 +109,9 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
 class _Page:
     """The exposition of some collectors. `get` is called on the event loop."""
 
-    def __init__(self, sources: Sequence[Collector | CollectorRegistry]) -> None:
+    def __init__(self, sources: Sequence[Collector | CollectorRegistry], status: WorkerStatus) -> None:
         self._sources = sources
+        self._status = status
         self._lock = asyncio.Lock()
         self._rendered_at = float("-inf")
         self._body = b""
@@ -109,6 +119,7 @@ class _Page:
     async def get(self) -> bytes:
         async with self._lock:
             if time.monotonic() - self._rendered_at >= MIN_INTERVAL_S:
+                await self._status.refresh()
                 self._body = await asyncio.to_thread(self._render)
                 self._rendered_at = time.monotonic()
             return self._body

@@ -35,6 +35,7 @@ from medialane.core.request import (
     Prompt,
     WorkerLoad,
 )
+from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange, InlineTensor, TensorDescriptor
 from medialane.observability.worker_metrics import MetricReader
 from medialane.rpc import Hello, Welcome
@@ -118,6 +119,10 @@ class Worker:
     def has_arena(self) -> bool:
         """Whether the arena of this host's store is mapped."""
         return self._mapped is not None
+
+    async def exposed_store(self) -> StoreStats | None:
+        """See `HostArena.exposed_stats`."""
+        return await self._host_arena.exposed_stats()
 
     async def register(self, hello: Hello) -> Welcome:
         self._compare(hello)

@@ -11,7 +11,7 @@ from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import BOTH, GROUPS, Seam
 
 COMMANDS = {
-    "gateway": (gateway_command, ["--worker", "unix:/tmp/no-worker.sock"]),
+    "gateway": (gateway_command, ["--worker", "unix:/tmp/no-worker.sock", "--store", "none"]),
     "worker": (worker_command, ["--listen", "unix:/tmp/no-worker.sock"]),
 }
 

@@ -252,3 +252,24 @@ async def test_arena_that_stops_growing_is_full_after_a_deadline(monkeypatch):
         await asyncio.wait_for(gateway.find("a"), 5)
     await gateway.disconnect()
     await world.close()
+
+
+async def test_store_without_a_gateway_is_exposed_by_one_of_the_workers_that_are_scraped(world):
+    unscraped, first, second = [await world.client(scraped=scraped) for scraped in (None, "worker", "worker")]
+    assert await first.entries.exposed_stats() is not None
+    assert await second.entries.exposed_stats() is None
+    assert await unscraped.entries.exposed_stats() is None
+    await first.die()
+    found = await second.entries.exposed_stats()
+    assert found is not None
+    assert found.arena.size_bytes == world.arena.stats().size_bytes
+
+
+async def test_store_with_a_gateway_is_exposed_by_that_alone(world):
+    worker = await world.client(scraped="worker")
+    gateway = await world.client(scraped="gateway")
+    assert await worker.entries.exposed_stats() is None
+    await gateway.die()
+    assert await worker.entries.exposed_stats() is not None
+    await world.server.close()
+    assert await worker.entries.exposed_stats() is None

@@ -10,9 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from medialane.core.errors import StartupFailed
+from medialane.core.stats import ArenaStats, PoolStats, PullStats, StoreStats
 from medialane.rpc import Hello, RpcClient, RpcConfig, RpcServer
-from medialane.worker import FakeEngine, Worker, WorkerConfig
+from medialane.worker import FakeEngine, Worker, WorkerConfig, metrics_server
 from medialane.worker.fake_engine import FAKE_CARD
+from medialane.worker.host_arena import NoArena
 from medialane.worker.metrics_server import WorkerStatus, metrics_served
 from waiting import eventually
 
@@ -30,11 +32,15 @@ def free_ports(number):
 
 
 class Serving:
-    def __init__(self, tmp_path, num_ranks=1):
+    def __init__(self, tmp_path, num_ranks=1, host_arena=None):
         self.registry = CollectorRegistry()
         self.engine = FakeEngine(card=msgspec.structs.replace(FAKE_CARD, data_parallel_size=num_ranks))
         self.worker = Worker(
-            self.engine, WorkerConfig(ping_interval_s=0.01), arena_directory="/dev/shm", registry=self.registry
+            self.engine,
+            WorkerConfig(ping_interval_s=0.01),
+            arena_directory="/dev/shm",
+            host_arena=host_arena,
+            registry=self.registry,
         )
         self.server = RpcServer(self.worker, RpcConfig())
         self.address = f"unix:{tmp_path}/w"
@@ -150,3 +156,30 @@ async def test_nothing_is_served_without_a_port(serving):
     status = WorkerStatus(serving.worker, serving.server)
     async with metrics_served(status, WorkerConfig(), num_ranks=1, registry=serving.registry):
         pass
+
+
+class StoreOfThisHost(NoArena):
+    """Its state is exposed here while `stats` is set."""
+
+    stats = StoreStats(
+        ArenaStats(*range(100, 116)),
+        PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ()),
+        PullStats({"tcp": 3, "nixl": 4}, {"tcp": 300}, {"nixl": 1}, num_quarantined=2),
+    )
+
+    async def exposed_stats(self):
+        return self.stats
+
+
+async def test_worker_exposes_the_store_of_its_host_unless_another_process_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_server, "MIN_INTERVAL_S", 0.0)
+    store = StoreOfThisHost()
+    async with Serving(tmp_path, num_ranks=2, host_arena=store).run() as serving:
+        text = (await serving.get("/metrics"))[1]
+        assert 'medialane_store_pulls_total{mover="tcp"} 3.0' in text
+        assert 'medialane_store_pulls_total{mover="nixl"} 4.0' in text
+        assert "medialane_store_quarantined_ranges 2.0" in text
+        assert 'medialane_arena_bytes{kind="size"} 100.0' in text
+        assert "medialane_store" not in (await serving.get("/metrics", rank=1))[1]
+        store.stats = None
+        assert "medialane_store" not in (await serving.get("/metrics"))[1]
