@@ -650,3 +650,30 @@ async def test_usage_has_the_tokens_of_media_that_a_worker_places(server, stream
 async def test_usage_has_the_tokens_of_media_that_the_gateway_places(server):
     response = await server.chat(image())
     assert response.json()["usage"]["prompt_tokens_details"]["multimodal_tokens"] == {"image": NUM_EMBEDS}
+
+
+RESPONSE_IMAGE = {"type": "input_image", "image_url": "http://host.example/a.png", "detail": "auto"}
+
+
+async def respond(server, *items, **more):
+    body = {"model": server.model, "input": list(items), "max_output_tokens": 8, **more}
+    return await server.client.post("/v1/responses", json=body)
+
+
+async def test_result_of_a_tool_may_be_an_image(server):
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": [RESPONSE_IMAGE]}
+    response = await respond(server, {"role": "user", "content": "look"}, call, result)
+    assert response.status_code == 200, response.text
+    assert [item.url for item in server.backend.prompts[0].items] == ["http://host.example/a.png"]
+
+
+async def test_media_of_a_stored_response_are_not_those_of_the_next_request(server, monkeypatch):
+    monkeypatch.setattr(server.app.state.openai_serving_responses, "enable_store", True)
+    first = await respond(server, {"role": "user", "content": [RESPONSE_IMAGE]}, store=True)
+    assert first.status_code == 200, first.text
+    other = {**RESPONSE_IMAGE, "image_url": "http://host.example/b.png"}
+    second = await respond(server, {"role": "user", "content": [other]}, previous_response_id=first.json()["id"])
+    assert (second.status_code, second.json()["error"]["code"]) == (400, "invalid_media_url"), second.text
+    assert "an earlier one" in second.json()["error"]["message"]
+    assert len(server.backend.prompts) == 1

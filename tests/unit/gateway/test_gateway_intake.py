@@ -221,6 +221,13 @@ def test_content_parts_of_a_prompt_of_token_ids():
     assert [changed[n] for n in (1, 4, 5)] == [parts[n] for n in (1, 4, 5)]
 
 
+def test_result_of_a_tool_in_the_input_of_a_response():
+    part = {"type": "input_image", "image_url": HTTP, "detail": "auto"}
+    found = extracted({"input": [{"type": "function_call_output", "call_id": "c", "output": [part]}]})
+    assert [(ref.url, ref.param) for ref in found.refs] == [(HTTP, "input[0].output[0].image_url")]
+    assert json.loads(found.body)["input"][0]["output"][0]["image_url"] == "medialane:0"
+
+
 MANY = [HTTP] * (CONFIG.max_items + 1)
 
 
@@ -228,6 +235,7 @@ MANY = [HTTP] * (CONFIG.max_items + 1)
     ("body", "param"),
     [
         ({"content_parts": [{"type": "image_url", "url": url} for url in MANY]}, "content_parts[16]"),
+        ({"input": [{"output": [{"image_url": url} for url in MANY]}]}, "input[0].output[16].image_url"),
         ({"questions": {}, "images": MANY[1:], "videos": [HTTP]}, "videos[0]"),
         ({"questions": {}, "audio": MANY}, "audio[16]"),
     ],

@@ -116,7 +116,13 @@ def _in_message(param: str, message: object) -> list[Place]:
     """Return the places in a message, or in a query or document, which has the same content."""
     if not isinstance(message, Message):
         return []
-    return [place for j, part in parts_with_media(message.content) for place in _in_part(f"{param}.content[{j}]", part)]
+    members = (("content", message.content), ("output", message.output))
+    return [
+        place
+        for name, parts in members
+        for j, part in parts_with_media(parts)
+        for place in _in_part(f"{param}.{name}[{j}]", part)
+    ]
 
 
 def _in_urls(modality: Modality, param: str, urls: msgspec.Raw) -> list[Place]:

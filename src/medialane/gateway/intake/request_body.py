@@ -51,7 +51,10 @@ class Part(msgspec.Struct, gc=False):
 
 
 class Message(msgspec.Struct, gc=False):
+    """A message, or an item of a response's input: a tool's result has its parts in `output`."""
+
     content: list[Part | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
+    output: list[Part | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
 
 
 _Conversations = list[Message | list[Message | list[msgspec.Raw] | _Scalar] | _Scalar] | _Object | _Scalar
@@ -135,6 +138,8 @@ def check_num_parts(body: RequestBody, num_values: int, max_parts: int) -> None:
     pending += [_without_text(value) for _, value in body.bounded_inputs()]
     num_parts = 0
     for value in pending:
+        if isinstance(value, Message):
+            pending.append(value.output)
         found = value.content if isinstance(value, (Message, Part)) else value
         if isinstance(found, list):
             num_parts += len(found)
