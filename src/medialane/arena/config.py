@@ -10,6 +10,7 @@ from msgspec import field
 
 from medialane.arena.entries import Kind
 from medialane.arena.reaper import reclaimable_bytes
+from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
 from medialane.core.libc import file_system_type
 
@@ -53,7 +54,7 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.size_bytes < MIN_BYTES:
             raise StartupFailed(
-                f"--arena-size is {_format_bytes(self.size_bytes)}; the minimum is {_format_bytes(MIN_BYTES)}"
+                f"--arena-size is {format_bytes(self.size_bytes)}; the minimum is {format_bytes(MIN_BYTES)}"
             )
         for kind, share in self.shares.items():
             if not 0 <= share <= 1:
@@ -76,10 +77,6 @@ def not_enough_space(size_bytes: int, directory: str, free_bytes: int) -> str:
     """Return the message for the operator if the arena does not fit."""
     shm_gib = math.ceil(size_bytes * 1.25 / GIB)
     return (
-        f"the arena needs {_format_bytes(size_bytes)} but {directory} has {_format_bytes(free_bytes)} free: enlarge it "
+        f"the arena needs {format_bytes(size_bytes)} but {directory} has {format_bytes(free_bytes)} free: enlarge it "
         f"(docker run --shm-size={shm_gib}g, or --ipc=host) or make the arena smaller (--arena-size)"
     )
-
-
-def _format_bytes(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"

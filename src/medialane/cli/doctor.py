@@ -24,7 +24,8 @@ from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.local import check_port
 from medialane.cluster.placement import find_gpus, installed_version, usable_cores, vllm_is_for_cpu
 from medialane.cluster.preflight import check_flags, check_model
-from medialane.config import Config, format_size, load_config, process_environ
+from medialane.config import Config, load_config, process_environ
+from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
 from medialane.rpc.address import TcpAddress, format_tcp
 from medialane.vllm_bridge.seams.table import TESTED_VLLM
@@ -268,7 +269,7 @@ def _memory() -> Finding:
     with open("/proc/meminfo") as file:
         facts = dict(re.findall(r"(\w+):\s+(\d+) kB", file.read()))
     total, free = int(facts["MemTotal"]) * 1024, int(facts["MemAvailable"]) * 1024
-    text = f"{_gib(free)} of {_gib(total)} free"
+    text = f"{format_bytes(free)} of {format_bytes(total)} free"
     if free < 4 << 30:
         return Finding("warn", text, "a worker of the smallest model takes 2 GiB or more")
     return Finding("ok", text)
@@ -280,8 +281,8 @@ def _shared_memory(config: Config) -> Finding:
         usage = shutil.disk_usage(directory)
     except OSError as error:
         return Finding("fail", f"{directory}: {error.strerror}", "mount a tmpfs there")
-    size = format_size(config.arena.size_bytes)
-    text = f"{directory}: {_gib(usage.free)} of {_gib(usage.total)} free, arena {size}"
+    size = format_bytes(config.arena.size_bytes)
+    text = f"{directory}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free, arena {size}"
     try:
         config.arena.validate()
     except StartupFailed as error:
@@ -345,10 +346,6 @@ def _reachable(host: str, port: int) -> Finding:
         reason = os.strerror(error.errno) if error.errno else str(error)
         return Finding("fail", address, f"{reason}: is a gateway with --join-listen running there, and no firewall?")
     return Finding("ok", f"{address} accepts connections")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
 def _show(findings: list[tuple[str, Finding]]) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 from medialane.config import SectionName, Setting, format_size, settings
 
+#: Settings of connections beyond loopback, for the help of the commands that make some.
+PROTECTION = ("rpc-secret-file", "rpc-tls-cert", "rpc-tls-key", "rpc-tls-ca", "rpc-insecure")
+
 _DEST = "setting:"
 _ALL = "--help-all"
 

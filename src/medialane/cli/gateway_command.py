@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cluster.local import check_join_listen, check_port
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
@@ -23,7 +23,16 @@ SECTIONS: tuple[SectionName, ...] = (
     "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "environment",
     "logging",
 )  # fmt: skip
-_COMMON = ("host", "port", "join-listen", "stage", "transport", "router", "rpc-secret-file", "log-level")
+_COMMON = (
+    "host",
+    "port",
+    "join-listen",
+    "stage",
+    "transport",
+    "router",
+    *PROTECTION,
+    "log-level",
+)
 
 #: vLLM's app resolves every URL with the media connector of this name: ours, which leaves fetching to the gateway.
 _OWN = {"VLLM_MEDIA_CONNECTOR": "medialane"}

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from medialane.cli.http_failure import describe_failure
 from medialane.core.errors import StartupFailed
 
 _TIMEOUT_S = 10.0
@@ -129,7 +130,7 @@ async def read_state(url: str, *, key: str = "", verify: bool = True) -> Gateway
     except TimeoutError as error:
         raise StartupFailed(f"the gateway at {url} has not answered within {_TIMEOUT_S:g} s") from error
     except aiohttp.ClientError as error:
-        raise StartupFailed(f"no gateway answers at {url}: {error}") from error
+        raise StartupFailed(f"no gateway answers at {url}: {describe_failure(error)}") from error
     if status in {401, 403}:
         wrong = "does not accept this key" if key else "needs a key"
         raise StartupFailed(f"/metrics of {url} {wrong}: set MEDIALANE_METRICS_KEY, or --metrics-key-file")

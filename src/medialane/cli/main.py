@@ -1,20 +1,21 @@
 """The command `medialane`: dispatches to a subcommand and imports only its module.
 
 A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`. Arguments after a lone `--` are vLLM's and
-are passed as `args.vllm_args`, secrets excepted; the others as `args.argv`.
+are passed as `args.vllm_args`, secrets excepted; the others as `args.argv`. This module imports nothing but the
+standard library: it reports which package is missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from medialane import __version__
-from medialane.core.errors import StartupFailed
 
 #: Prefix of the error line of a failed start-up; the supervisor searches for it in the logs of its processes.
 ERROR_PREFIX = "medialane: error: "
@@ -70,29 +71,42 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _run(words)
-    except StartupFailed as error:
-        print(ERROR_PREFIX + error.message, file=sys.stderr, flush=True)
+    if not words or words[0] not in COMMANDS:
+        _top_parser().parse_args(words[:1] or ["--help"])  # exits: prints the help, the version or the error
         return _EXIT_USAGE
+    try:
+        return _run(*words)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "medialane") or importlib.util.find_spec(package) is not None:
+            raise
+        return _failed(
+            f"`medialane {words[0]}` needs the package {package}, which is not installed: {_remedy(package)}"
+        )
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
 
 
-def _run(words: list[str]) -> int:
-    top = _top_parser()
-    if not words or words[0] not in COMMANDS:
-        top.parse_args(words[:1] or ["--help"])  # exits: prints the help, the version or the error
-        return _EXIT_USAGE
-    name, *rest = words
+def _run(name: str, *words: str) -> int:
+    from medialane.core.errors import StartupFailed
+
     command = COMMANDS[name]
     try:
         module = importlib.import_module(f"medialane.cli.{command.module}")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("medialane"):
-            raise
-        raise StartupFailed(f"`medialane {name}` needs the package {error.name}, which is not installed") from error
-    return int(module.run(_parse(name, command, module.add_arguments, rest)))
+        return int(module.run(_parse(name, command, module.add_arguments, list(words))))
+    except StartupFailed as error:
+        return _failed(error.message)
+
+
+def _failed(message: str) -> int:
+    print(ERROR_PREFIX + message, file=sys.stderr, flush=True)
+    return _EXIT_USAGE
+
+
+def _remedy(package: str) -> str:
+    if package in ("vllm", "torch", "transformers"):
+        return "pip install 'medialane[vllm]' (with a GPU) or 'medialane[cpu]'"
+    return f"pip install 'medialane[{package}]'" if package in ("ray", "nixl") else "pip install medialane"
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, get_args
 import msgspec
 
 from medialane.arena import reap
-from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
 from medialane.cluster import Supervisor, local
@@ -34,9 +34,9 @@ if TYPE_CHECKING:  # imports ray
 
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
-    "workers", "encoders", "gateways", "preparers", "host", "port", "join-listen", "arena-size", "stage", "transport",
-    "router", "single-gpu", "encoder-gpu-share", "ray", "address", "gateway-nodes", "gpus-per-worker",
-    "cpus-per-worker", "rpc-secret-file", "join", "metrics-port", "log-dir", "log-level",
+    "workers", "encoders", "gateways", "preparers", "host", "port", "join-listen", "peer-listen", "arena-size", "stage",
+    "transport", "router", "single-gpu", "encoder-gpu-share", "ray", "address", "gateway-nodes", "gpus-per-worker",
+    "cpus-per-worker", *PROTECTION, "join", "metrics-port", "log-dir", "log-level",
 )  # fmt: skip
 _TICK_S = 0.125
 _EXIT_KILLED = 130

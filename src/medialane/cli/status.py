@@ -13,7 +13,8 @@ from rich.table import Table
 
 from medialane.cli.gateway_state import GatewayState, read_state
 from medialane.cli.store_state import read_store
-from medialane.config import ServerConfig, format_size, load_config
+from medialane.config import ServerConfig, load_config
+from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
 from medialane.gateway.access import metrics_key
 from medialane.rpc.address import parse_unix
@@ -135,10 +136,10 @@ def _show_store(console: Console, state: GatewayState) -> None:
         console.print("store: not connected, or not needed by this model")
         return
     preparers = f"{store.num_preparers} preparers, {store.num_busy} busy, {store.num_queued} items queued"
-    size, free = format_size(store.size_bytes), f"{store.free_bytes / store.size_bytes:.0%} free"
+    size, free = format_bytes(store.size_bytes), f"{store.free_bytes / store.size_bytes:.0%} free"
     console.print(f"store: {size}, {free}, {store.num_entries} entries; {preparers}")
     counts = f"{store.num_filled} stored and {store.num_found} found since the store's start"
-    console.print(f"embeddings: {store.embedded_bytes / (1 << 20):.1f} MiB; {counts}", soft_wrap=True)
+    console.print(f"embeddings: {format_bytes(store.embedded_bytes)}; {counts}", soft_wrap=True)
 
 
 def _up(is_up: bool, otherwise: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from medialane.cli import store
-from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import SectionName, enter_environ, load_config, process_environ
@@ -14,7 +14,7 @@ from medialane.rpc.address import parse_unix
 from medialane.rpc.listener import check_listen
 
 SECTIONS: tuple[SectionName, ...] = ("gateway", "store", "media", "prepare", "arena", "rpc", "environment", "logging")
-_COMMON = ("preparers", "arena-size", "stage", "log-level")
+_COMMON = ("preparers", "arena-size", "stage", "peer-listen", *PROTECTION, "log-level")
 
 _EPILOG = """\
 A store fetches, decodes and processes the media of one host, once for all gateways there, and keeps them in shared

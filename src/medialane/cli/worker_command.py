@@ -14,7 +14,7 @@ from typing import NoReturn, get_args
 
 import uvloop
 
-from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cli.worker_store import host_store
 from medialane.cluster.local import check_join, check_metrics_ports
 from medialane.cluster.placement import find_hardware
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "environment", "logging")
 _COMMON = (
-    "join", "metrics-host", "metrics-port", "worker-name", "rpc-secret-file", "log-level", "arena-directory",
+    "join", "metrics-host", "metrics-port", "worker-name", *PROTECTION, "log-level", "arena-directory",
     "simulated-workers", "speedup",
 )  # fmt: skip
 

@@ -32,9 +32,16 @@ def model(tmp_path):
 
 @pytest.fixture
 def taken():
-    """A port at which another process listens."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        yield sock.getsockname()[1]
+    """A port at which another process listens; the one before it is free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            port = sock.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port - 1)).close()
+            except OSError:
+                continue
+            yield port
+            return
 
 
 def error_of(words, capsys):
@@ -186,3 +193,14 @@ def test_invalid_host_is_rejected_by_name(command, host, capsys):
 def test_invalid_media_domain_is_rejected_by_name(capsys):
     assert main(["serve", "m", "--allow-media-domain", "https://example.org"]) == 2
     assert "--allow-media-domain: 'https://example.org' is not a host name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "worker", "store"])
+def test_help_shows_the_settings_of_connections_between_hosts(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    expected = ["--rpc-secret-file", "--rpc-tls-cert", "--rpc-tls-key", "--rpc-tls-ca", "--rpc-insecure"]
+    expected += ["--join-listen"] if command in ("serve", "gateway") else []
+    expected += ["--peer-listen"] if command in ("serve", "store") else []
+    assert [flag for flag in expected if f"{flag} " not in shown and f"{flag}," not in shown] == []

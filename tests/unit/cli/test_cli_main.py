@@ -1,7 +1,9 @@
 import json
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -34,8 +36,13 @@ class FakeCommand:
 
 @pytest.fixture
 def install(monkeypatch):
+    real = main_module.importlib.import_module
+
     def put(command):
-        monkeypatch.setattr(main_module.importlib, "import_module", lambda _: command)
+        def load(name, *rest):
+            return command if name.startswith("medialane.cli.") else real(name, *rest)
+
+        monkeypatch.setattr(main_module.importlib, "import_module", load)
         return command
 
     return put
@@ -119,8 +126,49 @@ def test_interrupt_exits_with_the_shell_status(install):
 
 def test_absent_package_is_named_in_one_line(monkeypatch, capsys):
     def absent(_):
-        raise ModuleNotFoundError("No module named 'openai'", name="openai")
+        raise ModuleNotFoundError("No module named 'no_such_package.part'", name="no_such_package.part")
 
     monkeypatch.setattr(main_module.importlib, "import_module", absent)
     assert main(["demo"]) == 2
-    assert "`medialane demo` needs the package openai" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "medialane: error: `medialane demo` needs the package no_such_package, which is not installed: "
+        "pip install medialane\n"
+    )
+
+
+def test_module_that_an_installed_package_lacks_is_not_reported_as_a_missing_package(monkeypatch):
+    def absent(_):
+        raise ModuleNotFoundError("No module named 'json.part'", name="json.part")
+
+    monkeypatch.setattr(main_module.importlib, "import_module", absent)
+    with pytest.raises(ModuleNotFoundError):
+        main(["demo"])
+
+
+#: As `pip install --no-deps` leaves it: the standard library and our package.
+NO_DEPS = "import sys; sys.path.insert(0, sys.argv.pop(1)); from medialane.cli.main import main; sys.exit(main())"
+SRC = str(Path(main_module.__file__).parents[2])
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])
+def test_every_command_without_dependencies_names_one_and_the_remedy(command):
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", NO_DEPS, SRC, command, "m"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={},
+        timeout=20,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    what = rf"`medialane {command}` needs the package \w+, which is not installed"
+    assert re.fullmatch(f"medialane: error: {what}: pip install medialane\n", done.stderr)
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version_need_no_dependencies(flag):
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", NO_DEPS, SRC, flag], capture_output=True, text=True, check=True, env={}, timeout=20
+    )
+    assert "medialane" in done.stdout

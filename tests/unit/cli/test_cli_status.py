@@ -162,7 +162,9 @@ async def test_tables_show_everything_and_the_status_is_0_if_all_is_well(serve, 
     url = await serve(metrics=page(endpoint("host-a/0"), store=store_stats()))
     assert await status("--gateway", f"{url}/v1") == 0
     shown = capsys.readouterr().out
-    assert all(word in shown for word in (f"{url}: ok", "host-a", "1 of 1", "host-a/0", "25%", "store: 1GiB, 50% free"))
+    assert all(
+        word in shown for word in (f"{url}: ok", "host-a", "1 of 1", "host-a/0", "25%", "store: 1.0 GiB, 50% free")
+    )
 
 
 @pytest.mark.parametrize("name", ["metrics-key", "admin-key"])
@@ -205,9 +207,18 @@ async def test_gateways_of_several_hosts_are_shown_together(serve, capsys):
     assert [host["name"] for each in found for host in each["hosts"]] == ["a", "b"]
 
 
+async def test_size_of_the_store_is_for_people(serve, capsys):
+    """The arena is whole pages, not whole GiB."""
+    stats = store_stats()
+    arena = msgspec.structs.replace(stats.arena, size_bytes=2097148 << 10, free_bytes=2097148 << 9)
+    url = await serve(metrics=page(endpoint("host-a/0"), store=StoreStats(arena, stats.preparers)))
+    assert await status("--gateway", url) == 0
+    assert "store: 2.0 GiB, 50% free" in capsys.readouterr().out
+
+
 async def test_gateway_that_is_not_there_is_one_clear_error(capsys):
     assert await status("--gateway", "http://127.0.0.1:1") == 2
-    assert "medialane: error: no gateway answers at http://127.0.0.1:1: " in capsys.readouterr().err
+    assert capsys.readouterr().err == "medialane: error: no gateway answers at http://127.0.0.1:1: Connection refused\n"
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from medialane.cli.check.case import Answer, Request, Upload
+from medialane.cli.http_failure import describe_failure
 from medialane.cluster import HttpAnswers
 from medialane.core.errors import StartupFailed
 
@@ -60,7 +61,7 @@ class CheckClient:
             async with self._session.post(self._base_url + request.path, **self._content(request)) as response:
                 raw = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
-            return Answer(0, f"no response: {type(error).__name__} {error}", seconds=time.perf_counter() - started)
+            return Answer(0, f"no response: {describe_failure(error)}", seconds=time.perf_counter() - started)
         return _answer(response, raw, time.perf_counter() - started)
 
     def _content(self, request: Request) -> dict[str, Any]:
@@ -90,7 +91,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Any:
             response.raise_for_status()
             return await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise StartupFailed(f"{url} gave no answer: {type(error).__name__} {error}") from error
+        raise StartupFailed(f"{url} gave no answer: {describe_failure(error)}") from error
 
 
 def _answer(response: aiohttp.ClientResponse, raw: str, seconds: float) -> Answer:
