@@ -15,7 +15,7 @@ import msgspec
 from medialane.cluster.placement import Engines, Hardware, Placement, place_engines, usable_cores
 from medialane.cluster.preflight import check_start
 from medialane.cluster.process_spec import HttpAnswers, ProcessSpec, SocketExists
-from medialane.cluster.vllm_flags import engine_flags, flag_value, has_flag, ranks_per_worker
+from medialane.cluster.vllm_flags import engine_flags, flag_value, has_flag, processor_flags, ranks_per_worker
 from medialane.config import Config, RoleName, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import OwnedFolder
@@ -212,7 +212,7 @@ def parts(
     store_socket = store_socket or store_path(folder)
     store = ProcessSpec(
         name="store",
-        argv=_command("store", model, ["--listen", f"unix:{store_socket}"], for_engines),
+        argv=_command("store", model, ["--listen", f"unix:{store_socket}"], processor_flags(vllm_args)),
         environ=inherited("store"),
         ready=SocketExists(store_socket),
         is_ready_later=True,

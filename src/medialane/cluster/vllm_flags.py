@@ -104,9 +104,15 @@ def engine_flags(vllm_args: Sequence[str]) -> list[str]:
 
 
 def processor_flags(vllm_args: Sequence[str]) -> list[str]:
-    """Return the flags for a process that only builds the model's processor, offline: no secret, and no `--hf-token`
-    without a value, for which the hub's library would read one from a file."""
-    return [word for name, words in _grouped(engine_flags(vllm_args)) if name not in SECRET_FLAGS for word in words]
+    """Return the flags that the model's processor depends on, and those that the table does not know. No secret is
+    among them, and no `--hf-token` without a value, for which the hub's library would read one from a file."""
+    table = flag_table()
+    return [
+        word
+        for name, words in _grouped(vllm_args)
+        if name not in SECRET_FLAGS and (name in table["processor"] or name not in table["flags"])
+        for word in words
+    ]
 
 
 def take_secrets(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:

@@ -5,7 +5,8 @@ if it is out of date. Each spelling of a flag maps to the kind of its value: `fl
 `many` (one or more), `text` (not checked), or the list of its choices. A `?` after a kind: None and the empty string
 are also accepted. Then follow the bounds of a number, from vLLM's configuration class: `float > 0 <= 1`. `frontend` are
 the flags that only the HTTP server uses: those of the parser's group of that name which are no engine arguments.
-`parsers` are vLLM's own, by flag; plugins add others.
+`processor` are those from which `AsyncEngineArgs.create_model_config` makes what a processor is built from. `parsers`
+are vLLM's own, by flag; plugins add others.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ Kind = str | list[str]
 
 #: The group of vLLM's parser with the flags of its API server.
 _FRONTEND = "Frontend"
+#: The groups that `create_model_config` reads.
+PROCESSOR_GROUPS = ("ModelConfig", "MultiModalConfig")
 
 
 def flag_table() -> dict[str, Any]:
     """Return the installed vLLM's version, flags and parsers."""
     flags: dict[str, Kind] = {}
     frontend: list[str] = []
+    processor: list[str] = []
     engine = {found.name for found in fields(AsyncEngineArgs)}
     for action in parser_actions(make_arg_parser(FlexibleArgumentParser())):
         kind = _kind(action)
@@ -45,6 +49,8 @@ def flag_table() -> dict[str, Any]:
         flags |= dict.fromkeys(action.option_strings, kind)
         if _group(action) == _FRONTEND and action.dest not in engine:
             frontend += action.option_strings
+        if _group(action) in PROCESSOR_GROUPS:
+            processor += action.option_strings
     parsers = {
         "--tool-call-parser": sorted(ToolParserManager.list_registered()),
         "--reasoning-parser": sorted(ReasoningParserManager.list_registered()),
@@ -53,6 +59,7 @@ def flag_table() -> dict[str, Any]:
         "version": __version__.partition("+")[0],
         "flags": dict(sorted(flags.items())),
         "frontend": sorted(frontend),
+        "processor": sorted(processor),
         "parsers": parsers,
     }
 

@@ -185,12 +185,12 @@ def test_run_folder_is_created_there_and_removed():
         assert not folder.path.exists()
 
 
-def test_flags_of_the_http_server_are_for_gateways_only(tmp_path):
-    store, worker, gateway = make_parts(tmp_path, workers="1", vllm_args=["--middleware", "m", "--seed=1"])
-    assert gateway.argv[-4:] == ("--", "--middleware", "m", "--seed=1")
-    for part in (store, worker):
-        assert "--middleware" not in part.argv
-        assert "--seed=1" in part.argv
+def test_each_process_gets_the_flags_that_it_uses(tmp_path):
+    flags = ["--middleware", "m", "--kv-transfer-config", '{"url": "password"}', "--seed=1"]
+    store, worker, gateway = make_parts(tmp_path, workers="1", vllm_args=flags)
+    assert gateway.argv[-6:] == ("--", *flags)
+    assert worker.argv[worker.argv.index("--") + 1 :] == tuple(flags[2:])
+    assert store.argv[-2:] == ("--", "--seed=1")
 
 
 def test_gateways_inherit_one_listening_socket_and_are_checked_on_their_own(tmp_path):

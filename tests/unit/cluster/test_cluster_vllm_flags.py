@@ -1,7 +1,11 @@
+import re
+
 import pytest
 
 from medialane.cluster.vllm_flags import (
+    SECRET_FLAGS,
     engine_flags,
+    flag_table,
     flag_value,
     gpus_per_worker,
     has_flag,
@@ -73,7 +77,26 @@ def test_engine_gets_no_flag_of_the_http_server():
     assert engine_flags([*args, "--middleware", "m", "-tp", "2", "--hf-overrides.a.b", "1", "--hf-token"]) == [
         *("--max-model-len", "8", "-tp", "2", "--hf-overrides.a.b", "1", "--hf-token"),
     ]
-    assert processor_flags(["--hf-token", "--hf-token=x", "--api-key", "k", "--seed=1"]) == ["--seed=1"]
+
+
+def test_processor_gets_the_flags_of_the_model_and_its_media():
+    args = ["--hf-token", "--hf-token=x", "--api-key", "k", "--seed=1", "--kv-transfer-config", "{}", "-tp", "2"]
+    assert processor_flags([*args, "--limit-mm-per-prompt.image", "2", "--of-a-plugin", "x"]) == [
+        *("--seed=1", "--limit-mm-per-prompt.image", "2", "--of-a-plugin", "x")
+    ]
+
+
+#: Flags whose names have such a word, and no secret as value: numbers of tokens, and names of files.
+NO_SECRETS = (
+    *("tokens", "token-ids", "token-threshold", "tokens-details", "threshold-adaptive", "allow-credentials", "keyfile"),
+    *("tokenizer", "skip-tokenizer-init", "tokenizer-revision", "tokenizer-mode", "tokenizer-info-endpoint"),
+)
+
+
+def test_every_flag_that_is_named_like_a_secret_is_one():
+    named = [flag for flag in flag_table()["flags"] if re.search("key|token|secret|password|credential|auth", flag)]
+    found = {flag for flag in named if not any(word in flag for word in NO_SECRETS)}
+    assert found == set(SECRET_FLAGS)
 
 
 def test_flags_of_a_configuration_file_come_before_others(tmp_path):
