@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from medialane.core.media import MediaRef, MediaSize, Modality
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.stage import StageName
-from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
+from medialane.core.tensor import ArenaRange, InlineTensor, SentTensors, TensorDescriptor, TensorDescriptors, TensorSpec
 
 V = TypeVar("V")
 
 #: Limit of a feature's header, in bytes. It is sent in control messages (to other processes and to workers); both ends
 #: check it.
 MAX_HEADER_BYTES = 4 * 1024 * 1024
+Header = Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES)]
 
 
 class Embedding(msgspec.Struct, frozen=True):
@@ -50,8 +51,8 @@ class Feature(msgspec.Struct, frozen=True, omit_defaults=True):
 
     modality: Modality
     mm_hash: str
-    header: bytes
-    tensors: tuple[TensorDescriptor, ...]
+    header: Header
+    tensors: TensorDescriptors
     size: MediaSize
     embedding: Embedding | None = None
 
@@ -264,8 +265,8 @@ class MediaPayload(msgspec.Struct, frozen=True, omit_defaults=True):
 
     modality: Modality
     mm_hash: str
-    header: bytes
-    tensors: tuple[TensorDescriptor | InlineTensor, ...]
+    header: Header
+    tensors: SentTensors
     size: MediaSize = MediaSize()
     placeholder: PlaceholderRange | None = None
     media_type: str | None = None

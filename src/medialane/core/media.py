@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -103,6 +103,12 @@ class EncodedMedia(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+#: Of the metadata of a video; with 768 sampled frames there are 6 kB.
+MAX_METADATA_BYTES = 256 * 1024
+
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+
+
 class MediaSize(msgspec.Struct, frozen=True, omit_defaults=True):
     """The media's true size, which prompt assembly needs instead of the pixels. Zero where it does not apply.
 
@@ -111,12 +117,12 @@ class MediaSize(msgspec.Struct, frozen=True, omit_defaults=True):
     the sampled frames, ...), from which some model families derive timestamps.
     """
 
-    width: int = 0
-    height: int = 0
-    num_frames: int = 0
-    num_samples: int = 0
-    sample_rate: int = 0
-    metadata: bytes = b""
+    width: _Count = 0
+    height: _Count = 0
+    num_frames: _Count = 0
+    num_samples: _Count = 0
+    sample_rate: _Count = 0
+    metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)] = b""
 
 
 class Image:

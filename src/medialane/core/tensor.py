@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
+from msgspec import Meta
 
 Dtype = Literal[
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
@@ -34,6 +35,18 @@ ITEM_BYTES: dict[str, int] = {
 }
 assert set(ITEM_BYTES) == set(get_args(Dtype))  # noqa: S101 - the two tables above must agree; checked once at import
 
+#: Bounds of what another process may say about a tensor. numpy and vLLM's models have fewer dimensions, and a host less
+#: memory; with both, the product of a shape is a matter of nanoseconds.
+MAX_RANK = 16
+MAX_TENSOR_BYTES = 1 << 48
+#: Of one media item: a list of frames or crops has one tensor for each.
+MAX_TENSORS = 2048
+
+#: msgspec checks the length before it decodes an element.
+Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_TENSOR_BYTES)], ...], Meta(max_length=MAX_RANK)]
+#: A position or number of bytes.
+ByteCount = Annotated[int, Meta(ge=0)]
+
 #: Tensors are aligned to cache lines, a multiple of every dtype's alignment.
 ALIGNMENT = 64
 
@@ -44,14 +57,18 @@ def align(nbytes: int) -> int:
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """dtype and shape of a dense, C-contiguous tensor."""
+    """dtype and shape of a dense, C-contiguous tensor. Constructed or decoded, it is within the bounds above."""
 
     dtype: Dtype
-    shape: tuple[int, ...]
+    shape: Shape
 
     def __post_init__(self) -> None:
-        if any(n < 0 for n in self.shape):
-            raise ValueError(f"negative dimension in shape {self.shape}")
+        if len(self.shape) > MAX_RANK:
+            raise ValueError(f"a shape of {len(self.shape)} dimensions, more than {MAX_RANK}")
+        if not all(0 <= n <= MAX_TENSOR_BYTES for n in self.shape):
+            raise ValueError(f"negative dimension in shape {self.shape}, or one above {MAX_TENSOR_BYTES}")
+        if self.nbytes > MAX_TENSOR_BYTES:
+            raise ValueError(f"a tensor of shape {self.shape} has more than {MAX_TENSOR_BYTES} bytes")
 
     @property
     def nbytes(self) -> int:
@@ -66,8 +83,8 @@ class ArenaRange(msgspec.Struct, frozen=True):
     """
 
     arena: str
-    offset: int
-    nbytes: int
+    offset: ByteCount
+    nbytes: ByteCount
     generation: int
 
 
@@ -90,6 +107,10 @@ class TensorDescriptor(msgspec.Struct, frozen=True, tag="arena"):
             raise ValueError(f"tensor {self.spec} at {self.offset} is not inside its entry {self.range}")
 
 
+#: The tensors of one media item.
+TensorDescriptors = Annotated[tuple[TensorDescriptor, ...], Meta(max_length=MAX_TENSORS)]
+
+
 class InlineTensor(msgspec.Struct, frozen=True, tag="inline"):
     """A tensor sent by value. `data` is empty while its bytes are sent in separate frames (`rpc.payload`)."""
 
@@ -102,3 +123,6 @@ class InlineTensor(msgspec.Struct, frozen=True, tag="inline"):
 
     def __repr__(self) -> str:
         return f"InlineTensor({self.spec}, {len(self.data)} bytes)"
+
+
+SentTensors = Annotated[tuple[TensorDescriptor | InlineTensor, ...], Meta(max_length=MAX_TENSORS)]

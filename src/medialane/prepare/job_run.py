@@ -23,7 +23,6 @@ from medialane.core.errors import (
     PreparerCrashed,
     PreparerTimeout,
     Unavailable,
-    from_report,
 )
 from medialane.core.feature import Feature
 from medialane.core.tensor import TensorDescriptor
@@ -40,6 +39,7 @@ from medialane.prepare.messages import (
     Range,
 )
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.prepare.reported_error import reported_error
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 #: waking another thread would take 0.4 ms, during which the preparer waits. The division bounds the time that the loop
 #: spends copying, for any number of preparers.
 COPIED_AT_ONCE_BYTES = 12 * 1024 * 1024
+
+#: One system call for each: 5 us.
+COPIED_AT_ONCE_TENSORS = 64
 
 #: Up to this size, tensors are copied while the preparer runs the next job: it needs that much more memory then.
 OVERLAPPED_BYTES = 32 * 1024 * 1024
@@ -98,10 +101,11 @@ class JobRunner:
             _expect(Done, await preparer.receive(), job_id)
             return None
         need = _expect(NeedRange, await preparer.receive(), job_id)
-        job.busy_s = need.decode_s + need.process_s
+        decode_s, process_s = (_plausible(reported, job) for reported in (need.decode_s, need.process_s))
+        job.busy_s = decode_s + process_s
         if job.timeline is not None:
-            job.timeline.add("decode", need.decode_s)
-            job.timeline.add("process", need.process_s)
+            job.timeline.add("decode", decode_s)
+            job.timeline.add("process", process_s)
         _, nbytes = layout(need.specs)
         if nbytes <= OVERLAPPED_BYTES and not preparer.writes_arena:
             await send_next()
@@ -137,7 +141,8 @@ class JobRunner:
         """
         with contextlib.ExitStack() as views:
             into = [views.enter_context(self._arena.view.tensor(tensor, writable=True)) for tensor in tensors]
-            if sum(data.nbytes for data in into) <= self._copied_at_once_bytes:
+            num_bytes = sum(data.nbytes for data in into)
+            if num_bytes <= self._copied_at_once_bytes and len(into) <= COPIED_AT_ONCE_TENSORS:
                 preparer.read(need.addresses, into)
             else:
                 loop = asyncio.get_running_loop()
@@ -158,10 +163,15 @@ _Report = TypeVar("_Report", NeedRange, Done)
 def _expect(kind: type[_Report], report: JobReport, job_id: int) -> _Report:
     """Return the report if it has this type and job id. Raises the error of a JobFailed, else PreparerLost."""
     if isinstance(report, JobFailed) and report.job_id == job_id:
-        raise from_report(report.report)
+        raise reported_error(report.report)
     if isinstance(report, kind) and report.job_id == job_id:
         return report
     raise PreparerLost(f"unexpected {type(report).__name__}")
+
+
+def _plausible(reported_s: float, job: Job) -> float:
+    """Return a duration that a preparer has reported, 0 if it cannot be: future waits are estimated from it."""
+    return reported_s if 0 <= reported_s <= job.timeout_s else 0.0
 
 
 def _explain(

@@ -39,13 +39,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from medialane.core.errors import ErrorReport, PreparationFailed
-from medialane.core.feature import MAX_HEADER_BYTES
+from medialane.core.feature import MAX_HEADER_BYTES, Header
 from medialane.core.media import EncodedMedia, MediaSize
-from medialane.core.tensor import ArenaRange, TensorSpec
+from medialane.core.tensor import MAX_TENSORS, ArenaRange, ByteCount, TensorSpec
 from medialane.media import MediaConfig
 from medialane.prepare.sandbox import Sandbox
 
@@ -53,7 +55,7 @@ from medialane.prepare.sandbox import Sandbox
 MAX_CONTROL_BYTES = 128 * 1024
 
 #: Allowance for the rest of a message: tensor specs, sizes, options (bounded at intake).
-_OTHER_BYTES = 256 * 1024
+_OTHER_BYTES = 512 * 1024
 
 #: The largest valid message is a NeedRange with the largest header; a larger frame is a protocol violation.
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + _OTHER_BYTES
@@ -175,9 +177,9 @@ class NeedRange(msgspec.Struct, frozen=True, tag=True):
     """The item is processed; its tensors are at `addresses` in the preparer's memory and need a range of the arena."""
 
     job_id: int
-    specs: tuple[TensorSpec, ...]
-    addresses: tuple[int, ...]
-    header: bytes
+    specs: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
+    addresses: Annotated[tuple[ByteCount, ...], Meta(max_length=MAX_TENSORS)]
+    header: Header
     size: MediaSize
     decode_s: float
     process_s: float

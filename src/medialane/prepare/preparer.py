@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from medialane.arena import ArenaView, describe
 from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, to_report
 from medialane.core.feature import MAX_HEADER_BYTES
-from medialane.core.media import EncodedMedia
-from medialane.core.tensor import ArenaRange
+from medialane.core.media import MAX_METADATA_BYTES, EncodedMedia
+from medialane.core.tensor import MAX_TENSORS, ArenaRange
 from medialane.media import decode, probe
 from medialane.prepare import confinement
 from medialane.prepare.messages import (
@@ -132,7 +132,7 @@ class Preparer:
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
         del media  # free the pixels while the store makes space
         processed = time.perf_counter()
-        _check_header(item)
+        _check_size(item)
         addresses = tuple(map(address_of, item.buffers))
         self._items[job.job_id] = item
         return NeedRange(
@@ -166,11 +166,15 @@ class Preparer:
         return data if len(data) == nbytes else None
 
 
-def _check_header(item: ProcessedItem) -> None:
-    if len(item.header) > MAX_HEADER_BYTES:
-        raise MediaTooLarge(
-            f"this item has {len(item.header)} bytes of metadata after processing, more than {MAX_HEADER_BYTES}"
-        )
+def _check_size(item: ProcessedItem) -> None:
+    """Raise MediaTooLarge for what the store would not decode."""
+    for what, size, limit in (
+        ("bytes of metadata", len(item.header), MAX_HEADER_BYTES),
+        ("bytes of a video's metadata", len(item.size.metadata), MAX_METADATA_BYTES),
+        ("tensors", len(item.specs), MAX_TENSORS),
+    ):
+        if size > limit:
+            raise MediaTooLarge(f"this item has {size} {what} after processing, more than {limit}")
 
 
 class _SizeChooser:

@@ -21,7 +21,10 @@ other error closes the connection, too: nothing is received from it afterwards.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from medialane.core.errors import ErrorReport, ProtocolViolation
 from medialane.core.feature import MAX_HEADER_BYTES, Feature
@@ -37,6 +40,10 @@ PROTOCOL = "pull"
 #: Largest message before and after the peer is authenticated.
 MAX_HELLO_BYTES = 4096
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + (1 << 20)
+
+
+#: Movers of a store; there are two.
+MAX_OFFERS = 8
 
 
 class PeerHello(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -66,7 +73,7 @@ class EntryOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     feature: Feature | None = None
     encoded: EncodedMedia | None = None
-    offers: dict[str, bytes] = {}
+    offers: Annotated[dict[str, bytes], Meta(max_length=MAX_OFFERS)] = {}
 
 
 class SendPayload(msgspec.Struct, frozen=True, array_like=True, tag=True):

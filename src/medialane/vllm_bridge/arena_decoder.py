@@ -25,7 +25,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from medialane.arena import ArenaView
 from medialane.core.errors import HandoverFailed
-from medialane.core.tensor import TensorDescriptor
+from medialane.core.tensor import TensorDescriptor, TensorDescriptors
 from medialane.vllm_bridge.features import decode_item
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest, ItemDecoder
 
@@ -42,7 +42,7 @@ class WireItem(msgspec.Struct, frozen=True, array_like=True):
     """An item as sent to EngineCore: its header (`features`) and the tensors that it names, in its order."""
 
     header: bytes
-    tensors: tuple[TensorDescriptor, ...]
+    tensors: TensorDescriptors
 
 
 _DECODER = msgspec.msgpack.Decoder(WireItem)

@@ -34,6 +34,9 @@ from medialane.vllm_bridge.seams.stand_ins import stand_in_for
 #: Largest tensor that is always inline in the header. An audio mask of 30 s is 12 kB.
 INLINE_BYTES = 16 * 1024
 
+#: Levels of lists in a field; vLLM's processors give up to two.
+MAX_DEPTH = 8
+
 #: Largest header whose decoded form is cached.
 _CACHED_BYTES = 4096
 
@@ -186,11 +189,13 @@ _cached_template = lru_cache(maxsize=512)(_new_template)
 
 
 def _large(value: Value) -> Iterator[LargeTensor]:
-    if isinstance(value, LargeTensor):
-        yield value
-    elif isinstance(value, Nested):
-        for inner in value.items:
-            yield from _large(inner)
+    """Return the large tensors of a value. Raises InvalidFeature for deeper nesting than processors give."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        yield from (found for found in level if isinstance(found, LargeTensor))
+        level = [inner for found in level if isinstance(found, Nested) for inner in found.items]
+    if level:
+        raise InvalidFeature(f"a field of a feature has more than {MAX_DEPTH} levels")
 
 
 def _no_large(large: LargeTensor) -> torch.Tensor:

@@ -3,7 +3,16 @@
 import msgspec
 import pytest
 
-from medialane.core.tensor import ALIGNMENT, ArenaRange, InlineTensor, TensorDescriptor, TensorSpec, align
+from medialane.core.tensor import (
+    ALIGNMENT,
+    MAX_RANK,
+    MAX_TENSOR_BYTES,
+    ArenaRange,
+    InlineTensor,
+    TensorDescriptor,
+    TensorSpec,
+    align,
+)
 
 RANGE = ArenaRange("0" * 32, 4096, 64 + 128, 1)
 
@@ -24,6 +33,19 @@ def test_bytes_follow_from_dtype_and_shape(dtype, shape, nbytes):
 def test_negative_dimension_is_rejected():
     with pytest.raises(ValueError, match="negative"):
         TensorSpec("uint8", (2, -1))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1,) * (MAX_RANK + 1), (MAX_TENSOR_BYTES + 1,), (1 << 40, 1 << 40), (1 << 47,), (0, -1)]
+)
+def test_shape_that_no_tensor_has_is_rejected(shape):
+    with pytest.raises(ValueError, match="shape"):
+        TensorSpec("float32", shape)
+
+
+def test_shape_within_the_bounds_is_accepted():
+    assert TensorSpec("uint8", (1,) * MAX_RANK).nbytes == 1
+    assert TensorSpec("uint8", (MAX_TENSOR_BYTES,)).nbytes == MAX_TENSOR_BYTES
 
 
 @pytest.mark.parametrize("offset", [-ALIGNMENT, 1, RANGE.nbytes, 128])

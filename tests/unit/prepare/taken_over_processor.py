@@ -9,11 +9,14 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+
+import msgspec
 
 from medialane.prepare.fake import FakeProcessor
 from medialane.prepare.processor import ProcessedItem
@@ -74,7 +77,72 @@ def import_late():
     assert "xmlrpc.client" not in sys.modules
 
 
+def send_report(report):
+    """Send any message to the store, and wait to be killed."""
+    (jobs,) = (fd for fd in range(3, 256) if is_socket(fd))
+    body = msgspec.msgpack.encode(report)
+    os.write(jobs, len(body).to_bytes(4, "little"))
+    while body:
+        body = body[os.write(jobs, body) :]
+    signal.pause()
+
+
+def is_socket(fd):
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
+def report_shape(num_dimensions, dimension):
+    spec = {"dtype": "uint8", "shape": [dimension] * num_dimensions}
+    send_report(need_range([spec], [4096]))
+
+
+def report_tensors(num_tensors):
+    send_report(need_range([{"dtype": "uint8", "shape": [1]}] * num_tensors, [1] * num_tensors))
+
+
+def report_header(num_bytes):
+    send_report(need_range([], []) | {"header": bytes(num_bytes), "unknown": [[]] * 100_000})
+
+
+def report_durations(seconds):
+    threading.Timer(0.2, os._exit, (0,)).start()
+    send_report(need_range([], []) | {"header": b"{}", "decode_s": float(seconds), "process_s": float(seconds)})
+
+
+def report_error(code, message):
+    report = {"code": code, "message": message, "param": "secret", "retry_after_s": 10**9}
+    send_report({"type": "JobFailed", "job_id": current_job(), "report": report})
+
+
+def current_job():
+    frame = sys._getframe()
+    while "job" not in frame.f_locals:
+        frame = frame.f_back
+    return frame.f_locals["job"].job_id
+
+
+def need_range(specs, addresses):
+    times = {"decode_s": 0.0, "process_s": 0.0}
+    return {
+        "type": "NeedRange",
+        "job_id": current_job(),
+        "specs": specs,
+        "addresses": addresses,
+        "header": b"",
+        "size": {},
+        **times,
+    }
+
+
 ATTACKS = {
+    "report shape": report_shape,
+    "report tensors": report_tensors,
+    "report header": report_header,
+    "report durations": report_durations,
+    "report error": report_error,
     "tcp": lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM),
     "tcp6": lambda: socket.socket(socket.AF_INET6, socket.SOCK_STREAM),
     "udp": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM),

@@ -1,10 +1,12 @@
 """A preparer compromised by a hostile file can affect nothing but its own results."""
 
+import asyncio
 import ctypes
 import errno
 import json
 import os
-from contextlib import asynccontextmanager
+import time
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest_asyncio
 from preparer_pools import png, put, running
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.core.errors import PreparerCrashed
+from medialane.core.errors import InvalidImage, MedialaneError, MediaTooLarge, PreparationFailed, PreparerCrashed
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
 from medialane.prepare.process_memory import read_into
@@ -154,6 +156,94 @@ async def test_limits_cannot_be_raised(taken_over):
 @pytest.mark.parametrize("attack", ["thread", "late import", "clock"])
 async def test_operations_needed_by_processors_work(taken_over, attack):
     assert await taken_over.tries(attack) is None
+
+
+class LoopLag:
+    """Measures for how long the event loop is blocked at most."""
+
+    def __init__(self):
+        self.longest_s = 0.0
+        self._task = asyncio.create_task(self._measure())
+
+    async def _measure(self):
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(0.001)  # time: what is measured
+            now = time.monotonic()
+            self.longest_s, before = max(self.longest_s, now - before), now
+
+    async def end(self) -> float:
+        await asyncio.sleep(0.01)  # time: for a last measurement
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        return self.longest_s
+
+
+@pytest.mark.parametrize("dimension", [1, 2, (1 << 64) - 1])
+@pytest.mark.parametrize("num_dimensions", [17, 16_000, 490_000])
+async def test_shape_that_no_tensor_has_blocks_the_store_for_no_time(taken_over, num_dimensions, dimension):
+    """The product of 16,000 dimensions took seconds, that of as many as fit into a frame an hour."""
+    lag = LoopLag()
+    with pytest.raises(PreparerCrashed):
+        await taken_over.tries("report shape", num_dimensions, dimension)
+    assert await lag.end() < 0.3, "of a busy machine; a few milliseconds of an idle one"
+
+
+@pytest.mark.parametrize(("attack", "number"), [("report tensors", 40_000), ("report header", (1 << 22) + 1)])
+async def test_other_large_reports_block_the_store_for_no_time(taken_over, attack, number):
+    lag = LoopLag()
+    with pytest.raises(PreparerCrashed):
+        await taken_over.tries(attack, number)
+    assert await lag.end() < 0.3
+
+
+async def test_size_of_a_reported_tensor_is_that_of_none(taken_over):
+    with pytest.raises(PreparerCrashed):
+        await taken_over.tries("report shape", 7, 1 << 40)
+    with pytest.raises(MediaTooLarge):
+        await taken_over.tries("report shape", 1, 1 << 40)
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "1e300"])
+async def test_reported_durations_do_not_change_what_the_store_expects(taken_over, seconds):
+    with suppress(PreparerCrashed):
+        await taken_over.tries("report durations", seconds)
+    assert await taken_over.tries("clock") is None
+    assert taken_over.pool.stats().queue_s == 0
+    waiting = [asyncio.create_task(taken_over.tries("clock")) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert taken_over.pool.stats().queue_s < 60
+    await asyncio.gather(*waiting)
+
+
+@pytest.mark.parametrize(
+    "code", ["arena_full", "authentication_failed", "startup_failed", "internal_error", "\n", "x" * 9999]
+)
+async def test_errors_that_preparers_do_not_raise_are_not_passed_on(taken_over, code):
+    with pytest.raises(MedialaneError) as raised:
+        await taken_over.tries("report error", code, "text of theirs")
+    assert (type(raised.value), raised.value.message) == (PreparationFailed, "preparing this item failed")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("the image is truncated", "the image is truncated"),
+        ("image/x-icon is not supported", "image/x-icon is not supported"),
+        ("first\nsecond\r\x1b[31m\x00\u202eend", "first second  [31m  end"),
+        ("cannot open /usr/lib/python3/x.so, nor '/etc/passwd'", "cannot open ..., nor '...'"),
+        ("see file:///etc/shadow and https://host/path", "see ... and https://host/path"),
+        ("", "preparing this item failed"),
+        ("x" * 4_000_000, "x" * 496 + " ..."),
+        ("x" * 500, "x" * 500),
+    ],
+    ids=range(8),
+)
+async def test_text_of_reported_errors_is_short_and_plain(taken_over, message, expected):
+    with pytest.raises(InvalidImage) as raised:
+        await taken_over.tries("report error", "invalid_image", message)
+    found = raised.value
+    assert (found.message, found.param, found.retry_after_s) == (expected, None, None)
 
 
 async def test_preparer_may_exit_and_the_pool_continues(taken_over):

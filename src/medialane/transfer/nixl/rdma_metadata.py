@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import pybase64
@@ -50,7 +50,7 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RdmaMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A readable operation. `operation_kind` is 1: the receiver reads."""
 
-    descriptors: list[Descriptor]
+    descriptors: Annotated[list[Descriptor], msgspec.Meta(min_length=1, max_length=_MAX_DESCRIPTORS)]
     nixl_metadata: str
     notification_key: str
     operation_kind: int = 1
@@ -67,8 +67,8 @@ class RdmaMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise TransferFailed(f"invalid RDMA metadata: {error}") from error
         if found.operation_kind != 1:
             raise TransferFailed("the RDMA metadata is not of a readable operation")
-        if not found.notification_key or not 0 < len(found.descriptors) <= _MAX_DESCRIPTORS:
-            raise TransferFailed("the RDMA metadata has no notification key, or no or too many descriptors")
+        if not found.notification_key:
+            raise TransferFailed("the RDMA metadata has no notification key")
         if len({descriptor.memory_type for descriptor in found.descriptors}) > 1:
             raise TransferFailed("the RDMA metadata describes memory of different kinds")
         return found
