@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.media import Modality
-from medialane.core.setting import NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
+from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 GIB = 1024 * 1024 * 1024
 
@@ -30,8 +30,10 @@ class PrepareConfig(msgspec.Struct, frozen=True):
     """longest time to load and warm up the model's processor"""
     memory_limit_bytes: NonNegativeInt = field(default=4 * GIB, name="prepare-memory-limit-bytes")
     """most address space that a preparer may add to its initial size; 0 disables the limit"""
-    max_jobs_per_preparer: NonNegativeInt = field(default=0, name="prepare-max-jobs-per-preparer")
-    """jobs after which a preparer is replaced; 0 is never"""
+    max_jobs_per_preparer: NonNegativeInt = field(default=1000, name="prepare-max-jobs-per-preparer")
+    """jobs after which a preparer is replaced, so that a takeover by a hostile file ends; 0 is never"""
+    max_preparer_age_s: NonNegativeFloat = field(default=300.0, name="prepare-max-preparer-age")
+    """seconds after its first job after which a preparer is replaced, also if it is idle; 0 is never"""
 
     def validate(self) -> None:
         """Raise StartupFailed naming the first invalid setting."""

@@ -93,6 +93,7 @@ class PreparerPool:
         try:
             await asyncio.shield(started)
         except BaseException:
+            started.cancel()  # if this was cancelled, there is nobody who would retrieve its exception
             await self.close()
             raise
 

@@ -1,8 +1,9 @@
 """The preparers of one pool.
 
 One task per preparer (a *slot*) forks it, feeds it jobs from the shared queue, and replaces it when it has died, hung
-or reached max_jobs_per_preparer. A preparer decodes one item at a time: it receives the next job when it has processed
-the item, so that it runs while the store copies the tensors.
+or reached max_jobs_per_preparer or max_preparer_age_s, which ends a takeover by a hostile file. In the latter two cases
+its successor is forked beforehand, so that no job waits for it. A preparer decodes one item at a time: it receives the
+next job when it has processed the item, so that it runs while the store copies the tensors.
 
 A job's caller gets its outcome first. If the preparer must not be used again, it is then killed, its exit is confirmed
 by its pidfd, and only then are the job's range and its pin on the encoded bytes released, because until then the
@@ -39,14 +40,26 @@ MAX_BACKOFF_S = 10.0
 GRACE_S = 1.0
 
 
+#: Jobs before its maximum at which a preparer's successor is forked: a fork takes as long as some images.
+AHEAD_JOBS = 8
+
+
+#: When another successor is forked if that has failed: memory is short.
+SUCCESSOR_RETRY_S = 10.0
+
+
 @dataclass
 class _Slot:
-    """One preparer: how many jobs it was given, and the next one if it was sent while the current one is copied."""
+    """One preparer: how many jobs it was given, the next one if it was sent while the current one is copied, and its
+    successor, once it is being forked. It `is_old` when it has reached its age: the successor then takes over."""
 
     preparer: PreparerProcess
     forkserver: ForkserverProcess
     num_jobs: int = 0
     next: Job | None = None
+    is_old: bool = False
+    aging: asyncio.TimerHandle | None = None
+    successor: asyncio.Task[PreparerProcess] | None = None
 
 
 class Preparers:
@@ -60,6 +73,7 @@ class Preparers:
         self.num_done = 0
         self.num_failed = 0
         self._max_jobs = config.max_jobs_per_preparer
+        self._max_age_s = config.max_preparer_age_s
         self._queue = queue
         self._runner = JobRunner(arena, num_preparers=self.num_wanted)
 
@@ -71,43 +85,83 @@ class Preparers:
         `on_ready` is called for each preparer that is ready, `on_failure` for each that failed to start.
         """
         backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
-        while not forkserver.lost.is_set():
-            num_jobs = 0
-            try:
-                preparer = await forkserver.fork(self._queue.wake)
-            except ForkserverLost:
-                return
-            except PreparerLost as error:
-                logger.warning("cannot start a preparer: %s", error)
-                on_failure()
-            else:
-                self.alive.add(preparer)
-                on_ready()
-                num_jobs = await self._serve(_Slot(preparer, forkserver))
-            if num_jobs:
-                backoff.reset()
-            else:
-                await _wait(forkserver.lost, backoff.next())
+        slot: _Slot | None = None
+        try:
+            while not forkserver.lost.is_set():
+                try:
+                    preparer = await ((slot and slot.successor) or forkserver.fork(self._queue.wake))
+                except ForkserverLost:
+                    return
+                except PreparerLost as error:
+                    slot = None
+                    logger.warning("cannot start a preparer: %s", error)
+                    on_failure()
+                else:
+                    slot = _Slot(preparer, forkserver)
+                    self.alive.add(preparer)
+                    on_ready()
+                    await self._serve(slot)
+                if slot is not None and slot.num_jobs:
+                    backoff.reset()
+                else:
+                    await _wait(forkserver.lost, backoff.next())
+        finally:
+            if slot is not None and slot.successor is not None:
+                await to_the_end(_discard(slot.successor))
 
     def close(self) -> None:
         """Shut down the copy threads. Call it once no slot is running."""
         self._runner.close()
 
-    async def _serve(self, slot: _Slot) -> int:
-        """Run jobs on a preparer until it is lost or has reached its maximum; return their number."""
-        preparer, is_used_up = slot.preparer, False
+    async def _serve(self, slot: _Slot) -> None:
+        """Run jobs on a preparer until it is lost or is to be replaced."""
+        preparer = slot.preparer
+        is_lost = False
         try:
-            while not is_used_up and (job := slot.next or await self._queue.take(lambda: preparer.gone)) is not None:
+            while (
+                not is_lost and (job := slot.next or await self._queue.take(lambda: self._has_ended(slot))) is not None
+            ):
                 slot.next = None
                 slot.num_jobs += 1
-                if not await self._run(job, slot):
-                    break
-                is_used_up = slot.num_jobs == self._max_jobs
+                self._plan_replacement(slot)
+                is_lost = not await self._run(job, slot)
+            self.num_restarts += is_lost or preparer.gone
         finally:
+            if slot.aging is not None:
+                slot.aging.cancel()
             self.alive.discard(preparer)
             await to_the_end(preparer.stop(GRACE_S))
-        self.num_restarts += not is_used_up
-        return slot.num_jobs
+
+    def _has_ended(self, slot: _Slot) -> bool:
+        """Return whether a preparer without a job is to get no other."""
+        is_used_up = 0 < self._max_jobs <= slot.num_jobs
+        return (
+            slot.preparer.gone or is_used_up or (slot.is_old and slot.successor is not None and slot.successor.done())
+        )
+
+    def _plan_replacement(self, slot: _Slot) -> None:
+        """Called for each job. What has not opened a file cannot have been taken over, and does not grow old."""
+        if slot.aging is None and self._max_age_s:
+            slot.aging = asyncio.get_running_loop().call_later(self._max_age_s, self._grow_old, slot)
+        if self._max_jobs and slot.num_jobs >= self._max_jobs - AHEAD_JOBS:
+            self._fork_successor(slot)
+
+    def _grow_old(self, slot: _Slot) -> None:
+        if not slot.preparer.gone:
+            slot.is_old = True
+            self._fork_successor(slot)
+
+    def _fork_successor(self, slot: _Slot) -> None:
+        if slot.successor is None:
+            slot.successor = asyncio.create_task(slot.forkserver.fork(self._queue.wake), name="preparer-successor")
+            slot.successor.add_done_callback(partial(self._successor_forked, slot))
+
+    def _successor_forked(self, slot: _Slot, successor: asyncio.Task[PreparerProcess]) -> None:
+        if not successor.cancelled() and (error := successor.exception()) is not None:
+            logger.warning("a preparer is replaced later: %s", error)
+            slot.successor, slot.is_old = None, False
+            slot.aging = asyncio.get_running_loop().call_later(SUCCESSOR_RETRY_S, self._grow_old, slot)
+        self._queue.wake()
 
     async def _run(self, job: Job, slot: _Slot) -> bool:
         """Run one job to its outcome. Returns False if its preparer must not be used again; then it is stopped."""
@@ -153,6 +207,14 @@ class Preparers:
                 job.close()
             else:
                 self._queue.put_back(job)
+
+
+async def _discard(successor: asyncio.Task[PreparerProcess]) -> None:
+    """Stop a preparer that was forked, or is being forked, and is not needed."""
+    successor.cancel()
+    await asyncio.wait([successor])
+    if not successor.cancelled() and successor.exception() is None:
+        await successor.result().stop(0)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -16,6 +16,7 @@ from medialane.prepare import PrepareConfig
         ("start_timeout_s", 0.0),
         ("memory_limit_bytes", -1),
         ("max_jobs_per_preparer", -1),
+        ("max_preparer_age_s", -1.0),
     ],
 )
 def test_invalid_value_is_rejected_by_name(name, value):

@@ -39,9 +39,11 @@ from medialane.prepare import (
     forkserver_process,
     forkservers,
     job_run,
+    preparers,
 )
 from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.messages import MAX_FRAME_BYTES
+from medialane.prepare.preparer_process import PreparerLost
 from medialane.prepare.sandbox import WRITE_ARENA
 from waiting import eventually, wait_until
 
@@ -491,6 +493,58 @@ async def test_preparer_is_replaced_after_its_maximum_jobs(arena, encoded):
             (await pool.prepare_item(encoded, b"{}", f"{n:064}")).release()
         assert len(pids) == 3
         assert pool.stats().num_restarts == 0
+
+
+async def test_start_that_is_cancelled_leaves_no_unretrieved_exception(arena, caplog):
+    """SIGTERM while the processor is loaded."""
+    pool = make_pool(arena, SLOW_START)
+    starting = asyncio.create_task(pool.start())
+    await eventually(children)
+    starting.cancel()
+    await asyncio.wait([starting])
+    del pool, starting
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    assert not children()
+
+
+async def test_preparer_that_has_opened_a_file_is_replaced_in_time_and_no_job_waits_for_it(arena, encoded, monkeypatch):
+    """A takeover by a hostile file ends, also while nothing else is asked for."""
+    async with running(make_pool(arena, num_preparers=2, max_preparer_age_s=0.5)) as pool:
+        before = set(pool.stats().pids)
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+        await eventually(lambda: len(before & set(pool.stats().pids)) == 1, "the one that was used")
+        await eventually(lambda: not [pid for pid in before - set(pool.stats().pids) if is_running(pid)])
+        await eventually(lambda: (pool.stats().num_alive, pool.degradation) == (2, None))
+        assert pool.stats().num_restarts == 0
+        (unused,) = before & set(pool.stats().pids)
+        for number in range(20):  # busy all the time
+            jobs = [pool.prepare_item(encoded, options(sleep_s=0.05), f"{number}{n:063}") for n in range(3)]
+            for lease in await asyncio.gather(*jobs):
+                lease.release()
+            if unused not in pool.stats().pids:
+                break
+        assert unused not in pool.stats().pids
+        assert (pool.stats().num_failed, pool.stats().num_restarts) == (0, 0)
+
+
+async def test_successor_that_cannot_be_forked_is_tried_again_and_leaves_its_predecessor(arena, encoded, monkeypatch):
+    monkeypatch.setattr(preparers, "SUCCESSOR_RETRY_S", 0.1)
+    async with running(make_pool(arena, max_preparer_age_s=0.1)) as pool:
+        fork, failures = ForkserverProcess.fork, [PreparerLost("no memory")] * 2
+
+        async def failing(self, on_exit):
+            if failures:
+                raise failures.pop()
+            return await fork(self, on_exit)
+
+        monkeypatch.setattr(ForkserverProcess, "fork", failing)
+        (victim,) = pool.stats().pids
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
+        await eventually(lambda: not failures)
+        assert pool.stats().pids == (victim,)
+        await eventually(lambda: pool.stats().num_alive == 1 and pool.stats().pids != (victim,))
+        (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
 
 
 async def test_idle_preparer_that_dies_is_replaced(arena, encoded):
