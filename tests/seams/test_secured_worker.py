@@ -1,6 +1,7 @@
 """A worker process over the simulated engine at a TCP address, and a gateway's parts: secret and TLS as a user sets
 them."""
 
+import datetime as dt
 import os
 import re
 import subprocess
@@ -82,3 +83,13 @@ async def test_gateway_with_another_secret_is_refused_and_both_logs_say_so(
         assert link.refusal is None
     assert "--rpc-secret-file" in caplog.text
     assert SECRET not in worker.log.read_text() + caplog.text
+
+
+@pytest.mark.timeout(60)
+async def test_renewed_certificates_are_used_without_a_restart(worker, gateway_rpc, arena, preparers, tmp_path, ca):
+    async with Parts(arena, preparers, [worker], rpc=gateway_rpc) as parts:
+        for name in ("worker", "gateway"):
+            tls_settings(tmp_path / name, ca, not_after=dt.datetime(2999, 1, 1, tzinfo=dt.UTC))
+            await parts.links.links[worker.address].client.close()
+            await eventually(lambda: parts.links.num_ready)
+    assert "worker/tls_cert.pem is valid until Jan  1 00:00:00 2999" in worker.log.read_text()

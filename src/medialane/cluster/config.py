@@ -9,6 +9,7 @@ from msgspec import field
 
 from medialane.core.errors import StartupFailed
 from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, check_bounds
+from medialane.rpc.address import parse_tcp
 
 MIB = 1 << 20
 
@@ -78,6 +79,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise StartupFailed("single_gpu is for workers of this host, without --ray")
         if self.ray_address and not self.ray:
             raise StartupFailed("ray_address needs --ray")
+        if "://" not in self.ray_address and self.ray_address not in ("", "auto", "local"):
+            parse_tcp(self.ray_address, "--address", to_connect=True)
         if self.gateway_nodes != "head" and not self.ray:
             raise StartupFailed("gateway_nodes needs --ray")
         if self.ray and not self.num_workers:

@@ -36,6 +36,7 @@ def test_invalid_number_of_gateways_is_refused_by_name(value, reason):
     [
         ({"ray": True, "single-gpu": True}, "--single-gpu is for workers of this host, without --ray"),
         ({"address": "10.0.0.1:6379"}, "--address needs --ray"),
+        ({"ray": "true", "address": "10.0.0.1"}, "--address: '10.0.0.1' must be HOST:PORT, such as"),
         ({"gpus-per-worker": "-1"}, "--gpus-per-worker must not be negative"),
         ({"gpus-per-worker": "half"}, "--gpus-per-worker 'half': must be a whole number or auto"),
         ({"cpus-per-worker": "0"}, "--cpus-per-worker must be positive"),
