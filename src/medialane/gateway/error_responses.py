@@ -137,7 +137,8 @@ class ErrorSender:
             return
         piece: bytes = message.get("body", b"")
         if self._is_stream or (start is not None and not message.get("more_body", False)):
-            piece = self._request.quoting_client(piece)
+            is_error = start is not None and start["status"] >= 400
+            piece = self._request.quoting_client(piece, is_error=is_error)
         if start is not None:
             self._has_started = True
             await self._send(start if self._is_stream else _with_length(start, piece, message))

@@ -24,11 +24,8 @@ _NUM_RANDOM_BYTES = 9
 #: Most characters of a client's URL in a message.
 _MAX_QUOTED_CHARS = 80
 
-#: Precedes the values in pydantic's messages.
-_ABRIDGED = b"input_value="
-
-#: Shorter starts of a reference say nothing.
-_MIN_FRAGMENT = 3
+#: Shorter beginnings of a reference may be the end of a word.
+_MIN_HEAD = len("medial")
 
 
 class References(msgspec.Struct, frozen=True):
@@ -54,9 +51,10 @@ class References(msgspec.Struct, frozen=True):
         number = text.removeprefix(self.prefix)
         return int(number) if text.startswith(self.prefix) and number.isdecimal() else None
 
-    def quoting_client(self, document: bytes, refs: Sequence[MediaRef]) -> bytes:
-        """Return a JSON document with the references in its strings replaced by the start of what the client sent."""
-        if _ABRIDGED in document:
+    def quoting_client(self, document: bytes, refs: Sequence[MediaRef], *, is_error: bool) -> bytes:
+        """Return a JSON document with the references in its strings replaced by the start of what the client sent; of
+        an error, also without fragments of references, which elsewhere may be a model's words."""
+        if is_error:
             document = re.sub(self._fragments(), b"...", document)
         if self.prefix.encode() not in document:
             return document
@@ -69,10 +67,10 @@ class References(msgspec.Struct, frozen=True):
 
     def _fragments(self) -> bytes:
         """Return the expression for what pydantic leaves of a reference where it abridges a value in its middle."""
-        ends = [(self.prefix[:n], self.prefix[n:]) for n in range(_MIN_FRAGMENT, len(self.prefix) - 1)]
-        heads = "|".join(re.escape(head) for head, _ in reversed(ends))
-        tails = "|".join(re.escape(tail) for _, tail in ends)
-        return rf"(?:{heads})\.\.\.|\.\.\.(?:{tails})\d+".encode()
+        size = len(self.prefix)
+        heads = "|".join(re.escape(self.prefix[:n]) for n in range(size, _MIN_HEAD - 1, -1))
+        tails = "|".join(re.escape(self.prefix[n:]) for n in range(1, size - 1))
+        return rf"(?:{heads})\.\.\.(?:(?:{tails})\d+)?|\.\.\.(?:{tails})\d+".encode()
 
 
 def _quoted(ref: MediaRef) -> str:

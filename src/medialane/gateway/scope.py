@@ -104,9 +104,10 @@ class RequestScope:
             raise InvalidMediaUrl("media are not accepted at this place of the request, or are those of an earlier one")
         return refs[number]
 
-    def quoting_client(self, document: bytes) -> bytes:
+    def quoting_client(self, document: bytes, *, is_error: bool) -> bytes:
         """Return a JSON document of the app with the start of what the client sent instead of references."""
-        return self.references.quoting_client(document, self.extracted.refs)
+        refs = self.extracted.refs
+        return self.references.quoting_client(document, refs, is_error=is_error) if refs else document
 
     def note_prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = ()) -> None:
         """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""

@@ -7,6 +7,7 @@ import pytest
 from medialane.core.errors import InvalidImage, MediaTooLarge, NoWorkerReady, PromptRejected, UnsupportedMediaType
 from medialane.core.media import Alias, MediaRef
 from medialane.gateway.error_responses import ErrorSender, error_form
+from medialane.gateway.references import References
 from medialane.gateway.scope import ExtractedMedia, RequestScope
 
 CHAT, RESPONSES, MESSAGES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
@@ -157,6 +158,25 @@ async def test_apps_message_quotes_what_the_client_sent(status):
     quoted = f"data:audio/wav;base64,{'A' * 58}..."
     assert answer.json["error"]["message"] == f'not {LONG[:80]}..., {quoted}, my "uuid", {texts[3]}'
     assert answer.headers[b"content-length"] == str(len(answer.body)).encode()
+
+
+@pytest.mark.parametrize(("status", "shown"), [(400, "confirmed..., 'a...'"), (200, "confirmed..., 'amedialane...'")])
+async def test_fragments_of_references_are_removed_from_errors_only(status, shown):
+    answer = Answer()
+    answer.request.extracted = ExtractedMedia(REFS)
+    await answer.whole(status, b'{"message": "confirmed..., \'amedialane...\'"}')
+    assert answer.json["message"] == shown
+
+
+async def test_no_abridgement_shows_a_reference():
+    references = References("medialane:Qx7Zk9Wv2Jpq:")
+    value, token = f"{{'image_url': '{references.text(0)}'}}", references.prefix.split(":")[1]
+    for start in range(len(value)):
+        for end in range(start + 1, len(value)):
+            document = f"{value[:start]}...{value[end:]}".encode()
+            shown = references.quoting_client(document, REFS[:1], is_error=True).decode()
+            assert "medial" not in shown
+            assert not [n for n in range(len(token) - 1) if token[n : n + 2] in shown], shown
 
 
 async def test_streams_event_quotes_what_the_client_sent():
