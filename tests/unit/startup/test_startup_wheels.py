@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 CPU_TORCH = ROOT / "packages" / "medialane-cpu-torch"
 BUILD = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
 def build(project, hook, folder):
@@ -117,6 +118,11 @@ def test_documented_commands_ask_pip_for_nothing_of_ours_by_name(page):
     for command in re.findall(r"pip install ([^`\n]*)", page.read_text()):
         ours = re.findall(r"[\w./\"'-]*medialane[^ ]*(?: @ git\+URL[^ ]*)?", command.partition("#")[0])
         assert all(each.startswith("./packages/") or " @ git+URL" in each for each in ours), command
+
+
+def test_messages_ask_pip_for_nothing_of_ours_by_name():
+    named = [path.name for path in SOURCES if re.search(r"pip install ['\"]?medialane|medialane\[", path.read_text())]
+    assert not named
 
 
 def locked(name):
