@@ -12,8 +12,10 @@ import asyncio
 import logging
 import os
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from medialane import __version__
 from medialane.cluster.remote import Location, RemoteProcess, RemoteSpec, RunEnd
 from medialane.core.errors import StartupFailed
+from medialane.core.phase import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,11 @@ NAMESPACE = "medialane"
 #: still provide them.
 _REPORT_S, _REPORT_AGAIN_S = 5.0, 30.0
 _POLL_S = 0.2
+#: How often it is checked that Ray's services listen, and how long they may be away, for a restart of the head: longer,
+#: and Ray ends this process without a word (gcs_rpc_server_reconnect_timeout_s, 60 s).
+CHECK_S, LOST_S = 2.0, 30.0
+_ANSWER_S = 2.0
+_HEAD, _RAYLET = "Ray's head (GCS)", "Ray's raylet of this host"
 #: Besides a process's own timeout: for the call to its actor.
 _CALL_S = 5.0
 _CONNECT_S = 5.0
@@ -109,6 +117,14 @@ class RayCluster:
         self._specs: dict[str, RemoteSpec] = {}
         self._group: PlacementGroup | None = None
 
+    @cached_property
+    def _services(self) -> dict[str, tuple[str, int]]:
+        """Where Ray's services listen that this process depends on."""
+        context = ray.get_runtime_context()
+        host, _, port = context.gcs_address.rpartition(":")
+        own = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        return {_HEAD: (host.strip("[]"), int(port)), _RAYLET: (own["NodeManagerAddress"], own["NodeManagerPort"])}
+
     @property
     def node(self) -> str:
         """Address of the node of this process."""
@@ -124,14 +140,37 @@ class RayCluster:
     def has_gpus(self) -> bool:
         return bool(ray.cluster_resources().get("GPU"))
 
-    async def spawn(self, specs: Sequence[RemoteSpec], *, timeout_s: float) -> None:
+    async def spawn(
+        self, specs: Sequence[RemoteSpec], *, timeout_s: float, entered: Callable[[str, Phase], None] = lambda *_: None
+    ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         workers = self._workers
         if workers:
+            phase = Phase("waiting for Ray's resources", remedy=await self._shortage(workers))
+            for spec in workers:
+                entered(spec.name, phase)
             self._group = placement_group([_resources(spec) for spec in workers], strategy="SPREAD")
             await self._reserved(self._group, timeout_s)
         for name in self._specs:
+            entered(name, Phase("waiting for Ray to start its actor"))
             self._start(name)
+
+    async def lost(self) -> str:
+        missing_since = None
+        while True:
+            missing = [name for name, address in self._services.items() if not await _listens(address)]
+            now = time.monotonic()
+            if missing and missing_since is None:
+                missing_since = now
+                logger.error("%s: waiting %g s for it to come back", _gone(missing), LOST_S)
+            elif missing and missing_since is not None and now - missing_since >= LOST_S:
+                # Calls about them would block, and then end this process. Actors end with their driver or raylet.
+                self._actors, self._group = {}, None
+                return f"{_gone(missing)}: restart Ray on this host (`ray status`), then medialane"
+            elif not missing and missing_since is not None:
+                missing_since = None
+                logger.warning("Ray answers again")
+            await asyncio.sleep(CHECK_S)
 
     async def resolve(self, name: str) -> Location | None:
         if name not in self._actors:
@@ -152,7 +191,7 @@ class RayCluster:
     async def restart(self, name: str) -> None:
         restarted = asyncio.ensure_future(self._restarted(name))
         try:
-            await _reported(restarted, lambda: f"{name}: waiting for Ray to start its actor again: {self._place(name)}")
+            await self._reported(restarted, f"{name}: waiting for Ray to start its actor again", [self._specs[name]])
         finally:
             restarted.cancel()
         self._start(name)
@@ -224,23 +263,32 @@ class RayCluster:
         strategy = PlacementGroupSchedulingStrategy(self._group, bundle)
         return {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus, "scheduling_strategy": strategy}
 
-    def _place(self, name: str) -> str:
-        """Describe what a process needs, and the nodes."""
-        spec = self._specs[name]
-        return f"it needs node {spec.node}" if spec.node else shortage([spec], ray.nodes(), ray.available_resources())
+    async def _shortage(self, specs: Sequence[RemoteSpec]) -> str:
+        """Describe what processes need, and the nodes. Without Ray's head, which is asked, Ray would not return."""
+        if specs[0].node:
+            return f"it needs node {specs[0].node}"
+        if not await _listens(self._services[_HEAD]):
+            return _gone([_HEAD])
+        return shortage(specs, ray.nodes(), ray.available_resources())
 
     async def _reserved(self, group: PlacementGroup, timeout_s: float) -> None:
-        def what() -> str:
-            return shortage(self._workers, ray.nodes(), ray.available_resources())
-
         waiting = asyncio.ensure_future(_result(group.ready()))
         try:
             async with asyncio.timeout(timeout_s):
-                await _reported(waiting, lambda: f"waiting for Ray's resources: {what()}")
+                await self._reported(waiting, "waiting for Ray's resources", self._workers)
         except TimeoutError:
-            raise StartupFailed(f"Ray has not reserved the resources within {timeout_s:g} s: {what()}") from None
+            what = await self._shortage(self._workers)
+            raise StartupFailed(f"Ray has not reserved the resources within {timeout_s:g} s: {what}") from None
         finally:
             waiting.cancel()
+
+    async def _reported(self, waiting: asyncio.Future[T], what: str, specs: Sequence[RemoteSpec]) -> T:
+        """Wait, and log `what` is waited for, and what `specs` need, if that takes long, again and again."""
+        delay_s = _REPORT_S
+        while not (await asyncio.wait([waiting], timeout=delay_s))[0]:
+            logger.warning("%s: %s", what, await self._shortage(specs))
+            delay_s = _REPORT_AGAIN_S
+        return waiting.result()
 
 
 def _connect(address: str) -> None:
@@ -274,13 +322,18 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
-async def _reported(waiting: asyncio.Future[T], what: Callable[[], str]) -> T:
-    """Wait, and log `what` is waited for if that takes long, again and again."""
-    delay_s = _REPORT_S
-    while not (await asyncio.wait([waiting], timeout=delay_s))[0]:
-        logger.warning("%s", what())
-        delay_s = _REPORT_AGAIN_S
-    return waiting.result()
+async def _listens(address: tuple[str, int]) -> bool:
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            _, writer = await asyncio.open_connection(*address)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def _gone(missing: Sequence[str]) -> str:
+    return f"{' and '.join(missing)} {'does' if len(missing) == 1 else 'do'} not answer"
 
 
 async def _result(reference: Any) -> Any:

@@ -22,7 +22,7 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
@@ -101,8 +101,15 @@ class RunEnd(msgspec.Struct, frozen=True):
 class RemoteCluster(Protocol):
     """An orchestrator. For one event loop."""
 
-    async def spawn(self, specs: Sequence[RemoteSpec], *, timeout_s: float) -> None:
-        """Reserve the resources of all processes, then start them. Raises StartupFailed."""
+    async def spawn(
+        self, specs: Sequence[RemoteSpec], *, timeout_s: float, entered: Callable[[str, Phase], None]
+    ) -> None:
+        """Reserve the resources of all processes, then start them. `entered` gets the phase of a process that does not
+        run yet, by its name. Raises StartupFailed."""
+        ...
+
+    async def lost(self) -> str:
+        """Return why the orchestrator cannot be used any more, once that has lasted too long; log it at once."""
         ...
 
     async def resolve(self, name: str) -> Location | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 
 from medialane.cluster.config import ClusterConfig
 from medialane.cluster.process_supervisor import MAX_EXITS_IN_START, Observer
@@ -48,6 +48,7 @@ class RemoteSupervisor:
         self._observer = observer
         self._connected = connected
         self._stopping = asyncio.Event()
+        self._spawned = asyncio.Event()
         self._all_ready = asyncio.Event()
         self._started_at: dict[str, float] = {}
         self._ready: set[str] = set()
@@ -56,7 +57,8 @@ class RemoteSupervisor:
     async def start(self) -> None:
         """Start every process and wait until all are ready. Raises StartupFailed if one exits, or is not ready before
         its timeout."""
-        await self._cluster.spawn(self._specs, timeout_s=self._config.start_timeout_s)
+        for spec in self._specs:
+            self._observer.starting(spec.name)
         self._runner = asyncio.create_task(self._run(), name="supervise remote processes")
         starting = asyncio.create_task(self._start_all(), name="start all")
         try:
@@ -99,23 +101,20 @@ class RemoteSupervisor:
         self._cluster.kill()
 
     async def _run(self) -> None:
-        tasks = [asyncio.create_task(self._supervise(spec), name=f"supervise {spec.name}") for spec in self._specs]
-        watching = asyncio.create_task(self._watch_ready(), name="watch workers join")
-        try:
-            await asyncio.wait((*tasks, watching), return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            for task in (*tasks, watching):
-                task.cancel()
-            results = await asyncio.gather(*tasks, watching, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        await _all_of(self._spawn_and_supervise(), self._end_if_lost())
+
+    async def _end_if_lost(self) -> None:
+        raise StartupFailed(await self._cluster.lost())
+
+    async def _spawn_and_supervise(self) -> None:
+        await self._cluster.spawn(self._specs, timeout_s=self._config.start_timeout_s, entered=self._observer.entered)
+        self._spawned.set()
+        await _all_of(*map(self._supervise, self._specs), self._watch_ready())
 
     async def _supervise(self, spec: RemoteSpec) -> None:
         delay, num_exits, has_been_ready = RestartDelay(self._config), 0, False
         while not self._stopping.is_set():
             self._started_at[spec.name] = time.monotonic()
-            self._observer.starting(spec.name)
             await first_of(self._stopping.wait(), self._cluster.watch(spec.name))
             if self._stopping.is_set():
                 return
@@ -132,6 +131,7 @@ class RemoteSupervisor:
             self._observer.ended(spec.name, end.how, delay_s)
             await first_of(self._stopping.wait(), asyncio.sleep(delay_s))
             if not self._stopping.is_set():
+                self._observer.starting(spec.name)
                 await self._cluster.restart(spec.name)
 
     async def _watch_ready(self) -> None:
@@ -154,6 +154,7 @@ class RemoteSupervisor:
             self._observer.ready(spec.name, time.monotonic() - self._started_at[spec.name])
 
     async def _start_all(self) -> None:
+        await self._spawned.wait()
         tasks = [asyncio.create_task(self._local.start()), asyncio.create_task(self._wait_all_ready())]
         try:
             await asyncio.gather(*tasks)
@@ -172,3 +173,17 @@ class RemoteSupervisor:
             raise StartupFailed(
                 f"{missing}: not ready after {self._config.start_timeout_s:g} s; can its host reach --join-listen?"
             ) from None
+
+
+async def _all_of(*coroutines: Coroutine[None, None, None]) -> None:
+    """Run all until they end, or until the first one raises, which is raised."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result

@@ -1,11 +1,14 @@
 """What is said about a cluster that cannot be used; Ray itself is in tests/seams/test_ray_workers.py."""
 
+import asyncio
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from medialane.cluster.remote import RemoteSpec
 from medialane.core.errors import StartupFailed
+from waiting import eventually
 
 pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 
@@ -103,3 +106,43 @@ def test_node_that_is_started_here_keeps_little_shared_memory(monkeypatch):
     monkeypatch.setattr(ray.ray, "init", init)
     ray.RayCluster()
     assert calls == [("auto", None), ("local", 80 << 20)]
+
+
+class Services:
+    """Sockets in place of Ray's head and raylet."""
+
+    def __init__(self, monkeypatch):
+        self.head, self.raylet = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+        context = SimpleNamespace(gcs_address=f"127.0.0.1:{self.head.getsockname()[1]}", get_node_id=lambda: "n")
+        own = {"NodeID": "n", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": self.raylet.getsockname()[1]}
+        monkeypatch.setattr(ray.ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(ray.ray, "get_runtime_context", lambda: context)
+        monkeypatch.setattr(ray.ray, "nodes", lambda: [own])
+        monkeypatch.setattr(ray, "CHECK_S", 0.01)
+        self.lost = asyncio.create_task(ray.RayCluster().lost())
+
+
+@pytest.fixture
+async def services(monkeypatch):
+    found = Services(monkeypatch)
+    yield found
+    found.lost.cancel()
+    found.head.close()
+    found.raylet.close()
+
+
+async def test_raylet_that_is_gone_is_reported_at_once_and_ends_the_cluster_soon(services, monkeypatch, caplog):
+    services.raylet.close()
+    await eventually(lambda: "Ray's raylet of this host does not answer: waiting 30 s" in caplog.text)
+    assert not services.lost.done()
+    monkeypatch.setattr(ray, "LOST_S", 0.1)
+    assert (await services.lost).startswith("Ray's raylet of this host does not answer: restart Ray on this host")
+
+
+async def test_head_that_comes_back_in_time_costs_nothing(services, caplog):
+    port = services.head.getsockname()[1]
+    services.head.close()
+    await eventually(lambda: "Ray's head (GCS) does not answer" in caplog.text)
+    services.head = socket.create_server(("127.0.0.1", port))
+    await eventually(lambda: "Ray answers again" in caplog.text)
+    assert not services.lost.done()

@@ -7,6 +7,7 @@ from medialane.cluster import ClusterConfig, remote_supervisor
 from medialane.cluster.remote import Location, RemoteSpec, RunEnd
 from medialane.cluster.remote_supervisor import RemoteSupervisor
 from medialane.core.errors import StartupFailed
+from medialane.core.phase import Phase
 from waiting import eventually
 
 
@@ -19,14 +20,23 @@ class FakeCluster:
         self.incarnations = {}
         self.answering = set()
 
-    async def spawn(self, specs, *, timeout_s):
+        self.is_lost = asyncio.get_running_loop().create_future()
+        self.phases = {}
+
+    async def spawn(self, specs, *, timeout_s, entered):
         for spec in specs:
+            entered(spec.name, Phase("waiting for its host"))
             self._start(spec.name)
+
+    async def lost(self):
+        return await self.is_lost
 
     async def resolve(self, name):
         if self.runs[name].done():
             return None
-        return Location("host-a", "10.0.0.1", 7, str(self.incarnations[name]), name in self.answering)
+        return Location(
+            "host-a", "10.0.0.1", 7, str(self.incarnations[name]), name in self.answering, self.phases.get(name)
+        )
 
     async def watch(self, name):
         return await asyncio.shield(self.runs[name])
@@ -214,3 +224,23 @@ async def test_supervision_that_fails_is_raised(run):
     running.cluster.runs["worker 0"].set_exception(RuntimeError("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):
         await running.supervisor.wait()
+
+
+async def test_phases_of_processes_of_other_hosts_are_shown(run):
+    running = run()
+    running.cluster.phases["worker 0"] = Phase("loading the weights", 2, 5)
+    starting = asyncio.create_task(running.supervisor.start())
+    await eventually(lambda: ("worker 0", "loading the weights 2/5") in running.observer.phases)
+    assert running.observer.phases[:2] == [(f"worker {i}", "waiting for its host") for i in range(2)]
+    running.connected = {"host-a/0", "host-a/1"}
+    await starting
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+async def test_orchestrator_that_is_lost_ends_start_and_supervision_with_the_reason(run, is_started):
+    running = run()
+    if is_started:
+        await running.started()
+    running.cluster.is_lost.set_result("Ray's raylet of this host does not answer")
+    with pytest.raises(StartupFailed, match=r"^Ray's raylet of this host does not answer$"):
+        await (running.supervisor.wait() if is_started else running.supervisor.start())
