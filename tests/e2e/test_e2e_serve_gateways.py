@@ -138,8 +138,11 @@ async def served(serving):
 async def test_each_key_opens_what_it_is_for(served, key, refusals):
     paths = ("/v1/models", "/medialane/decisions", "/metrics", "/docs", "/health", "/ping", "/version")
     for _ in range(3):  # each is a connection to any of the gateways
-        async with served.client.session(authorization=f"Bearer {key}") as session:
-            found = {path: (await session.get(served.client.base_url + path)).status for path in paths}
+        found = {}
+        async with served.client.session(Authorization=f"Bearer {key}") as session:
+            for path in paths:
+                async with session.get(served.client.base_url + path) as response:
+                    found[path] = response.status
         assert {path: status for path, status in found.items() if status != 200} == refusals
 
 
