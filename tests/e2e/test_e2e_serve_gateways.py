@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import ssl
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +19,6 @@ from openai_http import OpenAiHttp, both_gateways_answer, chat, picture
 from process_tree import command_of, descendants, is_alive
 
 from host_state import as_before, state_of, store_link
-from medialane.cli.main import main
 from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
 from waiting import eventually
 
@@ -146,12 +146,16 @@ async def test_each_key_opens_what_it_is_for(served, key, refusals):
         assert {path: status for path, status in found.items() if status != 200} == refusals
 
 
-async def test_status_needs_the_key_of_the_metrics(served, monkeypatch, capsys):
-    command = ["status", "--gateway", served.client.base_url, "--insecure"]
-    assert await asyncio.to_thread(main, command) == 2
-    assert "needs a key" in capsys.readouterr().err
-    monkeypatch.setenv("MEDIALANE_METRICS_KEY", METRICS)
-    assert await asyncio.to_thread(main, command) == 0
+async def test_status_needs_the_key_of_the_metrics(served):
+    command = [sys.executable, "-m", "medialane", "status", "--gateway", served.client.base_url, "--insecure"]
+
+    def run(**environ):
+        return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True)
+
+    refused = await asyncio.to_thread(run)
+    assert (refused.returncode, "needs a key" in refused.stderr) == (2, True), refused
+    shown = await asyncio.to_thread(run, MEDIALANE_METRICS_KEY=METRICS)
+    assert shown.returncode == 0, shown
 
 
 async def test_killed_gateway_costs_its_own_requests_only_and_comes_back_on_the_same_port(served):

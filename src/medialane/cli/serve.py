@@ -87,6 +87,11 @@ def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, s
             f"{secret_flags[0]} is not accepted with --ray, which stores command lines: set VLLM_API_KEY (several: "
             "MEDIALANE_API_KEYS) and HF_TOKEN in the environment, on other nodes in that of `ray start`"
         )
+    if config.cluster.gateway_nodes == "each" and (config.gateway.admin_key or config.gateway.metrics_key):
+        raise StartupFailed(
+            "MEDIALANE_ADMIN_KEY and MEDIALANE_METRICS_KEY are not passed to gateways of other nodes, which would be "
+            "open: use --admin-key-file and --metrics-key-file, with the files on every node"
+        )
     gateway = msgspec.structs.replace(
         config.gateway, require_api_key=config.gateway.require_api_key or has_api_key(config, environ)
     )

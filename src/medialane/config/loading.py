@@ -49,8 +49,8 @@ def load_config(
     from_flags = {name: _RawValue(value, "--" + name) for name, value in (flags or {}).items()}
     for name, (_, source) in (from_file | from_flags).items():
         if name in known and known[name].is_secret:
-            allowed = f"set {known[name].variable} in the environment, or {known[name].flag}-file"
-            raise StartupFailed(f"{source} is not accepted here: {allowed}")
+            other = f", or {known[name].flag}-file" if f"{name}-file" in known else ""
+            raise StartupFailed(f"{source} is not accepted here: set {known[name].variable} in the environment{other}")
     given = from_file | _from_environ(environ, known) | from_flags
     config = _build(given, known)
     config.validate(sections)

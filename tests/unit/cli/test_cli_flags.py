@@ -50,6 +50,12 @@ def test_invalid_choice_is_rejected(capsys):
     assert "choose from" in capsys.readouterr().err
 
 
+def test_keys_of_clients_are_refused_without_a_file_that_does_not_exist():
+    given = given_settings(parser().parse_args(["--api-keys", "a,b"]))
+    with pytest.raises(StartupFailed, match=r"set MEDIALANE_API_KEYS in the environment$"):
+        load_config(given, environ={})
+
+
 @pytest.mark.parametrize("name", ["admin-key", "metrics-key", "rpc-secret"])
 def test_secret_on_the_command_line_is_refused_with_its_other_places(name):
     given = given_settings(parser().parse_args([f"--{name}", "0123456789abcdef"]))

@@ -201,6 +201,15 @@ def test_secrets_in_the_command_line_are_refused_with_ray():
         for_ray(Config(), ["--api-key"], {})
 
 
+def test_gateways_of_other_nodes_need_the_files_of_admin_and_metrics_keys():
+    flags = {"ray": True, "gateway-nodes": "each"}
+    for name in ("ADMIN", "METRICS"):
+        with pytest.raises(StartupFailed, match=f"--{name.lower()}-key-file"):
+            for_ray(load_config(flags, environ={f"MEDIALANE_{name}_KEY": "k"}), [], {})
+    config = for_ray(load_config(flags | {"admin-key-file": "/etc/key"}, environ={}), [], {})
+    assert settings_environ(config)["MEDIALANE_ADMIN_KEY_FILE"] == "/etc/key"
+
+
 def test_gateways_of_other_nodes_need_a_key_if_this_one_has():
     assert not for_ray(Config(), [], {}).gateway.require_api_key
     assert for_ray(Config(), [], {"VLLM_API_KEY": "k"}).gateway.require_api_key
