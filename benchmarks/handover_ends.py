@@ -292,6 +292,9 @@ class FrontEnd:
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         return bool(await self._client.call_utility_async("medialane_attach", arena, self._directory, nonce.hex()))
 
+    async def used_cpu_s(self) -> float | None:
+        return time.process_time()
+
     async def detach_arena(self, arena: str) -> None:
         """Nothing to do: the process exits with the run."""
 

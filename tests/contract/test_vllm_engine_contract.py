@@ -2,6 +2,9 @@
 
 import asyncio
 import io
+import multiprocessing
+import os
+import signal
 from contextlib import aclosing
 
 import msgspec
@@ -9,7 +12,8 @@ import pytest
 from PIL import Image as PILImage
 from prompt_maker import PromptMaker, bytes_of, encoded, encoded_item, pixels, with_feature
 
-from medialane.core.errors import InvalidFeature, InvalidRequest, PromptRejected
+from medialane.core.admin import PauseGeneration, ResumeGeneration
+from medialane.core.errors import GenerationFailed, InvalidFeature, InvalidRequest, PromptRejected
 from medialane.core.feature import PlaceholderRange
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.worker import FakeEngine, FakeParams
@@ -158,3 +162,30 @@ async def test_model_card_states_the_request_limits(case):
 async def test_errors_belong_to_our_exception_hierarchy(case, text):
     with pytest.raises(InvalidRequest):
         await case.answer(msgspec.structs.replace(text, token_ids=[1] * 8192))
+
+
+@pytest.mark.vllm
+async def test_work_of_the_engine_is_seen_and_that_it_is_stopped(vllm_engine, maker, text):
+    """A step computes; an engine that is stopped does neither that nor reply."""
+    before = await vllm_engine.used_cpu_s()
+    assert await Case(vllm_engine, lambda n: encoded(max_tokens=n)).answer(text, max_tokens=20)
+    assert await vllm_engine.used_cpu_s() > before
+    (core,) = [process.pid for process in multiprocessing.active_children() if "EngineCore" in process.name]
+    os.kill(core, signal.SIGSTOP)
+    try:
+        assert await vllm_engine.used_cpu_s() is None
+        with pytest.raises(GenerationFailed, match="did not respond"):
+            await vllm_engine.ping(0.3)
+    finally:
+        os.kill(core, signal.SIGCONT)
+    await vllm_engine.ping(30)
+    assert await vllm_engine.used_cpu_s() > before
+
+
+async def test_paused_engine_replies(case):
+    """So it is not stalled."""
+    await case.engine.administer(PauseGeneration())
+    try:
+        await case.engine.ping(30)
+    finally:
+        await case.engine.administer(ResumeGeneration())

@@ -33,6 +33,8 @@ ASK = text("Describe the picture.")
 PROMPT = text("Tell a long story.")
 AT_ONCE_S = 10
 RESTART_S = 240
+#: --worker-stall-timeout
+STALL_S = 10
 
 
 def huge_jpeg(shade: int) -> bytes:
@@ -271,6 +273,32 @@ async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, 
     answers = await asyncio.gather(*(ours.succeed(chat(picture(163), ASK)) for _ in range(4)))
     assert [answer.ids for answer in answers] == [right] * 4
     assert (serve.store_pid(), serve.arenas()) == (old_store, arenas)
+
+
+async def test_stopped_engine_is_reported_its_requests_move_and_it_returns(serve, ours, plain, store):
+    body = chat(picture(173), ASK)
+    right = (await plain.succeed(body)).ids
+    by_worker = {serve.worker_pid(address): address for address in serve.worker_addresses()}
+    streamed = await streaming(ours, long_chat(picture(174), PROMPT, stream=True, max_tokens=1500))
+    (address,) = [found for found, number in (await load(ours)).items() if number == 1]
+    (stopped,) = [pid for pid, found in by_worker.items() if found != address]
+    with suspended(*descendants(stopped)):
+        stopped_at = time.monotonic()
+        sent = [asyncio.create_task(ours.post(body)) for _ in range(3)]  # some to each worker
+        await eventually(lambda: is_degraded(ours, "1 of 2 workers is stalled (see its log)"), "it says so", 20)
+        assert time.monotonic() - stopped_at < STALL_S + 3, "10 s, some ticks, and a report"
+        state = await ours.metrics()
+        assert state.value("medialane_worker_state", worker=by_worker[stopped], state="stalled") == 1
+        assert [answer.ids for answer in await asyncio.gather(*sent)] == [right] * 3
+        assert (await ours.succeed(body)).ids == right
+    assert await streamed is None, "the other worker's stream was not disturbed"
+    await comes_back(ours, 2)
+    assert serve.worker_pid(by_worker[stopped]) == stopped, "without a restart"
+
+
+async def is_degraded(ours, problem: str) -> bool:
+    async with ours.session() as session, session.get(f"{ours.base_url}/health") as response:
+        return response.status == 200 and problem in (await response.text())
 
 
 def worker_pids(serve) -> list[int]:

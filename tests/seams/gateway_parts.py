@@ -90,12 +90,20 @@ class FakeWorker:
     """A worker over a fake engine, which can be killed and started again at the same address."""
 
     def __init__(
-        self, path: str, *, card: ModelCard | None = None, arena: Arena, kind: type = FakeEngine, **engine: object
+        self,
+        path: str,
+        *,
+        card: ModelCard | None = None,
+        arena: Arena,
+        kind: type = FakeEngine,
+        config: WorkerConfig | None = None,
+        **engine: object,
     ) -> None:
         """An engine of another `kind` must have an attribute `attaches`."""
         self._kind = kind
         self.address = f"unix:{path}"
         self._arena = arena
+        self._config = config or WorkerConfig()
         self._engine_settings = {**engine, **({} if card is None else {"card": card})}
         self.engine = kind(**self._engine_settings)
         self.attaches = self.engine.attaches
@@ -108,7 +116,7 @@ class FakeWorker:
         self._store = StoreClientTask(store_address(self._arena), directory)
         self._worker = Worker(
             self.engine,
-            WorkerConfig(),
+            self._config,
             arena_directory=directory,
             host_arena=StoreEntries(self._store.link),
             registry=self.registry,

@@ -10,10 +10,12 @@ from contextlib import AsyncExitStack, aclosing
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
-from medialane.core.errors import WorkerLost
-from medialane.gateway import GatewayConfig, Handover, WorkerLink, open_scope
+from medialane.core.errors import NoWorkerReady, WorkerLost
+from medialane.gateway import GatewayConfig, Handover, WorkerLink, health_of, open_scope
+from medialane.worker import WorkerConfig
 from waiting import eventually
 
+WATCHED = WorkerConfig(ping_interval_s=0.05, stall_timeout_s=0.4)
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 
 
@@ -23,7 +25,7 @@ async def open_parts(arena, preparers):
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
 
         async def start(count, **config):
-            workers = [FakeWorker(f"{folder}/{number}.sock", arena=arena) for number in range(count)]
+            workers = [FakeWorker(f"{folder}/{number}.sock", arena=arena, config=WATCHED) for number in range(count)]
             for worker in workers:
                 stack.push_async_callback(worker.close)
                 await worker.start()
@@ -141,3 +143,68 @@ async def test_request_that_ends_every_engine_reaches_two_workers_once_each(open
         await parts.generate(request("r", [1, 2, 3]), None)
     tried = [found.decision.worker_id for found in parts.gateway.routes._router.decisions()]
     assert len(tried) == len(set(tried)) == 2
+
+
+async def test_request_without_a_token_is_answered_by_another_worker_if_its_engine_is_stalled(open_parts):
+    parts, workers = await open_parts(2)
+    expected = await image_answer(parts)
+    task = asyncio.create_task(image_answer(parts, token_s=0.3))
+    first = await reader_of(workers)
+    first.engine.stall()
+    assert await task == expected
+    assert parts.count("medialane_rerouted_requests_total") == 1
+    assert health_of(parts.links).response()[0] == 200
+    assert "1 of 2 workers is stalled (see its log)" in health_of(parts.links).problems
+    num_requests = first.engine.num_requests
+    assert [await image_answer(parts) for _ in range(3)] == [expected] * 3
+    assert first.engine.num_requests == num_requests, "new requests go to the other worker"
+    assert first.engine.num_reading == 1, "its engine has not released the first attempt yet"
+    first.engine.resume()
+    await eventually(lambda: first.engine.num_reading == 0, "late outputs are dropped")
+    await eventually(lambda: health_of(parts.links).response() == (200, b""), "it returns")
+
+
+async def test_request_with_a_token_waits_for_a_stalled_engine(open_parts):
+    parts, workers = await open_parts(2)
+    with open_scope():
+        wanted = request("r", [1, 2, 3], max_tokens=5, token_s=0.05)
+        async with aclosing(parts.gateway.generate(wanted, None)) as deltas:
+            found = [await anext(deltas)]
+            first = await reader_of(workers)
+            first.engine.stall()
+            await eventually(lambda: health_of(parts.links).problems)
+            first.engine.resume()
+            found += [delta async for delta in deltas]
+    assert sum(len(delta.completions[0].token_ids) for delta in found) == 5
+    assert parts.count("medialane_rerouted_requests_total") == 0
+
+
+async def test_request_waits_if_the_only_worker_is_stalled_and_new_ones_are_refused(open_parts):
+    parts, (worker,) = await open_parts(1)
+    expected = await image_answer(parts)
+    task = asyncio.create_task(image_answer(parts, token_s=0.3))
+    await reader_of([worker])
+    worker.engine.stall()
+    await eventually(lambda: not parts.gateway.ready)
+    assert health_of(parts.links).response()[0] == 503
+    with pytest.raises(NoWorkerReady):
+        await image_answer(parts)
+    assert not task.done()
+    worker.engine.resume()
+    assert await task == expected
+    await eventually(lambda: parts.gateway.ready)
+
+
+async def test_request_of_a_stalled_worker_moves_as_soon_as_another_is_ready(open_parts):
+    parts, workers = await open_parts(2)
+    expected = await image_answer(parts)
+    task = asyncio.create_task(image_answer(parts, token_s=0.3))
+    first = await reader_of(workers)
+    (other,) = set(workers) - {first}
+    other.engine.stall()
+    first.engine.stall()
+    await eventually(lambda: not parts.gateway.ready)
+    assert not task.done()
+    other.engine.resume()
+    assert await task == expected
+    first.engine.resume()

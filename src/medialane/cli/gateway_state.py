@@ -32,6 +32,8 @@ class Gateway(msgspec.Struct, frozen=True):
 
 
 class Worker(msgspec.Struct, frozen=True):
+    """`state` is `ready`, `stalled` (its engine hangs) or `lost`; `ready` is whether it is the first."""
+
     name: str
     host: str
     ready: bool
@@ -39,6 +41,7 @@ class Worker(msgspec.Struct, frozen=True):
     num_waiting: int
     kv_usage: float
     role: str = "worker"
+    state: str = "ready"
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -193,21 +196,20 @@ def _workers(samples: _Samples) -> tuple[Worker, ...]:
     )
     roles = {labels["worker"]: labels["role"] for labels, _ in samples.get("medialane_worker_role", [])}
     states = {  # one for all ranks
-        labels["worker"]: value == 1
-        for labels, value in samples.get("medialane_worker_state", [])
-        if labels["state"] == "ready"
+        labels["worker"]: labels["state"] for labels, value in samples.get("medialane_worker_state", []) if value == 1
     }
     return tuple(
         Worker(
             name,
             worker_host(name),
-            ready,
+            state == "ready",
             int(running.get(name, 0)),
             int(waiting.get(name, 0)),
             round(usage.get(name, 0.0), 4),
             roles.get(name, "worker"),
+            state,
         )
-        for name, ready in sorted(states.items())
+        for name, state in sorted(states.items())
     )
 
 

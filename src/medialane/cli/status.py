@@ -123,7 +123,7 @@ def _show(console: Console, state: GatewayState) -> None:
     workers = Table("worker", "role", "state", "running", "waiting", "KV cache")
     for worker in state.workers:
         load = (str(worker.num_running), str(worker.num_waiting), f"{worker.kv_usage:.0%}")
-        workers.add_row(escape(worker.name), worker.role, _up(worker.ready, "lost"), *load)
+        workers.add_row(escape(worker.name), worker.role, _up(worker.ready, worker.state), *load)
     for table in (hosts, gateways, workers):
         if table.row_count:
             console.print(table)

@@ -260,10 +260,15 @@ class ModelCard(msgspec.Struct, frozen=True):
     tasks: tuple[str, ...] = ()
 
 
+#: What an operator sees of a worker.
+WorkerState = Literal["ready", "stalled", "lost"]
+WORKER_STATES: Final = ("ready", "stalled", "lost")
+
+
 class Endpoint(msgspec.Struct, frozen=True):
     """A worker, or one of its data-parallel ranks, as seen by the router. `num_in_flight` counts this gateway's
     requests there; with `same_host` it maps our arena, with `can_pull` its host's store may copy from ours; a
-    `draining` one only finishes its requests."""
+    `draining` one only finishes its requests; the engine of a `stalled` one hangs. It is `ready` if it is connected."""
 
     worker_id: str
     address: str
@@ -277,6 +282,11 @@ class Endpoint(msgspec.Struct, frozen=True):
     draining: bool = False
     can_pull: bool = False
     role: WorkerRole = "worker"
+    stalled: bool = False
+
+    @property
+    def state(self) -> WorkerState:
+        return "stalled" if self.ready and self.stalled else "ready" if self.ready else "lost"
 
 
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -68,6 +68,7 @@ class ConnectedWorker:
             card=card,
             can_pull=self.can_pull,
             role=card.role,
+            stalled=self.client.is_stalled,
         )
 
 

@@ -156,11 +156,11 @@ class Encoders:
         return replace(request, has_passed_holds=passed)
 
     def _ready(self, digest: str) -> list[WorkerLink]:
-        """Return the encoders that accept items: connected, with our arena and this digest, and not late."""
+        """Return the encoders that accept items: ready, with our arena and this digest, and not late."""
         return [
             link
             for link in self._workers.of_role("encoder")
-            if link.same_host and link.encoder == digest and not self._is_suspended(link)
+            if link.is_ready and link.same_host and link.encoder == digest and not self._is_suspended(link)
         ]
 
     def _is_suspended(self, link: WorkerLink) -> bool:

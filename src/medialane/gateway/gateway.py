@@ -322,7 +322,7 @@ class Gateway:
         for excluded in (on_hosts_of(lost, addresses), lost):
             with suppress(NoWorkerReady):
                 rerouted = self._route(call.request, call.prepared, call.scope, excluded)
-                logger.warning("%s was lost before the first token: sending to another worker", call.route.link.name)
+                logger.warning("%s: %s; sending to another worker", call.route.link.name, error.message)
                 self._metrics.count_rerouted()
                 return rerouted
         raise error

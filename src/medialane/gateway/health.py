@@ -41,9 +41,12 @@ def _worker_problems(workers: WorkerPool) -> Iterable[str]:
         yield "no worker has joined"
     if total > workers.num_ready:
         yield f"{workers.num_ready} of {total} workers are ready"
-    num_encoders_ready = sum(link.client is not None for link in encoders)
+    num_encoders_ready = sum(link.is_ready for link in encoders)
     if len(encoders) > num_encoders_ready:
         yield f"{num_encoders_ready} of {len(encoders)} encoders are ready"
+    if num_stalled := sum(link.is_stalled for link in workers.links.values()):
+        verb = "is" if num_stalled == 1 else "are"
+        yield f"{num_stalled} of {len(workers.links)} workers {verb} stalled (see its log)"
     if workers.num_failing:
         what = "refuse this gateway, are refused, or cannot be connected to (see its log)"
         yield f"{workers.num_failing} of {len(workers.links)} workers {what}"

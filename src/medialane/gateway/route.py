@@ -114,6 +114,10 @@ class Routes:
         for slot in self._slots.get(link.name, ()):  # none if joining has failed and the connection is being closed
             self._router.move(slot, same_host=link.same_host)
 
+    def stall_changed(self, link: WorkerLink) -> None:
+        for slot in self._slots[link.address]:
+            self._router.drain(slot, draining=link.is_stalled)
+
     def encoder_cleared(self, link: WorkerLink) -> None:
         self._encoder = None
         for slot in self._slots[link.name]:

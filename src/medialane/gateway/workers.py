@@ -29,6 +29,9 @@ from medialane.rpc import Hello, Join, RemoteRequest, RpcClient, RpcConfig
 
 logger = logging.getLogger(__name__)
 
+_STALLED = (logging.ERROR, "worker %s is stalled: it gets no requests")
+_RESUMED = (logging.WARNING, "worker %s is no longer stalled")
+
 
 class WorkerListener(Protocol):
     """Callbacks about workers, implemented by the router's side. Called on the event loop; must not block.
@@ -46,6 +49,10 @@ class WorkerListener(Protocol):
 
     def reported(self, link: WorkerLink, loads: Sequence[WorkerLoad]) -> None:
         """The worker has reported the load of each of its ranks."""
+        ...
+
+    def stall_changed(self, link: WorkerLink) -> None:
+        """`link.is_stalled` has changed."""
         ...
 
     def changed(self, link: WorkerLink, change: KvChange) -> None: ...
@@ -101,6 +108,9 @@ class WorkerLink:
         self.listener: WorkerListener | None = None
         #: Called with the card of a worker or encoder that has become ready.
         self.on_ready: Callable[[ModelCard], None] = lambda _card: None
+        #: Called with each report of a worker that is stalled.
+        self.on_stalled: Callable[[], None] = lambda: None
+        self._was_stalled = False
         self.refusal: MedialaneError | None = None
         self._failure: Exception | None = None
 
@@ -108,6 +118,17 @@ class WorkerLink:
     def client(self) -> RpcClient | None:
         """The live connection, if any: None as soon as it is lost, even before `run` has handled the loss."""
         return self._live.client if self._live is not None else None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the worker is connected, and its engine hangs."""
+        client = self.client
+        return client is not None and client.is_stalled
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the worker is connected, and takes requests."""
+        return self.client is not None and not self.is_stalled
 
     @property
     def is_failing(self) -> bool:
@@ -160,6 +181,11 @@ class WorkerLink:
         if client is None:
             raise WorkerLost("the worker's connection was lost before the request was sent")
         return client.submit(request)
+
+    def fail_unanswered(self) -> None:
+        """Abort the requests that the worker has not begun to answer: they raise WorkerLost."""
+        if (client := self.client) is not None:
+            client.fail_unanswered(WorkerLost("the worker's engine is stalled"))
 
     def arena_changed(self) -> None:
         """Called when the worker has mapped another arena, or this gateway has another store."""
@@ -249,17 +275,26 @@ class WorkerLink:
         listener = self.listener
         if listener is None or client.closed.is_set() or self.role == "encoder":
             return
-        self._joined = True
+        self._joined, self._was_stalled = True, client.is_stalled
         listener.joined(self)
         client.watch(
             on_blocks=lambda change: listener.changed(self, change),
-            on_loads=lambda loads: listener.reported(self, loads),
+            on_loads=lambda loads: self._reported(listener, loads),
             on_pending=lambda number, work: listener.announced(self, number, work),
             on_pending_ended=lambda number, computed: listener.announcement_ended(self, number, is_computed=computed),
             on_encoder_cleared=lambda: listener.encoder_cleared(self),
             on_arena=self.arena_changed,
             on_lost=self._leave,
         )
+
+    def _reported(self, listener: WorkerListener, loads: Sequence[WorkerLoad]) -> None:
+        listener.reported(self, loads)
+        if self.is_stalled != self._was_stalled:
+            self._was_stalled = self.is_stalled
+            logger.log(*(_STALLED if self.is_stalled else _RESUMED), self.address)
+            listener.stall_changed(self)
+        if self.is_stalled:
+            self.on_stalled()
 
     def _leave(self) -> None:
         if self._joined and self.listener is not None:
@@ -317,13 +352,24 @@ class WorkerPool:
         self._card: ModelCard | None = None
         self._has_card = asyncio.Event()
         for link in links:
-            link.on_ready = self._on_ready
+            self._watch(link)
 
     async def first_card(self) -> ModelCard:
         """Return the card of the first worker that has become ready; wait for it."""
         while self._card is None:
             await self._has_card.wait()
         return self._card
+
+    def _watch(self, link: WorkerLink) -> None:
+        link.on_ready, link.on_stalled = self._on_ready, self._relieve
+
+    def _relieve(self) -> None:
+        """Have the requests that stalled workers have not begun to answer sent to another one, if any is ready. If none
+        is, they wait: the engine may continue, and if it does not, its worker exits."""
+        if self.num_ready:
+            for link in self.of_role("worker"):
+                if link.is_stalled:
+                    link.fail_unanswered()
 
     def _on_ready(self, card: ModelCard) -> None:
         if self._card is None and card.role == "worker":
@@ -352,8 +398,8 @@ class WorkerPool:
 
     @property
     def num_ready(self) -> int:
-        """Number of workers that are connected, encoders not counted."""
-        return sum(link.client is not None for link in self.of_role("worker"))
+        """Number of workers that take requests, encoders not counted."""
+        return sum(link.is_ready for link in self.of_role("worker"))
 
     @property
     def num_failing(self) -> int:
@@ -397,7 +443,7 @@ class WorkerPool:
         else:
             link = self.links[join.name] = self._new_link(join.name)
             link.listener = self._listener
-            link.on_ready = self._on_ready
+            self._watch(link)
             self._joined.add(join.name)
         self._keep(join.name)
         return link

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from medialane.core.request import Endpoint
+from medialane.core.request import WORKER_STATES, Endpoint
 from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, PullStats, RoutingStats, StoreStats
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
@@ -41,7 +41,10 @@ _COUNTERS: Final = {
         "Failed transfers of media to a worker that fell back to another path, by failed path and reason",
         ("path", "reason"),
     ),
-    "medialane_rerouted_requests": ("Requests sent to another worker, as theirs was lost before the first token", ()),
+    "medialane_rerouted_requests": (
+        "Requests sent to another worker, as theirs was lost or stalled before the first token",
+        (),
+    ),
     "medialane_worker_losses": ("Lost connections to a worker", ("worker",)),
     "medialane_prompt_tokens": (
         "Prompt tokens: all, predicted cached by the router, reported cached by the engine",
@@ -325,8 +328,8 @@ def _transport(endpoint: Endpoint) -> str:
 def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
     state = GaugeMetricFamily("medialane_worker_state", "1 for the state a worker is in", labels=["worker", "state"])
     for endpoint in endpoints:
-        state.add_metric([endpoint.worker_id, "ready"], float(endpoint.ready))
-        state.add_metric([endpoint.worker_id, "lost"], float(not endpoint.ready))
+        for name in WORKER_STATES:
+            state.add_metric([endpoint.worker_id, name], float(endpoint.state == name))
     yield state
     role = GaugeMetricFamily("medialane_worker_role", "1 for the role of a worker", labels=["worker", "role"])
     for endpoint in endpoints:

@@ -139,6 +139,12 @@ class Router:
         """Note whether the slot's worker has mapped the arena of this host."""
         self._slots.move(self._slots[slot], same_host=same_host)
 
+    def drain(self, slot: int, *, draining: bool) -> None:
+        """Choose this slot for no further request, or again."""
+        found = self._slots[slot]
+        found.draining = draining
+        self._slots.update(found)
+
     def clear_encoder(self, slot: int) -> None:
         """Forget the worker's encoder cache contents: it was cleared."""
         self._caches.clear(self._slots[slot].number)

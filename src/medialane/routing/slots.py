@@ -111,7 +111,7 @@ class SlotTable:
             endpoint.num_ranks,
             endpoint.same_host,
             endpoint.card,
-            endpoint.draining or not endpoint.ready,
+            endpoint.draining or endpoint.state != "ready",
             endpoint.load,
         )
         self._slots[number] = slot

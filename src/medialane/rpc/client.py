@@ -123,6 +123,11 @@ class RpcClient:
         return self._reports.loads
 
     @property
+    def is_stalled(self) -> bool:
+        """Whether the worker has reported that its engine hangs."""
+        return self._reports.is_stalled
+
+    @property
     def encoder(self) -> EncoderCard | None:
         """The worker's encoder, if its embeddings are kept."""
         return self._reports.encoder
@@ -157,6 +162,10 @@ class RpcClient:
         GenerationFailed, with no effect, if a request with this id is in flight.
         """
         return self._requests.submit(request)
+
+    def fail_unanswered(self, error: MedialaneError) -> None:
+        """Abort the requests of which the worker has sent no output; their iterations raise `error`."""
+        self._requests.fail_unanswered(error)
 
     def watch(
         self,

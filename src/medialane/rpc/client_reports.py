@@ -49,6 +49,7 @@ class ClientReports:
         self._numbers = count()
         self._delivery: asyncio.Handle | None = None
         self.loads: Sequence[WorkerLoad] = ()
+        self.is_stalled = False
         self.encoder: EncoderCard | None = None
         self.num_gateways = 1
 
@@ -80,7 +81,8 @@ class ClientReports:
     def received(self, message: Report) -> None:
         """Raises ProtocolViolation."""
         match message:
-            case LoadReport(loads):
+            case LoadReport(loads, is_stalled):
+                self.is_stalled = is_stalled
                 self.receive_loads(loads)
             case KvBlocks(change):
                 self.receive_blocks(change)

@@ -70,6 +70,12 @@ class ClientRequests:
         del self._requests[request_id]
         remote.on_release()
 
+    def fail_unanswered(self, error: MedialaneError) -> None:
+        """Abort the requests without any output; their iterations raise `error`."""
+        for remote in list(self._requests.values()):
+            if not remote.has_output:
+                remote.abort(error)
+
     def lost(self) -> None:
         """Fail all requests: the connection is closed."""
         for outgoing in list(self._outgoing.values()):

@@ -49,6 +49,7 @@ class FakeHandler:
         self._release_s = release_s
         self._error = error
         self._fail_at = fail_at
+        self.is_stalled = False
         self._refusal = refusal
         self.hellos: list[Hello] = []
         self.requests: list[EngineRequest] = []

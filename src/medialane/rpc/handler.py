@@ -24,6 +24,11 @@ class Handler(Protocol):
         """The engine's encoder now: an administrative call may replace that of the card."""
         ...
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the engine hangs: requests are better sent to another worker."""
+        ...
+
     async def register(self, hello: Hello) -> Welcome:
         """Register a gateway whose version is ours and whose earlier requests are all released.
 

@@ -149,9 +149,10 @@ class ArenaMapped(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The load of each data-parallel rank of the worker, in order."""
+    """The load of each data-parallel rank of the worker, in order. If it `is_stalled`, its engine hangs."""
 
     loads: tuple[WorkerLoad, ...]
+    is_stalled: bool = False
 
 
 class KvBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -46,6 +46,8 @@ class RemoteRequest:
         self._num_queued_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._complete = False
+        #: Whether the worker has sent any output.
+        self.has_output = False
         self._error: MedialaneError | None = None
 
     def __aiter__(self) -> RemoteRequest:
@@ -67,16 +69,17 @@ class RemoteRequest:
         self._num_queued_bytes -= nbytes
         return delta
 
-    def abort(self) -> None:
-        """Abort the request at the worker; the iteration raises GenerationFailed. No effect once the output is complete
-        or has failed. Idempotent. Afterwards its inline tensors are no longer read."""
-        self._give_up(GenerationFailed("the request was aborted"))
+    def abort(self, error: MedialaneError | None = None) -> None:
+        """Abort the request at the worker; the iteration raises `error`, by default GenerationFailed. No effect once
+        the output is complete or has failed. Idempotent. Afterwards its inline tensors are no longer read."""
+        self._give_up(error or GenerationFailed("the request was aborted"))
 
     # The methods below are called by RpcClient.
 
     def on_output(self, delta: OutputDelta, nbytes: int) -> None:
         if self._complete:
             return  # sent before our abort arrived
+        self.has_output = True
         if self._pooled is not None:
             self._on_pooled(self._pooled, delta)
             return

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import msgspec
 
 from medialane.core.kv_events import KvChange
-from medialane.core.request import WorkerLoad
 from medialane.rpc.block_feed import BlockFeed
 from medialane.rpc.connection import Connection
 from medialane.rpc.gateway_group import GatewayGroup
@@ -32,7 +31,7 @@ class SessionReports:
         self._pending: dict[int, int] = {}  # the gateway's numbers -> those at the other gateways
         self._feed = BlockFeed(handler.held_blocks, max_frame_bytes=max_frame_bytes)
         self._unwatch: list[Callable[[], None]] = []
-        self._reported: tuple[WorkerLoad, ...] = ()
+        self._reported: LoadReport | None = None
         self._reporting: asyncio.TimerHandle | None = None
 
     @property
@@ -64,8 +63,8 @@ class SessionReports:
             self._reporting.cancel()
 
     def report_load(self) -> None:
-        self._reported = tuple(self._handler.loads())
-        self._connection.send(LoadReport(self._reported))
+        self._reported = self._load()
+        self._connection.send(self._reported)
 
     def load_changed(self) -> None:
         """Report the load soon, if it has changed."""
@@ -90,8 +89,11 @@ class SessionReports:
 
     def _report_changed_load(self) -> None:
         self._reporting = None
-        if tuple(self._handler.loads()) != self._reported:
+        if self._load() != self._reported:
             self.report_load()
+
+    def _load(self) -> LoadReport:
+        return LoadReport(tuple(self._handler.loads()), self._handler.is_stalled)
 
     def _blocks_changed(self, change: KvChange) -> None:
         self._feed.push(change)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -44,6 +45,7 @@ from medialane.core.errors import (
 from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.phase import enter_phase
+from medialane.core.process_cpu import used_cpu_s
 from medialane.core.request import (
     ENCODER,
     EmbeddingCounts,
@@ -329,6 +331,10 @@ class VllmEngine:
         if not self._lifetime_bound:
             self._lifetime_bound = True
             await self._bind_lifetime(timeout_s)
+
+    async def used_cpu_s(self) -> float | None:
+        pids = [process.pid for process in multiprocessing.active_children() if process.pid is not None]
+        return await asyncio.to_thread(used_cpu_s, pids)
 
     async def close(self) -> None:
         """Stop EngineCore and its children. Idempotent."""

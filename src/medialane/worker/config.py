@@ -21,7 +21,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ping_interval_s: PositiveFloat = field(default=2.0, name="worker-ping-interval")
     """interval of the engine's liveness check"""
     ping_timeout_s: PositiveFloat = field(default=60.0, name="worker-ping-timeout")
-    """timeout of the engine's liveness check; the worker exits after two missed checks"""
+    """timeout of the engine's liveness check, so also the longest step of the engine; the worker exits after two missed
+    checks, and after one if the engine is stalled"""
+    stall_timeout_s: PositiveFloat = field(default=10.0, name="worker-stall-timeout")
+    """time without a reply of the engine, in which its processes do not compute either, after which the worker is
+    reported as stalled: it gets no requests, and those without a token are sent to other workers"""
     release_timeout_s: PositiveFloat = field(default=60.0, name="worker-release-timeout")
     """how long the engine may take to release an aborted request before the worker exits"""
     stop_timeout_s: PositiveFloat = field(default=20.0, name="worker-stop-timeout")

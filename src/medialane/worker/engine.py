@@ -88,6 +88,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def used_cpu_s(self) -> float | None:
+        """Return the CPU time that the engine core's processes have used so far; None if one of them is stopped."""
+        ...
+
     async def close(self) -> None:
         """Terminate the engine and its processes; no tensors are read afterwards. Idempotent."""
         ...

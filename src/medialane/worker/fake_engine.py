@@ -21,7 +21,7 @@ from medialane.core.admin import (
     Sleep,
     WakeUp,
 )
-from medialane.core.errors import InvalidFeature, MedialaneError, PromptRejected, WorkerLost
+from medialane.core.errors import GenerationFailed, InvalidFeature, MedialaneError, PromptRejected, WorkerLost
 from medialane.core.feature import EmbeddingUse
 from medialane.core.hashing import content_hash
 from medialane.core.kv_events import KvEventBatch
@@ -82,7 +82,7 @@ class FakeEngine:
     whose tensors it may read, `num_requests` all that it has accepted. Prompts stay in its KV cache. `attaches` is the
     result of `attach_arena`.
     Administrative calls are recorded in `calls` and only change the state that calls can query. `die` makes it fail
-    like a lost engine.
+    like a lost engine, `stall` hang.
     """
 
     def __init__(
@@ -112,6 +112,9 @@ class FakeEngine:
         self.attaches = attaches
         self._release_s = release_s
         self._failure: MedialaneError | None = None
+        self._steps = asyncio.Event()
+        self._steps.set()
+        self._computing = False
 
     def die(self, error: MedialaneError | None = None) -> None:
         """Make every later call raise `error` (WorkerLost if None)."""
@@ -119,6 +122,14 @@ class FakeEngine:
 
     def recover(self) -> None:
         self._failure = None
+
+    def stall(self, *, computing: bool = False) -> None:
+        """Neither reply nor output anything until `resume`, like a stopped process; or like one in a long step."""
+        self._steps.clear()
+        self._computing = computing
+
+    def resume(self) -> None:
+        self._steps.set()
 
     @property
     def embedding_counts(self) -> EmbeddingCounts:
@@ -158,6 +169,7 @@ class FakeEngine:
             await self._encode(request, tensors, embeddings)
             for number in range(params.max_tokens):
                 await asyncio.sleep(params.token_s)
+                await self._steps.wait()
                 self._check_alive()
                 items = self._items(tensors, embeddings)
                 inputs = msgspec.msgpack.encode((request.prompt.token_ids, items, number))
@@ -170,6 +182,7 @@ class FakeEngine:
         finally:
             try:
                 await asyncio.sleep(self._release_s)
+                await self._steps.wait()
             finally:
                 self.num_reading -= 1
 
@@ -193,6 +206,15 @@ class FakeEngine:
     async def ping(self, timeout_s: float) -> None:
         self.num_pings += 1
         self._check_alive()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._steps.wait()
+        except TimeoutError:
+            raise GenerationFailed("the engine did not respond") from None
+
+    async def used_cpu_s(self) -> float | None:
+        is_stopped = not (self._steps.is_set() or self._computing)
+        return None if is_stopped else asyncio.get_running_loop().time()
 
     async def close(self) -> None:
         self.closed = True

@@ -4,7 +4,8 @@
   data-parallel engine has port + i with the series that vLLM labels with this engine: an endpoint picker (llm-d's, say)
   treats each port as an endpoint, and reads a series without looking at its labels. Series without that label are on
   the first port. On a host without gateways, one of its workers also has the series of the host's store.
-* `/health`: 200 while the engine responds, for liveness probes. The worker itself exits if it does not.
+* `/health`: 200 while the engine responds, 503 while it is stalled, for liveness probes. The worker itself exits if
+  that lasts.
 * `/ready`: 200 while it serves requests: the engine responds, and a gateway is registered. For readiness probes, so
   that a rollout stops if new workers cannot reach the gateways.
 

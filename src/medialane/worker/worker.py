@@ -45,10 +45,11 @@ from medialane.worker.config import WorkerConfig
 from medialane.worker.embeddings import RequestEmbeddings
 from medialane.worker.engine import Engine
 from medialane.worker.host_arena import HostArena, NoArena
+from medialane.worker.stall_watch import StallWatch
 
 logger = logging.getLogger(__name__)
 
-#: Consecutive missed pings of the engine after which the worker exits. One may be a stall of the machine.
+#: Consecutive missed pings of an engine that computes, after which the worker exits. One may be a long step.
 MAX_MISSED_PINGS = 2
 
 #: A dying engine fails many requests at once: one ping for all of them.
@@ -80,6 +81,7 @@ class Worker:
         engine.watch_blocks(self._blocks.apply)
         self._ping_requested = asyncio.Event()
         self._num_missed_pings = 0
+        self._stalls = StallWatch(engine, timeout_s=config.stall_timeout_s)
         self._host_arena = host_arena or NoArena()
         self._offer: ArenaOffer | None = None
         self._mapped: str | None = None  # here and in the engine
@@ -112,8 +114,13 @@ class Worker:
 
     @property
     def is_responding(self) -> bool:
-        """Whether the engine has responded to the last ping."""
-        return not self._num_missed_pings
+        """Whether the engine responds to pings."""
+        return not self.is_stalled
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the engine hangs, or has missed the last ping."""
+        return self._stalls.is_stalled or bool(self._num_missed_pings)
 
     @property
     def has_arena(self) -> bool:
@@ -196,14 +203,14 @@ class Worker:
         while True:
             self._ping_requested.clear()
             try:
-                await self._engine.ping(self._config.ping_timeout_s)
+                await self._stalls.watch(self._engine.ping(self._config.ping_timeout_s))
                 self._num_missed_pings = 0
             except GenerationFailed as error:
                 self._num_missed_pings += 1
                 logger.error("%s (%d of %d)", error.message, self._num_missed_pings, MAX_MISSED_PINGS)
-                if self._num_missed_pings >= MAX_MISSED_PINGS:
+                if self._stalls.is_stalled or self._num_missed_pings >= MAX_MISSED_PINGS:
                     raise WorkerLost("the engine does not respond") from error
-            await self.map_arena()
+            await self._stalls.watch(self.map_arena())
             await self._wait_for_next_ping()
 
     async def map_arena(self) -> None:

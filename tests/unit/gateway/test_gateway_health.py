@@ -8,14 +8,17 @@ import pytest
 from medialane.gateway import health_of
 
 
-def workers(total, ready, failing=0, encoders=()):
-    """`encoders` are whether each of them is connected."""
-    of_role = {"worker": [None] * total, "encoder": [SimpleNamespace(client=1 if up else None) for up in encoders]}
+def workers(total, ready, failing=0, encoders=(), stalled=0):
+    """`encoders` are whether each of them is ready; `stalled` are connected."""
+    links = {
+        "worker": [SimpleNamespace(is_ready=i < ready, is_stalled=ready <= i < ready + stalled) for i in range(total)],
+        "encoder": [SimpleNamespace(is_ready=up, is_stalled=False) for up in encoders],
+    }
     return SimpleNamespace(
-        links=dict.fromkeys(range(total + len(encoders))),
+        links=dict(enumerate(links["worker"] + links["encoder"])),
         num_ready=ready,
         num_failing=failing,
-        of_role=of_role.__getitem__,
+        of_role=links.__getitem__,
     )
 
 
@@ -30,6 +33,13 @@ def test_missing_worker_is_reported_while_others_serve():
     assert health["status"] == "degraded"
     assert health["problems"][0] == "1 of 3 workers are ready"
     assert health["problems"][1].startswith("1 of 3 workers refuse")
+
+
+@pytest.mark.parametrize(("ready", "status"), [(1, 200), (0, 503)])
+def test_stalled_worker_is_reported(ready, status):
+    found = health_of(workers(ready + 1, ready, stalled=1)).response()
+    assert found[0] == status
+    assert f"1 of {ready + 1} workers is stalled (see its log)" in msgspec.json.decode(found[1])["problems"]
 
 
 def test_problem_of_another_process_is_reported():

@@ -37,7 +37,7 @@ class Serving:
         self.engine = FakeEngine(card=msgspec.structs.replace(FAKE_CARD, data_parallel_size=num_ranks))
         self.worker = Worker(
             self.engine,
-            WorkerConfig(ping_interval_s=0.01),
+            WorkerConfig(ping_interval_s=0.01, stall_timeout_s=0.2),
             arena_directory="/dev/shm",
             host_arena=host_arena,
             registry=self.registry,
@@ -115,14 +115,21 @@ async def test_worker_is_ready_while_a_gateway_is_registered(serving):
     assert (await serving.get("/ready"))[0] == 503
 
 
-async def test_worker_is_unhealthy_while_its_engine_misses_pings(serving):
+async def test_worker_is_unhealthy_while_its_engine_is_stalled(serving):
     assert (await serving.get("/health"))[:2] == (200, "")
-    serving.worker._num_missed_pings = 1
+    watching = asyncio.create_task(serving.worker.watch())
+    serving.engine.stall()
+    await eventually(lambda: serving.worker.is_stalled)
     for path in ("/health", "/ready"):
         status, body, _ = await serving.get(path)
         assert status == 503
         assert "the engine does not respond" in msgspec.json.decode(body)["problems"]
     assert "medialane_worker_engine_up 0.0" in (await serving.get("/metrics"))[1]
+    serving.engine.resume()
+    await eventually(lambda: not serving.worker.is_stalled)
+    assert (await serving.get("/health"))[:2] == (200, "")
+    watching.cancel()
+    await asyncio.wait([watching])
 
 
 async def test_page_is_rendered_outside_of_the_event_loop_and_not_for_every_scrape(serving, monkeypatch):

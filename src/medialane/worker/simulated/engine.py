@@ -199,6 +199,9 @@ class SimulatedEngine:
     async def ping(self, timeout_s: float) -> None:
         self._check_alive()
 
+    async def used_cpu_s(self) -> float | None:
+        return time.process_time()
+
     async def close(self) -> None:
         self._closed = True
         if self._stepping is not None:
