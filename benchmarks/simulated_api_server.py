@@ -36,11 +36,13 @@ from medialane.worker.simulated import SimulatedConfig, SimulatedEngine
 class InProcessEngine:
     """A `RequestBackend` for text requests: one engine in this process."""
 
-    ready = True
     text_bytes = None
 
     def __init__(self, engine: SimulatedEngine) -> None:
         self._engine = engine
+
+    def check_ready(self) -> None:
+        """It is, always."""
 
     def generate(self, request: EngineRequest, prepared: PreparedPrompt | None) -> AsyncGenerator[OutputDelta, None]:
         return self._engine.generate(request, ())

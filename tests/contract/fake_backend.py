@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidRequest, PromptRejected, UnknownMediaUuid
+from medialane.core.errors import InvalidRequest, NoWorkerReady, PromptRejected, UnknownMediaUuid
 from medialane.core.feature import Feature, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import CompletionDelta, OutputDelta, PooledPart
@@ -37,6 +37,10 @@ class FakeBackend:
         self.known = {}
         self.calls, self.admin_result = [], None
         self.placed = ()
+
+    def check_ready(self):
+        if not self.ready:
+            raise NoWorkerReady("no worker is ready to take requests", retry_after_s=5)
 
     @property
     def text_bytes(self):

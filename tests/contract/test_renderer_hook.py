@@ -418,7 +418,11 @@ async def test_without_a_worker_no_response_starts(server, stream):
     assert (response.status_code, response.headers["retry-after"]) == (503, "5")
     assert response.json()["error"]["code"] == "no_worker_ready"
     assert (await server.client.get("/health")).status_code == 503
+    models = await server.client.get("/v1/models")
+    assert (models.status_code, models.headers["retry-after"]) == (503, "5")
+    assert models.json()["error"]["code"] == "no_worker_ready"
     server.backend.ready = True
+    assert (await server.client.get("/v1/models")).json()["data"]
     assert (await server.client.get("/health")).status_code == 200
 
 

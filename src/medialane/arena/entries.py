@@ -28,6 +28,7 @@ from medialane.arena.allocator import Allocator
 from medialane.arena.eviction import Span, choose_span
 from medialane.core.errors import ArenaFull
 from medialane.core.remote_entry import EntryKind
+from medialane.core.retry_after import Places
 from medialane.core.stats import ArenaStats
 from medialane.core.tensor import ArenaRange, align
 
@@ -84,6 +85,7 @@ class EntryTable(Generic[V]):
         self._uses = count(1)
         self._demotions = count(-1, -1)  # before all uses
         self._held: dict[int, Entry] = {}
+        self._places = Places()  # of pinned entries
         self._by_key: dict[tuple[Kind, str], tuple[Entry, V]] = {}
         #: By offset, least recently used first.
         self._idle: dict[Kind, OrderedDict[int, Entry]] = {kind: OrderedDict() for kind in KINDS}
@@ -199,6 +201,7 @@ class EntryTable(Generic[V]):
             raise RuntimeError(f"entry {entry.range} is {entry.state.value}")
         if entry.pins == 0:
             self._held[entry.range.generation] = entry
+            self._places.take(entry.range.generation)
             self._pinned_bytes += align(entry.range.nbytes)
             self._idle[entry.kind].pop(self._offset(entry), None)
         entry.pins += 1
@@ -213,6 +216,7 @@ class EntryTable(Generic[V]):
         if entry.pins:
             return
         del self._held[entry.range.generation]
+        self._places.free(entry.range.generation)
         self._pinned_bytes -= align(entry.range.nbytes)
         if entry.key is None:
             self._free(entry)
@@ -276,7 +280,8 @@ class EntryTable(Generic[V]):
             raise ArenaFull("the media need more memory than the server has for media", retry_after_s=None)
         span = self._choose(need, self._over_share(kind, need), _MAX_SEEDS) or self._choose(need, KINDS, None)
         if span is None:
-            raise ArenaFull("no memory for media is free at the moment")
+            message = "no memory for media is free at the moment"
+            raise ArenaFull(message, retry_after_s=self._places.retry_after_s)
         for offset in span.offsets:
             self._evict(next(self._idle[k][offset] for k in KINDS if offset in self._idle[k]))
         found = self._allocator.allocate(nbytes)

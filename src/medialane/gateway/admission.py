@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from medialane.core.errors import PreparersBusy
+from medialane.core.retry_after import Places
 from medialane.gateway.scope import RequestScope
 
 
 class Admission:
     """The admitted requests. One event loop."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._admitted: set[RequestScope] = set()
+        self._places = Places(clock=clock)
 
     @property
     def num_in_flight(self) -> int:
@@ -23,6 +28,12 @@ class Admission:
         if scope in self._admitted:
             return
         if len(self._admitted) >= self._limit:
-            raise PreparersBusy("too many concurrent requests with media")
+            message = "too many concurrent requests with media"
+            raise PreparersBusy(message, retry_after_s=self._places.promise())
         self._admitted.add(scope)
-        scope.defer(lambda: self._admitted.discard(scope))
+        self._places.take(scope)
+        scope.defer(lambda: self._end(scope))
+
+    def _end(self, scope: RequestScope) -> None:
+        self._admitted.discard(scope)
+        self._places.free(scope)

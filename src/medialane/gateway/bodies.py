@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
 from medialane.core.loop_fairness import LoopFairness
+from medialane.core.retry_after import Places
 from medialane.gateway.config import GatewayConfig
 
 Message = MutableMapping[str, Any]
@@ -69,9 +71,11 @@ class Buffers:
 class Budget:
     """The limit on the bytes of all requests together."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
         self.num_bytes = 0
+        #: The charges that are not 0.
+        self.places = Places(clock=clock)
 
     def charge(self, num_bytes: int) -> None:
         """Add bytes, or subtract if negative. Raises BodyMemoryExhausted if the limit would be exceeded."""
@@ -79,7 +83,8 @@ class Budget:
             logger.warning(
                 "request bodies hold %d bytes: rejecting with 503 (--gateway-max-bodies-bytes)", self.num_bytes
             )
-            raise BodyMemoryExhausted("the memory budget for request bodies is exhausted")
+            message = "the memory budget for request bodies is exhausted"
+            raise BodyMemoryExhausted(message, retry_after_s=self.places.promise())
         self.num_bytes += num_bytes
 
 
@@ -94,6 +99,10 @@ class BudgetCharge:
         """Charge `num_bytes` instead of the previous amount, which stays charged if this raises BodyMemoryExhausted."""
         self._budget.charge(num_bytes - self._num_bytes)
         self._num_bytes = num_bytes
+        if num_bytes:
+            self._budget.places.take(self)
+        else:
+            self._budget.places.free(self)
 
     def add(self, num_bytes: int) -> None:
         """Charge more. Raises BodyMemoryExhausted."""

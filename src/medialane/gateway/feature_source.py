@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from medialane.core.errors import StoreUnavailable
 from medialane.core.feature import Feature, FoundItem, Hold
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.tensor import ArenaRange
@@ -51,6 +52,10 @@ class FeatureSource(Protocol):
 
         An image of a URL is counted in `budget`.
         """
+        ...
+
+    def unavailable(self, message: str) -> StoreUnavailable:
+        """Return the error of a request whose media were lost with the store."""
         ...
 
     def samples(self, feature: Feature) -> NDArray[np.float32]:

@@ -25,7 +25,6 @@ from medialane.core.errors import (
     NoWorkerReady,
     PromptRejected,
     PromptTooLong,
-    StoreUnavailable,
     WorkerLost,
 )
 from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
@@ -124,9 +123,9 @@ class Gateway:
         self._admission.admit(scope)
         return await self._features.resolve(scope.resolve(url))
 
-    @property
-    def ready(self) -> bool:
-        return self._workers.num_ready > 0
+    def check_ready(self) -> None:
+        if not self._workers.num_ready:
+            raise NoWorkerReady("no worker is ready to take requests", retry_after_s=self._workers.retry_after_s)
 
     @property
     def text_bytes(self) -> int | None:
@@ -217,6 +216,8 @@ class Gateway:
                 async for delta in deltas:
                     yield delta
         except MedialaneError as error:
+            if isinstance(error, WorkerLost) and not self._workers.num_ready:
+                error.retry_after_s = self._workers.retry_after_s
             # If a worker's vLLM rejected the prompt, the app responds as if its own vLLM had.
             scope.fail(error, app_responds=isinstance(error, PromptRejected))
             raise
@@ -246,7 +247,7 @@ class Gateway:
                 if not started and await self._drop_embeddings(prepared):
                     continue  # the same path, with tensors
                 if started or len(tries) == 1:
-                    raise _untransferable(error, prepared) from error
+                    raise self._untransferable(error, prepared) from error
                 self._metrics.count_fallback(str(tries[0]), error.code)
                 tries = tries[1:]
             except InvalidFeature as error:
@@ -285,6 +286,7 @@ class Gateway:
         excluded: frozenset[str] = frozenset(),
     ) -> tuple[_Call, Sequence[TransferPath]]:
         """Choose a worker, and the transfer paths to it in the order of preference. Raises NoWorkerReady."""
+        self.check_ready()
         with scope.timeline.measure("route"):
             route = self.routes.choose(request, prepared, excluded)
             scope.take(route.routed)
@@ -348,10 +350,16 @@ class Gateway:
             prepared=bool(prepared.features),
         )
         if not paths and prepared.media.is_lost:  # no descriptor of another arena is sent
-            raise StoreUnavailable(_MEDIA_LOST)
+            raise self._features.unavailable(_MEDIA_LOST)
         if not paths:
             raise NoWorkerReady("no worker supports the configured --stage and --transport (see the log)")
         return paths
+
+    def _untransferable(self, error: HandoverFailed, prepared: PreparedPrompt | None) -> MedialaneError:
+        """Return the error of a request for which the last transfer path has failed."""
+        if isinstance(error, MediaLost) or (prepared is not None and prepared.media.is_lost):
+            return self._features.unavailable(_MEDIA_LOST)
+        return GenerationFailed("the request's media could not be transferred to a worker")
 
     async def _attempt(self, call: _Call, transfer_path: TransferPath) -> AsyncGenerator[OutputDelta, None]:
         """Send the request by `transfer_path` and stream its output."""
@@ -413,13 +421,6 @@ class Gateway:
             self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
             decision, has_media = call.route.routed.decision, call.prepared is not None
             call.scope.note_sent(Sent(transfer_path.stage, transfer_path.transport, decision, has_media))
-
-
-def _untransferable(error: HandoverFailed, prepared: PreparedPrompt | None) -> MedialaneError:
-    """Return the error of a request for which the last transfer path has failed."""
-    if isinstance(error, MediaLost) or (prepared is not None and prepared.media.is_lost):
-        return StoreUnavailable(_MEDIA_LOST)
-    return GenerationFailed("the request's media could not be transferred to a worker")
 
 
 def _charge(scope: RequestScope, num_bytes: int) -> None:

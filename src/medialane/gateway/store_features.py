@@ -123,11 +123,14 @@ class StoreFeatures:
         hold = await self._find(ref, _Wanted("encoded"), timeline, budget)
         return _item(hold, hold.value.encoded)
 
+    def unavailable(self, message: str) -> StoreUnavailable:
+        return self._link.unavailable(message)
+
     def samples(self, feature: Feature) -> NDArray[np.float32]:
         try:
             return np.frombuffer(self._link.tensor(feature.tensors[0]), np.float32)
         except MediaLost as error:
-            raise StoreUnavailable(error.message) from error
+            raise self._link.unavailable(error.message) from error
 
     async def wave(self, samples: NDArray[np.float32], sample_rate: int) -> bytes:
         return await self._fairness.run(samples.nbytes, lambda: wave_bytes(samples, sample_rate))

@@ -22,6 +22,7 @@ from medialane.core.errors import AlreadyJoined, MedialaneError, NoWorkerReady, 
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerLoad, WorkerRole
+from medialane.core.retry_after import Outage
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.connected_worker import ConnectedWorker, check_same_model, disagreements, lost_endpoint
 from medialane.observability.metrics import Metrics
@@ -108,8 +109,8 @@ class WorkerLink:
         self.listener: WorkerListener | None = None
         #: Called with the card of a worker or encoder that has become ready.
         self.on_ready: Callable[[ModelCard], None] = lambda _card: None
-        #: Called with each report of a worker that is stalled.
-        self.on_stalled: Callable[[], None] = lambda: None
+        #: Called when `is_ready` may have changed, and with each report of a worker that is stalled.
+        self.on_change: Callable[[], None] = lambda: None
         self._was_stalled = False
         self.refusal: MedialaneError | None = None
         self._failure: Exception | None = None
@@ -269,6 +270,7 @@ class WorkerLink:
         self._worker = ConnectedWorker(self.name, client, differing, self._own_arena, self._can_grant)
         self._join(client)
         self.on_ready(client.welcome.card)
+        self.on_change()
         self._failure = None
 
     def _join(self, client: RpcClient) -> None:
@@ -293,13 +295,13 @@ class WorkerLink:
             self._was_stalled = self.is_stalled
             logger.log(*(_STALLED if self.is_stalled else _RESUMED), self.address)
             listener.stall_changed(self)
-        if self.is_stalled:
-            self.on_stalled()
+        self.on_change()
 
     def _leave(self) -> None:
         if self._joined and self.listener is not None:
             self._joined = False
             self.listener.left(self)
+            self.on_change()
 
     async def _disconnect(self, client: RpcClient) -> None:
         self._worker = None
@@ -351,6 +353,7 @@ class WorkerPool:
         self._forgetting: dict[str, asyncio.TimerHandle] = {}
         self._card: ModelCard | None = None
         self._has_card = asyncio.Event()
+        self._outage = Outage()
         for link in links:
             self._watch(link)
 
@@ -361,15 +364,18 @@ class WorkerPool:
         return self._card
 
     def _watch(self, link: WorkerLink) -> None:
-        link.on_ready, link.on_stalled = self._on_ready, self._relieve
+        link.on_ready, link.on_change = self._on_ready, self._changed
 
-    def _relieve(self) -> None:
+    def _changed(self) -> None:
         """Have the requests that stalled workers have not begun to answer sent to another one, if any is ready. If none
         is, they wait: the engine may continue, and if it does not, its worker exits."""
-        if self.num_ready:
-            for link in self.of_role("worker"):
-                if link.is_stalled:
-                    link.fail_unanswered()
+        if not self.num_ready:
+            self._outage.begin()
+            return
+        self._outage.end()
+        for link in self.of_role("worker"):
+            if link.is_stalled:
+                link.fail_unanswered()
 
     def _on_ready(self, card: ModelCard) -> None:
         if self._card is None and card.role == "worker":
@@ -400,6 +406,11 @@ class WorkerPool:
     def num_ready(self) -> int:
         """Number of workers that take requests, encoders not counted."""
         return sum(link.is_ready for link in self.of_role("worker"))
+
+    @property
+    def retry_after_s(self) -> int:
+        """When a worker is expected to be ready, if none is."""
+        return self._outage.retry_after_s
 
     @property
     def num_failing(self) -> int:

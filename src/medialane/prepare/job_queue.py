@@ -13,6 +13,7 @@ from medialane.arena import Lease, Reservation
 from medialane.core.errors import MedialaneError, PreparersBusy
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
+from medialane.core.retry_after import retry_after
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare.work_estimate import WorkEstimate
 
@@ -120,9 +121,11 @@ def _release_result(result: asyncio.Future[Lease[Feature] | None]) -> None:
 
 
 class JobQueue:
-    """FIFO queue. At most `limit` jobs wait in addition to those that idle preparers are about to take."""
+    """FIFO queue. At most `limit` jobs wait in addition to those that idle preparers are about to take. `drain_s`
+    returns in how many seconds the waiting jobs are expected to be done."""
 
-    def __init__(self, *, limit: int, timeout_s: float) -> None:
+    def __init__(self, *, limit: int, timeout_s: float, drain_s: Callable[[], float] = float) -> None:
+        self._drain_s = drain_s
         self._limit = limit
         self._timeout_s = timeout_s
         self._jobs: deque[Job] = deque()
@@ -147,7 +150,7 @@ class JobQueue:
     def put(self, job: Job) -> None:
         """Queue a job; it fails with PreparersBusy after the timeout. Raises PreparersBusy if the queue is full."""
         if len(self._jobs) >= self._limit + self._num_takers:
-            raise PreparersBusy("the queue of media items is full")
+            raise PreparersBusy("the queue of media items is full", retry_after_s=retry_after(self._drain_s()))
         self._jobs.append(job)
         self._note_queued(job)
 
@@ -213,4 +216,5 @@ class JobQueue:
 
     def _expire(self, job: Job) -> None:
         if self.withdraw(job):
-            job.settle(Outcome(error=PreparersBusy(f"no preparer became available within {self._timeout_s:g} s")))
+            message = f"no preparer became available within {self._timeout_s:g} s"
+            job.settle(Outcome(error=PreparersBusy(message, retry_after_s=retry_after(self._drain_s()))))

@@ -23,6 +23,7 @@ from medialane.core.backoff import Backoff
 from medialane.core.errors import MedialaneError, StartupFailed, Unavailable
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
+from medialane.core.retry_after import Outage
 from medialane.core.stats import PoolStats
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
@@ -73,7 +74,8 @@ class PreparerPool:
         self._is_ready = False
         self._forkservers = Forkservers(self._start_forkserver)
         self._forkserver: ForkserverProcess | None = None
-        self._queue = JobQueue(limit=config.queue_limit, timeout_s=config.queue_timeout_s)
+        self._queue = JobQueue(limit=config.queue_limit, timeout_s=config.queue_timeout_s, drain_s=self._drain_s)
+        self._outage = Outage()
         self._preparers = Preparers(config, self._queue, arena)
         self._unavailable: str | None = "media preparation has not started"
         self._supervisor: asyncio.Task[None] | None = None
@@ -135,7 +137,7 @@ class PreparerPool:
         """Queue the job and wait for its result; the job is closed in any case."""
         try:
             if self._unavailable is not None:
-                raise Unavailable(self._unavailable)
+                raise Unavailable(self._unavailable, retry_after_s=self._outage.retry_after_s)
             self._queue.put(job)
         except MedialaneError:
             job.close()
@@ -159,8 +161,14 @@ class PreparerPool:
             num_done=preparers.num_done,
             num_failed=preparers.num_failed,
             pids=tuple(p.pid for p in preparers.alive),
-            queue_s=self._queue.work_s / (len(preparers.alive) or preparers.num_wanted),
+            queue_s=self._queue_s(),
         )
+
+    def _queue_s(self) -> float:
+        return self._queue.work_s / (len(self._preparers.alive) or self._preparers.num_wanted)
+
+    def _drain_s(self) -> float:
+        return self._queue_s() + self._outage.left_s
 
     @property
     def processor_settings(self) -> Mapping[str, str]:
@@ -263,10 +271,12 @@ class PreparerPool:
 
     def _refuse_jobs(self, reason: str) -> None:
         self._unavailable = reason
-        self._queue.fail_all(Unavailable(reason))
+        self._outage.begin()
+        self._queue.fail_all(Unavailable(reason, retry_after_s=self._outage.retry_after_s))
 
     def _note_ready(self, forkserver: ForkserverProcess, started: asyncio.Future[None]) -> None:
         """Called when a preparer is ready; the last one completes `started`."""
+        self._outage.end()
         if not forkserver.lost.is_set():
             self._unavailable = None
         if len(self._preparers.alive) == self._preparers.num_wanted and not started.done():

@@ -10,6 +10,7 @@ from cachetools import TTLCache
 
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import RoutingDecision
+from medialane.core.retry_after import Places
 from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, ScoringInput, SlotCost
 from medialane.routing.decisions import Decisions
@@ -38,6 +39,7 @@ class RouterState:
     slots: SlotState
     decisions: Decisions
     sessions: TTLCache[str, WorkerRank]
+    places: Places
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
@@ -102,6 +104,7 @@ class RoutedRequest:
         if self._pending is not None:
             self._begun = self._state.begin(*self._pending, is_sent=is_sent)
             self._pending, self._is_sent = None, is_sent
+            self._state.places.take(self)
             return True
         if self._begun is not None and is_sent and not self._is_sent:
             self._is_sent = True
@@ -130,6 +133,7 @@ class RoutedRequest:
         if self._is_released:
             return
         self._is_released = True
+        self._state.places.free(self)
         if not self._is_sent:
             self._state.decisions.num_unsent += 1
         if self._pending is not None:

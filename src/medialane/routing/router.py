@@ -20,6 +20,7 @@ from medialane.core.errors import NoWorkerReady
 from medialane.core.kv_events import BlockIds, KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import Endpoint, WorkerLoad
+from medialane.core.retry_after import Places
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
@@ -59,6 +60,7 @@ class Router:
         self._predictions = PredictionMonitor(grace_s=config.store_grace_s, clock=clock)
         self._decisions = Decisions(config.num_decisions)
         self._sessions: TTLCache[str, WorkerRank] = TTLCache(config.max_sessions, config.session_ttl_s, clock)
+        self._places = Places(clock=clock)
         costs = CostModel(config)
         self._state = RouterState(
             policy=config.router,
@@ -66,6 +68,7 @@ class Router:
             slots=SlotState(self._slots, self.index, self._caches, self._predictions),
             decisions=self._decisions,
             sessions=self._sessions,
+            places=self._places,
             clock=clock,
             wall_clock=wall_clock,
         )
@@ -198,7 +201,8 @@ class Router:
             return NoWorkerReady("no worker is ready to take requests", retry_after_s=5)
         if not self._slots.serving(request):
             return NoWorkerReady("no worker serves this model, adapter or rank", retry_after_s=5)
-        return NoWorkerReady("all workers have reached their limit of requests", retry_after_s=1)
+        message = "all workers have reached their limit of requests"
+        return NoWorkerReady(message, retry_after_s=self._places.promise())
 
 
 def _ids(packed: bytes) -> BlockIds:

@@ -13,6 +13,7 @@ from medialane.core.errors import (
     from_report,
 )
 from medialane.core.request import EngineRequest, OutputDelta
+from medialane.core.retry_after import Places
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.messages import Abort, Submit
@@ -32,6 +33,7 @@ class ClientRequests:
         self._connection = connection
         self._config = config
         self._requests: dict[str, RemoteRequest] = {}
+        self._places = Places()
         self._outgoing: dict[str, OutgoingRequest] = {}
 
     def __len__(self) -> int:
@@ -57,6 +59,7 @@ class ClientRequests:
             remote.on_release()
         else:
             self._requests[request_id] = remote
+            self._places.take(request_id)
         return remote
 
     def on_output(self, delta: OutputDelta, num_bytes: int) -> None:
@@ -67,7 +70,7 @@ class ClientRequests:
 
     def on_released(self, request_id: str) -> None:
         remote = self._request(request_id)
-        del self._requests[request_id]
+        self._end(request_id)
         remote.on_release()
 
     def fail_unanswered(self, error: MedialaneError) -> None:
@@ -84,6 +87,10 @@ class ClientRequests:
         for remote in requests.values():
             remote.on_error(WorkerLost("the worker was lost during generation"))
 
+    def _end(self, request_id: str) -> RemoteRequest:
+        self._places.free(request_id)
+        return self._requests.pop(request_id)
+
     def _request(self, request_id: str) -> RemoteRequest:
         try:
             return self._requests[request_id]
@@ -94,10 +101,11 @@ class ClientRequests:
         if self._connection.closed.is_set():
             raise WorkerLost("the worker was lost before the request was sent")
         if len(self._requests) >= self._config.max_in_flight:
-            raise NoWorkerReady("the worker has reached its limit of concurrent requests")
+            message = "the worker has reached its limit of concurrent requests"
+            raise NoWorkerReady(message, retry_after_s=self._places.promise())
         num_unsent_bytes = sum(outgoing.num_bytes_left for outgoing in self._outgoing.values())
         if self._connection.num_buffered_bytes + num_unsent_bytes > self._config.max_write_buffer_bytes:
-            raise NoWorkerReady("the worker is overloaded")
+            raise NoWorkerReady("the worker is overloaded", retry_after_s=self._places.promise())
 
     def _send(self, request: EngineRequest) -> None:
         message, tensors = split(request)
@@ -123,6 +131,6 @@ class ClientRequests:
     def _abort(self, request_id: str) -> None:
         if (outgoing := self._outgoing.get(request_id)) is not None:  # not yet submitted to the worker
             outgoing.cancel()
-            self._requests.pop(request_id).on_release()
+            self._end(request_id).on_release()
         elif request_id in self._requests:
             self._connection.send(Abort(request_id))

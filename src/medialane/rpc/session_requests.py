@@ -22,6 +22,7 @@ from medialane.core.errors import (
     to_report,
 )
 from medialane.core.request import EngineRequest, OutputDelta
+from medialane.core.retry_after import Places
 from medialane.rpc.config import RpcConfig
 from medialane.rpc.connection import Connection
 from medialane.rpc.handler import Handler, report_of
@@ -70,6 +71,7 @@ class SessionRequests:
         self._tasks = tasks
         self._on_change = on_change
         self._running: dict[str, _Running] = {}
+        self._places = Places()
         self._stopping = False
         self.payload = IncomingPayload(config.max_frame_bytes)
 
@@ -123,7 +125,8 @@ class SessionRequests:
         if self._stopping:
             return WorkerLost("the worker is shutting down")
         if len(self._running) >= self._max_in_flight:
-            return NoWorkerReady("the worker has reached its limit of concurrent requests")
+            message = "the worker has reached its limit of concurrent requests"
+            return NoWorkerReady(message, retry_after_s=self._places.promise())
         return None
 
     def _refuse(self, request_id: str, error: MedialaneError) -> None:
@@ -134,6 +137,7 @@ class SessionRequests:
     def _start(self, running: _Running) -> None:
         request_id = running.request.request_id
         self._running[request_id] = running
+        self._places.take(request_id)
         self._request_ids.add(request_id)
         running.task = self._tasks.create_task(self._run(running), name=f"request {request_id}")
         running.task.add_done_callback(lambda _: self._ended(running))
@@ -178,6 +182,7 @@ class SessionRequests:
         if self._running.get(request_id) is not running:
             return
         del self._running[request_id]
+        self._places.free(request_id)
         self._request_ids.discard(request_id)
         self._connection.send(Released(request_id))
         self._on_change()

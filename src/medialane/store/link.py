@@ -20,6 +20,7 @@ from medialane.core.errors import (
     StartupFailed,
     StoreUnavailable,
 )
+from medialane.core.retry_after import Outage
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.rpc.config import RpcConfig
 from medialane.store.client import Answer, ConnectionLost, StoreClient
@@ -74,6 +75,7 @@ class StoreLink:
         self._view: ArenaView | None = None
         self._holds: set[int] = set()
         self._holds_arena = ""  # the entries that are held are in this arena
+        self._outage = Outage()
         self._refusal: StartupFailed | None = None
         self._refused = asyncio.Event()
         self._listeners: list[Callable[[ArenaOffer | None], None]] = []
@@ -114,6 +116,10 @@ class StoreLink:
         if self._client is None:
             return "the media store is not connected"
         return None if self._client.status is None else self._client.status.problem
+
+    def unavailable(self, message: str) -> StoreUnavailable:
+        """Return the error of a request that needs the store; clients are to try again when it is expected back."""
+        return StoreUnavailable(message, retry_after_s=self._outage.retry_after_s)
 
     async def refresh(self, timeout_s: float) -> None:
         """Update `status`, if the store responds before the timeout."""
@@ -171,7 +177,7 @@ class StoreLink:
         if client is not None and client.welcome.arena.id == arena:
             with suppress(ConnectionLost):
                 return await client.call(make)
-        raise StoreUnavailable("the media store of these entries is lost")
+        raise self.unavailable("the media store of these entries is lost")
 
     def notify(self, arena: str, message: PassHolds) -> bool:
         """Send a message without a reply about entries of `arena`. Return False if their store is not connected."""
@@ -232,7 +238,7 @@ class StoreLink:
                     self._connected.clear()  # `run` may not have handled the loss yet
                     await self._connected.wait()
         except TimeoutError:
-            raise StoreUnavailable(_UNAVAILABLE) from None
+            raise self.unavailable(_UNAVAILABLE) from None
         return client
 
     async def _connect_once(self) -> bool:
@@ -282,6 +288,7 @@ class StoreLink:
                 if hold_id not in self._holds:  # released in the meantime
                     client.release(hold_id)
         self._client = client
+        self._outage.end()
         self._connected.set()
         self._tell(welcome.arena)
         logger.info("the media store is connected: %s", self.address)
@@ -296,6 +303,7 @@ class StoreLink:
 
     def _disconnect(self) -> None:
         self._client = None
+        self._outage.begin()
         self._connected.clear()
         self._unmap()
         self._tell(None)

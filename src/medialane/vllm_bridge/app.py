@@ -13,6 +13,8 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.reasoning import ReasoningParserManager
@@ -191,6 +193,7 @@ class Frontend:
         app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
         if health is not None:
             _add_health(app, health)
+        _list_models_while_ready(app, backend)
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         # With it, a document is scored by the worker that has its query: scores would be lost with that worker.
         self.args.enable_flash_late_interaction = False
@@ -266,6 +269,24 @@ def _add_health(app: Any, probe: Probe) -> None:
 
     app.add_api_route("/health", answer, methods=["GET"], include_in_schema=False)
     app.router.routes.insert(0, app.router.routes.pop())
+
+
+def _list_models_while_ready(app: Any, backend: RequestBackend) -> None:
+    """Have GET /v1/models fail like a completion while no worker is ready: clients and load balancers take its answer
+    for readiness, which it is with plain vLLM."""
+    for route in app.routes:
+        if isinstance(route, Route) and route.path == "/v1/models":
+            route.app = _WhileReady(backend, route.app)
+
+
+class _WhileReady:
+    def __init__(self, backend: RequestBackend, app: ASGIApp) -> None:
+        self._backend = backend
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._backend.check_ready()
+        await self._app(scope, receive, send)
 
 
 def _described(page: Page) -> dict[str, Any]:

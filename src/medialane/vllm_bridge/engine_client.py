@@ -87,9 +87,8 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raise BridgedError if no worker is ready: once a stream has started, an error has no HTTP status."""
-        if not self._backend.ready:
-            with self._bridged():
-                raise NoWorkerReady("no worker is ready to take requests", retry_after_s=5)
+        with self._bridged():
+            self._backend.check_ready()
 
     async def get_supported_tasks(self) -> Any:
         return self._tasks
@@ -214,8 +213,10 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         _unsupported("aborting requests by id")
 
     async def check_health(self) -> None:
-        if not self._backend.ready:
-            raise EngineDeadError("no worker is ready")
+        try:
+            self._backend.check_ready()
+        except NoWorkerReady as error:
+            raise EngineDeadError(error.message) from error
 
     async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
         _unsupported("KV transfer")

@@ -16,9 +16,8 @@ from medialane.core.request import EngineRequest, OutputDelta
 
 
 class RequestBackend(Protocol):
-    @property
-    def ready(self) -> bool:
-        """Whether a worker accepts requests."""
+    def check_ready(self) -> None:
+        """Raise NoWorkerReady if no worker accepts requests."""
         ...
 
     @property

@@ -23,6 +23,27 @@ def test_request_over_the_limit_is_rejected_until_the_scope_of_another_is_closed
     assert admission.num_in_flight == 0
 
 
+def test_refused_requests_are_sent_away_until_others_are_expected_to_have_ended():
+    now = 0.0
+    admission = Admission(4, clock=lambda: now)
+    scopes = [RequestScope() for _ in range(8)]
+    for scope in scopes[:4]:
+        admission.admit(scope)
+    now = 48.0
+    for scope in scopes[:4]:
+        scope.close()
+    for scope in scopes[4:]:
+        admission.admit(scope)
+    waits = []
+    for _ in range(3):
+        with pytest.raises(PreparersBusy) as refused:
+            admission.admit(RequestScope())
+        waits.append(refused.value.retry_after_s)
+    assert waits == [12, 24, 36], "requests take 48 s, four at a time"
+    for scope in scopes[4:]:
+        scope.close()
+
+
 def test_request_is_counted_once():
     admission, scope = Admission(1), RequestScope()
     admission.admit(scope)

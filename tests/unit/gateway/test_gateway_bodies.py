@@ -100,6 +100,19 @@ def test_out_of_memory_is_an_overload(monkeypatch):
         Buffers().take(1000)
 
 
+def test_refused_body_is_sent_away_until_memory_is_expected_to_be_free():
+    now = 0.0
+    budget = Budget(100, clock=lambda: now)
+    charge = BudgetCharge(budget)
+    charge.set(100)
+    now = 30.0
+    charge.release()
+    charge.set(100)
+    with pytest.raises(BodyMemoryExhausted) as raised:
+        BudgetCharge(budget).set(1)
+    assert raised.value.retry_after_s == 30
+
+
 def test_budget_is_shared_and_released_once():
     budget = Budget(100)
     first, second = BudgetCharge(budget), BudgetCharge(budget)

@@ -266,6 +266,9 @@ class Heard:
         if self.calls[-1][0] != "reported":
             self.calls.append(("reported", *[load.num_running for load in loads]))
 
+    def stall_changed(self, link):
+        self.calls.append(("stall_changed", link.is_stalled))
+
     def moved(self, link):
         self.moves.append(link.same_host)
 
@@ -290,6 +293,34 @@ async def test_listener_is_notified_of_joins_blocks_and_leaves(net):
     await server.close()
     await eventually(lambda: heard.calls[-1] == ("left", net.address))
     assert heard.calls == [("joined", [(0, 1, True)]), ("reported", 0), ("left", net.address)]
+
+
+async def test_stalled_worker_is_connected_but_not_ready_and_its_listener_is_notified(net):
+    handler, heard = FakeHandler(), Heard()
+    await net.serve(handler)
+    link = net.link(heard)
+    pool = WorkerPool([link])
+    await eventually(lambda: pool.num_ready == 1)
+    handler.is_stalled = True
+    await eventually(lambda: ("stall_changed", True) in heard.calls)
+    assert (pool.num_ready, link.is_stalled) == (0, True)
+    assert [(e.ready, e.state) for e in pool.endpoints()] == [(True, "stalled")]
+    handler.is_stalled = False
+    await eventually(lambda: ("stall_changed", False) in heard.calls)
+    assert (pool.num_ready, pool.endpoints()[0].state) == (1, "ready")
+
+
+async def test_pool_knows_when_a_worker_is_expected(net):
+    pool = WorkerPool([net.link(Heard())])
+    assert pool.retry_after_s == 1
+    await asyncio.sleep(1.2)  # time: of the outage, which is expected to last as long again
+    assert pool.retry_after_s == 2
+    server = await net.serve(FakeHandler())
+    await eventually(lambda: pool.num_ready == 1)
+    assert pool.retry_after_s == 1
+    await server.close()
+    await eventually(lambda: pool.num_ready == 0)
+    assert pool.retry_after_s == 2, "as long as the last one"
 
 
 async def test_encoder_is_connected_but_neither_a_candidate_nor_ready_for_requests(net):

@@ -46,6 +46,17 @@ async def test_idle_taker_admits_a_job_beyond_the_limit(make_job):
     queue.fail_all(Unavailable("end"))
 
 
+async def test_refusals_say_when_the_queue_is_expected_to_be_done(make_job):
+    queue = JobQueue(limit=1, timeout_s=0.05, drain_s=lambda: 47.2)
+    waiting = make_job()
+    queue.put(waiting)
+    with pytest.raises(PreparersBusy) as full:
+        queue.put(make_job())
+    with pytest.raises(PreparersBusy) as late:
+        await waiting.result
+    assert (full.value.retry_after_s, late.value.retry_after_s) == (48, 48)
+
+
 async def test_woken_taker_returns_without_a_job(make_job):
     queue = JobQueue(limit=4, timeout_s=1)
     gone = asyncio.Event()

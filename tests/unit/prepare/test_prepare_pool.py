@@ -384,6 +384,20 @@ async def test_job_over_the_queue_limit_is_rejected(arena, encoded):
             lease.release()
 
 
+async def test_refusal_says_how_long_the_queued_items_will_take(arena, encoded):
+    async with running(make_pool(arena, queue_limit=4)) as pool:
+        (await pool.prepare_item(encoded, options(sleep_s=1.2), "a" * 64)).release()  # so long do they take
+        jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=1.2), f"{n:064}")) for n in range(5)]
+        await eventually(lambda: (pool.stats().num_busy, pool.stats().num_queued) == (1, 4))
+        queue_s = pool.stats().queue_s
+        with pytest.raises(PreparersBusy) as caught:
+            await pool.prepare_item(encoded, b"{}", "f" * 64)
+        assert 1 < queue_s <= caught.value.retry_after_s < queue_s + 1
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+
+
 async def test_job_not_taken_in_time_is_rejected(arena, encoded):
     async with running(make_pool(arena, queue_timeout_s=0.1)) as pool:
         first = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.5), "a" * 64))

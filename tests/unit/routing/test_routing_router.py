@@ -285,6 +285,32 @@ def test_full_worker_is_excluded_until_it_has_capacity(make):
     assert begin(router, request(text(2))).slot == 0
 
 
+def test_refused_request_is_sent_away_until_a_place_is_expected_to_become_free(make, clock):
+    router = make(1, max_in_flight=2)
+    held = [begin(router, request(text(n))) for n in range(2)]
+    clock.now += 48
+    for routed in held:
+        routed.release()
+    held = [begin(router, request(text(n))) for n in range(2)]
+    waits = []
+    for n in range(3):
+        with pytest.raises(NoWorkerReady) as caught:
+            router.pick(request(text(n)))
+        waits.append(caught.value.retry_after_s)
+    assert waits == [24, 48, 72], "requests take 48 s, two at a time"
+
+
+def test_drained_worker_gets_no_request_until_it_is_resumed(make):
+    router = make(2)
+    router.drain(0, draining=True)
+    assert {begin(router, request(text(n))).slot for n in range(5)} == {1}
+    router.drain(1, draining=True)
+    with pytest.raises(NoWorkerReady, match="no worker is ready"):
+        begin(router, request(text(1)))
+    router.drain(0, draining=False)
+    assert begin(router, request(text(1))).slot == 0
+
+
 def test_draining_and_lost_workers_are_excluded(make):
     router = make(2)
     router.join(endpoint("draining", draining=True))

@@ -79,6 +79,15 @@ async def test_entries_of_a_lost_store_are_refused_without_waiting_for_the_next(
     await worker.disconnect()
 
 
+async def test_refusal_says_when_the_store_is_expected_back(world, gateway):
+    """It has been missing for longer than it took to connect to it at first."""
+    gateway.link._wait_timeout_s = 1.3
+    await world.server.close()
+    with pytest.raises(StoreUnavailable) as refused:
+        await gateway.find("a")
+    assert refused.value.retry_after_s == 2
+
+
 async def test_store_restarted_with_other_processor_settings_is_not_used(world, gateway, caplog):
     gateway.link._wait_timeout_s = 0.3
     world.processor = OTHER_SETTINGS

@@ -37,6 +37,10 @@ class RequestBackend:
         self._error = error
         self.failures = []
 
+    def check_ready(self):
+        if not self.ready:
+            raise NoWorkerReady("no worker is ready to take requests", retry_after_s=5)
+
     def fail(self, error):
         self.failures.append(error)
 
