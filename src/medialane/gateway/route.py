@@ -115,7 +115,7 @@ class Routes:
             self._router.move(slot, same_host=link.same_host)
 
     def stall_changed(self, link: WorkerLink) -> None:
-        for slot in self._slots[link.address]:
+        for slot in self._slots[link.name]:
             self._router.drain(slot, draining=link.is_stalled)
 
     def encoder_cleared(self, link: WorkerLink) -> None:

@@ -293,7 +293,7 @@ class WorkerLink:
         listener.reported(self, loads)
         if self.is_stalled != self._was_stalled:
             self._was_stalled = self.is_stalled
-            logger.log(*(_STALLED if self.is_stalled else _RESUMED), self.address)
+            logger.log(*(_STALLED if self.is_stalled else _RESUMED), self.name)
             listener.stall_changed(self)
         self.on_change()
 
