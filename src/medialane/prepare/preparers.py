@@ -133,7 +133,7 @@ class Preparers:
             await to_the_end(preparer.stop(GRACE_S))
 
     def _has_ended(self, slot: _Slot) -> bool:
-        """Return whether a preparer without a job is to get no other."""
+        """Return whether a preparer is to get no other job."""
         is_used_up = 0 < self._max_jobs <= slot.num_jobs
         return (
             slot.preparer.gone or is_used_up or (slot.is_old and slot.successor is not None and slot.successor.done())
@@ -186,7 +186,7 @@ class Preparers:
 
     async def _send_next(self, job: Job, slot: _Slot) -> None:
         """Send the next job, if one is queued, to the preparer that has processed `job`."""
-        if job.is_retried or slot.num_jobs == self._max_jobs:
+        if job.is_retried or self._has_ended(slot):
             return
         slot.next = self._queue.take_second()
         if slot.next is not None:

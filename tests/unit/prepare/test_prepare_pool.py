@@ -542,6 +542,16 @@ async def test_preparer_that_has_opened_a_file_is_replaced_in_time_and_no_job_wa
         assert (pool.stats().num_failed, pool.stats().num_restarts) == (0, 0)
 
 
+async def test_preparer_that_is_never_idle_is_replaced_in_time(arena, encoded):
+    async with running(make_pool(arena, max_preparer_age_s=0.2)) as pool:
+        (first,) = pool.stats().pids
+        jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.05), f"{n:064}")) for n in range(60)]
+        await eventually(lambda: pool.stats().pids not in ((), (first,)))
+        assert len(jobs) - pool.stats().num_done > 10, "while jobs are waiting"
+        for lease in await asyncio.gather(*jobs):
+            lease.release()
+
+
 async def test_successor_that_cannot_be_forked_is_tried_again_and_leaves_its_predecessor(arena, encoded, monkeypatch):
     monkeypatch.setattr(preparers, "SUCCESSOR_RETRY_S", 0.1)
     async with running(make_pool(arena, max_preparer_age_s=0.1)) as pool:
