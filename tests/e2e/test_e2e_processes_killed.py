@@ -278,10 +278,10 @@ async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, 
 async def test_stopped_engine_is_reported_its_requests_move_and_it_returns(serve, ours, plain, store):
     body = chat(picture(173), ASK)
     right = (await plain.succeed(body)).ids
-    by_worker = {serve.worker_pid(address): address for address in serve.worker_addresses()}
+    by_worker = {serve.worker_pid(name): name for name in serve.named_workers()}
     streamed = await streaming(ours, long_chat(picture(174), PROMPT, stream=True, max_tokens=1500))
-    (address,) = [found for found, number in (await load(ours)).items() if number == 1]
-    (stopped,) = [pid for pid, found in by_worker.items() if found != address]
+    (busy,) = [name for name, number in (await load(ours)).items() if number == 1]
+    (stopped,) = [pid for pid, name in by_worker.items() if name != busy]
     with suspended(*descendants(stopped)):
         stopped_at = time.monotonic()
         sent = [asyncio.create_task(ours.post(body)) for _ in range(3)]  # some to each worker

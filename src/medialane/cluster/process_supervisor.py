@@ -18,10 +18,14 @@ from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
 from medialane.core.oom_kills import LACK_OF_MEMORY
 from medialane.core.phase import READY, Phase, PhaseFile
+from medialane.core.process_cpu import is_stopped
 
 POLL_S = 0.2
 #: Exits of a process that had become ready, while others are still starting, after which the start fails.
 MAX_EXITS_IN_START = 5
+#: A process that was stopped (SIGSTOP) for so long is killed and restarted: it hangs, but does not exit.
+MAX_STOPPED_S = 60.0
+_STOPPED_POLL_S = 1.0
 _SHOWN_LINES = 15
 
 
@@ -140,16 +144,16 @@ class ProcessSupervisor:
         self.process = process
         self._context.orphan_reaper.watch(process.pid)
         try:
-            ready = asyncio.create_task(self._wait_until_ready(process))
-            ready.add_done_callback(lambda task: self._kill_unmonitored(process, task))
+            monitor = asyncio.create_task(self._monitor(process))
+            monitor.add_done_callback(lambda task: self._kill_unmonitored(process, task))
             self._status = await process.wait()
-            timed_out = await _result_or_cancel(ready)
+            killed = await _result_or_cancel(monitor)
         finally:
             process.kill()
             self._context.orphan_reaper.forget(process.pid)
             self._phases.remove()
             self.process = None
-        return timed_out or process.describe_exit()
+        return killed or process.describe_exit()
 
     def _spawn(self) -> ChildProcess:
         self.part.ready.reset()
@@ -161,15 +165,23 @@ class ProcessSupervisor:
         finally:
             os.close(output)
 
+    async def _monitor(self, process: ChildProcess) -> str | None:
+        """Kill the process if it does not become ready in time, or is stopped for too long then; return the reason."""
+        reason = await self._wait_until_ready(process)
+        if reason is None:
+            await _stopped_for(MAX_STOPPED_S, process.pid)
+            reason = f"stopped for {MAX_STOPPED_S:g} s"
+        process.kill()
+        return reason
+
     async def _wait_until_ready(self, process: ChildProcess) -> str | None:
-        """Wait for the process to become ready; on timeout, kill it and return the reason."""
+        """Wait for the process to become ready. Returns None, or that it took too long."""
         limit_s = self._context.config.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 while not await self.part.ready.passes():  # noqa: ASYNC110 - polls another process
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            process.kill()
             return f"not ready after {limit_s:g} s"
         if not process.ended:
             self.is_ready.set()
@@ -202,6 +214,14 @@ def failure_report(name: str, how: str, log: ProcessLog, *, was_ready: bool = Fa
     if not lines:
         return head
     return "\n".join([head, f"  the end of {log.path} ({how}):", *(f"  | {line}" for line in lines)])
+
+
+async def _stopped_for(seconds: float, pid: int) -> None:
+    """Wait until a process has been stopped for so long."""
+    stopped_s = 0.0
+    while stopped_s < seconds:
+        await asyncio.sleep(_STOPPED_POLL_S)
+        stopped_s = stopped_s + _STOPPED_POLL_S if is_stopped(pid) else 0.0
 
 
 async def _result_or_cancel(task: asyncio.Task[str | None]) -> str | None:

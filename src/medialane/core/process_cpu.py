@@ -20,6 +20,11 @@ def used_cpu_s(pids: Iterable[int]) -> float | None:
     return sum(int(stat[_UTIME]) + int(stat[_STIME]) for stat in stats) / _TICKS_PER_S
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal, debuggers excepted."""
+    return _stat(pid)[:1] == [b"T"]
+
+
 def _tree(pid: int) -> Iterator[int]:
     yield pid
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
-from medialane.cluster import running
+from medialane.cluster import process_supervisor, running
 from medialane.core import oom_kills
 from medialane.core.errors import StartupFailed
 from waiting import eventually, wait_until
@@ -77,6 +77,21 @@ async def test_process_dying_later_is_restarted_and_others_continue(tmp_path):
         assert supervisor.pids["worker 1"] == before["worker 1"]
         assert supervisor.pids["worker 0"] != before["worker 0"]
         assert ("ended", "worker 0", "killed by SIGKILL") in seen.events
+
+
+async def test_stopped_process_is_killed_and_restarted_in_bounded_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(process_supervisor, "MAX_STOPPED_S", 0.4)
+    monkeypatch.setattr(process_supervisor, "_STOPPED_POLL_S", 0.1)
+    seen = Recorder()
+    async with running(make_supervisor(tmp_path, seen, [script_part(tmp_path, "store", IDLE)])) as supervisor:
+        pid = supervisor.pids["store"]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            os.kill(pid, number)
+            await asyncio.sleep(0.2)  # time: less than it may be stopped
+        assert supervisor.pids["store"] == pid
+        os.kill(pid, signal.SIGSTOP)
+        await eventually(lambda: seen.count("ready", "store") == 2)
+        assert ("ended", "store", "stopped for 0.4 s") in seen.events
 
 
 @pytest.mark.parametrize("script", ["sys.exit(69)", "ready(); time.sleep(0.5); sys.exit(69)"])  # time: seen to be ready
