@@ -39,7 +39,7 @@ def test_cluster_that_is_not_there_is_one_clear_error(tmp_path, capsys):
 
 def test_no_workers_need_an_address_to_join(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
-    assert main(["serve", str(tmp_path), "--workers", "0"]) == 2
+    assert main(["serve", str(tmp_path), "--workers", "0", "--port", "0"]) == 2
     assert "--workers 0: workers must be able to join: --join-listen HOST:PORT" in capsys.readouterr().err
 
 

@@ -105,8 +105,8 @@ def test_every_command_reports_it_without_importing_vllm(command, tmp_path):
 
     (tmp_path / "config.json").write_text("{}")
     own = {
-        "serve": [],
-        "gateway": ["--worker", "unix:/tmp/w.sock", "--store", "none"],
+        "serve": ["--port", "0"],
+        "gateway": ["--worker", "unix:/tmp/w.sock", "--store", "none", "--port", "0"],
         "worker": ["--listen", f"unix:{tmp_path}/w.sock"],
     }
     argv = [sys.executable, "-m", "medialane", command, str(tmp_path), *own[command], "--", "--dtype", "nonsense"]

@@ -155,7 +155,7 @@ def test_operator_passes_more_by_name_or_pattern():
 
 
 def test_names_that_are_left_out_are_logged_for_who_looks(caplog):
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, "medialane"):
         allowed_environ("mover", {"SOME_KEY": "its value"})
     assert "SOME_KEY" in caplog.text
     assert "its value" not in caplog.text
