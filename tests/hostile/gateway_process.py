@@ -42,12 +42,13 @@ class GatewayProcess:
         self._process = process
         self._port = port
 
-    def ask(self, body: bytes) -> Answer:
-        """One chat completion."""
+    def ask(self, body: bytes, key: str = "none") -> Answer:
+        """One chat completion of a client with this API key."""
         started = time.monotonic()
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         try:
-            connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+            connection.request("POST", CHAT, body, headers)
             response = connection.getresponse()
             text = response.read().decode()
         finally:

@@ -112,6 +112,20 @@ def test_declared_size_ends_a_fetch_before_its_body(gateway: GatewayProcess, hos
     assert hosts.num_asked["/declared-10-gb"] == asked + 1
 
 
+def test_uuid_of_a_client_is_not_rebound_by_another(gateway: GatewayProcess, world: World):
+    named = media_part(data_url(picture(next(_numbers)))) | {"uuid": "the first"}
+    other = media_part(data_url(picture(next(_numbers)))) | {"uuid": "the first"}
+    by_uuid = {"type": "image_url", "image_url": None, "uuid": "the first"}
+    assert gateway.ask(chat(world.model, named)).status == 200
+    answer = gateway.ask(chat(world.model, other))
+    assert (answer.status, answer.code) == (409, "uuid_conflict")
+    answer = gateway.ask(chat(world.model, by_uuid), key="another")
+    assert (answer.status, answer.code) == (400, "unknown_media_uuid")
+    assert gateway.ask(chat(world.model, other), key="another").status == 200
+    for part in (named, by_uuid):
+        assert gateway.ask(chat(world.model, part)).status == 200
+
+
 def test_dns_rebinding_reaches_no_forbidden_address(gateway: GatewayProcess, hosts: MediaHosts, world: World):
     """Row 23: the first look-up gave the origin's address, every later one the canary's."""
     answer = gateway.ask(chat(world.model, media_part(f"http://rebinding.test:{hosts.canary_port}/")))
