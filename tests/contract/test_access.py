@@ -105,6 +105,15 @@ async def test_every_route_is_closed_without_a_key_but_those_listed(app, client,
     assert {path for (_, path), status in found.items() if status != 401} == OPEN
 
 
+async def test_every_route_of_the_gateways_app_is_closed_without_a_key(server):
+    """That of `Frontend.app`, with medialane's own endpoints."""
+    transport = httpx.ASGITransport(server.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        found = await statuses(client, every(server.app), {})
+    assert {"/medialane/decisions", "/medialane/publish", "/invocations"} <= {path for _, path in found}
+    assert {path for (_, path), status in found.items() if status != 401} == OPEN | {"/metrics"}
+
+
 async def test_api_key_opens_what_is_for_clients(app, client):
     found = await statuses(client, every(app), KEY)
     refused = {path for (_, path), status in found.items() if status in (401, 403)}
