@@ -94,7 +94,8 @@ async def test_embedding_that_one_engine_has_written_is_read_on_two_hosts_instea
     (remote,) = await StoreGrants(near.link).grant([found.range])
     assert (remote.kind, remote.key) == ("embedded", key)
     far_link = await clients(far)
-    hold, (copy,) = await StoreEntries(far_link).pull([remote])
+    hold, ((copy, mover),) = await StoreEntries(far_link).pull([remote])
+    assert mover == "tcp"
     there = await find(far.link, data)
     assert (there.range, there.feature.embedding.tensor.range) == (copy, copy)
     assert bytes(far.link.tensor(there.feature.embedding.tensor)) == OUTPUT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -14,6 +14,14 @@ EntryKind = Literal["encoded", "decoded", "processed", "embedded"]
 #: What copies an entry from one store's arena to another's.
 MoverName = Literal["nixl", "tcp"]
 MoverChoice = Literal["auto", MoverName]
+
+
+class Copied(NamedTuple):
+    """The copy of another host's entry in this host's arena; `mover` is what has copied it, None if that is not known
+    any more."""
+
+    range: ArenaRange
+    mover: MoverName | None
 
 
 class RemoteEntry(msgspec.Struct, frozen=True, omit_defaults=True):

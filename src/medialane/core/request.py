@@ -9,6 +9,7 @@ import msgspec
 
 from medialane.core.feature import MAX_HEADER_BYTES, Feature, MediaPayload, MediaSpan, WantedEmbedding
 from medialane.core.hashing import embedding_key
+from medialane.core.remote_entry import MoverName
 from medialane.core.stage import STAGES, StageName
 from medialane.core.tensor import Dtype, TensorSpec
 
@@ -145,7 +146,8 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Output of one step of a request. The first one also has the token ids of a prompt that the worker expanded
     (stages `decoded` and `url`), the positions of its items (`placed`), and the hashes of items whose embeddings are
     now in the arena of the worker's host (`embedded`), and of those among them that the engine was to load instead of
-    encoding the item (`loaded`). The output of a pooling request is split into `pooled` parts, one in each delta."""
+    encoding the item (`loaded`), and by what the media were copied from another host (`movers`). The output of a
+    pooling request is split into `pooled` parts, one in each delta."""
 
     request_id: str
     completions: list[CompletionDelta]
@@ -158,6 +160,7 @@ class OutputDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     placed: tuple[MediaSpan, ...] = ()
     embedded: tuple[str, ...] = ()
     loaded: tuple[str, ...] = ()
+    movers: tuple[MoverName, ...] = ()
     pooled: PooledPart | None = None
 
 
@@ -177,6 +180,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         placed=first.placed,
         embedded=first.embedded,
         loaded=first.loaded,
+        movers=first.movers,
     )
 
 

@@ -376,7 +376,8 @@ class Gateway:
                     if "first_token" not in timeline.seconds:  # of another prompt of the request
                         timeline.add("first_token", time.perf_counter() - sent_at)
                     outcomes = self.routes.answered(call.route, call.prepared, delta)
-                    call.scope.note_answered(delta.num_cached_tokens, outcomes)
+                    call.scope.note_answered(delta.num_cached_tokens, outcomes, delta.movers)
+                    self._metrics.count_copied(delta.movers)
                 if delta.embedded and call.prepared is not None:
                     call.prepared.media.note_embedded(delta.embedded)
                 if delta.times is not None:

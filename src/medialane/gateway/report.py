@@ -19,6 +19,7 @@ import msgspec
 
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaSize, Modality
+from medialane.core.remote_entry import MoverName
 from medialane.core.request import RoutingDecision
 from medialane.core.stage import StageName, TransportName
 from medialane.gateway.embedding_outcome import EmbeddingOutcome
@@ -57,12 +58,13 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """How and where a prompt was sent."""
+    """How and where a prompt was sent; `movers` have copied its media, if another host's store did."""
 
     stage: StageName
     transport: TransportName
     decision: RoutingDecision
     has_media: bool = True
+    movers: tuple[MoverName, ...] = ()
 
 
 def media_report(item: StagedItem, num_tokens: int) -> MediaReport:
@@ -94,6 +96,7 @@ def request_report(
     if sent is not None:
         if items:  # text has no stage
             report |= {"stage": sent.stage, "transport": sent.transport}
+            report |= {"movers": sent.movers} if sent.movers else {}
         report["routing"] = routing_report(sent.decision, engine_cached_tokens)
     if timeline.seconds:
         report["times_ms"] = {name: round(seconds * 1000, 2) for name, seconds in timeline.seconds.items()}

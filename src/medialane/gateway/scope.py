@@ -18,6 +18,7 @@ import msgspec
 from medialane.core.errors import ErrorReport, InvalidBody, InvalidMediaUrl, MedialaneError, to_report
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef
+from medialane.core.remote_entry import MoverName
 from medialane.gateway.embedding_outcome import EmbeddingOutcome
 from medialane.gateway.references import References
 from medialane.gateway.report import MediaReport, Sent, media_report, request_report, with_outcome
@@ -122,11 +123,16 @@ class RequestScope:
             self._sent = sent
 
     def note_answered(
-        self, num_cached_tokens: int | None, outcomes: Mapping[str, EmbeddingOutcome] = _NO_OUTCOMES
+        self,
+        num_cached_tokens: int | None,
+        outcomes: Mapping[str, EmbeddingOutcome] = _NO_OUTCOMES,
+        movers: Sequence[MoverName] = (),
     ) -> None:
-        """Record how many of the prompt's tokens the engine had in its KV cache, and what it did about embeddings, by
-        the mm_hash of the item."""
+        """Record how many of the prompt's tokens the engine had in its KV cache, what it did about embeddings, by the
+        mm_hash of the item, and by what the store of the worker's host has copied media."""
         self._engine_cached_tokens = num_cached_tokens
+        if self._sent is not None and movers:
+            self._sent = msgspec.structs.replace(self._sent, movers=tuple(movers))
         self._items = tuple(with_outcome(item, outcomes.get(item.mm_hash)) for item in self._items)
 
     def report(self) -> bytes:

@@ -45,6 +45,11 @@ _COUNTERS: Final = {
         "Requests sent to another worker, as theirs was lost or stalled before the first token",
         (),
     ),
+    "medialane_copied_requests": (
+        "Requests whose media the store of the worker's host had copied from this one, by mover: tcp or nixl",
+        ("mover",),
+    ),
+    "medialane_rerouted_requests": ("Requests sent to another worker, as theirs was lost before the first token", ()),
     "medialane_worker_losses": ("Lost connections to a worker", ("worker",)),
     "medialane_prompt_tokens": (
         "Prompt tokens: all, predicted cached by the router, reported cached by the engine",
@@ -114,6 +119,11 @@ class Metrics:
     def count_fallback(self, transfer_path: str, reason: str) -> None:
         """Count a transfer by `transfer_path` that failed with error code `reason`; the next path is tried."""
         self._counters["medialane_transfer_fallbacks"].labels(transfer_path, reason).inc()
+
+    def count_copied(self, movers: Iterable[str]) -> None:
+        """Count a request whose media were copied to another host, by what has copied them."""
+        for mover in movers:
+            self._counters["medialane_copied_requests"].labels(mover).inc()
 
     def count_rerouted(self) -> None:
         self._counters["medialane_rerouted_requests"].inc()

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import cast
 
 from medialane.core.feature import Embedding, FoundEmbedding, WantedEmbedding
-from medialane.core.remote_entry import RemoteEntry
+from medialane.core.remote_entry import Copied, RemoteEntry
 from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.store.hold_cache import HoldCache
@@ -66,7 +66,7 @@ class StoreEntries:
         self._passed = PassedHolds(link)
         self._holds: HoldCache[ArenaRange, None] = HoldCache(link, retention_s=retention_s)
         #: Copies of entries of other hosts, by the original's range.
-        self._copies: HoldCache[ArenaRange, ArenaRange] = HoldCache(link, retention_s=retention_s)
+        self._copies: HoldCache[ArenaRange, Copied] = HoldCache(link, retention_s=retention_s)
         #: Embeddings that are cached in the store, by key.
         self._embeddings: HoldCache[str, TensorDescriptor] = HoldCache(link, retention_s=retention_s)
         #: Those that were passed with requests, by request and key.
@@ -99,9 +99,9 @@ class StoreEntries:
                     holds.callback(self._holds.add(entry, hold_id, entry, None).release)
             return EntriesHold(holds.pop_all())
 
-    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[EntriesHold, list[ArenaRange]]:
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[EntriesHold, list[Copied]]:
         with ExitStack() as holds:
-            copies: dict[ArenaRange, ArenaRange] = {}
+            copies: dict[ArenaRange, Copied] = {}
             for entry in entries:
                 if (hold := self._copies.use(entry.range)) is not None:
                     holds.callback(hold.release)
@@ -110,8 +110,8 @@ class StoreEntries:
             if missing:
                 reply = await self._link.call(lambda call_id: PullEntries(call_id, missing))
                 pulled = cast("EntriesPulled", reply)
-                for entry, hold_id, copy in zip(missing, pulled.hold_ids, pulled.ranges, strict=True):
-                    holds.callback(self._copies.add(entry.range, hold_id, copy, copy).release)
+                for entry, hold_id, copy in zip(missing, pulled.hold_ids, pulled.copies, strict=True):
+                    holds.callback(self._copies.add(entry.range, hold_id, copy.range, copy).release)
                     copies[entry.range] = copy
             return EntriesHold(holds.pop_all()), [copies[entry.range] for entry in entries]
 

@@ -53,7 +53,7 @@ import msgspec
 from medialane.core.errors import ErrorReport, ProtocolViolation
 from medialane.core.feature import MAX_HEADER_BYTES, Feature
 from medialane.core.media import EncodedMedia, MediaRef
-from medialane.core.remote_entry import RemoteEntry
+from medialane.core.remote_entry import Copied, RemoteEntry
 from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.observability.timeline import TimelineReport
@@ -61,7 +61,7 @@ from medialane.observability.timeline import TimelineReport
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -257,7 +257,7 @@ class EntriesPulled(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     call_id: int
     hold_ids: list[int]
-    ranges: list[ArenaRange]
+    copies: list[Copied]
 
 
 class PublishImage(msgspec.Struct, frozen=True, array_like=True, tag=True):

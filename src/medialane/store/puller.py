@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 import msgspec
 
@@ -29,6 +30,11 @@ logger = logging.getLogger(__name__)
 #: Pulls at the same time; others wait. A few saturate any link.
 MAX_PULLS = 8
 
+#: Copies, and other stores, whose mover is known.
+MAX_REMEMBERED = 4096
+
+K = TypeVar("K")
+
 
 class Puller:
     """`movers` are in the order of preference; the last one, tcp, is always usable. The owner calls `close`, when no
@@ -46,6 +52,10 @@ class Puller:
         )
         self._slots = asyncio.Semaphore(MAX_PULLS)
         self._quarantine: set[asyncio.Task[None]] = set()
+        #: What has copied the entries at ranges of our arena, the latest last.
+        self._copied_by: dict[ArenaRange, MoverName] = {}
+        #: What has copied the last entry of a store, by its address.
+        self._mover_of_peer: dict[str, MoverName] = {}
         self._num_pulls: Counter[str] = Counter()
         self._num_bytes: Counter[str] = Counter()
         self._num_failed: Counter[str] = Counter()
@@ -72,6 +82,10 @@ class Puller:
             found.release()
             raise TransferFailed("this host has another entry of the same key")
         return found
+
+    def mover_of(self, copy: ArenaRange) -> MoverName | None:
+        """Return what has copied the entry at this range; None if it was made here, or is not one of the latest."""
+        return self._copied_by.get(copy)
 
     async def fill(self, reservation: Reservation, read: Callable[[], Awaitable[None]]) -> None:
         """Fill a range by `read`, which raises what `Mover.read` raises. The caller owns the reservation if it returns;
@@ -112,8 +126,7 @@ class Puller:
             except TransferFailed as failed:
                 self._failed("tcp", entry.address, failed)
                 raise
-            self._num_pulls["tcp"] += 1
-            self._num_bytes["tcp"] += entry.range.nbytes
+            self._note_copied("tcp", entry, reservation.range)
             return self._arena.publish(reservation, entry.key, _moved(value, entry, reservation.range))
 
     async def _copied(self, opened: PeerEntry, deadline: float) -> Reservation:
@@ -152,9 +165,16 @@ class Puller:
             destination = Destination(reservation.range, payload)
             await mover.read(opened, destination, deadline_s=deadline_s)
         self._health.succeeded(entry.address, mover.name)
-        self._num_pulls[mover.name] += 1
-        self._num_bytes[mover.name] += entry.range.nbytes
+        self._note_copied(mover.name, entry, reservation.range)
         return reservation
+
+    def _note_copied(self, name: MoverName, entry: RemoteEntry, copy: ArenaRange) -> None:
+        self._num_pulls[name] += 1
+        self._num_bytes[name] += entry.range.nbytes
+        _put(self._copied_by, copy, name)
+        if self._mover_of_peer.get(entry.address) != name:
+            logger.info("entries of %s are copied by %s", entry.address, name)
+            _put(self._mover_of_peer, entry.address, name)
 
     def _failed(self, name: MoverName, peer: str, error: TransferFailed) -> None:
         self._num_failed[name] += 1
@@ -184,6 +204,14 @@ class Puller:
         task = asyncio.get_running_loop().create_task(free(), name="quarantine")
         self._quarantine.add(task)
         task.add_done_callback(self._quarantine.discard)
+
+
+def _put(found: dict[K, MoverName], key: K, name: MoverName) -> None:
+    """Remember the mover of one more key, in place of the oldest one if there are many."""
+    found.pop(key, None)
+    found[key] = name
+    if len(found) > MAX_REMEMBERED:
+        del found[next(iter(found))]
 
 
 def _moved(value: Cached, entry: RemoteEntry, local: ArenaRange) -> Cached:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from medialane.arena import Arena, Cached, Lease, Reservation
 from medialane.core.errors import HandoverFailed
-from medialane.core.remote_entry import RemoteEntry
+from medialane.core.remote_entry import MoverName, RemoteEntry
 from medialane.core.stats import PullStats
 from medialane.core.tensor import ArenaRange
 from medialane.rpc.config import RpcConfig
@@ -71,6 +71,10 @@ class Pulls:
                 if isinstance(result, Lease):
                     result.release()
             raise
+
+    def mover_of(self, copy: ArenaRange) -> MoverName | None:
+        """See `Puller.mover_of`."""
+        return self._puller.mover_of(copy)
 
     async def fill(self, reservation: Reservation, read: Callable[[], Awaitable[None]]) -> None:
         """See `Puller.fill`."""

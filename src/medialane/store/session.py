@@ -22,6 +22,7 @@ from medialane.core.errors import (
 from medialane.core.feature import Feature
 from medialane.core.hashing import digest
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.remote_entry import Copied
 from medialane.core.tensor import ArenaRange
 from medialane.observability.timeline import StageTimeline
 from medialane.rpc.config import RpcConfig
@@ -317,8 +318,8 @@ class StoreSession:
     async def _pull(self, call: PullEntries) -> Reply:
         """Hold copies of the entries. All or none."""
         leases = await self._with_memory(partial(self._pulls.pull, call.entries))
-        ranges = [lease.range for lease in leases]
-        return EntriesPulled(call.call_id, [self.use.hold([lease]) for lease in leases], ranges)
+        copies = [Copied(lease.range, self._pulls.mover_of(lease.range)) for lease in leases]
+        return EntriesPulled(call.call_id, [self.use.hold([lease]) for lease in leases], copies)
 
     async def _with_memory(self, find: Callable[[], Awaitable[T]], *, waits_for_growth: bool = True) -> T:
         """Return what `find` does, called again if memory is short and more is to come: an arena that is being

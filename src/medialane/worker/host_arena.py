@@ -7,7 +7,7 @@ from typing import Protocol
 
 from medialane.core.errors import HandoverFailed
 from medialane.core.feature import FoundEmbedding, Hold, WantedEmbedding
-from medialane.core.remote_entry import RemoteEntry
+from medialane.core.remote_entry import Copied, RemoteEntry
 from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange
 
@@ -36,9 +36,9 @@ class HostArena(Protocol):
         gateway any more, StoreUnavailable if the store is lost."""
         ...
 
-    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[ArenaRange]]:
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[Copied]]:
         """Have the store copy entries of another host's store, unless it has them; hold the copies until the result is
-        released, and return their ranges. Raises MedialaneError."""
+        released, and return them. Raises MedialaneError."""
         ...
 
     async def embedding(
@@ -64,7 +64,7 @@ class NoArena:
     async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> Hold:
         raise HandoverFailed(_NO_STORE)
 
-    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[ArenaRange]]:
+    async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[Copied]]:
         raise HandoverFailed(_NO_STORE)
 
     async def embedding(

@@ -26,6 +26,7 @@ from medialane.core.errors import (
 from medialane.core.feature import Hold, MediaPayload
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
+from medialane.core.remote_entry import MoverName
 from medialane.core.request import (
     EmbeddingCounts,
     EncoderCard,
@@ -140,13 +141,14 @@ class Worker:
         embeddings = RequestEmbeddings(self._engine.card.encoder, self._host_arena)
         embeddings.check(request.prompt.media)
         hold: Hold | None = None
+        movers: tuple[MoverName, ...] = ()
         try:
             if request.has_passed_holds:  # with the embeddings, as a rule
-                request, hold = await self._hold(request, ())
+                request, hold, movers = await self._hold(request, ())
                 request = await embeddings.find(request, self._mapped)
             else:
                 request = await embeddings.find(request, self._mapped)  # what is found need not be held or copied
-                request, hold = await self._hold(request, embeddings.ranges)
+                request, hold, movers = await self._hold(request, embeddings.ranges)
             embeddings.use_sent(request.prompt.media, self._mapped)
             embeddings.check_encoder(self._engine.card.encoder)
             media, tensors = request.prompt.media, self._tensors(request.prompt)
@@ -154,7 +156,10 @@ class Worker:
                 async with aclosing(self._engine.generate(request, tensors, embeddings.uses(media))) as deltas:
                     is_first = True
                     async for delta in deltas:
-                        yield embeddings.on_first_output(delta, self._shm.is_completed) if is_first else delta
+                        if is_first:
+                            first = embeddings.on_first_output(delta, self._shm.is_completed)
+                            delta = msgspec.structs.replace(first, movers=movers) if movers else first
+                        yield delta
                         if is_first:  # the message to the store comes after that to the gateway
                             embeddings.end_writing()
                         is_first = False
@@ -274,11 +279,13 @@ class Worker:
             if arenas - self._readers.keys() - {self._mapped}:
                 self._ping_requested.set()
 
-    async def _hold(self, request: EngineRequest, held: Collection[ArenaRange]) -> tuple[EngineRequest, Hold | None]:
+    async def _hold(
+        self, request: EngineRequest, held: Collection[ArenaRange]
+    ) -> tuple[EngineRequest, Hold | None, tuple[MoverName, ...]]:
         """Hold the entries that the request reads, after those of another host were copied to the arena of this one.
         Those in `held` are held already.
 
-        Returns the request with the ranges of the copies. Raises HandoverFailed.
+        Returns the request with the ranges of the copies, and what has copied them. Raises HandoverFailed.
         """
         media = request.prompt.media
         remote = {item.remote.range: item.remote for item in media if item.remote is not None}
@@ -286,9 +293,11 @@ class Worker:
         try:
             if remote:
                 hold, copies = await self._host_arena.pull(list(remote.values()))
-                return _moved(request, dict(zip(remote, copies, strict=True))), hold
+                moved = _moved(request, dict(zip(remote, (copy.range for copy in copies), strict=True)))
+                return moved, hold, tuple(sorted({copy.mover for copy in copies if copy.mover is not None}))
             passed_with = request.request_id if request.has_passed_holds else None
-            return request, await self._host_arena.hold(list(ranges), passed_with=passed_with) if ranges else None
+            found = await self._host_arena.hold(list(ranges), passed_with=passed_with) if ranges else None
+            return request, found, ()
         except Unavailable as error:
             if isinstance(error, StoreUnavailable) and not remote:
                 raise MediaLost(error.message) from error

@@ -1,6 +1,7 @@
 """Copies between the stores of two hosts, and peers that fail in the middle of one."""
 
 import asyncio
+import logging
 import threading
 import time
 
@@ -74,8 +75,14 @@ async def pull(host, entry):
     return lease
 
 
-async def test_copy_has_the_same_bytes_and_description_and_is_cached(source, destination):
+async def test_copy_has_the_same_bytes_and_description_and_is_cached(source, destination, caplog):
+    caplog.set_level(logging.INFO)
     with source.store("k") as stored:
+        entry = source.grant(stored)
+        with await pull(destination, entry) as copied:
+            assert destination.pulls.mover_of(copied.range) == "tcp"
+            assert f"entries of {entry.address} are copied by tcp" in caplog.messages
+        assert source.pulls.mover_of(stored.range) is None
         with await pull(destination, source.grant(stored)) as copied:
             assert destination.payload(copied) == source.payload(stored)
             assert copied.value == msgspec.structs.replace(stored.value, tensors=copied.value.tensors)
