@@ -14,7 +14,6 @@ from host_store import HostStore
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.gateway import GatewayConfig, open_scope
-from medialane.gateway.scope import ExtractedMedia
 from medialane.store import StoreGrants
 from medialane.transfer import StillWriting, TransferConfig
 from waiting import eventually
@@ -99,10 +98,9 @@ async def test_every_kind_of_entry_is_pulled_and_gives_the_same_output(
             expected = await near.answer(prompt(*images))
     async with parts_for(arena, preparers, [await other_host.worker()], stage=stage, transport=transport) as far:
         with open_scope() as scope:
-            scope.extracted = ExtractedMedia(wants_report=True)
             assert await far.answer(prompt(*images)) == expected
         assert transfer_of(scope) == (stage, "pull")
-        assert msgspec.json.decode(scope.report())["movers"] == ["tcp"]
+        assert scope._sent.movers == ("tcp",)
         assert other_host.num_pulls == 2, "the repeated image is pulled once"
 
 

@@ -265,8 +265,8 @@ def test_scope_reports_items_in_request_order():
         scope.extracted = ExtractedMedia(refs, wants_report=True)
         scope.note_prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9])
         scope.note_prepared([item(refs[0], "h1")])
-        scope.note_sent(report.Sent("features", "shm", RoutingDecision("w0", "idle")))
-        scope.note_answered(7)
+        scope.note_sent(report.Sent("features", "pull", RoutingDecision("w0", "idle")))
+        scope.note_answered(7, movers=("nixl", "tcp"))
         scope.timeline.add("decode", 0.0123456)
         scope.timeline.copied_bytes = 5
         found = msgspec.json.decode(scope.report())
@@ -288,7 +288,8 @@ def test_scope_reports_items_in_request_order():
             },
         ],
         "stage": "features",
-        "transport": "shm",
+        "transport": "pull",
+        "movers": ["nixl", "tcp"],
         "times_ms": {"decode": 12.35},
         "copied_bytes": 5,
     }
