@@ -49,7 +49,6 @@ _COUNTERS: Final = {
         "Requests whose media the store of the worker's host had copied from this one, by mover: tcp or nixl",
         ("mover",),
     ),
-    "medialane_rerouted_requests": ("Requests sent to another worker, as theirs was lost before the first token", ()),
     "medialane_worker_losses": ("Lost connections to a worker", ("worker",)),
     "medialane_prompt_tokens": (
         "Prompt tokens: all, predicted cached by the router, reported cached by the engine",
