@@ -20,6 +20,8 @@ from medialane.config import (
 SECRETS = {
     "VLLM_API_KEY": {"gateway"},
     "MEDIALANE_API_KEYS": {"gateway"},
+    "MEDIALANE_ADMIN_KEY": {"gateway"},
+    "MEDIALANE_METRICS_KEY": {"gateway"},
     "MEDIALANE_RPC_SECRET": {"store", "worker", "gateway"},
     "HF_TOKEN": {"store", "worker", "gateway"},
     "HUGGING_FACE_HUB_TOKEN": {"store", "worker", "gateway"},
@@ -188,3 +190,7 @@ def test_secrets_are_not_shown_with_the_configuration():
     assert config.gateway.api_keys == ("one", "two")
     assert "of this host" not in repr(config)
     assert "api_keys=('***',)" in repr(config)
+
+
+def test_empty_variable_means_no_api_key():
+    assert load(environ={"MEDIALANE_API_KEYS": ""}).gateway.api_keys == ()
