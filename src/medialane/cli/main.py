@@ -42,7 +42,7 @@ COMMANDS = {
     "gateway": Command(
         "gateway_command",
         "a gateway for workers that are started separately",
-        f"MODEL --worker ADDRESS [...] | --join-listen ADDRESS [--store ADDRESS] {_VLLM}",
+        f"MODEL --store ADDRESS|none --worker ADDRESS [...] | --join-listen ADDRESS {_VLLM}",
     ),
     "store": Command("store_command", "the media store of one host", f"MODEL --listen ADDRESS {_VLLM}"),
     "worker": Command(
