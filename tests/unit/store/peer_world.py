@@ -64,15 +64,10 @@ def pattern(key: str, num_bytes: int) -> bytes:
     return (key.encode() * (num_bytes // len(key) + 1))[:num_bytes]
 
 
-def connect(address: str, *, receive_buffer: int | None = None) -> PeerSocket:
+def connect(address: str) -> PeerSocket:
     """Return a registered connection to a store, to misbehave on."""
     target = parse_address(address)
-    sock = socket.socket()
-    if receive_buffer is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.settimeout(5)
-    sock.connect(target)
-    peer = PeerSocket(sock)
+    peer = PeerSocket(socket.create_connection(target, 5))
     peer.authenticate(AUTHENTICATION, dialled_host=target.host)
     peer.send(PeerHello("0" * 32))
     peer.receive(MAX_MESSAGE_BYTES)

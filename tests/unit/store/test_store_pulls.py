@@ -34,8 +34,10 @@ from medialane.store.peer_messages import (
     EntryClosed,
     EntryOpened,
     OpenEntry,
+    PeerRefused,
     SendPayload,
 )
+from medialane.store.peer_socket import PeerSocket
 from medialane.store.pulls import Pulls
 from medialane.transfer import StillWriting
 from waiting import eventually
@@ -601,16 +603,22 @@ async def test_destination_that_violates_the_protocol_is_disconnected(source, me
 
 
 async def test_peer_without_a_capability_keeps_no_thread_however_large_its_entry(source, monkeypatch):
+    """It does not read the reply, for which a thread waits."""
     monkeypatch.setattr(peer_server, "REQUEST_TIMEOUT_S", 0.3)
     forged = RemoteEntry(ArenaRange("0" * 32, 0, (1 << 63) - 1, 1), "processed", "k", "tcp://127.0.0.1:1", 0, b"")
-    peer = await asyncio.to_thread(lambda: connect(address_of(source), receive_buffer=1))
+    peer = await asyncio.to_thread(connect, address_of(source))
+    blocked, send = threading.Event(), PeerSocket.send
 
-    def flood():
-        while True:  # it never reads the replies, which fill the sockets' buffers
-            peer.send(*[OpenEntry(forged)] * 1000)
+    def blocking(self, *messages):
+        if isinstance(messages[0], PeerRefused):
+            blocked.wait(10)
+        send(self, *messages)
 
+    monkeypatch.setattr(PeerSocket, "send", blocking)
+    await asyncio.to_thread(peer.send, OpenEntry(forged))
     with pytest.raises(TransferFailed):
-        await asyncio.wait_for(asyncio.to_thread(flood), 10)
+        await asyncio.wait_for(asyncio.to_thread(peer.receive, MAX_MESSAGE_BYTES), 8)
+    blocked.set()
     peer.close()
 
 
