@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import ray
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -158,7 +158,7 @@ class RayCluster:
     async def lost(self) -> str:
         missing_since = None
         while True:
-            missing = [name for name, address in self._services.items() if not await _listens(address)]
+            missing = await self._missing()
             now = time.monotonic()
             if missing and missing_since is None:
                 missing_since = now
@@ -177,16 +177,20 @@ class RayCluster:
             return None  # Ray has given it up, and a new one is about to be started
         try:
             found: Location | None = await asyncio.wait_for(self._actors[name].location.remote(), _CALL_S)
-        except (RayActorError, TimeoutError):
+        except (RayError, TimeoutError):
             return None
         return found
 
     async def watch(self, name: str) -> RunEnd:
         try:
             return await asyncio.shield(self._runs[name])
-        except RayActorError as error:
+        except RayError as error:
             how = "Ray's actor or node is lost"
             return RunEnd(how, f"{name}: {how}: {_brief(error)}")
+
+    async def _missing(self) -> list[str]:
+        """Return Ray's services that do not listen."""
+        return [name for name, address in self._services.items() if not await _listens(address)]
 
     async def restart(self, name: str) -> None:
         restarted = asyncio.ensure_future(self._restarted(name))
@@ -222,7 +226,7 @@ class RayCluster:
     async def _stop(self, name: str, actor: Any) -> None:
         try:
             await asyncio.wait_for(actor.stop.remote(), self._specs[name].stop_timeout_s + _CALL_S)
-        except (RayActorError, TimeoutError) as error:
+        except (RayError, TimeoutError) as error:
             logger.warning("%s: Ray's actor does not stop it, and is killed: %r", name, error)
 
     async def _restarted(self, name: str) -> None:
@@ -241,7 +245,7 @@ class RayCluster:
             return str(await self._actors[name].incarnation.remote())
         except ActorDiedError:
             del self._actors[name]
-        except RayActorError:
+        except RayError:
             pass  # asked again
         return None
 
@@ -279,6 +283,11 @@ class RayCluster:
         except TimeoutError:
             what = await self._shortage(self._workers)
             raise StartupFailed(f"Ray has not reserved the resources within {timeout_s:g} s: {what}") from None
+        except RayError as error:  # it takes this node or this process for dead
+            gone = await self._missing()
+            raise StartupFailed(
+                f"Ray has given up the reservation: {_gone(gone) if gone else _brief(error)}"
+            ) from error
         finally:
             waiting.cancel()
 

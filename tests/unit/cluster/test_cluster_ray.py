@@ -12,6 +12,8 @@ from waiting import eventually
 
 pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 
+from ray.exceptions import TaskPlacementGroupRemoved
+
 from medialane.cluster import ray
 
 
@@ -146,3 +148,20 @@ async def test_head_that_comes_back_in_time_costs_nothing(services, caplog):
     services.head = socket.create_server(("127.0.0.1", port))
     await eventually(lambda: "Ray answers again" in caplog.text)
     assert not services.lost.done()
+
+
+async def test_reservation_that_ray_gives_up_is_one_clear_error(services, monkeypatch):
+    class Group:
+        async def ready(self):
+            raise TaskPlacementGroupRemoved
+
+    monkeypatch.setattr(ray, "placement_group", lambda *_, **__: Group())
+    monkeypatch.setattr(ray, "shortage", lambda *_: "")
+    monkeypatch.setattr(ray.ray, "available_resources", dict)
+    monkeypatch.setattr(ray, "remove_placement_group", lambda _: None)
+    services.raylet.close()
+    worker = RemoteSpec(name="worker 0", command=())
+    seen = []
+    with pytest.raises(StartupFailed, match=r"^Ray has given up the reservation: Ray's raylet of this host does not"):
+        await ray.RayCluster().spawn([worker], timeout_s=5, entered=lambda name, phase: seen.append((name, phase.name)))
+    assert seen == [("worker 0", "waiting for Ray's resources")]
