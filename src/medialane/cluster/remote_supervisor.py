@@ -1,8 +1,8 @@
 """Supervises processes of other hosts through an orchestrator, together with those of this host.
 
 As on one host, the exit of a process that was never ready fails the start; any other is restarted by the orchestrator,
-with the same delays. A worker is ready when a gateway of this host lists it as connected, the
-processes of another host when its gateways answer there.
+with the same delays. A worker is ready when a gateway of this host lists it as connected, the processes of another host
+when its gateways answer there.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ class RemoteSupervisor:
 
 
 async def _all_of(*coroutines: Coroutine[None, None, None]) -> None:
-    """Run all until they end, or until the first one raises, which is raised."""
+    """Run all until they end, or until the first one raises, which is raised as it is: `gather_or_cancel` would put
+    what is no MedialaneError into a group."""
     tasks = [asyncio.ensure_future(each) for each in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -61,7 +61,7 @@ class Places:
         self._taken.setdefault(key, self._clock())
 
     def free(self, key: Hashable) -> None:
-        """Note that `key` has none any more. Idempotent."""
+        """Note that `key` has no place any more. Idempotent."""
         if (since := self._taken.pop(key, None)) is not None:
             taken_s = self._clock() - since
             self._mean_s = taken_s if self._mean_s is None else self._mean_s + _NEWEST * (taken_s - self._mean_s)
