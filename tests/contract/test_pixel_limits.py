@@ -73,9 +73,11 @@ def test_min_pixels_above_max_pixels_is_rejected(item, most):
     assert raised.value.param == f"{PARAM}.min_pixels"
 
 
-def test_model_without_a_hugging_face_processor_has_no_limits(renderer, monkeypatch):
-    """vLLM's own processor of the family never loads one: the model has no files for it."""
-    processor = renderer.get_mm_processor()
+def test_model_without_a_hugging_face_processor_has_no_limits(tiny_model, monkeypatch):
+    """vLLM's own processor of the family never loads one: the model has no files for it. (What is found out about a
+    processor is remembered, so this one is not the session's.)"""
+    config = create_model_config(parse_vllm_args(str(tiny_model), ["--max-model-len=8192"]))
+    processor = MULTIMODAL_REGISTRY.create_processor(config)
 
     def no_files(**_):
         raise OSError("there is no processor_config.json")
