@@ -22,8 +22,8 @@ import aiohttp
 
 from harness import Bar, Options, Report, median, percentile
 from load import data_url, image_request, send
-from medialane.cli.sample_images import sample_jpeg
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from servers import settle
 from worker_pairs import worker_pair
 

@@ -37,7 +37,6 @@ import handover_ends as ends
 from harness import Bar, Options, Report, median, percentile
 from local_store import store_link
 from medialane.arena import ArenaConfig
-from medialane.cli.sample_images import sample_pixels
 from medialane.config import process_environ
 from medialane.core.feature import (
     Feature,
@@ -53,19 +52,22 @@ from medialane.core.media import Image, MediaRef
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.stage import StageName
 from medialane.gateway import Gateway, GatewayConfig, Handover, WorkerLink, WorkerPool, open_scope
+from medialane.gateway.transfer_config import TransferConfig
+from medialane.gateway.transports import ShmTransport
 from medialane.observability.metrics import Metrics
-from medialane.prepare.fake import FakeAssembler
 from medialane.routing import Router
 from medialane.routing.config import RoutingConfig
-from medialane.rpc import Hello, RpcConfig
 from medialane.store import HoldPasser, StoreEntries, StoreLink
-from medialane.transfer import ShmTransport, TransferConfig
+from medialane.testing.fake_processor import FakeAssembler
+from medialane.testing.sample_images import sample_pixels
+from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.assembler import VllmAssembler
-from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.preparation import VllmProcessor
-from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
-from medialane.vllm_bridge.validation import FeatureChecker
+from medialane.vllm_bridge.items.assembler import VllmAssembler
+from medialane.vllm_bridge.items.features import decode_item
+from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items.validation import FeatureChecker
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello
 
 ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', compared with vLLM's two transfer paths"
 

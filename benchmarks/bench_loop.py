@@ -27,9 +27,9 @@ import uvloop
 from gateway_process import Peers, gateway_process, until_ready, worker
 from harness import Bar, Options, Report, median, percentile
 from medialane.arena import ArenaConfig
-from medialane.cli.sample_images import sample_jpeg
 from medialane.config import Config, process_environ
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 
 ABOUT = "event-loop lag of the gateway during 50 concurrent requests with 10 MB data URLs"
 

@@ -51,9 +51,9 @@ from medialane.media import Fetcher, MediaConfig
 from medialane.media.audio import decode_audio
 from medialane.media.image import decode_image
 from medialane.media.video import open_video
+from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.frame_sampler import VllmFrameSampler
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
 from origin import File, origin
 
 ABOUT = "CPU time from encoded media to arrays, compared with vLLM's own media chain"

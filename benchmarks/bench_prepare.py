@@ -42,22 +42,22 @@ from harness import Bar, Options, Report, median
 from load import cpu_seconds, process_tree
 from local_store import host_store, store_link
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
-from medialane.cli.sample_images import sample_jpeg
 from medialane.cli.store import PROCESSOR_FACTORY
 from medialane.config import process_environ
 from medialane.core.feature import MediaPrompt
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.gateway import Gateway, GatewayConfig, StoreFeatures, WorkerPool, open_scope
+from medialane.gateway.transfer_config import TransferConfig
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool
 from medialane.routing import Router
 from medialane.store import StoreLink
-from medialane.transfer import TransferConfig
+from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
-from medialane.vllm_bridge.assembler import VllmAssembler
-from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.vllm_bridge.items.assembler import VllmAssembler
 
 ABOUT = "images per second of 1, 2, ... preparers, compared with vLLM's renderer in one process"
 

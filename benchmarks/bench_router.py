@@ -29,7 +29,7 @@ from medialane.core.block_hash import prompt_block_ids, token_array
 from medialane.core.feature import MediaSpan
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.warm_up import warm_up
-from medialane.rpc.block_feed import PIECE_BLOCKS
+from medialane.worker.gateway_link.block_feed import PIECE_BLOCKS
 
 ABOUT = "hashing, the index of KV blocks, and the choice of a worker"
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import harness
 from medialane.core.block_hash import prompt_block_ids
 from medialane.routing.config import PolicyName, RoutingConfig
-from medialane.worker.simulated.scheduler import answer_token
+from medialane.testing.simulated.scheduler import answer_token
 from simulated_cluster import CONFIG, Outcome, SimulatedCluster, Spread, counted
 from traces import SessionTrace, Turn, session_turns
 

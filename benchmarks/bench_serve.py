@@ -14,8 +14,8 @@ from itertools import count
 
 from harness import Bar, Options, Report, median, percentile
 from load import Answered, data_url, image_request, send
-from medialane.cli.sample_images import sample_jpeg
-from medialane.vllm_bridge.tiny_model import build_tiny_model, cache_folder
+from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.tiny_model import build_tiny_model, cache_folder
 from servers import Server, both_servers, settle
 
 NAME = "serve"

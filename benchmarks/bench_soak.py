@@ -42,7 +42,7 @@ from medialane.arena import ArenaConfig
 from medialane.config import Config, process_environ
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig
-from medialane.vllm_bridge.tiny_model import cache_folder
+from medialane.testing.tiny_model import cache_folder
 from origin import origin
 from soak_requests import Request, Requests, files
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import bench_serve
 from harness import median, percentile, table
 from load import Answered
-from medialane.vllm_bridge.tiny_model import build_tiny_model, cache_folder
+from medialane.testing.tiny_model import build_tiny_model, cache_folder
 from servers import Server, medialane_server
 
 

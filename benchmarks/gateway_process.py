@@ -29,9 +29,11 @@ from medialane.config import Config, enter_environ
 from medialane.core.parent_death import signal_on_parent_death
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.tensor import TensorDescriptor
-from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer, Welcome
-from medialane.rpc.fake import FAKE_CARD
 from medialane.store import StoreEntries, StoreLink
+from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello, Welcome
+from medialane.worker.gateway_link.server import RpcServer
 
 #: vLLM is imported twice and processors are loaded: takes minutes on shared cores.
 START_S = 300.0

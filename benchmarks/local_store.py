@@ -10,10 +10,11 @@ from typing import Any
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.media import Fetcher, MediaConfig
+from medialane.peers.pulls import Pulls
 from medialane.prepare import PreparerPool
-from medialane.rpc import RpcConfig
-from medialane.store import Aliases, EncodedStore, Items, Pulls, StoreLink, StoreServer
+from medialane.store import Aliases, EncodedStore, Items, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
+from medialane.wire.config import RpcConfig
 
 WAIT_S = 30.0
 _NO_PREPARERS = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ())

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from load import process_tree
-from medialane.cli.server_process import ServerProcess, plain_vllm, server_process
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
+from medialane.check.server_process import ServerProcess, plain_vllm, server_process
+from medialane.testing.tiny_model import TINY_MODEL_FLAGS
 
 #: More than the second for which vLLM's idle engine busy-waits.
 SETTLE_S = 1.5

@@ -23,14 +23,15 @@ from medialane.core.errors import MedialaneError
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
+from medialane.testing.simulated.config import SimulatedConfig
+from medialane.testing.simulated.engine import SimulatedEngine
 from medialane.vllm_bridge.arguments import create_frontend_config
-from medialane.vllm_bridge.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.seams.arguments import (
     FlexibleArgumentParser,
     make_arg_parser,
     validate_parsed_serve_args,
 )
-from medialane.worker.simulated import SimulatedConfig, SimulatedEngine
 
 
 class InProcessEngine:

@@ -25,21 +25,21 @@ from medialane.core.feature import PlaceholderRange
 from medialane.core.kv_events import KvChange, KvEventBatch
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.gateway.route import Known, Route, Routes
+from medialane.gateway.worker_link.client_reports import ClientReports
 from medialane.observability.metrics import Metrics
 from medialane.routing.config import RoutingConfig
 from medialane.routing.request import RoutingRequest
 from medialane.routing.router import Router
-from medialane.rpc.client_reports import ClientReports
-from medialane.rpc.config import RpcConfig
-from medialane.rpc.framing import FrameReader
-from medialane.rpc.gateway_group import GatewayGroup
-from medialane.rpc.messages import decode_from_worker
-from medialane.rpc.session_reports import SessionReports
+from medialane.testing.simulated.config import SimulatedConfig
+from medialane.testing.simulated.engine import simulated_card, simulated_scheduler, step_s
+from medialane.testing.simulated.scheduler import Step
+from medialane.testing.simulated.sequence import Item, SimulatedSequence
+from medialane.wire.config import RpcConfig
+from medialane.wire.framing import FrameReader
+from medialane.wire.protocol import decode_from_worker
 from medialane.worker.block_reports import BlockReports
-from medialane.worker.simulated.config import SimulatedConfig
-from medialane.worker.simulated.engine import simulated_card, simulated_scheduler, step_s
-from medialane.worker.simulated.scheduler import Step
-from medialane.worker.simulated.sequence import Item, SimulatedSequence
+from medialane.worker.gateway_link.pending_work_relay import GatewayGroup
+from medialane.worker.gateway_link.session_reports import SessionReports
 from simulated_hosts import Host, num_bytes
 from simulated_media import MediaPath
 from traces import Turn

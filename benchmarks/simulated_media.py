@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from medialane.core.feature import MediaSpan
 from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
 from medialane.routing.router import Router
-from medialane.worker.simulated.config import SimulatedConfig
-from medialane.worker.simulated.embedding_store import EmbeddingStore
-from medialane.worker.simulated.encoder import EncoderScheduler, EncodeStep, encode_step_s
+from medialane.testing.simulated.config import SimulatedConfig
+from medialane.testing.simulated.embedding_store import EmbeddingStore
+from medialane.testing.simulated.encoder import EncoderScheduler, EncodeStep, encode_step_s
 
 #: Who encodes new items.
 EncodeAt = Literal["workers", "encoders", "auto"]

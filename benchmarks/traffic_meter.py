@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from medialane.rpc.framing import HEADER
-from medialane.rpc.messages import decode_from_worker
+from medialane.wire.framing import HEADER
+from medialane.wire.protocol import decode_from_worker
 
 
 @dataclass

@@ -24,10 +24,11 @@ from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.rpc import RpcConfig
-from medialane.store import Pulls, capabilities
-from medialane.transfer.mover_speed import NUM_TRIALS
-from medialane.transfer.nixl import NixlMover
+from medialane.peers import capabilities
+from medialane.peers.mover_speed import NUM_TRIALS
+from medialane.peers.nixl.mover import NixlMover
+from medialane.peers.pulls import Pulls
+from medialane.wire.config import RpcConfig
 
 ARENA_BYTES = 512 << 20
 MODES = ("raw", "tcp", "nixl")

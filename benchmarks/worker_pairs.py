@@ -12,8 +12,8 @@ from pathlib import Path
 
 import aiohttp
 
-from medialane.cli.server_process import free_port
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON
+from medialane.check.server_process import free_port
+from medialane.testing.tiny_model import TINY_MODEL_ENVIRON
 
 START_S = 300.0
 

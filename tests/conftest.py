@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """The folder of the tiny Qwen2.5-VL, cached between sessions in the user's cache folder."""
-    from medialane.vllm_bridge.tiny_model import build_tiny_model, cache_folder
+    from medialane.testing.tiny_model import build_tiny_model, cache_folder
 
     return build_tiny_model(cache_folder(os.environ))
 

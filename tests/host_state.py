@@ -14,8 +14,8 @@ import msgspec
 from process_tree import all_pids, arenas_of, command_of, descendants, removed_arenas_of, shared_memory_of
 
 from medialane.core.stats import StoreStats
-from medialane.rpc import RpcConfig
 from medialane.store import StoreLink
+from medialane.wire.config import RpcConfig
 from waiting import eventually
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -10,11 +10,11 @@ import pytest
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.remote_entry import RemoteEntry
-from medialane.transfer.mover import Destination
-from medialane.transfer.nixl import NixlMover
+from medialane.peers.mover import Destination
+from medialane.peers.nixl.mover import NixlMover
 from waiting import wait_until
 
-FAKE = "medialane.transfer.nixl.fake:FakeAgent"
+FAKE = "medialane.testing.fake_nixl:FakeAgent"
 MIB = 1 << 20
 
 

@@ -12,8 +12,8 @@ from medialane.vllm_bridge.seams.table import GROUPS
 SRC = Path(__file__).parents[1] / "src" / "medialane"
 
 ROOMS = {
-    "core", "media", "prepare", "arena", "transfer", "routing", "rpc", "vllm_bridge", "gateway", "worker", "cluster",
-    "observability", "cli", "config", "store",
+    "core", "media", "prepare", "arena", "wire", "peers", "store", "routing", "vllm_bridge", "gateway", "worker",
+    "cluster", "observability", "testing", "check", "cli", "config",
 }  # fmt: skip
 
 MAY_IMPORT = {
@@ -22,18 +22,29 @@ MAY_IMPORT = {
     "media": {"core", "observability"},
     "arena": {"core", "observability"},
     "routing": {"core", "observability"},
-    "rpc": {"core", "observability"},
-    "transfer": {"core", "observability", "arena"},
+    "wire": {"core", "observability"},
+    "peers": {"core", "observability", "arena", "wire"},
     "prepare": {"core", "observability", "media", "arena"},
     # vllm_bridge implements protocols of other packages; it may import those and nothing else. The exception
     # is the arena: EngineCore runs our plugin, and maps the arena itself.
     "vllm_bridge": {"core", "observability", "arena"},
-    "store": {"media", "arena", "prepare", "transfer", "rpc", "core", "observability"},
-    "gateway": ROOMS - {"worker", "vllm_bridge", "cluster", "cli", "config"},
-    "worker": {"transfer", "rpc", "core", "observability"},
-    "cluster": ROOMS - {"cli"},
+    "store": {"media", "arena", "prepare", "peers", "wire", "core", "observability"},
+    "gateway": {"core", "observability", "media", "arena", "prepare", "peers", "store", "wire", "routing"},
+    "worker": {"arena", "wire", "core", "observability"},
+    "testing": {"core", "observability", "media", "arena", "prepare", "peers", "wire", "routing", "worker"},
+    "cluster": ROOMS - {"cluster", "cli", "check", "testing"},
+    "check": {"core", "observability", "cluster", "config", "testing"},
     "cli": ROOMS,
-    "config": ROOMS - {"cli"},
+    "config": ROOMS - {"cli", "cluster", "check"},
+}
+
+#: Which of its rooms each room of vllm_bridge may import.
+BRIDGE_ROOMS = {
+    "seams": set(),
+    "items": {"seams"},
+    "encoder_cache": {"seams", "items"},
+    "engine": {"seams", "items", "encoder_cache"},
+    "frontend": {"seams", "items", "engine"},
 }
 
 #: Files that define protocols for vllm_bridge to fill.
@@ -46,18 +57,18 @@ PROTOCOLS = {
 #: Heavy dependency -> where it may be imported; () is nowhere yet.
 OWNERS = {
     "vllm": ("vllm_bridge/",),
-    "torch": ("vllm_bridge/",),
-    "transformers": ("vllm_bridge/",),
-    "tokenizers": ("vllm_bridge/",),
-    "nixl": ("transfer/nixl/nixl_agent.py",),
-    "ray": ("cluster/ray.py",),
+    "torch": ("vllm_bridge/", "testing/tiny_model.py"),
+    "transformers": ("vllm_bridge/", "testing/tiny_model.py"),
+    "tokenizers": ("vllm_bridge/", "testing/tiny_model.py"),
+    "nixl": ("peers/nixl/nixl_agent.py",),
+    "ray": ("cluster/ray/ray_cluster.py",),
     # Machine code for the scan of bodies and the choice of a worker; half a second to import: only gateways load it.
     "numba": ("core/compiled.py", "gateway/intake/native_json.py", "routing/native_view.py"),
     "llvmlite": ("routing/native_view.py",),
     # File locks, which show whether an owner is alive, and whether a range is being written.
     "fcntl": ("core/owner_lock.py", "arena/fill.py"),
-    "cryptography": ("rpc/certificate_authority.py",),
-    "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py", "cli/sample_video.py"),
+    "cryptography": ("wire/certificate_authority.py",),
+    "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py", "testing/sample_video.py"),
 }
 
 FILES = sorted(SRC.rglob("*.py"))
@@ -101,6 +112,17 @@ def test_heavy_dependency_has_one_owner(path):
     for module in imports(path):
         owner = OWNERS.get(module.split(".")[0])
         assert owner is None or place.startswith(owner), f"{place} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_rooms_of_the_bridge_import_only_those_before_them(path):
+    first, *rest = path.relative_to(SRC).parts
+    if first != "vllm_bridge" or len(rest) < 2:
+        return
+    for module in imports(path):
+        parts = module.split(".")
+        if parts[:2] == ["medialane", "vllm_bridge"] and len(parts) > 2 and parts[2] in BRIDGE_ROOMS.keys() - {rest[0]}:
+            assert parts[2] in BRIDGE_ROOMS[rest[0]], f"vllm_bridge/{rest[0]} imports {module}"
 
 
 def test_every_folder_is_a_known_package():

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from medialane.core.feature import MediaSpan
-from medialane.worker.simulated.scheduler import answer_token
+from medialane.testing.simulated.scheduler import answer_token
 
 #: Placeholder of an image in a prompt; ids of words are above.
 IMAGE_TOKEN = 50

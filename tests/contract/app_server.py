@@ -11,7 +11,7 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, IntakeMiddleware, ScopeMiddleware
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
-from medialane.vllm_bridge.app import Frontend
+from medialane.vllm_bridge.frontend.app import Frontend
 
 VLLM_ARGS = [
     "--max-model-len=8192",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from medialane.vllm_bridge.tiny_model import cache_folder
+from medialane.testing.tiny_model import cache_folder
 
 #: Read when torch is imported. Two threads on two busy cores would each spin while waiting for the other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -94,7 +94,7 @@ async def session_server(tiny_model):
 @pytest.fixture
 def server(session_server, monkeypatch):
     """vLLM's app over a fake backend that is reset for each test."""
-    from medialane.vllm_bridge.renderer_hook import CONNECTOR
+    from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
 
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
     session_server.backend.reset()
@@ -105,7 +105,7 @@ def server(session_server, monkeypatch):
 async def vllm_engine(tiny_model):
     """A real engine. Tests that use it run in the session's loop: `pytest.mark.asyncio(loop_scope="session")`."""
     from medialane.config import vllm_defaults
-    from medialane.vllm_bridge.engine import build_engine
+    from medialane.vllm_bridge.engine.engine import build_engine
 
     args = [arg for arg in VLLM_ARGS if not arg.startswith("--mm-processor-cache")]
     with pytest.MonkeyPatch.context() as patch:

@@ -83,7 +83,7 @@ def predicted(prompt, **fields):
 def start_engine(model, *args):
     """A real engine with these flags of vLLM."""
     from medialane.config import vllm_defaults
-    from medialane.vllm_bridge.engine import build_engine
+    from medialane.vllm_bridge.engine.engine import build_engine
 
     args = ["--enforce-eager", "--skip-mm-profiling", '--limit-mm-per-prompt={"image":8}', *args]
     with pytest.MonkeyPatch.context() as patch:

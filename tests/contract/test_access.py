@@ -14,7 +14,7 @@ from vllm.tasks import POOLING_TASKS
 from medialane.gateway import AccessKeys, GatewayConfig
 from medialane.gateway.access import Kind, kind_of
 from medialane.vllm_bridge.arguments import parse_vllm_args
-from medialane.vllm_bridge.routes import UNSUPPORTED, refuse_unsupported, replace_authentication
+from medialane.vllm_bridge.frontend.routes import UNSUPPORTED, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_not_built
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]

@@ -10,10 +10,10 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 from medialane.core.feature import MediaPayload
 from medialane.core.media import AudioSamples
 from medialane.core.request import EngineRequest, SourcePrompt
-from medialane.vllm_bridge.preparation import engine_media
-from medialane.vllm_bridge.prepared_input import decoder_input
-from medialane.vllm_bridge.source_prompt import SourceRenderer
-from medialane.vllm_bridge.validation import FeatureChecker
+from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
+from medialane.vllm_bridge.items.preparation import engine_media
+from medialane.vllm_bridge.items.prepared_input import decoder_input
+from medialane.vllm_bridge.items.validation import FeatureChecker
 
 pytestmark = [
     pytest.mark.timeout(300),  # the first test of a family creates its checkpoint

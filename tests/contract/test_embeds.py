@@ -18,9 +18,9 @@ from medialane.core.request import SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.media.embeds import read_embeds
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.embeds import EmbedsReader
-from medialane.vllm_bridge.embeds_trial import AcceptedEmbeds
-from medialane.vllm_bridge.source_prompt import SourceRenderer
+from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
+from medialane.vllm_bridge.items.embeds import EmbedsReader
+from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 

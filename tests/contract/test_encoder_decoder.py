@@ -16,11 +16,11 @@ from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.core.media import AudioSamples
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.wave import wave_bytes
-from medialane.vllm_bridge.assembler import VllmAssembler
-from medialane.vllm_bridge.engine_options import check_prefix_cache, engine_args
-from medialane.vllm_bridge.engine_request import RequestReader, clamp, placed_media
-from medialane.vllm_bridge.preparation import VllmProcessor
-from medialane.vllm_bridge.tiny_model import cache_folder
+from medialane.testing.tiny_model import cache_folder
+from medialane.vllm_bridge.engine.engine_options import check_prefix_cache, engine_args
+from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, placed_media
+from medialane.vllm_bridge.items.assembler import VllmAssembler
+from medialane.vllm_bridge.items.preparation import VllmProcessor
 
 pytestmark = pytest.mark.timeout(120)
 

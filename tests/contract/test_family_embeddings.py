@@ -26,9 +26,9 @@ from medialane.core.errors import InvalidFeature
 from medialane.core.feature import EmbeddingUse, MediaPayload
 from medialane.core.request import EmbeddingCounts, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.vllm_bridge.features import decode_item, decode_item_without_tensors, decode_small_fields
-from medialane.vllm_bridge.prepared_input import to_vllm_range
-from medialane.vllm_bridge.tiny_model import cache_folder
+from medialane.testing.tiny_model import cache_folder
+from medialane.vllm_bridge.items.features import decode_item, decode_item_without_tensors, decode_small_fields
+from medialane.vllm_bridge.items.prepared_input import to_vllm_range
 
 pytestmark = [
     pytest.mark.vllm,

@@ -34,11 +34,11 @@ from medialane.core.feature import Feature, MediaPayload
 from medialane.core.hashing import canonical_options
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.prepare.processor import decoded_item
+from medialane.testing.tiny_model import cache_folder
 from medialane.vllm_bridge.arguments import parse_vllm_args
-from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.item_shape import UNFIT
-from medialane.vllm_bridge.source_prompt import SourceRenderer
-from medialane.vllm_bridge.tiny_model import cache_folder
+from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
+from medialane.vllm_bridge.items.features import decode_item
+from medialane.vllm_bridge.items.item_shape import UNFIT
 
 pytestmark = [
     pytest.mark.timeout(120),  # the first test of a family creates its checkpoint, renderer and model

@@ -12,13 +12,13 @@ from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, FrameBatch, Image
 from medialane.core.request import ExpandedPrompt
-from medialane.vllm_bridge.assembler import VllmAssembler
-from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.mistral_chat import blank_part, expand_marks, tokenizes_blanks
-from medialane.vllm_bridge.preparation import VllmProcessor, engine_media, modality_of
-from medialane.vllm_bridge.request_processor import RequestProcessor
-from medialane.vllm_bridge.stage_fitness import unfit_reasons
-from medialane.vllm_bridge.validation import FeatureChecker
+from medialane.vllm_bridge.items.assembler import VllmAssembler
+from medialane.vllm_bridge.items.features import decode_item
+from medialane.vllm_bridge.items.mistral_chat import blank_part, expand_marks, tokenizes_blanks
+from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media, modality_of
+from medialane.vllm_bridge.items.request_processor import RequestProcessor
+from medialane.vllm_bridge.items.stage_fitness import unfit_reasons
+from medialane.vllm_bridge.items.validation import FeatureChecker
 
 pytestmark = [
     # The first test of a family creates its checkpoint and renderer.

@@ -15,7 +15,7 @@ from vllm.multimodal.inputs import (
 
 from medialane.core.errors import FeatureUnsupported, InvalidFeature
 from medialane.core.tensor import Dtype
-from medialane.vllm_bridge.features import (
+from medialane.vllm_bridge.items.features import (
     INLINE_BYTES,
     check_tensors,
     decode_item,

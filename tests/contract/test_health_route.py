@@ -5,7 +5,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.instrumentator.health import router
 
-from medialane.vllm_bridge.app import _add_health
+from medialane.vllm_bridge.frontend.app import _add_health
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from tiny_families import FAMILIES, family_params
 
 from medialane.core.hashing import canonical_options
 from medialane.core.media import Image
-from medialane.vllm_bridge.image_tokens import ImageTokens, _Trial
-from medialane.vllm_bridge.placeholder_layout import PlaceholderLayouts
-from medialane.vllm_bridge.preparation import VllmProcessor
+from medialane.vllm_bridge.items.image_tokens import ImageTokens, _Trial
+from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
+from medialane.vllm_bridge.items.preparation import VllmProcessor
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -7,12 +7,12 @@ from tiny_families import FAMILIES
 from medialane.core.feature import Feature, MediaPayload
 from medialane.core.media import AudioSamples
 from medialane.core.request import ExpandedPrompt
-from medialane.vllm_bridge.assembler import VllmAssembler, placeholder_ranges
-from medialane.vllm_bridge.features import INLINE_BYTES, decode_item, decode_item_without_tensors
-from medialane.vllm_bridge.preparation import VllmProcessor, engine_media
+from medialane.vllm_bridge.items.assembler import VllmAssembler, placeholder_ranges
+from medialane.vllm_bridge.items.features import INLINE_BYTES, decode_item, decode_item_without_tensors
+from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
+from medialane.vllm_bridge.items.stage_fitness import unfit_reasons
+from medialane.vllm_bridge.items.validation import FeatureChecker
 from medialane.vllm_bridge.seams.multimodal import process_whole
-from medialane.vllm_bridge.stage_fitness import unfit_reasons
-from medialane.vllm_bridge.validation import FeatureChecker
 
 pytestmark = pytest.mark.timeout(120)  # creates the family's checkpoint and renderer
 

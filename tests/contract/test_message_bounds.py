@@ -12,16 +12,17 @@ import medialane
 from medialane.core.embeds import Embeds
 from medialane.core.errors import InvalidFeature, ProtocolViolation
 from medialane.core.tensor import MAX_RANK
+from medialane.peers import peer_messages as peers
+from medialane.peers.nixl import messages as nixl
+from medialane.peers.nixl.mover import Offer
+from medialane.peers.nixl.rdma_metadata import RdmaMetadata
 from medialane.prepare import messages as preparers
-from medialane.rpc import messages as rpc
 from medialane.store import messages as store
-from medialane.store import peer_messages as peers
-from medialane.transfer.nixl import messages as nixl
-from medialane.transfer.nixl.mover import Offer
-from medialane.transfer.nixl.rdma_metadata import RdmaMetadata
-from medialane.vllm_bridge import features, kv_events
-from medialane.vllm_bridge.arena_decoder import WireItem
-from medialane.vllm_bridge.embedding_schedule import RequestEmbeddings
+from medialane.vllm_bridge.encoder_cache.embedding_schedule import RequestEmbeddings
+from medialane.vllm_bridge.engine import kv_events
+from medialane.vllm_bridge.items import features
+from medialane.vllm_bridge.items.arena_decoder import WireItem
+from medialane.wire import protocol as rpc
 
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {

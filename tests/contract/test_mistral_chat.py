@@ -21,12 +21,12 @@ from medialane.core.media import AudioSamples, Image, MediaSize
 from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.prepare.forkserver_process import ENVIRONMENT
 from medialane.prepare.processor import FactoryConfig
-from medialane.vllm_bridge import inline_rendering
-from medialane.vllm_bridge.assembler import VllmAssembler
-from medialane.vllm_bridge.mistral_chat import expand_marks, tokenize_without_media
-from medialane.vllm_bridge.preparation import VllmProcessor
-from medialane.vllm_bridge.source_prompt import SourceRenderer
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, cache_folder
+from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
+from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
+from medialane.vllm_bridge.frontend import inline_rendering
+from medialane.vllm_bridge.items.assembler import VllmAssembler
+from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media
+from medialane.vllm_bridge.items.preparation import VllmProcessor
 
 pytestmark = [
     pytest.mark.timeout(120),  # the first test of a family creates its checkpoint and renderer
@@ -223,7 +223,7 @@ def test_other_tokenizers_and_processors_are_left_as_they_are(renderer):
 
 _BUILT = """
 import os, sys
-from medialane.vllm_bridge.processor_factory import build_processor
+from medialane.vllm_bridge.items.processor_factory import build_processor
 build_processor(sys.stdin.buffer.read())
 print(len(os.listdir("/proc/self/task")))
 """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from medialane.vllm_bridge.model_report import model_report
+from medialane.vllm_bridge.engine.model_report import model_report
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -19,14 +19,14 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from medialane.core.errors import FeatureUnsupported, InvalidRequest
 from medialane.core.feature import Feature, MediaPayload
 from medialane.core.request import ExpandedPrompt
-from medialane.vllm_bridge.assembler import VllmAssembler, placeholder_ranges
-from medialane.vllm_bridge.features import INLINE_BYTES, decode_item, decode_item_without_tensors
-from medialane.vllm_bridge.preparation import VllmProcessor, engine_media, trial_image
-from medialane.vllm_bridge.renderer_hook import RendererHook
-from medialane.vllm_bridge.request_processor import RequestProcessor
+from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
+from medialane.vllm_bridge.items.assembler import VllmAssembler, placeholder_ranges
+from medialane.vllm_bridge.items.features import INLINE_BYTES, decode_item, decode_item_without_tensors
+from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media, trial_image
+from medialane.vllm_bridge.items.request_processor import RequestProcessor
+from medialane.vllm_bridge.items.stage_fitness import stages_instead, summary, unfit_reasons
+from medialane.vllm_bridge.items.validation import FeatureChecker
 from medialane.vllm_bridge.seams.multimodal import process_whole
-from medialane.vllm_bridge.stage_fitness import stages_instead, summary, unfit_reasons
-from medialane.vllm_bridge.validation import FeatureChecker
 
 IMAGE = "<|image_pad|>"
 

@@ -8,9 +8,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from medialane.core.errors import InvalidRequest
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.pixel_limits import _is_limit, item_options, max_pixels_of
-from medialane.vllm_bridge.preparation import VllmProcessor
-from medialane.vllm_bridge.resize_target import ResizeTargets
+from medialane.vllm_bridge.items.pixel_limits import _is_limit, item_options, max_pixels_of
+from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items.resize_target import ResizeTargets
 
 PARAM = "messages[0].content[0].image_url"
 

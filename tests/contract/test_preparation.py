@@ -13,14 +13,14 @@ from medialane.core.errors import InvalidImage, PromptRejected
 from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaSize
 from medialane.prepare.processor import FactoryConfig
-from medialane.vllm_bridge.app import Frontend
-from medialane.vllm_bridge.assembler import VllmAssembler
-from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.placeholder_layout import stand_in
-from medialane.vllm_bridge.preparation import VllmProcessor, trial_video
-from medialane.vllm_bridge.processor_factory import build_processor
-from medialane.vllm_bridge.stage_fitness import summary, unfit_reasons
-from medialane.vllm_bridge.validation import FeatureChecker
+from medialane.vllm_bridge.frontend.app import Frontend
+from medialane.vllm_bridge.items.assembler import VllmAssembler
+from medialane.vllm_bridge.items.features import decode_item
+from medialane.vllm_bridge.items.placeholder_layout import stand_in
+from medialane.vllm_bridge.items.preparation import VllmProcessor, trial_video
+from medialane.vllm_bridge.items.processor_factory import build_processor
+from medialane.vllm_bridge.items.stage_fitness import summary, unfit_reasons
+from medialane.vllm_bridge.items.validation import FeatureChecker
 
 SIZES = [(1024, 768), (500, 333), (28, 28), (1, 57), (333, 3), (3, 333), (97, 1211)]
 

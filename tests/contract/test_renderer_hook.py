@@ -35,8 +35,8 @@ from medialane.core.errors import (
 from medialane.core.feature import MediaSpan, PlaceholderRange
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, open_scope
-from medialane.vllm_bridge.engine_client import RoutedEngineClient
-from medialane.vllm_bridge.renderer_hook import CONNECTOR
+from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
 from waiting import eventually
 
 pytestmark = [
@@ -575,7 +575,7 @@ async def test_engine_client_implements_vllms_protocol():
 async def test_placeholder_ranges_are_as_vllm_expects(server):
     import torch
 
-    from medialane.vllm_bridge.prepared_input import to_vllm_range
+    from medialane.vllm_bridge.items.prepared_input import to_vllm_range
 
     found = to_vllm_range(PlaceholderRange(3, 4, is_embed=b"\1\0\1\1"))
     assert (found.offset, found.length) == (3, 4)

@@ -13,9 +13,9 @@ from medialane.core.media import Image
 from medialane.media import MediaConfig
 from medialane.media.image import decode_image
 from medialane.media.jpeg_scale import EIGHTHS
-from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.preparation import VllmProcessor
-from medialane.vllm_bridge.resize_target import MAX_REMEMBERED, ResizeTargets
+from medialane.vllm_bridge.items.features import decode_item
+from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items.resize_target import MAX_REMEMBERED, ResizeTargets
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -13,7 +13,7 @@ from vllm.multimodal.audio import split_audio
 
 from medialane.core.errors import AudioTooLong, InvalidAudio, UnsupportedMediaType
 from medialane.core.wave import wave_bytes
-from medialane.vllm_bridge.tiny_model import cache_folder
+from medialane.testing.tiny_model import cache_folder
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
@@ -32,7 +32,7 @@ async def running():
 
 @pytest.fixture
 def speech(running, monkeypatch):
-    from medialane.vllm_bridge.renderer_hook import CONNECTOR
+    from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
 
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
     running.backend.reset()

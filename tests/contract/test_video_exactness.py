@@ -15,7 +15,7 @@ from medialane.core.media import FrameBatch
 from medialane.media import MediaConfig
 from medialane.media.container_type import sniff_video
 from medialane.media.video import open_video
-from medialane.vllm_bridge import frame_sampler
+from medialane.vllm_bridge.items import frame_sampler
 from medialane.vllm_bridge.seams import multimodal
 from video_clips import broken, clip, jpegs, remux
 

@@ -21,13 +21,13 @@ from medialane.core.errors import InvalidRequest
 from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaRef
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.assembler import VllmAssembler
-from medialane.vllm_bridge.features import decode_item
-from medialane.vllm_bridge.preparation import VllmProcessor
-from medialane.vllm_bridge.renderer_hook import RendererHook
+from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
+from medialane.vllm_bridge.items.assembler import VllmAssembler
+from medialane.vllm_bridge.items.features import decode_item
+from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items.stage_fitness import unfit_reasons
 from medialane.vllm_bridge.seams.multimodal import new_processor
 from medialane.vllm_bridge.seams.vision_chunk import ChunkSource, name_for_engine
-from medialane.vllm_bridge.stage_fitness import unfit_reasons
 
 pytestmark = pytest.mark.vllm
 
@@ -111,7 +111,7 @@ def test_processor_of_preparers_starts_no_threads_of_numba(config):
     program = """if True:
         import sys, msgspec
         from medialane.prepare.processor import FactoryConfig
-        from medialane.vllm_bridge.processor_factory import build_processor
+        from medialane.vllm_bridge.items.processor_factory import build_processor
         build_processor(msgspec.json.encode(FactoryConfig(sys.argv[1], [])))
         from numba.np.ufunc import parallel
         print("threads launched:", parallel._is_initialized)

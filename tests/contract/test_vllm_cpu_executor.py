@@ -10,8 +10,8 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from medialane.vllm_bridge import cpu_executor
-from medialane.vllm_bridge.engine_options import engine_args
+from medialane.vllm_bridge.engine import cpu_executor
+from medialane.vllm_bridge.engine.engine_options import engine_args
 
 pytestmark = [
     pytest.mark.skipif(not current_platform.is_cpu(), reason="on GPUs vLLM does so itself"),

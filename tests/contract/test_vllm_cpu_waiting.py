@@ -8,9 +8,9 @@ import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
-from medialane.vllm_bridge import cpu_waiting
-from medialane.vllm_bridge.plugin import register
-from medialane.vllm_bridge.private_folder import PrivateFolder
+from medialane.vllm_bridge.engine import cpu_waiting
+from medialane.vllm_bridge.engine.plugin import register
+from medialane.vllm_bridge.engine.private_folder import PrivateFolder
 
 cpu_only = pytest.mark.skipif(not current_platform.is_cpu(), reason="a GPU host keeps vLLM's way to wait")
 

@@ -16,7 +16,7 @@ from medialane.core.admin import PauseGeneration, ResumeGeneration
 from medialane.core.errors import GenerationFailed, InvalidFeature, InvalidRequest, PromptRejected
 from medialane.core.feature import PlaceholderRange
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
-from medialane.worker import FakeEngine, FakeParams
+from medialane.testing.fake_engine import FakeEngine, FakeParams
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 

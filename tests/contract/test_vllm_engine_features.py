@@ -27,7 +27,7 @@ from medialane.core.feature import MediaPayload
 from medialane.core.media import MediaSize
 from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.vllm_bridge.features import decode_item, encode_item
+from medialane.vllm_bridge.items.features import decode_item, encode_item
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 

@@ -6,7 +6,7 @@ from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
 from vllm.v1.metrics.stats import SchedulerStats
 
 from medialane.core.request import WorkerLoad
-from medialane.vllm_bridge.engine import LoadRecorder, VllmEngine
+from medialane.vllm_bridge.engine.engine import LoadRecorder, VllmEngine
 
 
 def logger_of(recorder, engine_indexes):

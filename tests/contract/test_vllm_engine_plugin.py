@@ -32,13 +32,13 @@ from medialane.core.feature import Feature, MediaPayload
 from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorSpec
-from medialane.vllm_bridge import arena_decoder
-from medialane.vllm_bridge.arena_decoder import KEY, RESOLVER, ArenaDecoder, Unreadable
-from medialane.vllm_bridge.arena_encoder import ArenaEncoder, ArenaItem
-from medialane.vllm_bridge.engine import VllmEngine
-from medialane.vllm_bridge.engine_core import install
-from medialane.vllm_bridge.features import encode_item
-from medialane.vllm_bridge.plugin import register
+from medialane.vllm_bridge.engine.engine import VllmEngine
+from medialane.vllm_bridge.engine.engine_core import install
+from medialane.vllm_bridge.engine.plugin import register
+from medialane.vllm_bridge.items import arena_decoder
+from medialane.vllm_bridge.items.arena_decoder import KEY, RESOLVER, ArenaDecoder, Unreadable
+from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder, ArenaItem
+from medialane.vllm_bridge.items.features import encode_item
 
 SPEC = TensorSpec("float32", (100, 50))
 

@@ -5,7 +5,7 @@ import pytest
 
 from medialane.prepare import FactoryConfig
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.settings import settings_of as settings_in
+from medialane.vllm_bridge.items.settings import settings_of as settings_in
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_stores_preparers_and_gateway_agree(tiny_model, settings_of, flags, monk
     """A gateway refuses a store that processes media otherwise."""
     from huggingface_hub import constants
 
-    from medialane.vllm_bridge.processor_factory import build_processor
+    from medialane.vllm_bridge.items.processor_factory import build_processor
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)  # which `build_processor` changes
     processor = build_processor(msgspec.json.encode(FactoryConfig(str(tiny_model), list(flags))))
@@ -76,7 +76,7 @@ def test_local_paths_are_not_reported(settings, tiny_model):
 
 
 def test_model_whose_media_are_disabled_is_served_as_a_text_model(tiny_model):
-    from medialane.vllm_bridge.app import Frontend
+    from medialane.vllm_bridge.frontend.app import Frontend
 
     frontend = Frontend(str(tiny_model), ["--language-model-only"])
     try:

@@ -12,9 +12,9 @@ from medialane.core.errors import InvalidFeature, PromptRejected
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaSize
 from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.vllm_bridge.features import decode_item, encode_item
-from medialane.vllm_bridge.placeholder_layout import PlaceholderLayouts
-from medialane.vllm_bridge.validation import FeatureChecker, check_ranges
+from medialane.vllm_bridge.items.features import decode_item, encode_item
+from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
+from medialane.vllm_bridge.items.validation import FeatureChecker, check_ranges
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from medialane.gateway import GatewayConfig
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.vllm_bridge.arguments import parse_vllm_args
-from medialane.vllm_bridge.http_server import check_http, serve_http, uvicorn_config
+from medialane.vllm_bridge.frontend.http_server import check_http, serve_http, uvicorn_config
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)

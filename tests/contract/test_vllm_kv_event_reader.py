@@ -9,9 +9,9 @@ import pytest
 from vllm.distributed import kv_events as vllm_events
 
 from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from medialane.vllm_bridge import kv_events
-from medialane.vllm_bridge.kv_events import KvEventReader
-from medialane.vllm_bridge.private_folder import PrivateFolder
+from medialane.vllm_bridge.engine import kv_events
+from medialane.vllm_bridge.engine.kv_events import KvEventReader
+from medialane.vllm_bridge.engine.private_folder import PrivateFolder
 from waiting import eventually
 
 DEADLINE_S = 10.0

@@ -18,7 +18,7 @@ from medialane.core.kv_events import AllBlocksCleared, BlockStored
 from medialane.core.media import MediaSize
 from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.vllm_bridge.engine_options import HASH_ALGORITHM
+from medialane.vllm_bridge.engine.engine_options import HASH_ALGORITHM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 

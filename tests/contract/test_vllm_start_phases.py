@@ -9,7 +9,7 @@ from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.executor.abstract import Executor
 
 from medialane.core.phase import Phase, PhaseFile
-from medialane.vllm_bridge import start_phases
+from medialane.vllm_bridge.engine import start_phases
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from medialane.core.errors import TooManyFrames
 from medialane.core.feature import MediaPayload
 from medialane.core.hashing import canonical_options
 from medialane.core.media import MediaSize
+from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.seams import multimodal
-from medialane.vllm_bridge.source_prompt import SourceRenderer
 from video_clips import clip
 
 MOST = 16
@@ -23,7 +23,7 @@ def load(monkeypatch):
     source = SourceRenderer(None, SimpleNamespace(multimodal_config=None))
 
     async def decode(total, backend, **options):
-        monkeypatch.setattr("medialane.vllm_bridge.source_prompt.video_backend", lambda _config: backend)
+        monkeypatch.setattr("medialane.vllm_bridge.engine.source_prompt.video_backend", lambda _config: backend)
         item = MediaPayload("video", "h", b"", (), MediaSize(), io=canonical_options(options), param="here")
         found = await source._encoded(item, memoryview(clip(total)))
         return len(found[0] if isinstance(found, tuple) else found.media[0])

@@ -34,8 +34,8 @@ from small_dummies import with_small_dummies
 from two_hosts import TwoHosts
 
 from linked_hosts import linked_hosts
-from medialane.cli.server_process import plain_vllm as start_plain_vllm
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
+from medialane.check.server_process import plain_vllm as start_plain_vllm
+from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
 from poison import PROGRAM
 from waiting import eventually
 

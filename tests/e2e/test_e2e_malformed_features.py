@@ -22,9 +22,11 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import Image, MediaRef, MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorDescriptor, TensorSpec
-from medialane.rpc import Hello, RpcClient, RpcConfig
+from medialane.gateway.worker_link.client import RpcClient
 from medialane.store import StoreLink
 from medialane.store.messages import FindItem
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
@@ -38,7 +40,7 @@ TWO = chat(picture(120), picture(121), text("Compare the pictures."))
 def processor(serve):
     """The processor that preparers run."""
     from medialane.prepare.processor import FactoryConfig
-    from medialane.vllm_bridge.processor_factory import build_processor
+    from medialane.vllm_bridge.items.processor_factory import build_processor
 
     return build_processor(msgspec.json.encode(FactoryConfig(serve.model, [])))
 
@@ -230,7 +232,7 @@ def with_field(item, name, change):
     """The processed item with one field changed and everything else consistent."""
     from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 
-    from medialane.vllm_bridge.features import decode_item, encode_item
+    from medialane.vllm_bridge.items.features import decode_item, encode_item
 
     fields = dict(decode_item(item.header, item.buffers).items())
     elem = fields[name]

@@ -16,8 +16,8 @@ from picture_server import PictureServer, picture_server
 from tiny_families import FAMILIES
 
 from audio_maker import tone
-from medialane.cli.server_process import plain_vllm
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON, cache_folder
+from medialane.check.server_process import plain_vllm
+from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 

@@ -19,7 +19,7 @@ from openai_http import OpenAiHttp, both_gateways_answer, chat, picture
 from process_tree import command_of, descendants, is_alive
 
 from host_state import as_before, state_of, store_link
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS
+from medialane.testing.tiny_model import TINY_MODEL_FLAGS
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm

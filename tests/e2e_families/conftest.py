@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON
+from medialane.testing.tiny_model import TINY_MODEL_ENVIRON
 
 
 def pytest_addoption(parser):

@@ -10,11 +10,11 @@ from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, START_S
 from rich.console import Console
 from tiny_families import CHECKED
 
-from medialane.cli.check.progress import CheckProgress
-from medialane.cli.check.results import encode
-from medialane.cli.check.run import run_check
-from medialane.cli.check.servers import Setup
-from medialane.vllm_bridge.tiny_model import cache_folder
+from medialane.check.progress import CheckProgress
+from medialane.check.results import encode
+from medialane.check.run import run_check
+from medialane.check.servers import Setup
+from medialane.testing.tiny_model import cache_folder
 
 pytestmark = pytest.mark.vllm
 

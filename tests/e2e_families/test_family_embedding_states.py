@@ -20,10 +20,10 @@ from process_tree import descendants, suspended
 from tiny_families import FAMILIES
 
 from host_state import stats_of, store_link
-from medialane.cli.check.comparison import compare
-from medialane.cli.check.media import audio, image, text, video
-from medialane.cli.server_process import plain_vllm
-from medialane.vllm_bridge.tiny_model import cache_folder
+from medialane.check.comparison import compare
+from medialane.check.media import audio, image, text, video
+from medialane.check.server_process import plain_vllm
+from medialane.testing.tiny_model import cache_folder
 from poison import PROGRAM
 from waiting import eventually
 

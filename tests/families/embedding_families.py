@@ -34,7 +34,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from medialane.vllm_bridge.tiny_model import SENTENCES, random_weights
+from medialane.testing.tiny_model import SENTENCES, random_weights
 
 _SQUARE = {"height": 112, "width": 112}
 _COLUMNS = 32

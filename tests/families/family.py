@@ -12,7 +12,7 @@ import pytest
 import tiny_recipe
 from small_dummies import with_small_dummies
 
-from medialane.vllm_bridge import tiny_model
+from medialane.testing import tiny_model
 
 #: What medialane can predict from an image's size alone: least tokens and bytes it takes, the size it is resized to.
 ALL_PREDICTED = frozenset(("tokens", "bytes", "target"))

@@ -19,7 +19,7 @@ from tiny_recipe import VOCABULARY
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from medialane.vllm_bridge.tiny_model import SENTENCES, random_weights
+from medialane.testing.tiny_model import SENTENCES, random_weights
 
 WIDTH, TOWER_WIDTH = 128, 64
 

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from medialane.vllm_bridge.tiny_model import build_tiny_model
+from medialane.testing.tiny_model import build_tiny_model
 
 IMAGE, VIDEO, START, STOP = "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"
 VISION = {"image": f"{START}{IMAGE}{STOP}", "video": f"{START}{VIDEO}{STOP}"}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_ENVIRON
+from medialane.testing.tiny_model import TINY_MODEL_ENVIRON
 
 TRUSTED = "--trust-remote-code"
 

@@ -1,6 +1,6 @@
 """What the tiny models of all families share: a tokenizer trained during the build, random weights, small models.
 
-The weights follow `medialane.vllm_bridge.tiny_model`, whose docstring says why: with the libraries' own initialisation
+The weights follow `medialane.testing.tiny_model`, whose docstring says why: with the libraries' own initialisation
 a model gives every image the same output.
 """
 
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from medialane.vllm_bridge.tiny_model import SENTENCES, random_weights
+from medialane.testing.tiny_model import SENTENCES, random_weights
 
 VOCABULARY = 512
 

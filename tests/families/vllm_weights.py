@@ -13,7 +13,7 @@ from vllm import LLM
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.platforms import current_platform
 
-from medialane.vllm_bridge.tiny_model import random_weights
+from medialane.testing.tiny_model import random_weights
 
 #: Projections that vLLM's layers compute as one, in the order of their rows.
 _MERGED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}

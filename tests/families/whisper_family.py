@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
-from medialane.vllm_bridge.tiny_model import SENTENCES
+from medialane.testing.tiny_model import SENTENCES
 
 _END, _START = "<|endoftext|>", "<|startoftranscript|>"
 _TASKS = ("<|translate|>", "<|transcribe|>", "<|startoflm|>", "<|prev|>", "<|nospeech|>", "<|notimestamps|>")

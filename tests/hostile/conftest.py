@@ -20,7 +20,7 @@ from medialane.arena.config import ArenaConfig
 from medialane.config import Config
 from medialane.media import MediaConfig
 from medialane.prepare.config import PrepareConfig
-from medialane.vllm_bridge.tiny_model import cache_folder
+from medialane.testing.tiny_model import cache_folder
 from origin import ORIGIN_HOST, MediaHosts, media_hosts
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from medialane.cli.server_process import free_port
+from medialane.check.server_process import free_port
 from medialane.config import Config
 from waiting import wait_until
 

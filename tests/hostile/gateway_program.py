@@ -27,9 +27,11 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from medialane.config import Config, enter_environ
 from medialane.core.parent_death import dies_with_this_process
 from medialane.media import Fetcher
-from medialane.rpc import FakeHandler, Hello, RpcConfig, RpcServer, Welcome
-from medialane.rpc.fake import FAKE_CARD
 from medialane.store import StoreLink
+from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello, Welcome
+from medialane.worker.gateway_link.server import RpcServer
 
 #: Successive results of look-ups of a name; the last one repeats.
 NAMES: dict[str, list[list[str]]] = {

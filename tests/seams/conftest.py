@@ -29,7 +29,7 @@ def arena(monkeypatch):
 async def preparers(arena):
     pool = PreparerPool(
         PrepareConfig(num_preparers=2, start_timeout_s=15),
-        factory="medialane.prepare.fake:build_processor",
+        factory="medialane.testing.fake_processor:build_processor",
         factory_config=b"{}",
         arena=arena,
         media=MediaConfig(),

@@ -11,8 +11,8 @@ import msgspec
 
 from medialane.core.media import Decoded
 from medialane.prepare import FactoryConfig
-from medialane.prepare.fake import FakeProcessor
 from medialane.prepare.processor import ProcessedItem
+from medialane.testing.fake_processor import FakeProcessor
 from waiting import eventually, wait_until
 
 #: Steps of a request. A URL is fetched, a body is written into the arena by the gateway.

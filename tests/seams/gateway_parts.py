@@ -29,18 +29,22 @@ from medialane.gateway import (
     WorkerPool,
 )
 from medialane.gateway.encoders import Encoders
+from medialane.gateway.transfer_config import TransferConfig
+from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport
 from medialane.media import Fetched, Fetcher, MediaConfig
 from medialane.observability.metrics import Metrics
+from medialane.peers.nixl.mover import NixlMover
 from medialane.prepare import PreparerPool
-from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.routing import Router
 from medialane.routing.config import RoutingConfig
 from medialane.routing.encode_choice import EncodeCosts
-from medialane.rpc import Hello, RpcConfig, RpcServer
 from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
-from medialane.transfer import InlineTransport, PullTransport, ShmTransport, TransferConfig
-from medialane.transfer.nixl import NixlMover
-from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
+from medialane.testing.fake_engine import FakeEngine, FakeParams
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello
+from medialane.worker import Worker, WorkerConfig
+from medialane.worker.gateway_link.server import RpcServer
 from waiting import eventually
 
 PROCESSOR = {"model": "fake"}

@@ -19,14 +19,15 @@ from types import SimpleNamespace
 import msgspec
 from gates import PULL, Gates
 
-from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor, running
+from medialane.cluster import ProcessSpec, Supervisor, running
 from medialane.cluster.process_spec import SocketExists
 from medialane.config import load_config
+from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import EmbeddingUse, Feature, FoundItem, MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
-from medialane.rpc import RpcConfig
+from medialane.wire.config import RpcConfig
 from medialane.worker.serve import serve_worker, stopped_by_signals
 
 GATEWAYS = ("gateway-0", "gateway-1")
@@ -134,7 +135,7 @@ def store(folder: Path) -> int:
 
 
 def stop_pulls_at_the_gate(gates: Gates) -> None:
-    from medialane.store.peer_socket import PeerSocket
+    from medialane.peers.peer_socket import PeerSocket
 
     receive = PeerSocket.receive_into
 
@@ -151,7 +152,8 @@ async def worker(folder: Path, name: str) -> int:
 
     from embedding_memory import ENCODER_CARD, ArenaEmbeddings
     from medialane.store import StoreEntries
-    from medialane.worker import FakeEngine, WorkerConfig
+    from medialane.testing.fake_engine import FakeEngine
+    from medialane.worker import WorkerConfig
 
     gates = Gates(folder)
     memory = ArenaEmbeddings(str(folder), partial(gates.passed, "write embedding"))
@@ -195,7 +197,7 @@ async def gateway(folder: Path, name: str) -> int:
     from medialane.core.hashing import digest
     from medialane.core.loop_fairness import LoopFairness
     from medialane.gateway import GatewayConfig, StoreFeatures
-    from medialane.prepare.fake import FakeProcessor
+    from medialane.testing.fake_processor import FakeProcessor
 
     gates = Gates(folder)
 

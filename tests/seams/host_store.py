@@ -12,11 +12,12 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.gateway import StoreFeatures
 from medialane.media import Fetcher, MediaConfig
+from medialane.peers.nixl.mover import NixlMover
+from medialane.peers.pulls import Pulls
 from medialane.prepare import PreparerPool
-from medialane.rpc import RpcConfig
-from medialane.store import Aliases, Items, PublishedImages, Pulls, StoreLink, StoreServer
+from medialane.store import Aliases, Items, PublishedImages, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
-from medialane.transfer.nixl import NixlMover
+from medialane.wire.config import RpcConfig
 
 PROCESSOR = {"model": "fake"}
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)

@@ -18,8 +18,9 @@ from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.rpc import RpcConfig
-from medialane.store import Pulls, puller
+from medialane.peers import puller
+from medialane.peers.pulls import Pulls
+from medialane.wire.config import RpcConfig
 
 SECRET = "a secret for tests in namespaces"
 PULL_S = 3.0

@@ -19,10 +19,10 @@ from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import embedding_key
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
+from medialane.gateway.transfer_config import TransferConfig
 from medialane.routing.config import RoutingConfig
 from medialane.store import StoreEntries
-from medialane.transfer import TransferConfig
-from medialane.worker.fake_engine import FAKE_CARD
+from medialane.testing.fake_engine import FAKE_CARD
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}

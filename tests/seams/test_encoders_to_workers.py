@@ -14,7 +14,7 @@ from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeatu
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.gateway import GatewayConfig, open_scope
-from medialane.prepare.fake import PLACEHOLDER_TOKEN
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from waiting import eventually
 
 CARD = msgspec.structs.replace(ENCODER_CARD, role="encoder")

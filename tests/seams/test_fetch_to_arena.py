@@ -32,8 +32,8 @@ from medialane.core.media import MediaRef
 from medialane.gateway import open_scope
 from medialane.media import Fetcher, MediaConfig
 from medialane.observability.timeline import StageTimeline
-from medialane.prepare.fake import PLACEHOLDER_TOKEN
 from medialane.store import EncodedStore
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from video_clips import clip
 from waiting import eventually
 

@@ -38,8 +38,8 @@ from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
 from medialane.core.stage import STAGES
 from medialane.core.tensor import InlineTensor
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler
-from medialane.transfer import TransferConfig
+from medialane.gateway.transfer_config import TransferConfig
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from waiting import eventually, iterations
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}

@@ -17,8 +17,10 @@ from medialane.core.errors import WorkerLost
 from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorSpec
-from medialane.rpc import Hello, RpcClient, RpcConfig
-from medialane.transfer import InlineTransport
+from medialane.gateway.transports import InlineTransport
+from medialane.gateway.worker_link.client import RpcClient
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello
 
 MIB = 1 << 20
 NUM_BYTES = 19 * MIB

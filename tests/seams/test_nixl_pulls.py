@@ -12,9 +12,10 @@ from medialane.arena import layout
 from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.rpc import RpcConfig
-from medialane.store import Pulls, pull_time
-from medialane.transfer.mover_speed import NUM_TRIALS
+from medialane.peers import pull_time
+from medialane.peers.mover_speed import NUM_TRIALS
+from medialane.peers.pulls import Pulls
+from medialane.wire.config import RpcConfig
 from nixl_hosts import FAKE, MIB, Host
 from waiting import eventually
 

@@ -11,12 +11,12 @@ from joined_gateway import Gateway
 
 from medialane import __version__
 from medialane.cluster.process_group import members
-from medialane.cluster.remote import RemoteSpec, shared_path
+from medialane.cluster.ray.remote import RemoteSpec, shared_path
 from medialane.core.errors import StartupFailed
 from waiting import eventually
 
 ray = pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
-medialane_ray = pytest.importorskip("medialane.cluster.ray")
+medialane_ray = pytest.importorskip("medialane.cluster.ray.ray_cluster")
 
 pytestmark = pytest.mark.timeout(120)
 #: A worker's process imports medialane, its actor's ray and medialane; several of them at once on a busy machine.

@@ -37,7 +37,7 @@ async def source_with(arena):
         media = MediaConfig(**settings)
         pool = PreparerPool(
             PrepareConfig(num_preparers=1, start_timeout_s=15),
-            factory="medialane.prepare.fake:build_processor",
+            factory="medialane.testing.fake_processor:build_processor",
             factory_config=b"{}",
             arena=arena,
             media=media,

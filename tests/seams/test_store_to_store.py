@@ -14,8 +14,9 @@ from host_store import HostStore
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway.transfer_config import TransferConfig
+from medialane.peers.mover import StillWriting
 from medialane.store import StoreGrants
-from medialane.transfer import StillWriting, TransferConfig
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -221,7 +222,7 @@ async def test_request_that_is_aborted_during_its_pull_leaves_nothing(arena, pre
         reached.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("medialane.store.peers.Peers.fetch", stalled)
+    monkeypatch.setattr("medialane.peers.peers.Peers.fetch", stalled)
     async with parts_for(arena, preparers, [await other_host.worker()]) as far:
 
         async def one():

@@ -18,9 +18,10 @@ from pulling_program import PULL_S, SECRET, Pulled, Stored
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.core.errors import TransferFailed
-from medialane.rpc import RpcConfig
-from medialane.store import Pulls, puller
-from medialane.store.peer_socket import PeerSocket
+from medialane.peers import puller
+from medialane.peers.peer_socket import PeerSocket
+from medialane.peers.pulls import Pulls
+from medialane.wire.config import RpcConfig
 from waiting import eventually, line_of, wait_until
 
 pytestmark = pytest.mark.timeout(90)  # processes are started

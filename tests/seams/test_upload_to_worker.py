@@ -18,7 +18,7 @@ from medialane.gateway.bodies import Budget, BudgetCharge
 from medialane.gateway.intake.form import extract_files
 from medialane.media import MediaConfig
 from medialane.media.audio import decode_audio
-from medialane.prepare.fake import PLACEHOLDER_TOKEN
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 
 RATE = 16000
 TYPE = b"multipart/form-data; boundary=b"

@@ -20,7 +20,7 @@ from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.gateway.intake import extract
 from medialane.media import MediaConfig
-from medialane.prepare.fake import PLACEHOLDER_TOKEN
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}

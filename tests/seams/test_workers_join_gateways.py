@@ -13,10 +13,11 @@ from prometheus_client import generate_latest
 from medialane.core.errors import WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import GatewayConfig, health_of
-from medialane.rpc import FakeHandler, Join, RpcServer
-from medialane.rpc.address import TcpAddress
-from medialane.rpc.fake import FAKE_CARD
+from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.wire.address import TcpAddress
+from medialane.wire.protocol import Join
 from medialane.worker import WorkerConfig
+from medialane.worker.gateway_link.server import RpcServer
 from medialane.worker.membership import Membership
 from waiting import eventually
 

@@ -4,7 +4,7 @@ import json
 
 import models_page
 
-from medialane.cli.check.results import CaseResult, CheckReport
+from medialane.check.results import CaseResult, CheckReport
 
 
 def report(folder, *verdicts, outcomes=("encoded",), **options):

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from medialane.core.errors import StartupFailed
-from medialane.rpc.certificate_authority import CA, CA_KEY, CERTIFICATE, KEY, Authority, host_names
+from medialane.wire.certificate_authority import CA, CA_KEY, CERTIFICATE, KEY, Authority, host_names
 
 _DAYS = 365
 _EPILOG = """\

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from medialane.cli.check.kinds import case_names
-from medialane.cli.check.progress import CheckProgress
-from medialane.cli.check.results import CheckReport, encode
-from medialane.cli.check.run import run_check
-from medialane.cli.check.servers import Setup
-from medialane.cli.check.table import show
+from medialane.check.kinds import case_names
+from medialane.check.progress import CheckProgress
+from medialane.check.results import CheckReport, encode
+from medialane.check.run import run_check
+from medialane.check.servers import Setup
+from medialane.check.table import show
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import SECTIONS
 from medialane.cluster.placement import find_hardware

@@ -20,12 +20,12 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
 
-from medialane.cli.sample_images import sample_jpeg
-from medialane.cli.server_process import ServerProcess, plain_vllm, server_process
+from medialane.check.server_process import ServerProcess, plain_vllm, server_process
 from medialane.cluster.placement import find_hardware
 from medialane.config import foreign_environ, process_environ, vllm_defaults
 from medialane.core.errors import StartupFailed
-from medialane.vllm_bridge.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 
 _STOP_S = 30.0
 _MAX_TOKENS = 16

@@ -27,8 +27,8 @@ from medialane.cluster.preflight import check_flags, check_model
 from medialane.config import Config, load_config, process_environ
 from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
-from medialane.rpc.address import TcpAddress, format_tcp
 from medialane.vllm_bridge.seams.table import TESTED_VLLM
+from medialane.wire.address import TcpAddress, format_tcp
 from medialane.worker.config import WorkerConfig
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -71,7 +71,7 @@ print(json.dumps([summary(broken), not broken]))
 #: Its argument is the model and vLLM's flags, as JSON.
 _MODEL = """
 import json, sys
-from medialane.vllm_bridge.model_report import model_report
+from medialane.vllm_bridge.engine.model_report import model_report
 print(json.dumps(model_report(*json.loads(sys.argv[1]))))
 """
 

@@ -48,15 +48,16 @@ from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake.json_scan import warm_up
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
+from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport
+from medialane.gateway.worker_link.join_server import JoinServer
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
-from medialane.rpc import Hello, JoinServer
-from medialane.rpc.address import consecutive_ports, parse_named
 from medialane.store import HoldPasser, StoreGrants, StoreLink
-from medialane.transfer import InlineTransport, PullTransport, ShmTransport
-from medialane.vllm_bridge.app import Frontend
-from medialane.vllm_bridge.encode_params import encode_params
+from medialane.vllm_bridge.engine.encode_params import encode_params
+from medialane.vllm_bridge.frontend.app import Frontend
+from medialane.wire.address import consecutive_ports, parse_named
+from medialane.wire.protocol import Hello
 
 logger = logging.getLogger(__name__)
 

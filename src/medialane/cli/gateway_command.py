@@ -15,9 +15,9 @@ from medialane.core.phase import enter_phase
 from medialane.gateway.access import AccessKeys
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure
-from medialane.rpc.address import parse_named, parse_unix
-from medialane.rpc.security import check_address
 from medialane.vllm_bridge.seams import probe
+from medialane.wire.address import parse_named, parse_unix
+from medialane.wire.security import check_address
 
 SECTIONS: tuple[SectionName, ...] = (
     "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "environment",

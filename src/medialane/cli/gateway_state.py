@@ -11,8 +11,8 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from medialane.cli.http_failure import describe_failure
 from medialane.core.errors import StartupFailed
+from medialane.core.http_failure import describe_failure
 
 _TIMEOUT_S = 10.0
 #: The gateway of a port without others, whose metrics have no such label.

@@ -22,7 +22,7 @@ from medialane.cli.progress import Progress
 from medialane.cluster import Supervisor, local
 from medialane.cluster.log_folder import LogFolder
 from medialane.cluster.placement import find_hardware
-from medialane.cluster.remote_supervisor import RemoteSupervisor
+from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value
 from medialane.config import Config, SectionName, load_config, process_environ
 from medialane.core.errors import StartupFailed

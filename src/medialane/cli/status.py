@@ -17,7 +17,7 @@ from medialane.config import ServerConfig, load_config
 from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
 from medialane.gateway.access import metrics_key
-from medialane.rpc.address import parse_unix
+from medialane.wire.address import parse_unix
 
 _KEY_FILES = ("metrics-key-file", "admin-key-file")
 

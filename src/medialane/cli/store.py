@@ -25,11 +25,12 @@ from medialane.core.phase import READY, enter_phase
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
 from medialane.media import Fetcher, MediaConfig
+from medialane.peers.mover import Mover
+from medialane.peers.nixl.mover import NixlMover
+from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool
-from medialane.store import Aliases, EncodedStore, Items, PublishedImages, Pulls, StoreServer
+from medialane.store import Aliases, EncodedStore, Items, PublishedImages, StoreServer
 from medialane.store.messages import StoreStatus
-from medialane.transfer import Mover
-from medialane.transfer.nixl import NixlMover
 from medialane.worker.serve import stopped_by_signals
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 #: Share of the arena that reads of stopped hosts may withhold.
 _MAX_GIVEN_UP_SHARE = 0.125
 
-PROCESSOR_FACTORY = "medialane.vllm_bridge.processor_factory:build_processor"
+PROCESSOR_FACTORY = "medialane.vllm_bridge.items.processor_factory:build_processor"
 
 
 def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:

@@ -10,8 +10,8 @@ from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import SectionName, enter_environ, load_config, process_environ
 from medialane.observability.logging import configure
-from medialane.rpc.address import parse_unix
-from medialane.rpc.listener import check_listen
+from medialane.wire.address import parse_unix
+from medialane.wire.listener import check_listen
 
 SECTIONS: tuple[SectionName, ...] = ("gateway", "store", "media", "prepare", "arena", "rpc", "environment", "logging")
 _COMMON = ("preparers", "arena-size", "stage", "peer-listen", *PROTECTION, "log-level")

@@ -6,9 +6,9 @@ import asyncio
 import secrets
 
 from medialane.core.errors import MedialaneError, StartupFailed
-from medialane.rpc.config import RpcConfig
 from medialane.store.client import StoreClient
 from medialane.store.messages import StoreHello, StoreStatus
+from medialane.wire.config import RpcConfig
 
 _TIMEOUT_S = 3.0
 

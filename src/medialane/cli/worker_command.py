@@ -25,11 +25,11 @@ from medialane.core.errors import StartupFailed
 from medialane.core.phase import enter_phase
 from medialane.core.request import WorkerRole
 from medialane.observability.logging import configure
-from medialane.rpc.address import parse_unix
-from medialane.rpc.listener import check_listen
 from medialane.store import StoreEntries, StoreLink
+from medialane.testing.simulated.serve import addresses_of
 from medialane.vllm_bridge.seams import probe
-from medialane.worker.simulated.serve import addresses_of
+from medialane.wire.address import parse_unix
+from medialane.wire.listener import check_listen
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_vllm(config: Config, args: argparse.Namespace) -> int:
     """Load the engine, then serve until a signal (0) or until the engine dies."""
-    from medialane.vllm_bridge.engine import build_engine  # vllm reads its environment when it is imported
+    from medialane.vllm_bridge.engine.engine import build_engine  # vllm reads its environment when it is imported
     from medialane.worker.serve import serve_worker
 
     # Until the worker handles signals itself: unwind the stack, so that vLLM stops the processes that it has started.
@@ -210,7 +210,7 @@ def _run_simulated(config: Config, args: argparse.Namespace) -> int:
     """Serve until a signal (0) or until a worker fails."""
     if args.vllm_args:
         raise StartupFailed("a simulated worker takes no flags of vLLM: its settings begin with --simulated")
-    from medialane.worker.simulated import serve_simulated
+    from medialane.testing.simulated.serve import serve_simulated
 
     async def serve() -> int:
         async with _host_arena(config, args) as host_arena:

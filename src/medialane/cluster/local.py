@@ -20,10 +20,10 @@ from medialane.config import Config, RoleName, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.owner_lock import OwnedFolder
 from medialane.gateway.access import AccessKeys
-from medialane.rpc import Security, listener
-from medialane.rpc.address import consecutive_ports, format_tcp
-from medialane.rpc.listener import check_listen
-from medialane.rpc.security import check_address
+from medialane.wire import listener
+from medialane.wire.address import consecutive_ports, format_tcp
+from medialane.wire.listener import check_listen
+from medialane.wire.security import Security, check_address
 from medialane.worker.config import WorkerConfig
 
 #: For closing everything else, after the gateway's drain timeout.

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from medialane.cluster.child_process import ChildProcess
-from medialane.cluster.config import ClusterConfig
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import NOT_NEEDED, ProcessSpec
 from medialane.cluster.restart_delay import RestartDelay
+from medialane.config.cluster import ClusterConfig
 from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
 from medialane.core.oom_kills import LACK_OF_MEMORY

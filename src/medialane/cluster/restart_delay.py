@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from medialane.cluster.config import ClusterConfig
+from medialane.config.cluster import ClusterConfig
 from medialane.core.backoff import Backoff
 
 #: Longest delay for a process that had become ready: what it needs is there, and its users wait for it.

@@ -19,11 +19,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from medialane.cluster.config import ClusterConfig
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import ProcessSpec
 from medialane.cluster.process_supervisor import POLL_S, Observer, ProcessSupervisor, SupervisorContext
+from medialane.config.cluster import ClusterConfig
 from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
 

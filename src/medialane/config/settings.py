@@ -16,20 +16,20 @@ import msgspec
 from msgspec import field
 
 from medialane.arena.config import ArenaConfig
-from medialane.cluster.config import ClusterConfig
+from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
 from medialane.core.setting import descriptions, is_secret
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.transfer_config import TransferConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
 from medialane.prepare.config import PrepareConfig
 from medialane.routing.config import RoutingConfig
-from medialane.rpc.config import RpcConfig
 from medialane.store.config import StoreConfig
-from medialane.transfer.config import TransferConfig
+from medialane.testing.simulated.config import SimulatedConfig
+from medialane.wire.config import RpcConfig
 from medialane.worker.config import WorkerConfig
-from medialane.worker.simulated.config import SimulatedConfig
 
 SectionName = Literal[
     "server", "cluster", "gateway", "store", "media", "prepare", "arena", "transfer", "routing", "rpc", "worker",

@@ -26,7 +26,7 @@ from medialane.core.errors import PermissionDenied, StartupFailed
 from medialane.gateway.bodies import replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import error_form, send_error
-from medialane.rpc.private_file import read_private
+from medialane.wire.private_file import read_private
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -18,7 +18,7 @@ from medialane.core.setting import (
     hidden,
 )
 from medialane.core.stage import StageChoice
-from medialane.rpc.address import parse_tcp
+from medialane.wire.address import parse_tcp
 
 
 class GatewayConfig(msgspec.Struct, frozen=True):

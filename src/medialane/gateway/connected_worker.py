@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from medialane.core.errors import StartupFailed
 from medialane.core.request import Endpoint, WorkerLoad, WorkerRole
-from medialane.rpc import RpcClient
+from medialane.gateway.worker_link.client import RpcClient
 
 #: Processor settings that differ: name -> (ours, the worker's).
 Disagreements = Mapping[str, tuple[str | None, str | None]]

@@ -26,10 +26,10 @@ from msgspec.structs import replace
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.flight import SingleFlight
+from medialane.core.gather_or_cancel import gather_or_cancel
 from medialane.core.request import EngineRequest
 from medialane.core.tensor import TensorSpec
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.handover import Handover
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
@@ -37,7 +37,7 @@ from medialane.observability.timeline import StageTimeline
 from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
 
 if TYPE_CHECKING:
-    from medialane.rpc import RpcClient
+    from medialane.gateway.worker_link.client import RpcClient
 
 logger = logging.getLogger(__name__)
 

@@ -44,11 +44,12 @@ from medialane.gateway.report import Sent
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.route import Route, Routes
 from medialane.gateway.scope import RequestScope, current_scope
+from medialane.gateway.transfer_config import TransferConfig
+from medialane.gateway.transports import TransferPath, transfer_paths
+from medialane.gateway.worker_link.remote_request import RemoteRequest
 from medialane.gateway.workers import WorkerLink, WorkerPool, on_hosts_of
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
-from medialane.rpc import RemoteRequest
-from medialane.transfer import TransferConfig, TransferPath, transfer_paths
 
 if TYPE_CHECKING:
     from medialane.routing import Router

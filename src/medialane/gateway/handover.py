@@ -20,9 +20,9 @@ from medialane.core.feature import (
 from medialane.core.remote_entry import MoverChoice, RemoteEntry
 from medialane.core.request import EncoderCard, ExpandedPrompt, Prompt, SourcePrompt
 from medialane.core.stage import STAGES
-from medialane.core.tensor import ArenaRange, TensorDescriptor
+from medialane.core.tensor import ArenaRange, TensorDescriptor, TransferTensors
+from medialane.gateway.transports import TransferPath, Transport
 from medialane.observability.timeline import StageTimeline
-from medialane.transfer import TransferPath, TransferTensors, Transport
 
 
 class Grants(Protocol):

@@ -12,12 +12,12 @@ import msgspec
 from medialane.arena import describe
 from medialane.core.errors import HandoverFailed, MedialaneError
 from medialane.core.feature import Feature, FoundItem, MediaPrompt, StagedItem
+from medialane.core.gather_or_cancel import gather_or_cancel
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stage import BEST_STAGE, STAGES, StageName
 from medialane.core.tensor import TensorSpec
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.feature_source import FeatureSource
-from medialane.gateway.gather_or_cancel import gather_or_cancel
 from medialane.gateway.image_budget import ImageBudget
 from medialane.gateway.scope import RequestScope
 from medialane.observability.timeline import StageTimeline

@@ -25,8 +25,11 @@ from medialane.core.request import EncoderCard, Endpoint, EngineRequest, ModelCa
 from medialane.core.retry_after import Outage
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.connected_worker import ConnectedWorker, check_same_model, disagreements, lost_endpoint
+from medialane.gateway.worker_link.client import RpcClient
+from medialane.gateway.worker_link.remote_request import RemoteRequest
 from medialane.observability.metrics import Metrics
-from medialane.rpc import Hello, Join, RemoteRequest, RpcClient, RpcConfig
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello, Join
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from medialane.store.holds import StoreEntries, StoreGrants
 from medialane.store.items import Items
 from medialane.store.link import StoreLink
 from medialane.store.published_images import PublishedImages
-from medialane.store.pulls import Pulls
 from medialane.store.server import StoreServer
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "HoldPasser",
     "Items",
     "PublishedImages",
-    "Pulls",
     "StoreConfig",
     "StoreEntries",
     "StoreGrants",

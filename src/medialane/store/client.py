@@ -7,9 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from medialane.core.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
-from medialane.rpc.config import RpcConfig
-from medialane.rpc.connection import Connection
-from medialane.rpc.dial import dial
 from medialane.store.messages import (
     Call,
     CallFailed,
@@ -33,6 +30,9 @@ from medialane.store.messages import (
     StoreWelcome,
     decode_from_store,
 )
+from medialane.wire.config import RpcConfig
+from medialane.wire.connection import Connection
+from medialane.wire.dial import dial
 
 #: Does what the store asks for. If it raises, the call is cancelled.
 Answer = Callable[[Question], Awaitable[None]]

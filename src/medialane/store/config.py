@@ -8,7 +8,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
-from medialane.rpc.address import parse_tcp
+from medialane.wire.address import parse_tcp
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,6 @@ from medialane.core.errors import (
 )
 from medialane.core.retry_after import Outage
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
-from medialane.rpc.config import RpcConfig
 from medialane.store.client import Answer, ConnectionLost, StoreClient
 from medialane.store.messages import (
     Call,
@@ -34,6 +33,7 @@ from medialane.store.messages import (
     StoreStatus,
     StoreWelcome,
 )
+from medialane.wire.config import RpcConfig
 
 logger = logging.getLogger(__name__)
 

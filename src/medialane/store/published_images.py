@@ -32,9 +32,10 @@ from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.media import Fetched, MediaConfig
 from medialane.media.published_image import PIXMAP_HEADER_BYTES, PublishedImage, pixmap_header, read_published
 from medialane.media.url_cache import url_key
+from medialane.peers.nixl.mover import NixlMover, Published
+from medialane.peers.nixl.rdma_metadata import RdmaMetadata
+from medialane.peers.pulls import Pulls
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.pulls import Pulls
-from medialane.transfer.nixl import NixlMover, Published, RdmaMetadata
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ import msgspec
 from medialane.arena import Arena
 from medialane.core.errors import StartupFailed, StoreUnavailable
 from medialane.core.tensor import ArenaOffer
-from medialane.rpc.config import RpcConfig
-from medialane.rpc.connection import Connection
-from medialane.rpc.listener import Listener
+from medialane.peers.pulls import Pulls
 from medialane.store.client_use import ClientUse
 from medialane.store.items import Items
 from medialane.store.messages import PROTOCOL_VERSION, PassHolds, StoreHello, StoreStatus, StoreWelcome
-from medialane.store.pulls import Pulls
 from medialane.store.session import StoreSession
+from medialane.wire.config import RpcConfig
+from medialane.wire.connection import Connection
+from medialane.wire.listener import Listener
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.remote_entry import Copied
 from medialane.core.tensor import ArenaRange
 from medialane.observability.timeline import StageTimeline
-from medialane.rpc.config import RpcConfig
-from medialane.rpc.connection import Connection
+from medialane.peers.pulls import Pulls
 from medialane.store.client_use import ClientUse
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.items import Items, Processing
@@ -68,7 +67,8 @@ from medialane.store.messages import (
     ToStore,
     decode_to_store,
 )
-from medialane.store.pulls import Pulls
+from medialane.wire.config import RpcConfig
+from medialane.wire.connection import Connection
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,11 @@
 """Worker side: receives requests, reads transferred media, generates, releases.
 
-`serve_worker` runs a worker on an `Engine`; `FakeEngine` is one without a model.
+`serve_worker` runs a worker on an `Engine`.
 """
 
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
-from medialane.worker.fake_engine import FakeEngine, FakeParams
 from medialane.worker.serve import EXIT_ENGINE_LOST, serve_worker
 from medialane.worker.worker import Worker
 
-__all__ = ["EXIT_ENGINE_LOST", "Engine", "FakeEngine", "FakeParams", "Worker", "WorkerConfig", "serve_worker"]
+__all__ = ["EXIT_ENGINE_LOST", "Engine", "Worker", "WorkerConfig", "serve_worker"]

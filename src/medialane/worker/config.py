@@ -10,7 +10,7 @@ from msgspec import field
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
 from medialane.core.setting import PositiveFloat, check_bounds
-from medialane.rpc.address import TcpAddress, parse_tcp
+from medialane.wire.address import TcpAddress, parse_tcp
 
 EncodeCache = Literal["auto", "on", "off"]
 

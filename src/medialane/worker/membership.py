@@ -24,8 +24,8 @@ from medialane.core.errors import (
     ProtocolViolation,
     WorkerLost,
 )
-from medialane.rpc import Hello
-from medialane.rpc.address import TcpAddress, format_tcp
+from medialane.wire.address import TcpAddress, format_tcp
+from medialane.wire.protocol import Hello
 from medialane.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from prometheus_client.registry import Collector
 from medialane.core.errors import StartupFailed
 from medialane.core.stats import StoreStats
 from medialane.observability.metrics import store_metrics
-from medialane.rpc import RpcServer
 from medialane.worker.config import WorkerConfig
+from medialane.worker.gateway_link.server import RpcServer
 from medialane.worker.worker import Worker
 
 #: vLLM's label of a data-parallel rank.

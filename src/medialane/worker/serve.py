@@ -18,10 +18,12 @@ from functools import partial
 
 from medialane.core.errors import WorkerLost
 from medialane.core.phase import enter_phase
-from medialane.rpc import Join, RpcConfig, RpcServer
-from medialane.rpc.address import TcpAddress
+from medialane.wire.address import TcpAddress
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Join
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
+from medialane.worker.gateway_link.server import RpcServer
 from medialane.worker.host_arena import HostArena
 from medialane.worker.membership import Membership
 from medialane.worker.metrics_server import WorkerStatus, metrics_served

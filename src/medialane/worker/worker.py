@@ -39,13 +39,13 @@ from medialane.core.request import (
 from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange, InlineTensor, TensorDescriptor
 from medialane.observability.worker_metrics import MetricReader
-from medialane.rpc import Hello, Welcome
-from medialane.transfer import InlineReceiver, Receiver, ShmReceiver
+from medialane.wire.protocol import Hello, Welcome
 from medialane.worker.block_reports import BlockReports
 from medialane.worker.config import WorkerConfig
 from medialane.worker.embeddings import RequestEmbeddings
 from medialane.worker.engine import Engine
 from medialane.worker.host_arena import HostArena, NoArena
+from medialane.worker.receivers import InlineReceiver, Receiver, ShmReceiver
 from medialane.worker.stall_watch import StallWatch
 
 logger = logging.getLogger(__name__)

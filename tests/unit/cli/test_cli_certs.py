@@ -9,7 +9,8 @@ import pytest
 
 from medialane.cli.main import main
 from medialane.core.errors import StartupFailed
-from medialane.rpc import RpcConfig, Security
+from medialane.wire.config import RpcConfig
+from medialane.wire.security import Security
 
 
 def certs(*words: object) -> int:
@@ -143,7 +144,7 @@ def test_renewed_certificate_is_used_without_a_restart(tmp_path):
 
 
 def test_expired_certificate_is_named_at_the_start(tmp_path, monkeypatch):
-    from medialane.rpc import certificate_authority
+    from medialane.wire import certificate_authority
 
     now = certificate_authority._now()
     monkeypatch.setattr(certificate_authority, "_now", lambda: now.replace(year=now.year - 2))

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from medialane.cli.check.kinds import KINDS
-from medialane.cli.check.kinds.pooling_inputs import POOLING_INPUTS
-from medialane.cli.check.limits import MODALITIES
+from medialane.check.kinds import KINDS
+from medialane.check.kinds.pooling_inputs import POOLING_INPUTS
+from medialane.check.limits import MODALITIES
 
 
 def names(**limits):

@@ -8,11 +8,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from medialane.cli.check import revived_server
-from medialane.cli.check.case import Request
-from medialane.cli.check.client import CheckClient
-from medialane.cli.check.progress import CheckProgress
-from medialane.cli.check.revived_server import MAX_STARTS, RevivedServer
+from medialane.check import revived_server
+from medialane.check.case import Request
+from medialane.check.client import CheckClient
+from medialane.check.progress import CheckProgress
+from medialane.check.revived_server import MAX_STARTS, RevivedServer
 from medialane.core.errors import StartupFailed
 
 DEADLY, FAILING = Request("/ask", {"is": "deadly"}), Request("/ask", {"is": "failing at first"})

@@ -9,11 +9,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from medialane.cli.check import run
-from medialane.cli.check.client import CheckClient
-from medialane.cli.check.progress import CheckProgress
-from medialane.cli.check.revived_server import RevivedServer
-from medialane.cli.check.servers import OUR_LOG, Setup
+from medialane.check import run
+from medialane.check.client import CheckClient
+from medialane.check.progress import CheckProgress
+from medialane.check.revived_server import RevivedServer
+from medialane.check.servers import OUR_LOG, Setup
 from medialane.core.errors import StartupFailed
 
 CHAT = "/v1/chat/completions"

@@ -3,8 +3,8 @@ import io
 import msgspec
 from rich.console import Console
 
-from medialane.cli.check.results import CaseResult, CheckReport
-from medialane.cli.check.table import show
+from medialane.check.results import CaseResult, CheckReport
+from medialane.check.table import show
 
 EQUAL = CaseResult("chat", "one image", "equal", 200, 200, stage="features", transport="shm", cache="miss")
 REFUSED = CaseResult("chat", "image that is damaged", "refused", 400, 400, detail="400: damaged")

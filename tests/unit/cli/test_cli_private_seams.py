@@ -24,7 +24,7 @@ def test_start_is_rejected_before_anything_is_loaded(name, monkeypatch, capsys):
     monkeypatch.setattr(module, "configure", lambda _: None)
     monkeypatch.setattr(module, "check_start", lambda *_: None)
     monkeypatch.setattr(module, "enter_environ", lambda *_, **__: None)
-    for heavy in ("medialane.vllm_bridge.app", "medialane.vllm_bridge.engine"):
+    for heavy in ("medialane.vllm_bridge.frontend.app", "medialane.vllm_bridge.engine.engine"):
         monkeypatch.setitem(sys.modules, heavy, None)  # importing it raises
     assert main([name, "model", *flags]) == 2
     *_, line = capsys.readouterr().err.splitlines()  # after what is logged

@@ -3,7 +3,7 @@ import io
 import pytest
 from PIL import Image
 
-from medialane.cli.sample_images import sample_jpeg, sample_pixels
+from medialane.testing.sample_images import sample_jpeg, sample_pixels
 
 
 def test_equal_arguments_give_equal_bytes():

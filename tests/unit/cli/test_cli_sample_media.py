@@ -6,8 +6,8 @@ import av
 import pytest
 import soundfile
 
-from medialane.cli.sample_audio import sample_audio
-from medialane.cli.sample_video import sample_video
+from medialane.testing.sample_audio import sample_audio
+from medialane.testing.sample_video import sample_video
 
 
 @pytest.mark.parametrize(("rate", "container", "channels"), [(16000, "WAV", 1), (44100, "WAV", 2), (8000, "FLAC", 1)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.cli.server_process import plain_vllm
+from medialane.check.server_process import plain_vllm
 from medialane.core.errors import StartupFailed
 from waiting import comes_true, eventually
 
@@ -28,7 +28,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 #: Starts that server and waits.
 OWNER = """
 import asyncio, os, pathlib, sys
-from medialane.cli.server_process import plain_vllm
+from medialane.check.server_process import plain_vllm
 async def use():
     async with plain_vllm("model", environ=os.environ, log=pathlib.Path(sys.argv[1])) as server:
         print(server.process_id, flush=True)

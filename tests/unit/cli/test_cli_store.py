@@ -17,13 +17,13 @@ from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.config import Config, load_config
 from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorDescriptor, TensorSpec
+from medialane.peers.nixl.mover import NixlMover
+from medialane.peers.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
-from medialane.rpc import RpcConfig
 from medialane.store import StoreLink
 from medialane.store.messages import FindItem
-from medialane.transfer.nixl import NixlMover, RdmaMetadata
-from medialane.transfer.nixl.fake import FakeMetadata
-from medialane.transfer.nixl.rdma_metadata import Descriptor, pack_agent_metadata
+from medialane.testing.fake_nixl import FakeMetadata
+from medialane.wire.config import RpcConfig
 from nixl_hosts import FAKE
 from published import published_url
 from waiting import eventually

@@ -7,9 +7,9 @@ from medialane.cli.store import movers, published_images
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.media import MediaConfig
-from medialane.rpc import RpcConfig
 from medialane.store import PublishedImages
 from medialane.store.config import StoreConfig
+from medialane.wire.config import RpcConfig
 
 TLS = RpcConfig(tls_cert="cert.pem", tls_key="key.pem", tls_ca="ca.pem")
 

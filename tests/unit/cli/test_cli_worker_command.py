@@ -8,8 +8,8 @@ from medialane.cluster import local
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.gateway import GatewayConfig
-from medialane.rpc import RpcConfig
-from medialane.rpc.address import TcpAddress, consecutive_ports
+from medialane.wire.address import TcpAddress, consecutive_ports
+from medialane.wire.config import RpcConfig
 from medialane.worker import WorkerConfig
 
 SECRET = RpcConfig(shared_secret="0123456789abcdef" * 2)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from medialane.cluster import ClusterConfig, ProcessSpec, Supervisor
+from medialane.cluster import ProcessSpec, Supervisor
+from medialane.config.cluster import ClusterConfig
 from medialane.core.phase import Phase
 
 HEADER = """

@@ -1,7 +1,7 @@
 import pytest
 
-from medialane.cluster import ClusterConfig
 from medialane.config import as_environ, load_config
+from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.cluster.remote import RemoteSpec
+from medialane.cluster.ray.remote import RemoteSpec
 from medialane.core.errors import StartupFailed
 from waiting import eventually
 
@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 
 from ray.exceptions import TaskPlacementGroupRemoved
 
-from medialane.cluster import ray
+from medialane.cluster.ray.ray_cluster import ray_cluster as ray
 
 
 def node(address, *, alive=True, **resources):

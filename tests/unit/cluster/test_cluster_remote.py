@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from medialane.cluster import remote
-from medialane.cluster.remote import RemoteProcess, RemoteSpec, remote_argv, remote_environ
+from medialane.cluster.ray.ray_cluster import remote
+from medialane.cluster.ray.remote import RemoteProcess, RemoteSpec, remote_argv, remote_environ
 from medialane.core.errors import StartupFailed
 
 SECRET = "0123456789abcdef" * 2

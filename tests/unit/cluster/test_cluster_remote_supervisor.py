@@ -3,9 +3,10 @@ import asyncio
 import pytest
 from scripted_processes import Recorder
 
-from medialane.cluster import ClusterConfig, remote_supervisor
-from medialane.cluster.remote import Location, RemoteSpec, RunEnd
-from medialane.cluster.remote_supervisor import RemoteSupervisor
+from medialane.cluster.ray.ray_cluster import remote_supervisor
+from medialane.cluster.ray.remote import Location, RemoteSpec, RunEnd
+from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
+from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
 from medialane.core.phase import Phase
 from waiting import eventually

@@ -1,5 +1,5 @@
-from medialane.cluster import ClusterConfig
 from medialane.cluster.restart_delay import RestartDelay
+from medialane.config.cluster import ClusterConfig
 
 
 class Exits:

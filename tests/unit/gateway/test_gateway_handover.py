@@ -19,8 +19,8 @@ from medialane.core.remote_entry import RemoteEntry
 from medialane.core.request import EncoderCard
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.gateway.handover import Handover
+from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, TransferPath
 from medialane.observability.timeline import StageTimeline
-from medialane.transfer import InlineTransport, PullTransport, ShmTransport, TransferPath
 
 PLACE = PlaceholderRange(1, 4, b"\1\1\0\1")
 

@@ -12,7 +12,7 @@ from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.gateway import open_scope
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.request_media import FINDERS, RequestMedia
-from medialane.prepare.fake import FakeAssembler
+from medialane.testing.fake_processor import FakeAssembler
 
 REFS = tuple(MediaRef("image", f"messages[0].content[{n}]", data=b"x") for n in range(3))
 PROMPT = MediaPrompt([1, 7, 7, 7], REFS)

@@ -11,10 +11,13 @@ from prometheus_client import CollectorRegistry
 from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
+from medialane.gateway.worker_link.client import RpcClient
 from medialane.gateway.workers import on_hosts_of
 from medialane.observability.metrics import Metrics
-from medialane.rpc import FakeHandler, Hello, RpcClient, RpcConfig, RpcServer
-from medialane.rpc.fake import FAKE_CARD
+from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello
+from medialane.worker.gateway_link.server import RpcServer
 from waiting import eventually
 from written_lines import written_lines
 

@@ -17,7 +17,7 @@ from medialane.core.media import EncodedMedia
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
 
-FACTORY = "medialane.prepare.fake:build_processor"
+FACTORY = "medialane.testing.fake_processor:build_processor"
 
 
 def is_running(pid: int) -> bool:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from medialane.prepare.fake import FakeProcessor
 from medialane.prepare.processor import ProcessedItem
+from medialane.testing.fake_processor import FakeProcessor
 
 libc = ctypes.CDLL(None, use_errno=True)
 

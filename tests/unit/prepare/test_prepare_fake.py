@@ -5,7 +5,7 @@ from medialane.core.errors import PromptRejected
 from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaSize
 from medialane.prepare import Assembler, Processor
-from medialane.prepare.fake import PLACEHOLDER_TOKEN, FakeAssembler, build_processor, num_placeholder_tokens
+from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler, build_processor, num_placeholder_tokens
 
 PROCESSOR: Processor = build_processor(b"")
 ASSEMBLER: Assembler = FakeAssembler()

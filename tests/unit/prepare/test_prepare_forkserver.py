@@ -7,18 +7,23 @@ from preparer_pools import children, make_pool
 from medialane.core.errors import StartupFailed
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
-from medialane.prepare.fake import build_processor
 from medialane.prepare.forkserver import load_factory
+from medialane.testing.fake_processor import build_processor
 from waiting import eventually
 
 
 def test_factory_is_found_by_module_and_function():
-    assert load_factory("medialane.prepare.fake:build_processor") is build_processor
+    assert load_factory("medialane.testing.fake_processor:build_processor") is build_processor
 
 
 @pytest.mark.parametrize(
     "name",
-    ["no_such_module:f", "medialane.prepare.fake:no_such_function", "medialane.prepare.fake:PATCH_SIDE", "medialane"],
+    [
+        "no_such_module:f",
+        "medialane.testing.fake_processor:no_such_function",
+        "medialane.testing.fake_processor:PATCH_SIDE",
+        "medialane",
+    ],
 )
 def test_missing_factory_is_rejected_by_name(name):
     with pytest.raises(StartupFailed, match=name):

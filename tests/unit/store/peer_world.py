@@ -14,13 +14,13 @@ from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.rpc import RpcConfig
-from medialane.rpc.address import parse_address
-from medialane.rpc.authentication import Role
-from medialane.rpc.security import Security
-from medialane.store.peer_messages import MAX_MESSAGE_BYTES, PROTOCOL, EntryOpened, PeerHello, PeerWelcome
-from medialane.store.peer_socket import PeerSocket
-from medialane.store.pulls import Pulls
+from medialane.peers.peer_messages import MAX_MESSAGE_BYTES, PROTOCOL, EntryOpened, PeerHello, PeerWelcome
+from medialane.peers.peer_socket import PeerSocket
+from medialane.peers.pulls import Pulls
+from medialane.wire.address import parse_address
+from medialane.wire.authentication import Role
+from medialane.wire.config import RpcConfig
+from medialane.wire.security import Security
 
 RPC = RpcConfig()
 AUTHENTICATION = Security.load(RPC).authentication(PROTOCOL, Role.STORE, Role.STORE)

@@ -14,12 +14,13 @@ from medialane.core.feature import Feature, FoundEmbedding, WantedEmbedding
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.rpc import RpcConfig
-from medialane.store import Pulls, StoreLink, StoreServer
+from medialane.peers.pulls import Pulls
+from medialane.store import StoreLink, StoreServer
 from medialane.store.embeddings import Embeddings
 from medialane.store.holds import StoreEntries
 from medialane.store.items import LeasedItem
 from medialane.store.messages import FindItem, ItemFound, StoreStatus
+from medialane.wire.config import RpcConfig
 from poison import poison_freed
 from waiting import eventually
 

@@ -6,7 +6,7 @@ import pytest
 from medialane.core.errors import HandoverFailed
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import ArenaRange
-from medialane.store.capabilities import LIFETIME_S, Capabilities
+from medialane.peers.capabilities import LIFETIME_S, Capabilities
 
 RANGE = ArenaRange("a" * 32, 4096, 1088, 7)
 

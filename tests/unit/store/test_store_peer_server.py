@@ -12,10 +12,10 @@ import trustme
 from peer_world import Host
 
 from certificates import tls_settings
-from medialane.rpc import RpcConfig
-from medialane.rpc.authentication import PROOF_BYTES, Handshake, Role, Secrets
-from medialane.store import peer_server
-from medialane.store.peer_messages import PROTOCOL
+from medialane.peers import peer_server
+from medialane.peers.peer_messages import PROTOCOL
+from medialane.wire.authentication import PROOF_BYTES, Handshake, Role, Secrets
+from medialane.wire.config import RpcConfig
 from waiting import eventually
 
 SECRET = "a secret for these tests alone"

@@ -26,9 +26,9 @@ from medialane.core.feature import Embedding, Feature
 from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import ArenaRange, TensorSpec
-from medialane.rpc import RpcConfig
-from medialane.store import peer_server, peers, puller
-from medialane.store.peer_messages import (
+from medialane.peers import peer_server, peers, puller
+from medialane.peers.mover import StillWriting
+from medialane.peers.peer_messages import (
     MAX_MESSAGE_BYTES,
     CloseEntry,
     EntryClosed,
@@ -37,9 +37,9 @@ from medialane.store.peer_messages import (
     PeerRefused,
     SendPayload,
 )
-from medialane.store.peer_socket import PeerSocket
-from medialane.store.pulls import Pulls
-from medialane.transfer import StillWriting
+from medialane.peers.peer_socket import PeerSocket
+from medialane.peers.pulls import Pulls
+from medialane.wire.config import RpcConfig
 from waiting import eventually
 
 

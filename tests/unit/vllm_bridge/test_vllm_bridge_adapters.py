@@ -4,7 +4,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from medialane.core.errors import GenerationFailed, WorkerLost
-from medialane.vllm_bridge.adapters import LoadedAdapters
+from medialane.vllm_bridge.engine.adapters import LoadedAdapters
 
 SQL = LoRARequest("sql", 7, "/adapters/sql")
 

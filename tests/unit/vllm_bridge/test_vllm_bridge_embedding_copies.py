@@ -8,8 +8,8 @@ import torch
 
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.core.tensor import TensorSpec
-from medialane.vllm_bridge.embedding_copies import Copied, EmbeddingCopies
-from medialane.vllm_bridge.embedding_schedule import StepEmbeddings
+from medialane.vllm_bridge.encoder_cache.embedding_copies import Copied, EmbeddingCopies
+from medialane.vllm_bridge.encoder_cache.embedding_schedule import StepEmbeddings
 
 SPEC = TensorSpec("bfloat16", (30, 64))
 OUTPUT = torch.arange(30 * 64, dtype=torch.float32).view(30, 64).to(torch.bfloat16)

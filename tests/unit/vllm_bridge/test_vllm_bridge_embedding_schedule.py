@@ -5,7 +5,7 @@ import pytest
 
 from medialane.core.request import EmbeddingCounts
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.vllm_bridge.embedding_schedule import EmbeddingSchedule, RequestEmbeddings, StepEmbeddings
+from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingSchedule, RequestEmbeddings, StepEmbeddings
 
 
 def tensor(number):

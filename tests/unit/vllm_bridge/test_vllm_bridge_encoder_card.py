@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.vllm_bridge import encoder_card as tested
-from medialane.vllm_bridge.encoder_card import UnknownEncoder, encoder_card, encoder_digest
+from medialane.vllm_bridge.encoder_cache import encoder_card as tested
+from medialane.vllm_bridge.encoder_cache.encoder_card import UnknownEncoder, encoder_card, encoder_digest
 
 SIZE = 40 << 20
 
@@ -90,7 +90,7 @@ def test_encoder_that_cannot_be_described_is_not_used(ranks, why):
 
 
 def test_digest_covers_the_settings_of_the_encoder(tiny_model):
-    from medialane.vllm_bridge.engine_options import engine_args
+    from medialane.vllm_bridge.engine.engine_options import engine_args
 
     def of(*flags):
         return encoder_digest(engine_args(str(tiny_model), ["--enforce-eager", *flags]).create_engine_config())

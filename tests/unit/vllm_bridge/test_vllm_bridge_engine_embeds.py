@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from medialane.core.errors import GenerationFailed
-from medialane.vllm_bridge.engine import VllmEngine
+from medialane.vllm_bridge.engine.engine import VllmEngine
 
 FOUND = {"fields": ["image_embeds", "image_grid_thw"], "width": 128, "fault": ""}
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.vllm_bridge.event_sequence import EventSequence, Verdict
+from medialane.vllm_bridge.engine.event_sequence import EventSequence, Verdict
 
 
 def test_batches_in_order_are_accepted():

@@ -10,7 +10,7 @@ from vllm.multimodal.inputs import (
 )
 
 from medialane.core.errors import InvalidFeature
-from medialane.vllm_bridge.merge_size import _Found, _side, check_grids
+from medialane.vllm_bridge.items.merge_size import _Found, _side, check_grids
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from medialane.vllm_bridge.mistral_chat import blank_part, with_blanks
+from medialane.vllm_bridge.items.mistral_chat import blank_part, with_blanks
 
 TEXT = {"type": "text", "text": "Look"}
 

@@ -7,14 +7,14 @@ from vllm.v1.metrics.stats import RequestStateStats
 
 from medialane.core.errors import GenerationFailed
 from medialane.core.request import OutputDelta
-from medialane.rpc.pooled_output import PooledOutput
-from medialane.vllm_bridge.outputs import (
+from medialane.vllm_bridge.engine.outputs import (
     POOLED_PART_BYTES,
     to_delta,
     to_pooled_deltas,
     to_pooling_output,
     to_request_output,
 )
+from medialane.wire.pooled_output import PooledOutput
 
 POSITION = {7: Logprob(-0.5, 1, "a"), 3: Logprob(float("-inf"), 900, None)}
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers.image_utils import SizeDict
 
-from medialane.vllm_bridge.pixel_limits import _max_pixels
+from medialane.vllm_bridge.items.pixel_limits import _max_pixels
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.vllm_bridge import settings as tested
-from medialane.vllm_bridge.settings import compared_settings
+from medialane.vllm_bridge.items import settings as tested
+from medialane.vllm_bridge.items.settings import compared_settings
 
 
 class ImageProcessor:

@@ -15,8 +15,8 @@ from medialane.core.feature import MediaPayload
 from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.core.stage import STAGES
+from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.engine_errors import mapped_errors
-from medialane.vllm_bridge.source_prompt import SourceRenderer
 
 ITEM = MediaPayload("audio", "h", b"", (), MediaSize(), param="here", media_type="audio/wav")
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from medialane.vllm_bridge.stable_description import describe
+from medialane.vllm_bridge.items.stable_description import describe
 
 
 @pytest.mark.timeout(120)

@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from medialane.vllm_bridge import step_clock
-from medialane.vllm_bridge.step_clock import StepClock
+from medialane.vllm_bridge.encoder_cache import step_clock
+from medialane.vllm_bridge.encoder_cache.step_clock import StepClock
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from medialane.vllm_bridge import tiny_model
-from medialane.vllm_bridge.tiny_model import SPECIAL_TOKENS, build_tiny_model, cache_folder
+from medialane.testing import tiny_model
+from medialane.testing.tiny_model import SPECIAL_TOKENS, build_tiny_model, cache_folder
 
 
 @pytest.fixture

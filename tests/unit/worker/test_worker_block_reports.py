@@ -6,8 +6,8 @@ import pytest
 
 from medialane.core.block_hash import prompt_block_ids
 from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
+from medialane.testing.fake_engine import FAKE_CARD
 from medialane.worker.block_reports import BlockReports
-from medialane.worker.fake_engine import FAKE_CARD
 from waiting import eventually
 
 SIZE = FAKE_CARD.block_size

@@ -11,9 +11,8 @@ from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import GenerationFailed, WorkerLost
 from medialane.core.feature import MediaPayload, MediaSpan, PlaceholderRange
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.worker import FakeEngine, FakeParams
+from medialane.testing.fake_engine import FAKE_CARD, FakeEngine, FakeParams
 from medialane.worker.block_table import BlockTable
-from medialane.worker.fake_engine import FAKE_CARD
 
 
 def request(max_tokens=3, **params):

@@ -11,9 +11,11 @@ import pytest
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.tensor import ArenaOffer
-from medialane.rpc import Hello, RpcClient, RpcConfig
-from medialane.worker import FakeEngine, Worker, WorkerConfig, serve_worker
-from medialane.worker.fake_engine import FAKE_CARD
+from medialane.gateway.worker_link.client import RpcClient
+from medialane.testing.fake_engine import FAKE_CARD, FakeEngine
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello
+from medialane.worker import Worker, WorkerConfig, serve_worker
 from waiting import eventually
 
 

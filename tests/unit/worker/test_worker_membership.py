@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from medialane.core.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
-from medialane.rpc import Hello
-from medialane.rpc.address import TcpAddress
+from medialane.wire.address import TcpAddress
+from medialane.wire.protocol import Hello
 from medialane.worker import WorkerConfig
 from medialane.worker.membership import Membership, resolve
 from waiting import eventually, iterations

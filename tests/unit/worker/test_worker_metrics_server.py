@@ -11,9 +11,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from medialane.core.errors import StartupFailed
 from medialane.core.stats import ArenaStats, PoolStats, PullStats, StoreStats
-from medialane.rpc import Hello, RpcClient, RpcConfig, RpcServer
-from medialane.worker import FakeEngine, Worker, WorkerConfig, metrics_server
-from medialane.worker.fake_engine import FAKE_CARD
+from medialane.gateway.worker_link.client import RpcClient
+from medialane.testing.fake_engine import FAKE_CARD, FakeEngine
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello
+from medialane.worker import Worker, WorkerConfig, metrics_server
+from medialane.worker.gateway_link.server import RpcServer
 from medialane.worker.host_arena import NoArena
 from medialane.worker.metrics_server import WorkerStatus, metrics_served
 from waiting import eventually

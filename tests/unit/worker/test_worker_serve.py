@@ -7,9 +7,11 @@ import pytest
 
 from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.rpc import Hello, RpcClient, RpcConfig
-from medialane.worker import EXIT_ENGINE_LOST, FakeEngine, FakeParams, WorkerConfig, serve_worker
-from medialane.worker.fake_engine import FAKE_CARD
+from medialane.gateway.worker_link.client import RpcClient
+from medialane.testing.fake_engine import FAKE_CARD, FakeEngine, FakeParams
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello
+from medialane.worker import EXIT_ENGINE_LOST, WorkerConfig, serve_worker
 from waiting import retried
 
 HELLO = Hello(gateway_id="g", processor=FAKE_CARD.processor)

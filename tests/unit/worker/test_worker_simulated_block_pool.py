@@ -1,7 +1,7 @@
 import pytest
 
 from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from medialane.worker.simulated.block_pool import BlockPool
+from medialane.testing.simulated.block_pool import BlockPool
 
 
 def stored(pool, ids):

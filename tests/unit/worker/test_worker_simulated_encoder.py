@@ -1,7 +1,7 @@
 import pytest
 
-from medialane.worker.simulated.config import SimulatedConfig
-from medialane.worker.simulated.encoder import EncoderScheduler, EncodeStep, encode_step_s
+from medialane.testing.simulated.config import SimulatedConfig
+from medialane.testing.simulated.encoder import EncoderScheduler, EncodeStep, encode_step_s
 
 
 def scheduler(*items, max_embeds=100):

@@ -9,9 +9,9 @@ from medialane.core.feature import EmbeddingUse, MediaPayload, PlaceholderRange
 from medialane.core.kv_events import AllBlocksCleared, BlockStored
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.worker.simulated import SimulatedConfig, SimulatedEngine
-from medialane.worker.simulated.engine import step_s
-from medialane.worker.simulated.scheduler import Step
+from medialane.testing.simulated.config import SimulatedConfig
+from medialane.testing.simulated.engine import SimulatedEngine, step_s
+from medialane.testing.simulated.scheduler import Step
 from waiting import eventually
 
 FAST = SimulatedConfig(speedup=1000.0)

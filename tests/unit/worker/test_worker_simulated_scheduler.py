@@ -2,10 +2,10 @@ import pytest
 
 from medialane.core.feature import PlaceholderRange
 from medialane.core.kv_events import BlockStored
-from medialane.worker.simulated.block_pool import BlockPool
-from medialane.worker.simulated.encoder_cache import EncoderCache
-from medialane.worker.simulated.scheduler import Scheduler, answer_token
-from medialane.worker.simulated.sequence import Item, SimulatedSequence
+from medialane.testing.simulated.block_pool import BlockPool
+from medialane.testing.simulated.encoder_cache import EncoderCache
+from medialane.testing.simulated.scheduler import Scheduler, answer_token
+from medialane.testing.simulated.sequence import Item, SimulatedSequence
 
 
 def scheduler(*, blocks=100, embeds=100, max_num_seqs=8, budget=32, max_encoder_tokens=None):

@@ -2,8 +2,8 @@ import pytest
 
 from medialane.core.block_hash import prompt_block_ids, stored_block_ids
 from medialane.core.feature import PlaceholderRange
-from medialane.worker.simulated.block_pool import BlockPool
-from medialane.worker.simulated.sequence import Item, SimulatedSequence
+from medialane.testing.simulated.block_pool import BlockPool
+from medialane.testing.simulated.sequence import Item, SimulatedSequence
 
 
 def made(num_tokens, **kwargs):

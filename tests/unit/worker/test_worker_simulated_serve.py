@@ -7,10 +7,12 @@ import pytest
 
 from medialane.core.errors import NoWorkerReady, StartupFailed
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.rpc import Hello, RpcClient, RpcConfig
+from medialane.gateway.worker_link.client import RpcClient
+from medialane.testing.simulated.config import SimulatedConfig
+from medialane.testing.simulated.serve import addresses_of, serve_simulated
+from medialane.wire.config import RpcConfig
+from medialane.wire.protocol import Hello
 from medialane.worker import WorkerConfig
-from medialane.worker.simulated import SimulatedConfig, serve_simulated
-from medialane.worker.simulated.serve import addresses_of
 from waiting import retried
 
 RPC = RpcConfig(release_timeout_s=2.0)

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from medialane.core.errors import WorkerLost
-from medialane.worker import FakeEngine, Worker, WorkerConfig
+from medialane.testing.fake_engine import FakeEngine
+from medialane.worker import Worker, WorkerConfig
 from waiting import eventually
 
 STALL_S = 0.4

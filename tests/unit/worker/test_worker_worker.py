@@ -23,9 +23,9 @@ from medialane.core.kv_events import AllBlocksCleared, KvEventBatch
 from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import ArenaOffer, InlineTensor, TensorSpec
-from medialane.rpc import Hello
-from medialane.worker import FakeEngine, FakeParams, Worker, WorkerConfig
-from medialane.worker.fake_engine import FAKE_CARD
+from medialane.testing.fake_engine import FAKE_CARD, FakeEngine, FakeParams
+from medialane.wire.protocol import Hello
+from medialane.worker import Worker, WorkerConfig
 from waiting import eventually, iterations
 
 SPEC = TensorSpec("uint8", (6,))

@@ -180,7 +180,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="request validation",
         purpose="vLLM's app rejects a body at the first invalid element of a list",
-        module="fail_fast",
+        module="frontend.fail_fast",
         processes=("gateway",),
         without="a body with many invalid elements blocks the event loop for seconds",
         instead="`fail_fast` in vLLM's request models",
@@ -502,7 +502,7 @@ GROUPS: tuple[Group, ...] = (
     Group(
         name="KV events",
         purpose="the worker decodes the KV events that EngineCore publishes",
-        module="kv_events",
+        module="engine.kv_events",
         processes=("worker",),
         without="requests are routed without regard to KV caches",
         instead="vLLM documents the events and a subscriber, but not the replay socket or the endpoints of other ranks",

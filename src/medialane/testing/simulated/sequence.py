@@ -1,0 +1,176 @@
+"""One request in a simulated engine: its tokens, items, blocks and progress."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from medialane.core.block_hash import prompt_block_ids, stored_block_ids
+from medialane.core.errors import InvalidFeature
+from medialane.core.feature import EmbeddingUse, MediaSpan, PlaceholderRange
+from medialane.core.kv_events import BlockStored
+from medialane.core.request import EngineRequest
+from medialane.testing.simulated.block_pool import Block, BlockPool
+
+
+class Item(NamedTuple):
+    """A media item of a prompt and its placeholder. If it `is_embedded`, its embeddings are loaded, not computed."""
+
+    mm_hash: str
+    placeholder: PlaceholderRange
+    modality: str = "image"
+    is_embedded: bool = False
+
+    def needs(self, start: int, end: int) -> bool:
+        """Return whether one of the prompt's tokens [start, end) is replaced by an embedding of this item."""
+        offset, is_embed = self.placeholder.offset, self.placeholder.is_embed
+        first, last = max(0, start - offset), min(self.placeholder.length, end - offset)
+        return first < last and (is_embed is None or 1 in is_embed[first:last])
+
+
+def sequence_of(
+    request: EngineRequest, embeddings: Sequence[EmbeddingUse | None] = (), *, block_size: int, max_tokens: int
+) -> SimulatedSequence:
+    """Return the sequence of a request; `embeddings` are those of its items, or empty.
+
+    Raises InvalidFeature for an item without a placeholder inside the prompt.
+    """
+    token_ids, items = request.prompt.token_ids, []
+    for number, media in enumerate(request.prompt.media):
+        if media.placeholder is None or media.placeholder.end > len(token_ids):
+            raise InvalidFeature("a placeholder ends beyond the prompt")
+        embedding = embeddings[number] if embeddings else None
+        is_embedded = embedding is not None and embedding.is_filled
+        items.append(Item(media.mm_hash, media.placeholder, media.modality, is_embedded))
+    return SimulatedSequence(
+        request.request_id,
+        token_ids,
+        block_size=block_size,
+        max_tokens=max_tokens,
+        items=sorted(items, key=lambda item: item.placeholder.offset),
+        lora=request.lora_name,
+        cache_salt=request.cache_salt,
+    )
+
+
+class SimulatedSequence:
+    """`items` are in the order of their placeholders. The sequence finishes after `max_tokens` output tokens.
+
+    `blocks` hold the KV cache of `num_computed` tokens; `num_cached_tokens` is the number of prompt tokens found by the
+    first prefix lookup (None before).
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        block_size: int,
+        max_tokens: int,
+        items: Sequence[Item] = (),
+        lora: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_tokens = max_tokens
+        self.items = tuple(items)
+        self.items_end = max((item.placeholder.end for item in self.items), default=0)
+        self.encoder_inputs: set[int] = set()
+        self.blocks: list[Block] = []
+        self.num_computed = 0
+        self.num_cached_tokens: int | None = None
+        self.num_preemptions = 0
+        self.queued_s = self.scheduled_s = self.first_token_s = 0.0
+        self._block_size = block_size
+        self._lora = lora
+        self._cache_salt = cache_salt
+        self._num_stored = 0
+        spans = [
+            MediaSpan(i.mm_hash, i.placeholder.offset, i.placeholder.length, i.modality, i.placeholder.num_embeds)
+            for i in self.items
+        ]
+        ids = prompt_block_ids(
+            self.token_ids, block_size=block_size, media=spans, lora=lora, cache_salt=cache_salt or None
+        )
+        self._ids: list[int] = ids.tolist()
+
+    @property
+    def answer(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens
+
+    @property
+    def num_new(self) -> int:
+        """Number of tokens that are not computed yet."""
+        return len(self.token_ids) - self.num_computed
+
+    def cacheable_ids(self) -> list[int]:
+        """Return the ids for prefix lookup. The last token is excluded: it must be computed, to sample the next one."""
+        return self._ids[: (len(self.token_ids) - 1) // self._block_size]
+
+    def start(self, found: list[Block]) -> None:
+        """Start with these blocks of the prefix."""
+        self.blocks = list(found)
+        self._num_stored = len(found)
+        self.num_computed = len(found) * self._block_size
+
+    def restart(self) -> list[Block]:
+        """Reset the progress; return the blocks, which the caller frees."""
+        blocks, self.blocks = self.blocks, []
+        self.num_computed = self._num_stored = 0
+        return blocks
+
+    def store_full(self, pool: BlockPool, num_tokens: int) -> None:
+        """Store in the pool the blocks that are full once `num_tokens` tokens are computed."""
+        first, end = self._num_stored, num_tokens // self._block_size
+        if first >= end:
+            return
+        keys = [self._extra_keys(number) for number in range(first, end)]
+        tokens = self.token_ids[first * self._block_size : end * self._block_size]
+        if end > len(self._ids):
+            self._add_ids(end)
+        event = BlockStored(
+            [pool.engine_hash(block_id) for block_id in self._ids[first:end]],
+            pool.engine_hash(self._ids[first - 1]) if first else None,
+            tokens,
+            self._block_size,
+            medium="GPU",
+            lora_name=self._lora,
+            extra_keys=keys,
+            group_idx=0,
+            kv_cache_spec_kind="full_attention",
+        )
+        pool.store(self.blocks[first:end], self._ids[first:end], event)
+        self._num_stored = end
+
+    def _add_ids(self, end: int) -> None:
+        """Compute the ids of blocks filled by output tokens, up to block `end`."""
+        first = len(self._ids)
+        ids = stored_block_ids(
+            self.token_ids[first * self._block_size : end * self._block_size],
+            block_size=self._block_size,
+            extra_keys=[self._extra_keys(number) for number in range(first, end)],
+            lora_name=self._lora,
+            parent=self._ids[-1] if self._ids else None,
+        )
+        self._ids += ids.tolist()
+
+    def _extra_keys(self, number: int) -> list[object] | None:
+        """Return the extra keys as in vLLM's events: LoRA name, `[mm_hash, offset]` of items in the block, salt."""
+        start, end = number * self._block_size, (number + 1) * self._block_size
+        if start >= self.items_end and self._lora is None and start:
+            return None
+        keys: list[object] = [] if self._lora is None else [self._lora]
+        keys += [
+            [item.mm_hash, item.placeholder.offset - start]
+            for item in self.items
+            if item.placeholder.offset < end and start < item.placeholder.end
+        ]
+        if self._cache_salt and start == 0:
+            keys.append(self._cache_salt)
+        return keys or None

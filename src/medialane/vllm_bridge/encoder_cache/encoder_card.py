@@ -1,0 +1,128 @@
+"""Which encoder an engine has: everything that its embeddings depend on, as a digest.
+
+Workers with equal digests use each other's embeddings. So the digest includes the weights: the commit of a model of a
+hub, or samples of the files in a folder, which are the same on each host. Reading whole files would take minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import vllm
+from huggingface_hub import try_to_load_from_cache
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from medialane.core.hashing import content_hash, digest
+from medialane.core.request import EncoderCard
+from medialane.vllm_bridge.encoder_cache.encoder_measure import Measured
+from medialane.vllm_bridge.items.stable_description import describe
+
+#: Suffixes of files with weights.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+
+#: Of each file: its beginning, where a safetensors file has names, types and places of its tensors; then samples.
+_HEADER_BYTES = 1 << 20
+_SAMPLE_BYTES = 64 << 10
+
+#: In all files together, at least one of each.
+_MAX_SAMPLES = 512
+
+
+class UnknownEncoder(Exception):
+    """Embeddings cannot be kept; the message says why."""
+
+
+def encoder_card(config: VllmConfig, measured: Sequence[Measured]) -> EncoderCard:
+    """Return the card of an engine with this configuration, of whose ranks these are the measurements. Reads files.
+
+    Raises UnknownEncoder.
+    """
+    first = measured[0]
+    if any(other != first for other in measured):
+        raise UnknownEncoder(f"the engine's ranks have different encoders: {measured}")
+    dtypes = set(first["dtypes"].values())
+    if len(dtypes) != 1:
+        faults = "; ".join(f"{modality}: {why}" for modality, why in first["faults"].items())
+        raise UnknownEncoder(faults or f"embeddings have the dtypes {sorted(dtypes)}")
+    return EncoderCard(encoder_digest(config), dtypes.pop(), first["widths"])  # type: ignore[arg-type]  # `spec_of`
+
+
+def encoder_digest(config: VllmConfig) -> str:
+    """Return the digest of all that the encoder's output depends on besides the feature. Raises UnknownEncoder."""
+    model, media, parallel = config.model_config, config.model_config.multimodal_config, config.parallel_config
+    settings = {name: str(getattr(media, name)) for name in _media_settings(media)}
+    return digest(
+        {
+            "weights": _weights(config),
+            "config": _config(model.hf_config),
+            "dtype": str(model.dtype),
+            "quantization": str(model.quantization),
+            "load format": str(config.load_config.load_format),
+            "tensor parallel": parallel.tensor_parallel_size,
+            "compiled": bool(config.compilation_config.compile_mm_encoder),
+            "device": str(current_platform.get_device_name()),
+            "versions": [str(found.__version__) for found in (vllm, torch, transformers)],
+            **settings,
+        }
+    )
+
+
+def _media_settings(media: Any) -> list[str]:
+    """Return the names of settings that change the encoder: its attention, its parallelism, where pixels are
+    normalised. Not whether the engine has a language model: that of an encoder is equal to that of the workers."""
+    names = [found.name for found in fields(media)]
+    return [name for name in names if _is_of_encoder(name)]
+
+
+def _is_of_encoder(name: str) -> bool:
+    return name == "mm_device_do_normalize" or (name.startswith("mm_encoder_") and name != "mm_encoder_only")
+
+
+def _config(hf_config: Any) -> str:
+    settings = {k: v for k, v in hf_config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    return describe(settings).text
+
+
+def _weights(config: VllmConfig) -> str:
+    model = config.model_config
+    if config.load_config.load_format == "dummy":
+        return f"random {model.seed}"
+    if model.model_weights:
+        raise UnknownEncoder("the version of weights in an object store is unknown")
+    folder = Path(model.model)
+    if folder.is_dir():
+        return digest({"files": _files(folder)})
+    found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    commit = Path(found).parent.name if isinstance(found, str) else ""
+    if not commit:
+        raise UnknownEncoder("the commit of the model's weights is unknown")
+    return f"{model.model}@{commit}"
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Return a digest of samples of each file with weights, by name. Raises UnknownEncoder if there is none."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
+    if not paths:
+        raise UnknownEncoder(f"no files with weights in {folder}")
+    try:
+        return {path.name: _sampled(path, max(1, _MAX_SAMPLES // len(paths))) for path in paths}
+    except OSError as error:
+        raise UnknownEncoder(f"the model's weights cannot be read: {error}") from error
+
+
+def _sampled(path: Path, num_samples: int) -> str:
+    """Return a digest of the file's size, its beginning, and samples at equal distances, the last at its end."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        parts = [str(size).encode(), file.read(_HEADER_BYTES)]
+        for number in range(1, num_samples + 1):
+            file.seek(max(0, size * number // num_samples - _SAMPLE_BYTES))
+            parts.append(file.read(_SAMPLE_BYTES))
+    return content_hash(b"".join(parts))

@@ -1,0 +1,48 @@
+"""Administrative calls, executed by vLLM's AsyncLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from medialane.core import admin
+from medialane.core.admin import AdminCall
+from medialane.vllm_bridge.engine.engine_request import readable
+from medialane.vllm_bridge.seams.engine import MsgpackDecoder
+
+_LORA = MsgpackDecoder(LoRARequest)
+
+
+def _add_lora(llm: AsyncLLM, call: admin.AddLora) -> Awaitable[bool]:
+    with readable("LoRA request"):
+        lora = _LORA.decode(call.lora)
+    return llm.add_lora(lora)
+
+
+#: The implementation of each call.
+ACTIONS: dict[type[AdminCall], Callable[[AsyncLLM, Any], Awaitable[bool | None]]] = {
+    admin.ResetPrefixCache: lambda llm, call: llm.reset_prefix_cache(call.reset_running_requests, call.reset_connector),
+    admin.ResetMmCache: lambda llm, _: llm.reset_mm_cache(),
+    admin.ResetEncoderCache: lambda llm, _: llm.reset_encoder_cache(),
+    admin.Sleep: lambda llm, call: llm.sleep(call.level, call.mode),
+    admin.ReleaseKvCacheMemory: lambda llm, _: llm.release_kv_cache_memory(),
+    admin.WakeUp: lambda llm, call: llm.wake_up(None if call.tags is None else list(call.tags)),
+    admin.IsSleeping: lambda llm, _: llm.is_sleeping(),
+    admin.PauseGeneration: lambda llm, call: llm.pause_generation(mode=call.mode, clear_cache=call.clear_cache),
+    admin.ResumeGeneration: lambda llm, _: llm.resume_generation(),
+    admin.IsPaused: lambda llm, _: llm.is_paused(),
+    admin.StartProfile: lambda llm, call: llm.start_profile(
+        call.profile_prefix, delay_iterations=call.delay_iterations, max_iterations=call.max_iterations
+    ),
+    admin.StopProfile: lambda llm, _: llm.stop_profile(),
+    admin.AddLora: _add_lora,
+}
+
+
+def begin(llm: AsyncLLM, call: AdminCall) -> Awaitable[bool | None]:
+    """Make the engine execute `call`. Awaiting the result raises what vLLM raises. Raises PromptRejected if a LoRA
+    request cannot be decoded."""
+    return ACTIONS[type(call)](llm, call)

@@ -1,0 +1,104 @@
+"""vLLM's engine arguments for a worker: the user's flags, and those that medialane requires."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Literal
+
+from vllm import envs
+from vllm.config import KVEventsConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from medialane.core.errors import StartupFailed
+from medialane.core.request import ENCODER, WorkerRole
+from medialane.vllm_bridge.arguments import parse_vllm_args
+from medialane.vllm_bridge.encoder_cache import embedding_connector
+from medialane.vllm_bridge.engine import cpu_executor
+from medialane.vllm_bridge.seams import encoder_cache
+
+#: Whether outputs of the encoder are kept in the arena: on if possible, on or not started, or off.
+EncodeCache = Literal["auto", "on", "off"]
+
+#: Independent of Python's version and of the process: gateways compute the same block hashes.
+HASH_ALGORITHM = "sha256_cbor"
+
+
+def engine_args(
+    model: str, vllm_args: Sequence[str], *, kv_events: KVEventsConfig | None = None, role: WorkerRole = "worker"
+) -> AsyncEngineArgs:
+    """Return the engine arguments; those of an encoder are for an engine without a language model.
+
+    Raises StartupFailed for flags unknown to vLLM or unsupported in a worker.
+    """
+    if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
+        raise StartupFailed("VLLM_ALLOW_INSECURE_SERIALIZATION is set: workers do not accept pickles, unset it")
+    parsed = parse_vllm_args(model, vllm_args)
+    found = AsyncEngineArgs.from_cli_args(parsed)
+    if _is_given(vllm_args, "--mm-processor-cache-gb") and parsed.mm_processor_cache_gb:
+        raise StartupFailed("--mm-processor-cache-gb must be 0 in a worker: processed media are cached in the arena")
+    if _is_given(vllm_args, "--kv-events-config"):
+        # vLLM has one publisher per engine, whose events contain every prompt: it is not shared.
+        raise StartupFailed("--kv-events-config cannot be set in a worker: it reads its engine's events itself")
+    _check_hash_algorithm(vllm_args, parsed)
+    found.mm_processor_cache_gb = 0
+    # `enable_prefix_caching` is left to vLLM: results of some models would change with it, others would not start.
+    found.prefix_caching_hash_algo = HASH_ALGORITHM
+    found.kv_events_config = kv_events if role == "worker" else None
+    found.mm_encoder_only = found.mm_encoder_only or role == ENCODER
+    if current_platform.is_cpu() and found.distributed_executor_backend is None and _is_single(found):
+        found.distributed_executor_backend = cpu_executor.QUALIFIED_NAME
+    return found
+
+
+def check_prefix_cache(config: VllmConfig) -> None:
+    """Raise StartupFailed if the user's flags give a prefix cache to a model whose first request would end the engine
+    with it."""
+    if config.cache_config.enable_prefix_caching and config.model_config.is_encoder_decoder:
+        raise StartupFailed("--enable-prefix-caching is not possible: the model has an encoder and a decoder")
+
+
+def keep_embeddings(
+    config: VllmConfig, wanted: EncodeCache, *, arena_directory: str, role: WorkerRole = "worker"
+) -> str:
+    """Make the engine of this configuration load and save embeddings, an encoder's only save them; return why it does
+    not, empty if it does.
+
+    Raises StartupFailed if they are `wanted` and it cannot.
+    """
+    only_encodes = role == ENCODER
+    unfit = encoder_cache.unfit_reason(config, only_encodes=only_encodes)
+    reason = "--encode-cache off" if wanted == "off" else unfit
+    if reason:
+        return checked(wanted, reason, role)
+    name = embedding_connector.EmbeddingConnector.__name__
+    extra = {embedding_connector.DIRECTORY: arena_directory}
+    module = embedding_connector.__name__
+    encoder_cache.connect(config, module=module, connector=name, extra=extra, only_encodes=only_encodes)
+    return ""
+
+
+def checked(wanted: EncodeCache, reason: str, role: WorkerRole = "worker") -> str:
+    """Return the reason why embeddings are not kept. Raises StartupFailed if they are `wanted`, or are all that the
+    engine is for."""
+    if role == ENCODER:
+        raise StartupFailed(f"--role encoder is not possible: {reason}")
+    if wanted == "on":
+        raise StartupFailed(f"--encode-cache on is not possible: {reason}")
+    return reason
+
+
+def _is_single(args: AsyncEngineArgs) -> bool:
+    """Return whether a single process runs the model."""
+    return (args.tensor_parallel_size, args.pipeline_parallel_size, args.data_parallel_size) == (1, 1, 1)
+
+
+def _check_hash_algorithm(vllm_args: Sequence[str], parsed: Namespace) -> None:
+    if _is_given(vllm_args, "--prefix-caching-hash-algo") and parsed.prefix_caching_hash_algo != HASH_ALGORITHM:
+        raise StartupFailed(f"--prefix-caching-hash-algo must be {HASH_ALGORITHM}: gateways compute the same hashes")
+
+
+def _is_given(vllm_args: Sequence[str], flag: str) -> bool:
+    """Return whether the user gave the flag, in either spelling that vLLM accepts."""
+    return any(arg.partition("=")[0].replace("_", "-") == flag for arg in vllm_args)

@@ -1,0 +1,28 @@
+"""Entry point of the group `vllm.general_plugins`: vLLM calls `register` in each of its processes.
+
+Only engines of medialane are changed: plain vLLM in the same environment calls this function, too.
+
+In a process that runs, or is about to fork, an EngineCore (whose module is loaded before plugins are), it adds the
+decoding of arena descriptors. In processes that wait for each other through shared memory (also recognised by a loaded
+module), it replaces the busy wait. Elsewhere it costs a few lookups.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from medialane.vllm_bridge.engine.private_folder import is_entered
+
+
+def register() -> None:
+    """Install the arena decoder in EngineCore, and the CPU-friendly wait, where they apply. Idempotent."""
+    if not is_entered():
+        return
+    if "vllm.v1.engine.core" in sys.modules:
+        from medialane.vllm_bridge.engine.engine_core import install
+
+        install()
+    if "vllm.distributed.utils" in sys.modules:
+        from medialane.vllm_bridge.engine import cpu_waiting
+
+        cpu_waiting.install()

@@ -1,0 +1,259 @@
+"""Stages in which the worker processes media, with vLLM's own renderer.
+
+In stage `decoded` an item arrives as pixels, frames or samples, which are passed to the renderer in the form of vLLM's
+own loaders; in stage `url` it arrives as encoded bytes, which those loaders decode here. Embeddings also arrive in
+stage `url`; they replace both media and processor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import ModelConfig
+from vllm.exceptions import VLLMError
+from vllm.multimodal.media.audio import AudioMediaIO
+from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.media.video import VideoMediaIO
+from vllm.renderers import BaseRenderer
+
+from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
+from medialane.core.errors import (
+    INVALID_MEDIA,
+    InvalidEmbeds,
+    InvalidFeature,
+    InvalidVideo,
+    MedialaneError,
+    PromptRejected,
+    UnsupportedMediaType,
+)
+from medialane.core.feature import MediaPayload
+from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
+from medialane.core.own_fault import raised_in
+from medialane.core.request import EngineRequest, SourcePrompt
+from medialane.core.stage import StageName
+from medialane.vllm_bridge.engine_errors import engine_fault
+from medialane.vllm_bridge.error_text import public_text
+from medialane.vllm_bridge.items.embeds import EmbedsReader
+from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
+from medialane.vllm_bridge.items.item_shape import UNFIT
+from medialane.vllm_bridge.items.media_options import model_io
+from medialane.vllm_bridge.items.placeholder_layout import decode_options
+from medialane.vllm_bridge.items.preparation import engine_media
+from medialane.vllm_bridge.items.prepared_input import decoder_input
+from medialane.vllm_bridge.items.validation import FeatureChecker
+from medialane.vllm_bridge.seams.multimodal import processes_items_apart, processor_of, video_backend
+
+logger = logging.getLogger(__name__)
+
+#: Decoder threads. vLLM's processor, the next step, has one thread: more decoders would only wait for it.
+NUM_DECODERS = 2
+
+_LOADERS: dict[Modality, Callable[..., Any]] = {
+    "image": lambda **options: ImageMediaIO(**{"image_mode": "RGB", **options}),
+    "audio": AudioMediaIO,
+}
+
+
+class SourceRenderer:
+    """Converts source prompts to vLLM's engine inputs. The owner calls `close`."""
+
+    def __init__(
+        self, renderer: BaseRenderer, model_config: ModelConfig, checker: FeatureChecker | None = None
+    ) -> None:
+        """`checker` is None if the model does not support media."""
+        self._renderer = renderer
+        self._model_config = model_config
+        self._checker = checker
+        self._model_io = model_io(model_config)
+        self._accepted_embeds: AcceptedEmbeds | None = None
+        self._embeds_reader: EmbedsReader | None = None
+        self._executor = ThreadPoolExecutor(NUM_DECODERS, "medialane-source")
+        #: The step before vLLM's processor, by stage.
+        self._loads: Mapping[StageName, Callable[[MediaPayload, memoryview], Awaitable[Any]]] = {
+            "decoded": self._decoded,
+            "url": self._encoded,
+        }
+
+    def accept_embeds(self, accepted: AcceptedEmbeds) -> None:
+        """Accept embeddings of clients in this form. To be called before requests are rendered."""
+        self._accepted_embeds = accepted
+
+    async def render(
+        self, request: EngineRequest, prompt: SourcePrompt, tensors: Sequence[Sequence[memoryview]]
+    ) -> Any:
+        """Return vLLM's engine input: the expanded prompt, with processed items identified by the mm_hash given.
+
+        Raises PromptRejected, InvalidImage, InvalidVideo, InvalidAudio, InvalidEmbeds, InvalidFeature for tensors that
+        are not valid media, or that the request's options turn into features unsupported by the model, and
+        InvalidRequest for options that a worker does not run the processor with. If cancelled, a running decode
+        continues to its end.
+        """
+        processed_here = {item.modality for item in prompt.media if item.media_type != EMBEDS_TYPE}
+        if self._checker is not None and processed_here:
+            self._checker.check_options(prompt.options, processed_here)
+        media, hashes = await self._media(prompt, tensors)
+        embedded = {m: data for m, data in media.items() if any(isinstance(item, dict) for item in data)}
+        media |= {modality: self._embedded(modality, data) for modality, data in embedded.items()}
+        tokens = {
+            "prompt_token_ids": prompt.token_ids,
+            "multi_modal_data": media,
+            "multi_modal_uuids": hashes,
+            "mm_processor_kwargs": decode_options(prompt.options),
+            **({} if request.cache_salt is None else {"cache_salt": request.cache_salt}),
+        }
+        text = {} if request.prompt_text is None else {"prompt": request.prompt_text}
+        rendered = await self._rendered(_with_decoder_prompt(prompt, tokens, text), has_embeds=bool(embedded))
+        for modality, items in embedded.items():
+            self._reader().check(modality, rendered, len(items))
+        if self._checker is not None:
+            processed: dict[Modality, Any] = {m: data for m, data in media.items() if m not in embedded}
+            self._checker.check_rendered(rendered, processed, prompt.options)
+            if modalities := self._checker.unchanged(processed, prompt.options):
+                given = _with_decoder_prompt(prompt, tokens | {"mm_processor_kwargs": {}}, text)
+                default = await self._rendered(given, has_embeds=bool(embedded))
+                self._checker.check_unchanged(rendered, default, modalities)
+        decoder = decoder_input(rendered)
+        if prompt.encoder_token_ids is not None:  # vLLM may have added a start token, as the gateway's may have not
+            decoder["prompt_token_ids"] = prompt.token_ids
+        if media:
+            decoder["mm_hashes"] = {m: self._in_order(found, hashes[m]) for m, found in decoder["mm_hashes"].items()}
+        return rendered
+
+    async def _rendered(self, given: Mapping[str, Any], *, has_embeds: bool) -> Any:
+        try:
+            (rendered,) = await self._renderer.render_cmpl_async([given])
+        except VLLMError:
+            raise
+        except UNFIT as error:
+            if (fault := engine_fault(error)) is not None:
+                raise fault from error
+            # Too many items, options unsupported by the processor, or a prompt without the items' placeholders. For
+            # embeddings the original message is not helpful: most families' processors do not expect them.
+            message = public_text(error) if not has_embeds else "this model does not support these embeddings"
+            raise PromptRejected(message) from error
+        return rendered
+
+    def _in_order(self, found: Sequence[str], ours: list[str]) -> list[str]:
+        """Return our hashes of one modality in the order of vLLM's items, whose hashes are `found`.
+
+        They are the same, but a family may have another order for its items (Jina-VL's is reversed). If there are
+        options, vLLM hashes a uuid again; ours includes them, as in stage `features`, and replaces it if the family
+        keeps the order.
+        """
+        is_known = sorted(found) == sorted(ours)
+        keeps_order = not is_known and processes_items_apart(processor_of(self._renderer))
+        return ours if keeps_order else list(found)
+
+    async def _media(
+        self, prompt: SourcePrompt, tensors: Sequence[Sequence[memoryview]]
+    ) -> tuple[dict[Modality, list[Any]], dict[Modality, list[str]]]:
+        media: dict[Modality, list[Any]] = {}
+        hashes: dict[Modality, list[str]] = {}
+        if len(tensors) != len(prompt.media):
+            raise InvalidFeature("the tensors of an item are missing")
+        for item, datas in zip(prompt.media, tensors, strict=True):
+            if len(datas) != 1:
+                raise InvalidFeature(f"{item.modality}: {len(datas)} tensors instead of one")
+            load = self._embeds if item.media_type == EMBEDS_TYPE else self._loads[prompt.stage]
+            media.setdefault(item.modality, []).append(await load(item, datas[0]))
+            hashes.setdefault(item.modality, []).append(item.mm_hash)
+        return media, hashes
+
+    async def _decoded(self, item: MediaPayload, data: memoryview) -> Any:
+        return engine_media(decoded_over(item.modality, item.size, data))
+
+    async def _embeds(self, item: MediaPayload, data: memoryview) -> dict[str, torch.Tensor]:
+        try:
+            return self._reader().read(item.modality, decode_embeds(data))
+        except InvalidEmbeds as error:
+            raise error.at(item.param or "") from error
+
+    def _embedded(self, modality: Modality, items: Sequence[Any]) -> Any:
+        """Return one modality's embeddings as vLLM's renderer expects them."""
+        if not all(isinstance(item, dict) for item in items):
+            raise InvalidEmbeds(f"{modality}s and embeddings of {modality}s cannot be in one request")
+        return self._reader().data(modality, items)
+
+    def _reader(self) -> EmbedsReader:
+        """Return the reader, created lazily: a text-only model has no processor for it."""
+        if self._embeds_reader is None:
+            if not self._model_config.supports_multimodal_inputs:
+                raise PromptRejected("this model does not support media")
+            self._embeds_reader = EmbedsReader(processor_of(self._renderer), self._model_config, self._accepted_embeds)
+        return self._embeds_reader
+
+    async def _encoded(self, item: MediaPayload, data: memoryview) -> Any:
+        load = self._loader(item)
+
+        def decode() -> Any:
+            try:
+                return load(bytes(data))
+            except MedialaneError as error:
+                raise error.at(item.param or "") from error
+            except Exception as error:  # decoders raise anything for untrusted bytes: AttributeError, RuntimeError, ...
+                raise _decode_error(error, item) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, decode)
+
+    def _loader(self, item: MediaPayload) -> Callable[[bytes], Any]:
+        """Return vLLM's own loader, with the options merged by the gateway."""
+        options = {**self._model_io.get(item.modality, {}), **decode_options(item.io)}
+        media_io: Any = self._video_loader(options) if item.modality == "video" else _LOADERS[item.modality](**options)
+        if item.media_type == "video/jpeg":
+            return lambda data: media_io.load_base64("video/jpeg", _ascii(data))
+        return lambda data: media_io.load_bytes(data)
+
+    def _video_loader(self, options: Mapping[str, Any]) -> VideoMediaIO:
+        """Return vLLM's video loader, made as in `MediaConnector.fetch_video`."""
+        name = video_backend(self._model_config)
+        chosen = {"video_backend": name} if name else {}
+        return VideoMediaIO(ImageMediaIO(image_mode="RGB"), **{**chosen, **options})
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _with_decoder_prompt(prompt: SourcePrompt, tokens: Mapping[str, Any], text: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return vLLM's prompt: `tokens`, or with those of the encoder instead, followed by a decoder's."""
+    if prompt.encoder_token_ids is None:
+        return {**tokens, **text}
+    encoder = {**tokens, "prompt_token_ids": prompt.encoder_token_ids}
+    return {"encoder_prompt": encoder, "decoder_prompt": {"prompt_token_ids": prompt.token_ids, **text}}
+
+
+def _ascii(data: bytes) -> str:
+    try:
+        return data.decode("ascii")
+    except UnicodeDecodeError as error:
+        raise InvalidVideo("the frames of a video must be base64") from error
+
+
+def _decode_error(error: Exception, item: MediaPayload) -> BaseException:
+    """Return what to raise if a decoder has raised `error`: the client's fault, unless there is evidence of ours."""
+    fault = engine_fault(error)
+    if isinstance(fault, ImportError):
+        logger.error("this worker has no decoder for %s", item.media_type, exc_info=error)
+        return UnsupportedMediaType(f"this server has no decoder for {item.media_type}", param=item.param)
+    if fault is None and not raised_in(error, "medialane"):
+        return INVALID_MEDIA[item.modality](f"the {item.modality} cannot be decoded", param=item.param)
+    return fault or error
+
+
+def decoded_over(modality: Modality, size: MediaSize, data: memoryview) -> Decoded:
+    """Return decoded media over their bytes, without a copy. Raises InvalidFeature if size and bytes do not match."""
+    try:
+        if modality == "audio":
+            samples = np.frombuffer(data, np.float32).reshape(size.num_samples)
+            return AudioSamples(samples, size.sample_rate)
+        pixels = np.frombuffer(data, np.uint8)
+        if modality == "image":
+            return Image(pixels.reshape(size.height, size.width, 3))
+        return FrameBatch(pixels.reshape(size.num_frames, size.height, size.width, 3), size.metadata)
+    except ValueError as error:
+        raise InvalidFeature(f"{modality}: {data.nbytes} bytes do not make {size}") from error

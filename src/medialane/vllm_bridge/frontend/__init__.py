@@ -1,0 +1,1 @@
+"""vLLM's own OpenAI app in a gateway: endpoints, rendering, speech, pooling."""

@@ -1,0 +1,327 @@
+"""vLLM's own OpenAI app over our engine client."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.reasoning import ReasoningParserManager
+from vllm.renderers import BaseRenderer, renderer_from_config
+from vllm.tool_parsers import ToolParserManager
+
+from medialane.core.errors import MedialaneError, PromptRejected, StartupFailed
+from medialane.core.feature import Feature
+from medialane.core.media import Modality
+from medialane.core.stage import StageName
+from medialane.observability.logging import unchanged_levels
+from medialane.prepare.processor import AssembledPrompt, Assembler, ImageCost
+from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+from medialane.vllm_bridge.frontend import inline_rendering, pooling_endpoints, renderer_hook, speech
+from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, failing_fast, is_large
+from medialane.vllm_bridge.frontend.http_server import ServerFactory, check_http, serve_http
+from medialane.vllm_bridge.frontend.request_backend import RequestBackend
+from medialane.vllm_bridge.frontend.routes import RouteOf, refuse_unsupported, replace_authentication
+from medialane.vllm_bridge.frontend.tasks import supported_tasks
+from medialane.vllm_bridge.items.assembler import VllmAssembler
+from medialane.vllm_bridge.items.image_tokens import ImageTokens
+from medialane.vllm_bridge.items.media_options import check_model_io
+from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media
+from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
+from medialane.vllm_bridge.items.settings import settings_of
+from medialane.vllm_bridge.items.stage_fitness import stages_instead, summary, unfit_reasons
+from medialane.vllm_bridge.items.trial_items import SAMPLES
+from medialane.vllm_bridge.seams.api_server import (
+    build_app,
+    count_media_tokens_by,
+    init_app_state,
+    middleware_stack_not_built,
+    validate_api_server_args,
+    validate_in_thread,
+)
+from medialane.vllm_bridge.seams.multimodal import accepted_modalities, processor_of
+
+logger = logging.getLogger(__name__)
+
+
+#: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
+Page = Callable[[Mapping[str, str]], bytes]
+
+#: Serves a POST with JSON, from the scope of the request. Raises MedialaneError.
+Action = Callable[[], Awaitable[bytes]]
+
+#: Returns HTTP status and body of `/health`.
+Probe = Callable[[], tuple[int, bytes]]
+
+
+class Frontend:
+    """vLLM's objects in the gateway process: configuration, renderer, and the app built from them."""
+
+    def __init__(self, model: str, vllm_args: Sequence[str], api_keys: Sequence[str] = ()) -> None:
+        """Load configuration and processors, no weights. Blocks for seconds: call it before serving. `api_keys` are
+        those of `--api-key`, which is not among the flags.
+
+        Raises StartupFailed.
+        """
+        self.args: Namespace = parse_vllm_args(model, vllm_args)
+        self.args.api_key = list(api_keys) or self.args.api_key
+        check_http(self.args)
+        _import_plugins(self.args)
+        # It logs a line for each reasoning item of a request, on the event loop: 35 ms for 1500 of them.
+        logging.getLogger("vllm.entrypoints.openai.responses.utils").setLevel(logging.ERROR)
+        try:
+            self.config: VllmConfig = create_frontend_config(self.args)
+            self.renderer: BaseRenderer = renderer_from_config(self.config)
+        except (OSError, ValueError) as error:
+            raise StartupFailed(f"vLLM cannot load the model's configuration or processors: {error}") from error
+        if self.takes_media:
+            expand_marks(processor_of(self.renderer))
+        if self.is_pooling:
+            pooling_endpoints.check_supported(self.config)
+        self.processor_settings: dict[str, str] = settings_of(self.config.model_config, self.renderer)
+        #: The modalities that workers must process, and why (`stage_fitness`).
+        self.unfit: Mapping[Modality, str] = unfit_reasons(processor_of(self.renderer)) if self.takes_media else {}
+        self.assembler: Assembler = self._assembler()
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the model is served for pooling: its tasks are those that its workers report."""
+        return bool(self.config.model_config.runner_type == "pooling")
+
+    @property
+    def api_keys(self) -> list[str]:
+        """The keys of clients, from vLLM's flag or environment variable. Without one, anyone is a client."""
+        return [key for key in (self.args.api_key or [envs.VLLM_API_KEY]) if key]
+
+    @property
+    def takes_media(self) -> bool:
+        return bool(self.config.model_config.supports_multimodal_inputs)
+
+    @property
+    def max_headers(self) -> int:
+        """Maximum number of header lines of a request, from vLLM's flags."""
+        return int(self.args.h11_max_header_count)
+
+    def has_resize_target(self) -> bool:
+        """Return whether JPEGs may be decoded at a fraction of their size for this model (`jpeg_scaled_decode`).
+        Processes an image to find out."""
+        if not self.takes_media or "image" in self.unfit:
+            return False
+        return VllmProcessor(processor_of(self.renderer)).has_resize_target()
+
+    def check_media_options(self) -> None:
+        """Raise StartupFailed for a decode option of the operator that our decoders do not support."""
+        check_model_io(self.config.model_config)
+
+    @cached_property
+    def stages_instead(self) -> Mapping[Modality, StageName]:
+        """The stages of requests with modalities that are unfit for `features`."""
+        return stages_instead(processor_of(self.renderer)) if self.unfit else {}
+
+    @property
+    def unfit_reason(self) -> str:
+        """Why workers must process some of this model's media, or all; empty if they need not."""
+        return summary(self.unfit)
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether workers must process all of this model's media."""
+        accepted = SAMPLES.keys() & accepted_modalities(processor_of(self.renderer))
+        return bool(self.unfit) and accepted <= self.unfit.keys()
+
+    def _assembler(self) -> Assembler:
+        if not self.takes_media or self.is_unfit:
+            return _NoAssembler(self.stages_instead)
+        processor = processor_of(self.renderer)
+        images = ImageTokens.verified(processor)
+        max_tokens = self.config.model_config.max_model_len
+        return VllmAssembler(processor, images, max_tokens=max_tokens, stages_instead=self.stages_instead)
+
+    async def app(
+        self,
+        backend: RequestBackend,
+        *,
+        outer: Middleware,
+        access: Callable[[RouteOf], Middleware],
+        inner: Sequence[Middleware],
+        pages: Mapping[str, Page] | None = None,
+        actions: Mapping[str, Action] | None = None,
+        health: Probe | None = None,
+        tasks: tuple[str, ...] | None = None,
+    ) -> Any:
+        """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
+        replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
+        an error recorded in `backend`. `pages` and `actions` are medialane's, by path; `health` replaces vLLM's
+        `/health`, which assumes one engine; `tasks` are those of the workers, by default what a model that generates
+        supports."""
+        tokenize_without_media(self.renderer)
+        if self.takes_media:
+            renderer_hook.install(self.renderer, backend)
+        tasks = tasks or supported_tasks(self.config.model_config)
+        client = RoutedEngineClient(self.config, self.renderer, backend, tasks)
+        with middleware_stack_not_built(), failing_fast(), unchanged_levels():
+            app = build_app(self.args, tasks, self.config.model_config)
+        validate_in_thread(is_large, VALIDATION)
+        count_media_tokens_by(expected_num_tokens)
+        replace_authentication(app, access)
+        app.user_middleware.extend(inner)
+
+        async def record_error(_request: Request, error: MedialaneError) -> Response:
+            backend.fail(error)
+            return Response(status_code=error.status)  # `inner` gives it the form of its API
+
+        app.add_exception_handler(MedialaneError, record_error)
+        for path, page in (pages or {}).items():
+            app.add_api_route(path, _json(_serving(page)), **_described(page))
+        for path, action in (actions or {}).items():
+            summary = (action.__doc__ or "").partition("\n")[0]
+            app.add_api_route(path, _json(_doing(action)), methods=["POST"], tags=["medialane"], summary=summary)
+        refuse_unsupported(app)
+        app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
+        if health is not None:
+            _add_health(app, health)
+        _list_models_while_ready(app, backend)
+        app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
+        # With it, a document is scored by the worker that has its query: scores would be lost with that worker.
+        self.args.enable_flash_late_interaction = False
+        await init_app_state(client, app.state, self.args, tasks)
+        if self.is_pooling:
+            pooling_endpoints.install(app.state, self.renderer, backend)
+        if "transcription" in tasks:
+            speech.install(app.state, backend)
+        if not self.args.trust_request_chat_template:  # a client's template may loop for ever
+            inline_rendering.install(self.renderer, backend)
+        client.is_serving = True
+        return app
+
+    async def serve(
+        self,
+        app: Any,
+        sock: socket.socket,
+        stop: Awaitable[object],
+        *,
+        drain_timeout_s: float,
+        server_of: ServerFactory,
+    ) -> None:
+        """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish."""
+        await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, server_of=server_of)
+
+
+class _NoAssembler:
+    """Used for models of which no items are processed one by one, or without media."""
+
+    accepts_item_options = False
+    max_tokens = sys.maxsize
+
+    def __init__(self, stages_instead: Mapping[Modality, StageName]) -> None:
+        self.stages_instead = stages_instead
+
+    def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
+        raise PromptRejected("this model's prompts are not assembled by the gateway")
+
+    def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
+        return None
+
+
+Answer = Callable[[Request], Awaitable[bytes]]
+
+
+def _serving(page: Page) -> Answer:
+    async def answer(request: Request) -> bytes:
+        return page(request.query_params)
+
+    return answer
+
+
+def _doing(action: Action) -> Answer:
+    async def answer(request: Request) -> bytes:
+        return await action()
+
+    return answer
+
+
+def _json(produce: Answer) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        return Response(await produce(request), media_type="application/json")
+
+    return answer
+
+
+def _add_health(app: Any, probe: Probe) -> None:
+    """Route GET /health to `probe` ahead of vLLM's route, which stays in the schema and for other methods."""
+
+    async def answer() -> Response:
+        status, body = probe()
+        return Response(body, status, media_type="application/json" if body else None)
+
+    app.add_api_route("/health", answer, methods=["GET"], include_in_schema=False)
+    app.router.routes.insert(0, app.router.routes.pop())
+
+
+def _list_models_while_ready(app: Any, backend: RequestBackend) -> None:
+    """Have GET /v1/models fail like a completion while no worker is ready: clients and load balancers take its answer
+    for readiness, which it is with plain vLLM."""
+    for route in app.routes:
+        if isinstance(route, Route) and route.path == "/v1/models":
+            route.app = _WhileReady(backend, route.app)
+
+
+class _WhileReady:
+    def __init__(self, backend: RequestBackend, app: ASGIApp) -> None:
+        self._backend = backend
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._backend.check_ready()
+        await self._app(scope, receive, send)
+
+
+def _described(page: Page) -> dict[str, Any]:
+    """Return the page's entry in the app's OpenAPI document."""
+    return {
+        "methods": ["GET"],
+        "summary": (page.__doc__ or "").partition("\n")[0],
+        "tags": ["medialane"],
+        "response_class": JSONResponse,
+        "responses": {
+            400: {"description": "A parameter is wrong"},
+            401: {"description": "The key is missing"},
+            403: {"description": "The admin key is needed"},
+        },
+        "openapi_extra": {
+            "parameters": [
+                {
+                    "name": "limit",
+                    "in": "query",
+                    "required": False,
+                    "schema": {"type": "integer", "minimum": 1, "default": 100},
+                }
+            ]
+        },
+    }
+
+
+def _import_plugins(args: Namespace) -> None:
+    """Import parser plugins like vLLM's own server start (`launcher.py:setup_server`). Raises StartupFailed for an
+    unknown parser."""
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    try:
+        validate_api_server_args(args)
+    except KeyError as error:
+        raise StartupFailed(f"vLLM flags after `--`: {error.args[0]}") from error

@@ -1,0 +1,310 @@
+"""vLLM's `EngineClient` over the workers: the gateway chooses one for each request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GenerationError, VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.renderers import BaseRenderer
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from medialane.core import admin
+from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected
+from medialane.core.loop_fairness import FewPerIteration
+from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.vllm_bridge.engine.adapters import with_own_id
+from medialane.vllm_bridge.engine.outputs import to_pooling_output, to_request_output
+from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
+from medialane.vllm_bridge.frontend.request_backend import RequestBackend
+from medialane.vllm_bridge.items.prepared_input import decoder_input, note_placed, prepared_prompt
+from medialane.vllm_bridge.seams.engine import FrontEndInputs, MsgpackEncoder
+
+
+class BridgedError(GenerationError):  # type: ignore[misc]  # vllm is not typed
+    """Carries a MedialaneError through vLLM's app, which ends running streams with it. The client receives the error
+    recorded in the request's scope."""
+
+    def __init__(self, error: MedialaneError) -> None:
+        super().__init__(error.message)
+        self.status_code = HTTPStatus(error.status)
+
+
+class RefusedByEngine(VLLMValidationError):  # type: ignore[misc]  # vllm is not typed
+    """A request rejected by a worker's vLLM: the app responds as if its own vLLM had rejected it. The message is
+    complete, so vLLM's suffixes are not added."""
+
+    def __init__(self, error: PromptRejected) -> None:
+        super().__init__(error.message, parameter=error.param)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typed
+    """Drives vLLM's OpenAI app without an engine in this process."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, renderer: BaseRenderer, backend: RequestBackend, tasks: tuple[str, ...]
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer
+        self.input_processor = FrontEndInputs(vllm_config)
+        #: Set once the app has been built.
+        self.is_serving = False
+        self._backend = backend
+        self._tasks = tasks
+        self._encoder = MsgpackEncoder()
+        #: vLLM's app handles all prompts of a request in one iteration of the event loop, unless it waits here.
+        self._pieces = FewPerIteration()
+
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
+    @property
+    def errored(self) -> bool:
+        return False  # losing a worker must not make vLLM's app shut down the server
+
+    @property
+    def dead_error(self) -> BaseException:
+        return EngineDeadError()
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Raise BridgedError if no worker is ready: once a stream has started, an error has no HTTP status."""
+        with self._bridged():
+            self._backend.check_ready()
+
+    async def get_supported_tasks(self) -> Any:
+        return self._tasks
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        kv_hints: Any = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        await self._pieces.next_piece()
+        with self._bridged():
+            prompt = decoder_input(await self._rendered(prompt))
+            request = msgspec.structs.replace(
+                self._request(
+                    request_id, prompt, sampling_params, lora_request=lora_request, trace_headers=trace_headers
+                ),
+                prompt_text=prompt_text or prompt.get("prompt"),
+                priority=priority,
+                data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
+                reasoning_ended=reasoning_ended,
+                reasoning=None if reasoning_parser_kwargs is None else self._encode(reasoning_parser_kwargs),
+                cumulative=sampling_params.output_kind is RequestOutputKind.CUMULATIVE,
+            )
+            prompt_token_ids = request.prompt.token_ids
+            async with aclosing(self._backend.generate(request, prepared_prompt(prompt))) as deltas:
+                async for delta in deltas:
+                    prompt_token_ids = delta.prompt_token_ids or prompt_token_ids
+                    note_placed(prompt, delta.placed)
+                    yield to_request_output(
+                        delta, request_id=request_id, prompt=request.prompt_text, prompt_token_ids=prompt_token_ids
+                    )
+
+    @contextmanager
+    def _bridged(self) -> Iterator[None]:
+        """Convert our exceptions, which the request's scope records, to vLLM's. A rejection by a worker's vLLM becomes
+        the corresponding exception of the app's own vLLM."""
+        try:
+            with remembered_errors(self._backend):
+                yield
+        except PromptRejected as error:
+            raise RefusedByEngine(error) from error
+        except MedialaneError as error:
+            raise BridgedError(error) from error
+
+    async def _rendered(self, prompt: Any) -> Any:
+        """Render what the app has not: the prompt with which it has a model detect the language of speech."""
+        if isinstance(prompt, dict) and "type" in prompt:
+            return prompt
+        (rendered,) = await self.renderer.render_cmpl_async([parse_model_prompt(self.model_config, prompt)])
+        return rendered
+
+    def _encode(self, value: Any) -> bytes:
+        try:
+            (encoded,) = self._encoder.encode(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest("a parameter cannot be sent to a worker") from error
+        return bytes(encoded)
+
+    async def encode(  # noqa: PLR0917 - vLLM's signature
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        reasoning_ended: bool | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        await self._pieces.next_piece()
+        with self._bridged():
+            reads_cache = not pooling_params.skip_reading_prefix_cache and self.model_config.is_prefix_caching_supported
+            request = msgspec.structs.replace(
+                self._request(
+                    request_id, prompt, pooling_params, lora_request=lora_request, trace_headers=trace_headers
+                ),
+                priority=priority,
+                is_pooling=True,
+                reads_prefix_cache=reads_cache,
+            )
+            async with aclosing(self._backend.generate(request, prepared_prompt(prompt))) as deltas:
+                async for delta in deltas:  # a single one
+                    # The app counts the tokens of its own prompt, which may have been expanded by the worker.
+                    prompt["prompt_token_ids"] = delta.prompt_token_ids or request.prompt.token_ids
+                    yield to_pooling_output(delta, request_id=request_id, prompt_token_ids=prompt["prompt_token_ids"])
+
+    def _request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        *,
+        lora_request: LoRARequest | None,
+        trace_headers: Mapping[str, str] | None,
+    ) -> EngineRequest:
+        """Return what generation and pooling requests have in common."""
+        return EngineRequest(
+            request_id=request_id,
+            prompt=ExpandedPrompt(_token_ids(prompt)),
+            sampling_params=self._encode(params),
+            cache_salt=prompt.get("cache_salt"),
+            lora=None if lora_request is None else self._encode(with_own_id(lora_request)),
+            lora_name=None if lora_request is None else lora_request.lora_name,
+            trace_headers=None if trace_headers is None else dict(trace_headers),
+        )
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Unsupported: a request is aborted by closing its generator, as vLLM's app does with its own."""
+        _unsupported("aborting requests by id")
+
+    async def check_health(self) -> None:
+        try:
+            self._backend.check_ready()
+        except NoWorkerReady as error:
+            raise EngineDeadError(error.message) from error
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
+        _unsupported("KV transfer")
+
+    async def is_tracing_enabled(self) -> bool:
+        """Called by the app before it makes the request of each prompt."""
+        await self._pieces.next_piece()
+        return self.vllm_config.observability_config.otlp_traces_endpoint is not None
+
+    async def do_log_stats(self) -> None:
+        """Workers log their own statistics."""
+
+    async def start_profile(
+        self,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        await self._all(admin.StartProfile(profile_prefix, delay_iterations, max_iterations))
+
+    async def stop_profile(self) -> None:
+        await self._all(admin.StopProfile())
+
+    async def reset_mm_cache(self) -> None:
+        await self._all(admin.ResetMmCache())
+
+    async def reset_encoder_cache(self) -> None:
+        await self._all(admin.ResetEncoderCache())
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return all(await self._all(admin.ResetPrefixCache(reset_running_requests, reset_connector)))
+
+    async def sleep(self, level: int = 1, mode: admin.PauseMode = "abort") -> None:
+        await self._all(admin.Sleep(level, mode))
+
+    async def release_kv_cache_memory(self) -> None:
+        await self._all(admin.ReleaseKvCacheMemory())
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        return all(await self._all(admin.WakeUp(None if tags is None else tuple(tags))))
+
+    async def is_sleeping(self) -> bool:
+        return await self._agreed(admin.IsSleeping(), "are asleep")
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Make all ready workers load an adapter; others load it with the first request that names it, as do all
+        workers for adapters of the command line, which vLLM adds while the app is built, before any worker is ready."""
+        if not self.is_serving:
+            return True
+        try:  # vLLM's app maps the error to a response: 404 for an adapter that does not exist
+            await self._backend.administer(admin.AddLora(self._encode(with_own_id(lora_request))))
+        except MedialaneError as error:
+            raise BridgedError(error) from error
+        return True
+
+    async def pause_generation(self, *, mode: admin.PauseMode = "abort", clear_cache: bool = True) -> None:
+        await self._all(admin.PauseGeneration(mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        await self._all(admin.ResumeGeneration())
+
+    async def is_paused(self) -> bool:
+        return await self._agreed(admin.IsPaused(), "are paused")
+
+    async def _all(self, call: admin.AdminCall) -> list[admin.AdminResult]:
+        """Return the results of all workers. Raises BridgedError, which names the workers that failed."""
+        with self._bridged():
+            return await self._backend.administer(call)
+
+    async def _agreed(self, call: admin.AdminCall, what: str) -> bool:
+        """Return the state that all workers report. Raises BridgedError if they differ."""
+        with self._bridged():
+            states = await self._backend.administer(call)
+            if len(set(states)) > 1:
+                num_true = sum(map(bool, states))
+                raise AdminCallIncomplete(f"{num_true} of {len(states)} workers {what}, the others are not")
+            return all(states)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """No-op: the gateway closes its resources itself."""
+
+
+def _unsupported(what: str) -> NoReturn:
+    raise NotImplementedError(f"{what} is not supported: this gateway has several engines")
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    if prompt["type"] not in ("token", "multimodal"):
+        raise InvalidRequest("prompts given as embeddings are not supported by this gateway")
+    return list(prompt["prompt_token_ids"])

@@ -1,0 +1,136 @@
+"""Changes to vLLM's pooling endpoints (embeddings, pooling, classification, scores), which differ from the others.
+
+*Rendering.* They render prompts with the renderer's blocking methods in its only thread, media included. Here the same
+code runs with a renderer that returns, instead of a prompt, the asynchronous call of the same name: the template and
+the tokenizer run in the thread, and the gateway prepares the media of all prompts at once.
+
+*Responses* may have many MB, so they are built in a thread of their own: vLLM uses the renderer's, and short requests
+are rendered on the event loop (`inline_rendering`). A response of the reranker repeats its documents: the media URLs in
+them become those of the client again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from starlette.datastructures import State
+from vllm.config import VllmConfig
+from vllm.renderers import BaseRenderer
+
+from medialane.core.errors import StartupFailed
+from medialane.vllm_bridge.frontend.pooled_json import built_in_pieces
+from medialane.vllm_bridge.frontend.request_backend import RequestBackend
+from medialane.vllm_bridge.seams.pooling import (
+    PoolingIOProcessor,
+    RerankRequest,
+    build_by,
+    has_io_processor,
+    io_processors_of,
+    postprocess_by,
+    render_by,
+    rendering_executor,
+    rendering_with,
+    servings_of,
+)
+
+#: Returns a rendered prompt.
+Render = Callable[[], Awaitable[Any]]
+
+#: One thread: several would compete with the event loop for the GIL.
+_RESPONSES = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pooling-response")
+
+
+def check_supported(config: VllmConfig) -> None:
+    """Raise StartupFailed for a plugin that makes prompts itself: it may fetch media by itself, without our checks."""
+    plugin = config.model_config.io_processor_plugin
+    if has_io_processor(config, plugin):
+        raise StartupFailed("--io-processor-plugin is not supported: a plugin fetches media in the gateway, unchecked")
+
+
+def install(state: State, renderer: BaseRenderer, backend: RequestBackend) -> None:
+    """Change the endpoints of the app with this state."""
+    for serving in servings_of(state):
+        build_by(serving, built_in_pieces)
+        postprocess_by(serving, lambda postprocess: _Responses(postprocess, backend).build)
+        for io_processor in io_processors_of(serving):
+            render_by(io_processor, _AsyncRendering(io_processor, renderer).render)
+
+
+class _DeferringRenderer:
+    """Stands for a renderer in vLLM's `render`: a prompt that it returns is a `Render`."""
+
+    def __init__(self, renderer: BaseRenderer) -> None:
+        self._renderer = renderer
+
+    def render_chat(self, *args: Any, **kwargs: Any) -> tuple[list[None], list[Render]]:
+        async def render() -> Any:
+            _, (prompt,) = await self._renderer.render_chat_async(*args, **kwargs)
+            return prompt
+
+        return [None], [render]
+
+    def render_cmpl(self, *args: Any, **kwargs: Any) -> list[Render]:
+        async def render() -> Any:
+            (prompt,) = await self._renderer.render_cmpl_async(*args, **kwargs)
+            return prompt
+
+        return [render]
+
+    def process_for_engine(self, *args: Any, **kwargs: Any) -> Render:
+        async def render() -> Any:
+            return await self._renderer.process_for_engine_async(*args, **kwargs)
+
+        return render
+
+
+class _AsyncRendering:
+    """Replaces `render_async` of one of vLLM's IO processors."""
+
+    def __init__(self, io_processor: PoolingIOProcessor, renderer: BaseRenderer) -> None:
+        self._executor = rendering_executor(renderer)
+        self._render = rendering_with(io_processor, _DeferringRenderer(renderer))
+
+    async def render(self, params: Mapping[str, Any]) -> Any:
+        # The thread needs the request's scope, to resolve the media of a query or document.
+        in_context = contextvars.copy_context().run
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._executor, in_context, self._render, params)
+        return {**found, "prompts": await found["prompts"]()}
+
+
+class _Responses:
+    """Replaces the method of one of vLLM's endpoints that builds responses."""
+
+    def __init__(self, postprocess: Callable[..., Any], backend: RequestBackend) -> None:
+        self._postprocess = postprocess
+        self._backend = backend
+
+    async def build(self, io_processor: PoolingIOProcessor, context: Any) -> Any:
+        in_context = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(
+            _RESPONSES, in_context, self._build, io_processor, context
+        )
+
+    def _build(self, io_processor: PoolingIOProcessor, context: Any) -> Any:
+        request = context.request
+        if isinstance(request, RerankRequest):
+            documents = request.documents if isinstance(request.documents, list) else [request.documents]
+            context.request = request.model_copy(update={"documents": [self._original(found) for found in documents]})
+        return self._postprocess(io_processor, context)
+
+    def _original(self, document: Any) -> Any:
+        """Return a document with the client's media URLs."""
+        if isinstance(document, str):
+            return document
+        return {**document, "content": [self._original_part(part) for part in document.get("content", ())]}
+
+    def _original_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = dict(part)
+        for name, value in part.items():
+            if isinstance(value, Mapping) and isinstance(url := value.get("url"), str):
+                found[name] = {**value, "url": self._backend.original_url(url)}
+        return found

@@ -1,0 +1,227 @@
+"""Two seams of vLLM's renderer that route media through the gateway.
+
+vLLM's renderer calls a *media connector* for every media URL, then `_process_multimodal_async` with the results. Our
+connector returns the `MediaRef` that intake left in the body; our replacement for the second call makes the gateway
+prepare all of them at once. Items for which vLLM fetches nothing (embeddings, media given by uuid only) reach the
+second call as None with a uuid, which intake has replaced by the reference. The first seam is public (a registry), the
+second is an attribute of the renderer instance; `tests/contract/test_renderer_hook.py` pins both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, NoReturn
+
+import msgspec
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.renderers import BaseRenderer
+
+from medialane.core.errors import (
+    EmptyMedia,
+    InvalidMediaUrl,
+    InvalidRequest,
+    MedialaneError,
+    PromptTooLong,
+    TooManyMediaItems,
+    UnknownMediaUuid,
+)
+from medialane.core.feature import MediaPrompt
+from medialane.core.hashing import canonical_options
+from medialane.core.media import MediaRef, Modality
+from medialane.vllm_bridge.frontend.request_backend import RequestBackend
+from medialane.vllm_bridge.items.media_options import final_io, model_io
+from medialane.vllm_bridge.items.option_limits import check_options
+from medialane.vllm_bridge.items.pixel_limits import item_options, max_pixels_of
+from medialane.vllm_bridge.items.prepared_input import engine_input
+from medialane.vllm_bridge.items.processor_options import check_processor_options
+from medialane.vllm_bridge.items.raw_audio import expected_sample_rate, is_audio, sampled
+from medialane.vllm_bridge.seams.multimodal import (
+    accepted_modalities,
+    prepare_media_by,
+    processor_of,
+    unknown_modalities,
+)
+from medialane.vllm_bridge.seams.vision_chunk import ChunkSource, chunk_sources, takes_chunks
+
+#: The name under which the connector is registered; VLLM_MEDIA_CONNECTOR selects it.
+CONNECTOR = "medialane"
+
+
+class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
+    """Leaves fetching to the gateway: a URL in the body is already a reference. vLLM creates a connector per request,
+    of the subclass that `install` registers.
+
+    vLLM's own fetching, used by all other methods of its connector, is disabled: it would bypass our URL guard.
+    """
+
+    hook: ClassVar[RendererHook]
+
+    async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
+        return self._ref("image", image_url)
+
+    async def fetch_video_async(
+        self, video_url: str, *, image_mode: str | None = "RGB", video_processor: str | None = None
+    ) -> Any:
+        return self._ref("video", video_url)
+
+    async def fetch_audio_async(self, audio_url: str) -> Any:
+        return self._ref("audio", audio_url)
+
+    def fetch_image(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
+        return self._ref("image", image_url)
+
+    def fetch_video(self, video_url: str, *, image_mode: str | None = "RGB", video_processor: str | None = None) -> Any:
+        return self._ref("video", video_url)
+
+    def fetch_audio(self, audio_url: str) -> Any:
+        return self._ref("audio", audio_url)
+
+    def _refuse_embeddings(self, data: str) -> None:
+        """Reject embeddings that intake has not extracted: vLLM's connector would unpickle them in this process."""
+        self._refuse("this form of embeddings is not supported by this gateway")
+
+    async def _refuse_embeddings_async(self, data: str) -> None:
+        self._refuse_embeddings(data)
+
+    fetch_image_embedding = fetch_audio_embedding = fetch_video_embedding = _refuse_embeddings
+    fetch_image_embedding_async = fetch_audio_embedding_async = _refuse_embeddings_async
+    fetch_video_embedding_async = _refuse_embeddings_async
+
+    def load_from_url(self, url: str, *_args: Any, **_kwargs: Any) -> None:
+        self._refuse("this form of media is not supported by this gateway")
+
+    async def load_from_url_async(self, url: str, *_args: Any, **_kwargs: Any) -> None:
+        self.load_from_url(url)
+
+    def _ref(self, modality: Modality, url: str) -> MediaRef | ChunkSource:
+        ref = self.hook.reference(modality, url, self.media_io_kwargs)
+        return ChunkSource(ref) if self.hook.takes_chunks else ref
+
+    def _refuse(self, message: str) -> NoReturn:
+        with remembered_errors(self.hook.backend):
+            raise InvalidRequest(message)
+
+
+def install(renderer: BaseRenderer, backend: RequestBackend) -> None:
+    """Route this renderer's media through `backend`."""
+    hook = RendererHook(renderer, backend)
+    MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(type("Connector", (ReferenceConnector,), {"hook": hook}))
+    prepare_media_by(renderer, hook.process)
+
+
+@contextmanager
+def remembered_errors(backend: RequestBackend) -> Iterator[None]:
+    """Record our errors before they reach vLLM's app: the response is built from them."""
+    try:
+        yield
+    except MedialaneError as error:
+        backend.fail(error)
+        raise
+
+
+class RendererHook:
+    """Implements both seams: completes the references from intake with options of model and request, and has the
+    gateway prepare the prompt."""
+
+    def __init__(self, renderer: BaseRenderer, backend: RequestBackend) -> None:
+        self.backend = backend
+        self._io = model_io(renderer.model_config)
+        processor = processor_of(renderer)
+        self._max_pixels_of = max_pixels_of(processor)
+        self._has_encoder_prompt = bool(renderer.model_config.is_encoder_decoder)
+        self._sample_rate = expected_sample_rate(processor)
+        #: Whether vLLM's chat parser makes chunks of this model's images.
+        self.takes_chunks: bool = takes_chunks(processor)
+        is_checked = not (self.takes_chunks or unknown_modalities(processor))  # by vLLM's chat parser
+        self._accepted = None if is_checked else accepted_modalities(processor)
+
+    def reference(self, modality: Modality, url: str, request_io: Mapping[str, Any] | None) -> MediaRef:
+        """Return the reference for a media URL of the body. Raises what `RequestBackend.resolve` raises, and
+        InvalidRequest for its options, or if this model takes media as something that we do not have."""
+        with remembered_errors(self.backend):
+            if self._accepted is not None and modality not in self._accepted:
+                raise InvalidRequest(f"{modality}s are not supported by this gateway for this model")
+            return self._completed(self.backend.resolve(url), modality, request_io)
+
+    async def process(  # noqa: PLR0917 - vLLM's signature
+        self,
+        prompt: list[int],
+        mm_data: Mapping[str, Any],
+        mm_uuids: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
+        media_io_kwargs: Mapping[str, Mapping[str, object]] | None = None,
+        *,
+        skip_mm_cache: bool = False,
+    ) -> Any:
+        """Replaces `BaseRenderer._process_multimodal_async`."""
+        with remembered_errors(self.backend):
+            check_options(mm_processor_kwargs or {}, "mm_processor_kwargs")
+            check_processor_options(mm_processor_kwargs)
+            options = canonical_options(mm_processor_kwargs or {})
+            items = await self._references(mm_data, mm_uuids or {}, media_io_kwargs)
+            try:
+                found = MediaPrompt(list(prompt), items, options, self._has_encoder_prompt)
+                return engine_input(await self.backend.prepare(found))
+            except PromptTooLong as error:  # the response is that of vLLM for a complete prompt
+                raise VLLMValidationError(error.message) from error
+
+    def _completed(self, ref: MediaRef, modality: Modality, request_io: Mapping[str, Any] | None) -> MediaRef:
+        """Return the reference with the merged decode options of model, request and item, and those processor options
+        of the item that the model supports.
+
+        The modality may differ: vLLM loads the audio of a video (`use_audio_in_video`) from the video's own URL.
+        """
+        item = ref.io if ref.modality == modality else b"{}"
+        io = final_io(modality, self._io, request_io, item)
+        options = item_options(ref.options, self._max_pixels_of.get(modality), ref.param)
+        return msgspec.structs.replace(ref, modality=modality, io=io, options=options)
+
+    async def _references(
+        self, mm_data: Mapping[str, Any], mm_uuids: Mapping[str, Any], request_io: Mapping[str, Any] | None
+    ) -> tuple[MediaRef, ...]:
+        """Return the references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid, and
+        TooManyMediaItems for one that is repeated: intake has counted it once."""
+        found = []
+        for name, value in mm_data.items():
+            given = [value] if is_audio(value) or not isinstance(value, list | tuple) else value
+            modality, items = chunk_sources(name, given)
+            uuids = mm_uuids.get(modality) or [None] * len(items)
+            found += [
+                await self._one(modality, item, uuid, request_io) for item, uuid in zip(items, uuids, strict=True)
+            ]
+        _check_not_repeated(found)
+        return tuple(found)
+
+    async def _one(self, modality: str, item: Any, uuid: str | None, request_io: Mapping[str, Any] | None) -> MediaRef:
+        if isinstance(item, MediaRef):
+            return item
+        if is_audio(item):  # a transcription's, decoded by the store
+            return await self.backend.audio(*sampled(item, self._sample_rate))
+        if item is not None:
+            raise InvalidRequest(f"{modality} given as a raw object is not supported by this gateway")
+        if not uuid:
+            raise EmptyMedia(f"{modality} given without URL, data or uuid")
+        ref = await self._by_uuid(modality, uuid)
+        return ref if ref.is_embeds else self._completed(ref, ref.modality, request_io)
+
+    async def _by_uuid(self, modality: str, uuid: str) -> MediaRef:
+        """Return the reference by which intake replaced the uuid, with its content."""
+        unknown = UnknownMediaUuid(f"{modality} given by an unknown uuid: send its URL or data")
+        try:
+            ref = await self.backend.by_uuid(uuid)
+        except InvalidMediaUrl as error:
+            raise unknown from error
+        if ref.modality != modality or not (ref.is_embeds or ref.content):
+            raise unknown
+        return ref
+
+
+def _check_not_repeated(refs: list[MediaRef]) -> None:
+    """The audio of a video (`use_audio_in_video`) has the same place, and counts as its own item."""
+    places: set[tuple[str, Modality]] = set()
+    for ref in refs:
+        if (place := (ref.param, ref.modality)) in places:
+            raise TooManyMediaItems("the request's media item is used more than once", param=ref.param)
+        places.add(place)

@@ -1,0 +1,110 @@
+"""The light half of vLLM's multimodal processor: prompt expansion (implements `prepare.Assembler`).
+
+Theory of operation. Placeholder expansion reads no pixels. So the gateway runs it over items whose large tensors are
+stand-ins, by calling the family's own `apply` with the heavy step (`_cached_apply_hf_processor`) replaced, which also
+works for families that override `apply`. Stand-ins have the media's true size, on which the token counts of several
+families depend. Private methods of vLLM 0.32 are used; `tests/contract/test_preparation.py` pins them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor
+
+from medialane.core.errors import FeatureUnsupported, PromptRejected
+from medialane.core.feature import Feature, PlaceholderRange
+from medialane.core.media import Modality
+from medialane.core.stage import StageName
+from medialane.prepare.processor import AssembledPrompt, ImageCost
+from medialane.vllm_bridge.error_text import public_text
+from medialane.vllm_bridge.items.header_values import NO_OPTIONS
+from medialane.vllm_bridge.items.image_tokens import ImageTokens
+from medialane.vllm_bridge.items.item_options_trial import tokens_follow_features
+from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
+from medialane.vllm_bridge.items.resize_target import Size
+from medialane.vllm_bridge.seams.multimodal import expand_prompt
+from medialane.vllm_bridge.seams.stand_ins import ValueUnknown
+
+
+class VllmAssembler:
+    """Expands prompts from headers and sizes. Not thread-safe. Without `images`, no image's cost is predicted."""
+
+    def __init__(
+        self,
+        processor: BaseMultiModalProcessor,
+        images: ImageTokens | None = None,
+        *,
+        max_tokens: int = sys.maxsize,
+        stages_instead: Mapping[Modality, StageName] = MappingProxyType({}),
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.stages_instead = stages_instead
+        self._processor = processor
+        self._images = images
+        self._layouts = PlaceholderLayouts(processor)
+
+    @cached_property
+    def accepts_item_options(self) -> bool:
+        return tokens_follow_features(self._processor)
+
+    def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
+        try:
+            applied = self._apply(token_ids, features, options)
+        except ValueUnknown as error:
+            raise FeatureUnsupported("the prompt depends on values that are not in the headers of its items") from error
+        except (ValueError, AssertionError, RuntimeError) as error:
+            # vLLM raises these if an item has no placeholder in the prompt.
+            raise PromptRejected(public_text(error) or "the model's processor refuses this prompt") from error
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            if options == NO_OPTIONS:
+                raise FeatureUnsupported("the model's processor cannot expand the prompt from its items") from error
+            raise PromptRejected("the model's processor does not support these mm_processor_kwargs") from error
+        ranges = {modality: iter(places) for modality, places in placeholder_ranges(applied).items()}
+        try:
+            placeholders = tuple([next(ranges[feature.modality]) for feature in features])
+        except (KeyError, StopIteration) as error:  # not all families look for them
+            raise PromptRejected("the prompt has fewer placeholders than items") from error
+        return AssembledPrompt(
+            token_ids=applied["prompt_token_ids"],
+            placeholders=placeholders,
+            encoder_token_ids=applied.get("encoder_prompt_token_ids"),
+        )
+
+    def image_cost(self, size: Size, options: bytes) -> ImageCost | None:
+        return None if self._images is None else self._images.cost(size, options)
+
+    def _apply(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> Any:
+        layout = self._layouts.find(features, options)
+        hashes: dict[str, list[str]] = {}
+        for feature in features:
+            hashes.setdefault(feature.modality, []).append(feature.mm_hash)
+        return expand_prompt(
+            self._processor,
+            token_ids,
+            data=layout.data,
+            options=decode_options(options),
+            kwargs=layout.kwargs,
+            hashes=hashes,
+            updates=_copied(layout),
+        )
+
+
+def placeholder_ranges(applied: Any) -> dict[str, list[PlaceholderRange]]:
+    """Return the placeholders in vLLM's result, by modality."""
+    return {modality: list(map(_range, places)) for modality, places in applied["mm_placeholders"].items()}
+
+
+def _copied(layout: PlaceholderLayout) -> dict[str, list[list[Any]]]:
+    """Return new lists, which a family may modify (Qwen-Omni does for the audio of a video); updates are frozen."""
+    return {modality: [list(updates) for updates in items] for modality, items in layout.updates.items()}
+
+
+def _range(found: Any) -> PlaceholderRange:
+    is_embed = None if found.is_embed is None else bytes(found.is_embed.to(torch.uint8).numpy())
+    return PlaceholderRange(offset=found.offset, length=found.length, is_embed=is_embed)

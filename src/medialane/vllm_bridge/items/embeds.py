@@ -1,0 +1,94 @@
+"""Embeddings sent by clients (`image_embeds`), in the form in which vLLM's chat parser passes them to its renderer.
+
+Theory of operation. The input is typed (`core.embeds`); vLLM's own loader, which unpickles, is not used. vLLM then
+trusts shapes: a grid determines the number of placeholder tokens, and embeddings whose rows do not match it crash
+EngineCore with all its requests. So embeddings are checked twice: each item before vLLM gets it, and the renderer's
+result against the placeholders.
+
+In which form a model accepts embeddings, if in any, is found by a trial at start (`embeds_trial`), not by its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor
+
+from medialane.core.embeds import UNNAMED, Embeds
+from medialane.core.errors import InvalidEmbeds
+from medialane.core.media import Modality
+from medialane.vllm_bridge.items.embeds_trial import GRID, MODALITY, VALUES, AcceptedEmbeds
+from medialane.vllm_bridge.items.features import tensor_over
+from medialane.vllm_bridge.items.merge_size import merge_size
+from medialane.vllm_bridge.seams.multimodal import embeds_data
+
+_GRID_NUMBERS = 3
+
+
+class EmbedsReader:
+    """Reads and checks embeddings for one model."""
+
+    def __init__(
+        self, processor: BaseMultiModalProcessor, model_config: ModelConfig, accepted: AcceptedEmbeds | None
+    ) -> None:
+        """`accepted` is None if the model has not been tried: it then accepts none."""
+        self._processor = processor
+        self._is_on = bool(model_config.multimodal_config.enable_mm_embeds)
+        self._width = 0 if accepted is None else accepted["width"]
+        self._fields = set() if accepted is None else set(accepted["fields"])
+        self._merge = merge_size(processor)
+
+    def read(self, modality: Modality, embeds: Embeds) -> dict[str, torch.Tensor]:
+        """Return one item's tensors, over the received bytes without a copy. Raises InvalidEmbeds."""
+        if not self._is_on:
+            raise InvalidEmbeds(f"this server does not support {modality}_embeds (--enable-mm-embeds)")
+        if modality != MODALITY or not self._fields:
+            raise InvalidEmbeds(f"{modality}_embeds of this model are not supported by this gateway")
+        if embeds.fields.keys() != self._fields:
+            names = " and ".join(sorted(self._fields)) if UNNAMED not in self._fields else "one tensor without a name"
+            raise InvalidEmbeds(f"{modality}_embeds of this model must be {names}")
+        tensors = {name: tensor_over(found.spec, memoryview(found.data)) for name, found in embeds.fields.items()}
+        if UNNAMED in tensors:
+            return {UNNAMED: self._rows(tensors[UNNAMED])}
+        rows = self._rows(tensors[VALUES])
+        return {VALUES: rows, GRID: self._grid(tensors[GRID], num_rows=len(rows))}
+
+    def data(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> Any:
+        """Return all items of one modality as vLLM's renderer expects them."""
+        found = [item[UNNAMED] if UNNAMED in item else dict(item) for item in items]
+        return embeds_data(modality, found, self._processor)
+
+    def check(self, modality: Modality, engine_input: Mapping[str, Any], num_items: int) -> None:
+        """Raise InvalidEmbeds unless each item has one embedding per token of its placeholder that needs one."""
+        items, places = engine_input["mm_kwargs"][modality], engine_input["mm_placeholders"][modality]
+        if not len(items) == len(places) == num_items:
+            raise InvalidEmbeds(f"{len(items)} items and {len(places)} placeholders of {num_items} embeddings")
+        for item, place in zip(items, places, strict=True):
+            expected = (place.get_num_embeds(), self._width)
+            found = item[VALUES].data if VALUES in item else None
+            if not isinstance(found, torch.Tensor) or tuple(found.shape) != expected:
+                raise InvalidEmbeds(f"{modality}: embeddings do not have the shape {expected} of their placeholder")
+
+    def _rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings as (tokens, hidden size). Also accepts a batch of one, like vLLM."""
+        if not values.is_floating_point():
+            raise InvalidEmbeds("embeddings must be floating-point numbers")
+        shape = tuple(values.shape)
+        if shape[-1:] != (self._width,) or len(shape) not in (2, 3) or shape[:-2] not in ((), (1,)):
+            raise InvalidEmbeds(f"embeddings must have the shape (tokens, {self._width})")
+        return values.view(shape[-2:])
+
+    def _grid(self, grid: torch.Tensor, *, num_rows: int) -> torch.Tensor:
+        """Return (frames, rows, columns) of patches as a vector, for any input shape."""
+        if grid.dtype != torch.int64 or grid.numel() != _GRID_NUMBERS:
+            raise InvalidEmbeds(f"{GRID} must be three integers (int64)")
+        numbers = grid.view(-1).tolist()
+        if min(numbers) < 1 or any(n % self._merge for n in numbers[1:]):
+            raise InvalidEmbeds(f"{GRID} must be positive, rows and columns multiples of {self._merge}")
+        if prod(numbers) != num_rows * self._merge**2:
+            raise InvalidEmbeds(f"{GRID} does not match the number of embeddings")
+        return grid.view(-1)

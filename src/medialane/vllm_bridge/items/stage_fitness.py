@@ -1,0 +1,155 @@
+"""Finds out at start of which modalities this model's items may be processed one by one (stage `features`).
+
+Theory of operation. Stage `features` assumes that an item's tensors do not depend on the request's other items, that
+they can be sent, and that the prompt can be expanded and validated from their headers. No list of models says for
+which that is so: one and two items of each modality are processed, here, by the model's own processor, separately and
+as a whole request. If the prompts differ, or anything fails, requests with that modality are served in the next stage
+(`decoded`): vLLM's own renderer in the worker processes them. The outcome is one of the processor settings, which
+gateway, store and worker compare: they use `features` only if all of them have found the same.
+
+Tensors are not compared: where a family pads an item to the request's largest, its model drops the padding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from vllm.multimodal.processing.processor import BaseMultiModalProcessor
+
+from medialane.core.errors import MedialaneError
+from medialane.core.feature import Feature, MediaPayload
+from medialane.core.media import Modality
+from medialane.core.request import ExpandedPrompt
+from medialane.core.stage import RAW_STAGE, StageName
+from medialane.prepare.processor import AssembledPrompt
+from medialane.vllm_bridge.items.assembler import VllmAssembler, placeholder_ranges
+from medialane.vllm_bridge.items.features import decode_item_without_tensors
+from medialane.vllm_bridge.items.header_values import NO_OPTIONS, UNFIT
+from medialane.vllm_bridge.items.mistral_chat import chat_of_blanks, expand_marks
+from medialane.vllm_bridge.items.preparation import engine_media
+from medialane.vllm_bridge.items.trial_items import SAMPLES, TrialItem, trial_items
+from medialane.vllm_bridge.items.validation import FeatureChecker
+from medialane.vllm_bridge.seams.multimodal import (
+    accepted_modalities,
+    process_whole,
+    processes_items_apart,
+    unknown_modalities,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=2)  # a process has one processor
+def unfit_reasons(processor: BaseMultiModalProcessor) -> Mapping[Modality, str]:
+    """Return why stage `features` is not used for requests with a modality, of those for which it is not. Processes
+    some items at the first call: takes a fraction of a second."""
+    modalities = [modality for modality in SAMPLES if modality in accepted_modalities(processor)]
+    if unknown := unknown_modalities(processor):
+        reason = f"media are refused: this model takes them as {', '.join(unknown)}, which is not supported"
+        return dict.fromkeys(SAMPLES, reason)
+    if not processes_items_apart(processor):
+        reason = "the results of the model's processor depend on the number of items in a request"
+        return dict.fromkeys(modalities, reason)
+    try:
+        expand_marks(processor)
+        trial = _Trial(processor)
+    except Exception as error:  # noqa: BLE001 - a family's own code may fail in any way; another stage serves it
+        return dict.fromkeys(modalities, _failure(error))
+    found = {modality: trial.reason(modality) for modality in modalities}
+    return {modality: reason for modality, reason in found.items() if reason}
+
+
+def stages_instead(processor: BaseMultiModalProcessor) -> Mapping[Modality, StageName]:
+    """Return the stage of requests with a modality for which there are `unfit_reasons`: the next one, or `url`, in
+    which vLLM's own loaders decode, if its processor accepts no sample in the form in which we decode."""
+    found: dict[Modality, StageName] = {}
+    for modality in unfit_reasons(processor):
+        accepted = trial_items(processor).by_modality.get(modality) or _accepts_whole(processor, modality)
+        found[modality] = "decoded" if accepted else RAW_STAGE
+    return found
+
+
+def _accepts_whole(processor: BaseMultiModalProcessor, modality: Modality) -> bool:
+    for sample in SAMPLES[modality]:
+        try:
+            process_whole(processor, _prompt(processor, modality, 1), {modality: [engine_media(sample)]})
+        except Exception as error:  # noqa: BLE001 - a family's own code may fail in any way
+            logger.info("a request with one %s of a trial is refused: %r", modality, error)
+        else:
+            return True
+    return False
+
+
+def summary(reasons: Mapping[Modality, str]) -> str:
+    """Return `unfit_reasons` in one line; empty if there are none."""
+    return "; ".join(dict.fromkeys(reasons.values()))
+
+
+class _Trial:
+    """Processes prompts of one modality in both ways."""
+
+    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+        self._limits = processor.info.allowed_mm_limits
+        self._processor = processor
+        self._items = trial_items(processor)
+        self._assembler = VllmAssembler(processor)
+        self._checker = FeatureChecker(processor)
+
+    def reason(self, modality: Modality) -> str:
+        """Return why items of this modality are not processed separately; empty if they are."""
+        found = self._items.by_modality[modality][:-3:-1]  # the largest first
+        if not found:
+            return _line(f"no {modality} of a trial can be processed separately: {self._items.refusals[modality]}")
+        prompts = [found[:1], found[1:], found] if self._limits[modality] > 1 else [found[:1], found[1:]]
+        try:
+            return next(filter(None, (self._reason_of(modality, prompt) for prompt in prompts if prompt)), "")
+        except Exception as error:  # noqa: BLE001 - as above
+            return _failure(error, f" of {modality}")
+
+    def _reason_of(self, modality: Modality, found: Sequence[TrialItem]) -> str:
+        """Return in what the two ways differ for a prompt with these items; empty if they do not."""
+        what = f"{len(found)} {modality} item(s)"
+        token_ids = _prompt(self._processor, modality, len(found))
+        try:
+            whole = process_whole(self._processor, token_ids, {modality: [engine_media(item.media) for item in found]})
+            places = placeholder_ranges(whole)[modality]
+        except UNFIT:
+            return ""  # not a prompt that vLLM would serve
+        features = tuple(Feature(modality, f"{n:064x}", item.header, (), item.size) for n, item in enumerate(found))
+        try:
+            assembled = self._assembler.assemble(token_ids, features, NO_OPTIONS)
+            self._check(features, assembled)
+        except MedialaneError as error:
+            return f"a prompt with {what} is not expanded from the items' headers: {error.message}"
+        expected = whole["prompt_token_ids"], whole.get("encoder_prompt_token_ids"), places
+        if (assembled.token_ids, assembled.encoder_token_ids, list(assembled.placeholders)) != expected:
+            return f"a prompt with {what} is expanded otherwise if the items are processed separately"
+        return ""
+
+    def _check(self, features: Sequence[Feature], assembled: AssembledPrompt) -> None:
+        payloads = tuple(
+            MediaPayload(feature.modality, feature.mm_hash, feature.header, (), feature.size, place)
+            for feature, place in zip(features, assembled.placeholders, strict=True)
+        )
+        decoded = [decode_item_without_tensors(feature.header) for feature in features]
+        prompt = ExpandedPrompt(assembled.token_ids, payloads, encoder_token_ids=assembled.encoder_token_ids)
+        self._checker.check(prompt, decoded)
+
+
+def _prompt(processor: BaseMultiModalProcessor, modality: Modality, count: int) -> list[int]:
+    """Return a prompt with the placeholders of so many items."""
+    tokenizer = processor.info.get_tokenizer()
+    text = processor.dummy_inputs.get_dummy_text({modality: count})  # empty for a Mistral tokenizer
+    return chat_of_blanks(tokenizer, modality, count) or list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _failure(error: Exception, of: str = "") -> str:
+    logger.info("the trial of stage features%s failed", of, exc_info=error)
+    return _line(f"the model's processor fails with items{of} of a trial: {type(error).__name__}: {error}")
+
+
+def _line(text: str) -> str:
+    """Return a message that may contain another library's, as one line of a log."""
+    return " ".join(text.split())[:300]

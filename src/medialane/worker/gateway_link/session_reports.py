@@ -1,0 +1,104 @@
+"""Unsolicited reports of a worker to one gateway: its load, its KV blocks, and the pending work of other gateways."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from medialane.core.kv_events import KvChange
+from medialane.wire.connection import Connection
+from medialane.wire.protocol import ArenaMapped, LoadReport, Pending, PendingEnded, ReportRequest, ResyncBlocks
+from medialane.worker.gateway_link.block_feed import BlockFeed
+from medialane.worker.gateway_link.handler import Handler
+from medialane.worker.gateway_link.pending_work_relay import GatewayGroup
+
+#: Changes of load within this time are reported together.
+LOAD_REPORT_DELAY_S = 0.02
+
+
+class SessionReports:
+    """Reports from `start` until `stop`, during which the gateway is a member of `group`. Used on the event loop."""
+
+    def __init__(
+        self, handler: Handler, connection: Connection, *, group: GatewayGroup, max_frame_bytes: int, max_pending: int
+    ) -> None:
+        self._handler = handler
+        self._connection = connection
+        self._group = group
+        self._max_pending = max_pending
+        self._pending: dict[int, int] = {}  # the gateway's numbers -> those at the other gateways
+        self._feed = BlockFeed(handler.held_blocks, max_frame_bytes=max_frame_bytes)
+        self._unwatch: list[Callable[[], None]] = []
+        self._reported: LoadReport | None = None
+        self._reporting: asyncio.TimerHandle | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        return self._connection.paused
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._connection.send(message)
+
+    def start(self) -> None:
+        """Report everything after registration, then changes."""
+        self.report_load()
+        if not self._connection.closed.is_set():
+            self._unwatch = [
+                self._handler.watch_arena(lambda arena: self._connection.send(ArenaMapped(arena))),
+                self._handler.watch_blocks(self._blocks_changed),
+            ]
+            self._send_blocks()
+            self._group.join(self)
+
+    def stop(self) -> None:
+        """Stop reporting: the connection is closed."""
+        self._group.leave(self)
+        for number in list(self._pending):
+            self._end_pending(number, is_computed=False)
+        while self._unwatch:
+            self._unwatch.pop()()
+        if self._reporting is not None:
+            self._reporting.cancel()
+
+    def report_load(self) -> None:
+        self._reported = self._load()
+        self._connection.send(self._reported)
+
+    def load_changed(self) -> None:
+        """Report the load soon, if it has changed."""
+        if self._reporting is None and not self._connection.closed.is_set():
+            self._reporting = asyncio.get_running_loop().call_later(LOAD_REPORT_DELAY_S, self._report_changed_load)
+
+    def received(self, message: ReportRequest) -> None:
+        match message:
+            case ResyncBlocks():
+                self._feed.resync()
+                self._send_blocks()
+            case Pending(number, work):
+                # Beyond the limit it is not relayed: the others then know it from the load alone.
+                if number not in self._pending and len(self._pending) < self._max_pending:
+                    self._pending[number] = self._group.relay(self, work)
+            case PendingEnded(number, is_computed):
+                if number in self._pending:
+                    self._end_pending(number, is_computed=is_computed)
+
+    def _end_pending(self, number: int, *, is_computed: bool) -> None:
+        self._group.relay_end(self, self._pending.pop(number), is_computed=is_computed)
+
+    def _report_changed_load(self) -> None:
+        self._reporting = None
+        if self._load() != self._reported:
+            self.report_load()
+
+    def _load(self) -> LoadReport:
+        return LoadReport(tuple(self._handler.loads()), self._handler.is_stalled)
+
+    def _blocks_changed(self, change: KvChange) -> None:
+        self._feed.push(change)
+        self._send_blocks()
+
+    def _send_blocks(self) -> None:
+        if self._feed.wants_to_send():
+            self._connection.send_in_pieces(self._feed)

@@ -1,0 +1,48 @@
+"""Where a worker listens."""
+
+import os
+import socket
+import stat
+
+import pytest
+from rpc_requests import engine_request, tokens_of
+
+from medialane.core.errors import (
+    StartupFailed,
+)
+from medialane.testing.fake_handler import FakeHandler
+from medialane.wire.config import RpcConfig
+from medialane.worker.gateway_link.server import RpcServer
+
+HOUR_S = 3600.0
+
+
+async def test_close_is_idempotent_and_removes_the_socket(net):
+    server = await net.serve(FakeHandler())
+    assert stat.S_IMODE(os.stat(net.path).st_mode) == 0o600
+    await server.close()
+    await server.close()
+    with pytest.raises(FileNotFoundError):
+        os.stat(net.path)
+
+
+async def test_address_in_use_is_rejected_without_affecting_its_owner(net, tcp_net):
+    for one in (net, tcp_net):
+        await one.serve(FakeHandler([1]))
+        with pytest.raises(StartupFailed, match="in use"):
+            await RpcServer(FakeHandler(), RpcConfig()).serve(one.address)
+        assert await tokens_of((await one.connect()).submit(engine_request("r"))) == [1]
+
+
+async def test_socket_of_a_dead_worker_is_replaced(net):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(net.path)
+    await net.serve(FakeHandler([1]))
+    assert await tokens_of((await net.connect()).submit(engine_request("r"))) == [1]
+
+
+async def test_non_socket_file_is_left_alone(net):
+    os.mknod(net.path)
+    with pytest.raises(StartupFailed, match="in use"):
+        await RpcServer(FakeHandler(), RpcConfig()).serve(net.address)
+    assert stat.S_ISREG(os.stat(net.path).st_mode)
