@@ -19,7 +19,7 @@ from certificates import tls_settings
 from medialane.cli.flags import given_settings
 from medialane.cli.main import COMMANDS, _parse
 from medialane.cluster.local import check_join, check_join_listen
-from medialane.cluster.ray.ray_cluster import remote_workers
+from medialane.cluster.ray import remote_workers
 from medialane.cluster.ray.remote_workers import Nodes, with_join_addresses, worker_specs
 from medialane.config import load_config
 from medialane.wire.address import parse_tcp

@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 
 from ray.exceptions import TaskPlacementGroupRemoved
 
-from medialane.cluster.ray.ray_cluster import ray_cluster as ray
+from medialane.cluster.ray import ray_cluster as ray
 
 
 def node(address, *, alive=True, **resources):

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from medialane.cluster.ray.ray_cluster import remote
+from medialane.cluster.ray import remote
 from medialane.cluster.ray.remote import RemoteProcess, RemoteSpec, remote_argv, remote_environ
 from medialane.core.errors import StartupFailed
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from scripted_processes import Recorder
 
-from medialane.cluster.ray.ray_cluster import remote_supervisor
+from medialane.cluster.ray import remote_supervisor
 from medialane.cluster.ray.remote import Location, RemoteSpec, RunEnd
 from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.config.cluster import ClusterConfig
