@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+from builders import Clock, checked_arena
 from waiting import comes_true, comes_true_sync
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -54,6 +55,18 @@ def tiny_model() -> Path:
     from medialane.testing.tiny_model import build_tiny_model, cache_folder
 
     return build_tiny_model(cache_folder(os.environ))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def arena():
+    """Of 16 MiB. A test that leaves a lease or a reservation fails."""
+    with checked_arena() as arena:
+        yield arena
 
 
 @pytest.fixture(autouse=True, scope="module")

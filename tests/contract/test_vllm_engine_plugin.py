@@ -44,10 +44,8 @@ SPEC = TensorSpec("float32", (100, 50))
 
 
 @pytest.fixture
-def arena():
-    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
+def arena(arena):
     yield arena
-    arena.close()
     arena_decoder.RESOLVER.detach(arena.id)
 
 

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 from gateway_parts import FakeWorker
 
-from medialane.arena import Arena, ArenaConfig
+from builders import MIB, checked_arena
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
 from poison import poison_freed
@@ -17,12 +17,8 @@ from poison import poison_freed
 def arena(monkeypatch):
     """What it frees is overwritten. A test that leaves a lease or a reservation fails."""
     poison_freed(monkeypatch)
-    arena = Arena.create(ArenaConfig(size_bytes=32 << 20))
-    yield arena
-    stats = arena.stats()
-    arena.close()
-    gc.collect()  # a traceback references frames, which reference views of the arena
-    assert (stats.num_leases, stats.num_reservations) == (0, 0)
+    with checked_arena(32 * MIB) as arena:
+        yield arena
 
 
 @pytest.fixture

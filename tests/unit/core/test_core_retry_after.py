@@ -3,19 +3,6 @@ import pytest
 from medialane.core.retry_after import Outage, Places, retry_after
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.mark.parametrize(("seconds", "shown"), [(0, 1), (0.2, 1), (1.1, 2), (48, 48), (1000, 120), (float("inf"), 120)])
 def test_header_has_whole_seconds_in_a_sane_range(seconds, shown):
     assert retry_after(seconds) == shown

@@ -1,0 +1,33 @@
+"""What tests of several rooms build: a clock that they set, and an arena that must be empty in the end.
+
+The fixtures `clock` and `arena` of conftest.py are these; `checked_arena` is for tests that need other settings.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+MIB = 1 << 20
+
+
+class Clock:
+    """Stands still until a test sets `now`."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def checked_arena(size_bytes: int = 16 * MIB, **settings: object) -> Iterator["Arena"]:
+    """A real arena. A test that leaves a lease or a reservation fails."""
+    from medialane.arena import Arena, ArenaConfig
+
+    arena = Arena.create(ArenaConfig(size_bytes=size_bytes, **settings))
+    yield arena
+    gc.collect()  # a traceback references frames, which reference views and leases of the arena
+    stats = arena.stats()
+    arena.close()
+    assert (stats.num_leases, stats.num_reservations) == (0, 0)
