@@ -7,6 +7,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from medialane.arena import Arena, ArenaConfig
+
 MIB = 1 << 20
 
 
@@ -21,10 +23,8 @@ class Clock:
 
 
 @contextmanager
-def checked_arena(size_bytes: int = 16 * MIB, **settings: object) -> Iterator["Arena"]:
+def checked_arena(size_bytes: int = 16 * MIB, **settings: object) -> Iterator[Arena]:
     """A real arena. A test that leaves a lease or a reservation fails."""
-    from medialane.arena import Arena, ArenaConfig
-
     arena = Arena.create(ArenaConfig(size_bytes=size_bytes, **settings))
     yield arena
     gc.collect()  # a traceback references frames, which reference views and leases of the arena
