@@ -9,8 +9,6 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from medialane.core.errors import InvalidRequest
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.pixel_limits import _is_limit, item_options, max_pixels_of
-from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.resize_target import ResizeTargets
 
 PARAM = "messages[0].content[0].image_url"
 
@@ -84,4 +82,3 @@ def test_model_without_a_hugging_face_processor_has_no_limits(tiny_model, monkey
 
     monkeypatch.setattr(processor.info, "get_hf_processor", no_files)
     assert max_pixels_of(processor) == {}
-    assert ResizeTargets.of(processor, VllmProcessor(processor).process)

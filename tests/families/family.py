@@ -15,7 +15,7 @@ from small_dummies import with_small_dummies
 from medialane.testing import tiny_model
 
 #: What medialane can predict from an image's size alone: least tokens and bytes it takes, the size it is resized to.
-ALL_PREDICTED = frozenset(("tokens", "bytes", "target"))
+ALL_PREDICTED = frozenset(("tokens", "bytes"))
 
 #: Libraries warn of their own code for some families, which in a processor would make an option invalid.
 _WARNINGS_IGNORED = pytest.mark.filterwarnings(

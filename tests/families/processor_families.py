@@ -398,7 +398,6 @@ FAMILIES = (
     replace(
         _GEMMA3N,
         build=written_by(with_weights(write_gemma3n, embeddings=0.01), __file__),
-        predicted=frozenset(("target",)),
         needs="timm",
     ),
     # Patches of images of any size, their positions, and shorter ones of videos.
@@ -432,6 +431,5 @@ FAMILIES = (
         {"image": 2},
         BAGEL,
         written_by(with_weights(write_bagel), __file__),
-        predicted=frozenset(("target",)),
     ),
 )

@@ -164,7 +164,6 @@ FAMILIES = (
         {"image": 2},
         IMAGE,
         written_by(with_weights(write_isaac), __file__),
-        predicted=frozenset(("target",)),
         extra_flags=("--dtype=float32",),
     ),
 )

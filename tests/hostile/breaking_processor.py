@@ -41,9 +41,6 @@ class BreakingProcessor:
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         return self._inner.sample(video, io)
 
-    def smaller_size(self, size, smaller, options):
-        return self._inner.smaller_size(size, smaller, options)
-
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         if isinstance(media, Image) and media.pixels.shape[1] == BREAKING_WIDTH:
             BREAKS.get(media.pixels.shape[0], lambda: None)()

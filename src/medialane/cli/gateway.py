@@ -26,7 +26,7 @@ from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.phase import enter_phase
-from medialane.core.stage import RAW_STAGE, STAGES, StageChoice, prepared_stage
+from medialane.core.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
@@ -167,8 +167,6 @@ async def _start(
     keys = AccessKeys.load(config.gateway, frontend.api_keys)
     shared = config.gateway.share(max(1, len(peers.gateways)), max_body_bytes=config.media.max_body_bytes)
     gateway_config = _fit(shared, frontend)
-    if config.media.jpeg_scaled_decode:
-        _warn_of_scaling(gateway_config.stage, frontend)
     await asyncio.to_thread(warm_up)
     fairness, metrics = LoopFairness(), Metrics(host=CollectorRegistry() if peers.gateways else None)
     stack.callback(fairness.close)
@@ -244,15 +242,6 @@ def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
     instead = " or ".join(sorted(set(frontend.stages_instead.values())))
     logger.warning("stage %s, not %s%s: %s", instead, stage.name, which, frontend.unfit_reason)
     return config
-
-
-def _warn_of_scaling(stage: StageChoice, frontend: Frontend) -> None:
-    if not prepared_stage(stage).is_processed:
-        logger.warning("--jpeg-scaled-decode has no effect in stage %s: images are sent to the workers", stage)
-    elif not frontend.has_resize_target():
-        logger.warning("--jpeg-scaled-decode has no effect: the resize target of this model's processor is unknown")
-    else:
-        logger.warning("--jpeg-scaled-decode: answers about large JPEGs are not token-identical to vLLM's")
 
 
 def _links(config: Config, frontend: Frontend, *, store: StoreLink, peers: Peers, metrics: Metrics) -> WorkerPool:

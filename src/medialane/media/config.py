@@ -43,9 +43,6 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """largest width or height of an image in pixels"""
     max_image_scans: PositiveInt = field(default=64, name="media-max-image-scans")
     """most scans of a progressive JPEG; a normal one has about 10"""
-    jpeg_scaled_decode: bool = field(default=False, name="jpeg-scaled-decode")
-    """decode large JPEGs at a fraction of their size, at least twice what the model's processor resizes them to, if
-    that size is known: faster, but answers are no longer token-identical to vLLM's"""
     max_video_bytes: PositiveInt = field(default=128 * MIB, name="media-max-video-bytes")
     """largest encoded video, fetched or sent"""
     max_video_pixels: PositiveInt = field(default=4096 * 2304, name="media-max-video-pixels")

@@ -11,7 +11,7 @@ from medialane.core.media import AudioIo, Decoded, Modality
 from medialane.media.audio import check_audio, decode_audio
 from medialane.media.config import MediaConfig
 from medialane.media.image import check_image, decode_image
-from medialane.media.model_choices import FrameSampler, SizeChooser
+from medialane.media.model_choices import FrameSampler
 from medialane.media.published_image import PIXMAP_TYPE, decode_pixmap
 
 # PyAV is optional: images do not need it, and without it `sniff` rejects video. Imported here, before preparers are
@@ -31,16 +31,15 @@ def decode(
     io: bytes,
     config: MediaConfig,
     sampler: FrameSampler,
-    chooser: SizeChooser | None = None,
 ) -> Decoded:
-    """Decode one item; `media_type` is the result of `sniff`, `chooser` is as in `decode_image`.
+    """Decode one item; `media_type` is the result of `sniff`.
 
     Raises what the modality's decoder raises.
     """
     if media_type == PIXMAP_TYPE:
         return decode_pixmap(data)
     if modality == "image":
-        return decode_image(data, config, chooser)
+        return decode_image(data, config)
     if modality == "audio":
         return decode_audio(data, config, sample_rate=msgspec.json.decode(io, type=AudioIo).sample_rate)
     with open_video(data, media_type, config) as video:

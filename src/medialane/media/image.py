@@ -36,8 +36,6 @@ from medialane.core.media import Image
 from medialane.core.own_fault import own_fault
 from medialane.media.config import MediaConfig
 from medialane.media.image_header import ImageType, check_exif, check_limits, sniff_image
-from medialane.media.jpeg_scale import ScaledImage, scaled_size
-from medialane.media.model_choices import Size, SizeChooser
 
 #: The only plugin allowed to open each type; importing it here also loads it before preparers are forked.
 _FORMATS: dict[ImageType, str] = {
@@ -75,17 +73,13 @@ _START_OF_SCAN = b"\xff\xda"
 _Pixels = NDArray[np.generic]
 
 
-def decode_image(
-    encoded: bytes | bytearray | memoryview, config: MediaConfig, chooser: SizeChooser | None = None
-) -> Image:
+def decode_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -> Image:
     """Decode one image (of an animation, the first frame) to RGB. `encoded` is not needed afterwards.
-
-    JPEGs, and no other types, are decoded at a smaller size if `chooser` returns one.
 
     Raises InvalidImage, ImageTooLarge, ImageTooComplex, and what `sniff_image` raises.
     """
     with _opened(encoded, config) as (image_file, data, media_type):
-        image = _fast_jpeg(data, image_file, chooser) if media_type == "image/jpeg" else None
+        image = _fast_jpeg(data, image_file) if media_type == "image/jpeg" else None
         return image or Image(_pillow(image_file))
 
 
@@ -125,35 +119,20 @@ def _check_exif(image_file: PILImage.Image) -> None:
     check_exif(len(image_file.info.get("Raw profile type exif", "")) // 2)  # hexadecimal, in a PNG text chunk
 
 
-def _fast_jpeg(data: bytes, image_file: PILImage.Image, chooser: SizeChooser | None) -> Image | None:
+def _fast_jpeg(data: bytes, image_file: PILImage.Image) -> Image | None:
     """Decode and rotate a plain JPEG; None if Pillow has to decode or reject it."""
     width, height = image_file.size
     rotation = _rotation_of(image_file)
     is_quarter_turn = rotation is not None and rotation[0] % 2 == 1
     if image_file.mode not in ("RGB", "L") or (is_quarter_turn and width * height < _MIN_QUARTER_TURN_PIXELS):
         return None
-    shown = (height, width) if is_quarter_turn else (width, height)
-    scaled = scaled_size(shown, chooser)
-    stored = scaled[::-1] if scaled is not None and is_quarter_turn else scaled
-    pixels = _jpeg_pixels(data, (width, height), stored)
-    if pixels is None:
-        return None
-    upright = pixels if rotation is None else _rotated(pixels, rotation)
-    return Image(upright) if scaled is None else ScaledImage(upright, shown)
-
-
-def _jpeg_pixels(data: bytes, size: Size, scaled: Size | None) -> NDArray[np.uint8] | None:
-    """Decode a JPEG of `size`, at size `scaled` if given; None if libjpeg reports an error or warning."""
-    # Given as minima, these select the scale that yields exactly this size; without them, the image is not scaled.
-    least = {} if scaled is None else {"min_width": scaled[0], "min_height": scaled[1]}
     try:
-        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-            data, "RGB", fastdct=False, fastupsample=False, strict=True, **least
-        )
+        pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=True)
     except ValueError:  # strict turns warnings into errors; Pillow decodes some of these files
         return None
-    width, height = scaled or size
-    return pixels if pixels.shape == (height, width, 3) else None
+    if pixels.shape != (height, width, 3):
+        return None
+    return Image(pixels if rotation is None else _rotated(pixels, rotation))
 
 
 def _pillow(image_file: PILImage.Image) -> NDArray[np.uint8]:

@@ -1,6 +1,6 @@
 """The process that preparers fork from: `python -m medialane.prepare.forkserver FACTORY CONTROL_FD PARENT_PID`.
 
-Theory of operation. The engine's processor takes about 20 s and 600 MB to import, build and warm (vllm.md 3). This
+Theory of operation. The engine's processor takes about 20 s and 600 MB to import, build and warm. This
 process does it once; every preparer is a fork of it, ready in milliseconds and sharing those pages. Two invariants:
 
 * One thread. A fork copies only the calling thread; a lock held by another thread would stay locked in the child.

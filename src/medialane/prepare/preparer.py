@@ -16,7 +16,6 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
 
 from medialane.arena import ArenaView, describe
 from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, to_report
@@ -126,7 +125,6 @@ class Preparer:
             io=job.io,
             config=self._media,
             sampler=self._processor,
-            chooser=self._scaling(job),
         )
         decoded = time.perf_counter()
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
@@ -138,11 +136,6 @@ class Preparer:
         return NeedRange(
             job.job_id, item.specs, addresses, item.header, item.size, decoded - started, processed - decoded
         )
-
-    def _scaling(self, job: ProcessItem) -> _SizeChooser | None:
-        """Return None in stage `decoded`, which needs full size: the worker's use of the pixels is not known here."""
-        enabled = self._media.jpeg_scaled_decode and job.options is not None
-        return _SizeChooser(self._processor, job.options or b"{}") if enabled else None
 
     def _encoded(self, encoded: EncodedMedia) -> memoryview:
         entry = self._arena.entry(encoded.range, writable=False)
@@ -175,14 +168,3 @@ def _check_size(item: ProcessedItem) -> None:
     ):
         if size > limit:
             raise MediaTooLarge(f"this item has {size} {what} after processing, more than {limit}")
-
-
-class _SizeChooser:
-    """Implements `media.model_choices.SizeChooser` for one job."""
-
-    def __init__(self, processor: Processor, options: bytes) -> None:
-        self._processor = processor
-        self._options = options
-
-    def smaller_size(self, size: tuple[int, int], smaller: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-        return self._processor.smaller_size(size, smaller, self._options)

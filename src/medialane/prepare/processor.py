@@ -68,12 +68,6 @@ class Processor(Protocol):
         """Process one item separately. `options` are canonical JSON. Raises MedialaneError for client errors."""
         ...
 
-    def smaller_size(
-        self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
-    ) -> tuple[int, int] | None:
-        """Return the size at which an image processed with `options` may be decoded (`model_choices.SizeChooser`)."""
-        ...
-
 
 class FactoryConfig(msgspec.Struct, frozen=True):
     """What the factory of a model's processor needs, as JSON."""
@@ -104,11 +98,6 @@ class NoProcessor:
         raise UnsupportedMediaType(_REFUSAL)
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
-        raise UnsupportedMediaType(_REFUSAL)
-
-    def smaller_size(
-        self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
-    ) -> tuple[int, int] | None:
         raise UnsupportedMediaType(_REFUSAL)
 
 

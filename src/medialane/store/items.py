@@ -48,9 +48,6 @@ Admit = Callable[[int, int], Awaitable[None]]
 #: Encoded bytes may be evicted between download and use if the arena is far too small; then they are fetched again.
 _MAX_ATTEMPTS = 3
 
-#: Decode options in the key of a JPEG that may be decoded at reduced size (`jpeg_scaled_decode`); no client sets them.
-SCALED_IO = b'{"jpeg_scaled_decode":true}'
-
 #: Size of each cache of verdicts (probed, too large), in items.
 _MAX_CACHED_VERDICTS = 16_384
 
@@ -113,7 +110,6 @@ class Items:
         self._media = media
         self._store = EncodedStore(arena, media)
         self.embeddings = Embeddings(arena)
-        self._scales = media.jpeg_scaled_decode
         self._aliases = aliases
         self._preparing: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
         self._probing: SingleFlight[str, None] = SingleFlight()
@@ -230,8 +226,7 @@ class Items:
         return feature_key(
             processor=processing.processor,
             content=content,
-            # The feature that a worker makes of the full-size image is a different one.
-            io=SCALED_IO if self._scales and ref.modality == "image" else ref.io,
+            io=ref.io,
             options=merged_options(processing.options, ref.options),
             salt=ref.salt,
         )

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -44,16 +44,12 @@ class FakeConfig(msgspec.Struct, frozen=True):
 
 
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happens to one item: it sleeps for `sleep_s`, then triggers the fault.
-
-    With `shrinks` it may be decoded at the smallest size offered.
-    """
+    """What happens to one item: it sleeps for `sleep_s`, then triggers the fault."""
 
     sleep_s: float = 0.0
     fault: Fault = "none"
     scale: float = 1.0
     header_bytes: int = 0
-    shrinks: bool = False
 
 
 def build_processor(config: bytes) -> FakeProcessor:
@@ -77,11 +73,6 @@ class FakeProcessor:
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         raise UnsupportedMediaType("the fake supports images only")
-
-    def smaller_size(
-        self, size: tuple[int, int], smaller: Sequence[tuple[int, int]], options: bytes
-    ) -> tuple[int, int] | None:
-        return smaller[0] if msgspec.json.decode(options, type=FakeOptions).shrinks else None
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         if not isinstance(media, Image):

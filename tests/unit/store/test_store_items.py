@@ -26,7 +26,7 @@ from medialane.core.tensor import TensorSpec
 from medialane.media import Fetched, MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.store import Aliases, Items
-from medialane.store.items import SCALED_IO, Processing
+from medialane.store.items import Processing
 from medialane.store.messages import FindEmbedding
 from waiting import eventually, iterations
 
@@ -99,12 +99,10 @@ class Pool:
 
 
 class World:
-    def __init__(self, arena, **media):
+    def __init__(self, arena):
         self.arena, self.fetcher, self.pool = arena, Fetcher(), Pool(arena)
         aliases = Aliases(max_aliases=8, ttl_s=60)
-        self.items = Items(
-            arena=arena, pool=self.pool, fetcher=self.fetcher, media=MediaConfig(**media), aliases=aliases
-        )
+        self.items = Items(arena=arena, pool=self.pool, fetcher=self.fetcher, media=MediaConfig(), aliases=aliases)
         self.fetcher.store = self.items._store
         self.uploads, self.admitted = 0, []
 
@@ -360,13 +358,6 @@ async def test_bytes_that_a_preparer_rejects_are_dropped(world):
     world.pool.error = None
     await world.find(by_url(), "encoded")
     assert world.pool.num_probes == 2, "a rejection is not remembered for later content"
-
-
-async def test_images_that_may_be_scaled_have_keys_of_their_own(arena):
-    plain, scaling = World(arena), World(arena, jpeg_scaled_decode=True)
-    first, second = (await plain.find(by_url()))[1], (await scaling.find(by_url()))[1]
-    named = (await plain.find(by_url(io=SCALED_IO)))[1]
-    assert first.mm_hash != second.mm_hash == named.mm_hash
 
 
 WITH_ENCODER = PLAIN._replace(encoder="an encoder")

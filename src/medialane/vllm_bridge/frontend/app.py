@@ -39,7 +39,6 @@ from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.image_tokens import ImageTokens
 from medialane.vllm_bridge.items.media_options import check_model_io
 from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media
-from medialane.vllm_bridge.items.preparation import VllmProcessor
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
 from medialane.vllm_bridge.items.settings import settings_of
 from medialane.vllm_bridge.items.stage_fitness import stages_instead, summary, unfit_reasons
@@ -114,13 +113,6 @@ class Frontend:
     def max_headers(self) -> int:
         """Maximum number of header lines of a request, from vLLM's flags."""
         return int(self.args.h11_max_header_count)
-
-    def has_resize_target(self) -> bool:
-        """Return whether JPEGs may be decoded at a fraction of their size for this model (`jpeg_scaled_decode`).
-        Processes an image to find out."""
-        if not self.takes_media or "image" in self.unfit:
-            return False
-        return VllmProcessor(processor_of(self.renderer)).has_resize_target()
 
     def check_media_options(self) -> None:
         """Raise StartupFailed for a decode option of the operator that our decoders do not support."""

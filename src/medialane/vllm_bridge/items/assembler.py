@@ -24,10 +24,9 @@ from medialane.core.stage import StageName
 from medialane.prepare.processor import AssembledPrompt, ImageCost
 from medialane.vllm_bridge.error_text import public_text
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.image_tokens import ImageTokens
+from medialane.vllm_bridge.items.image_tokens import ImageTokens, Size
 from medialane.vllm_bridge.items.item_options_trial import tokens_follow_features
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
-from medialane.vllm_bridge.items.resize_target import Size
 from medialane.vllm_bridge.seams.multimodal import expand_prompt
 from medialane.vllm_bridge.seams.stand_ins import ValueUnknown
 

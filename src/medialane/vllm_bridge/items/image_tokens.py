@@ -21,10 +21,12 @@ from medialane.core.media import MediaSize, Modality
 from medialane.prepare.processor import ImageCost, ProcessedItem
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.items.preparation import VllmProcessor, trial_image
-from medialane.vllm_bridge.items.resize_target import Size
 from medialane.vllm_bridge.seams.multimodal import accepted_modalities
 
 logger = logging.getLogger(__name__)
+
+#: (width, height)
+Size = tuple[int, int]
 
 #: Options that every family that has them takes into account. With others (`do_resize`) the count may be wrong.
 _COUNTED_BY = {"min_pixels", "max_pixels", "size"}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +36,6 @@ from medialane.prepare.processor import ProcessedItem
 from medialane.vllm_bridge.engine_errors import engine_fault
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS, UNFIT, HeaderWriter
 from medialane.vllm_bridge.items.placeholder_layout import decode_options
-from medialane.vllm_bridge.items.resize_target import ResizeTargets, Size
 from medialane.vllm_bridge.seams.multimodal import accepted_modalities, fields_config, run_hf_processor
 
 #: Sizes of the images with which `warm_up` compares the two input formats of the model's processor.
@@ -80,10 +78,6 @@ class VllmProcessor:
         local = [os.path.abspath(path) for path in named if path and os.path.exists(path)]
         return [*local, constants.HF_HUB_CACHE]  # the cache does not contain the token
 
-    @cached_property
-    def _targets(self) -> ResizeTargets:
-        return ResizeTargets.of(self._processor, self.process)
-
     def warm_up(self, *, without: Collection[str] = ()) -> None:
         """Process some media, so that forked children inherit imported modules and warm caches; a model may refuse
         them. `without`: modalities of which no item is processed here."""
@@ -104,14 +98,6 @@ class VllmProcessor:
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         return self._process(media, options, as_tensor=self._accepts_tensors)
-
-    def smaller_size(self, size: Size, smaller: Sequence[Size], options: bytes) -> Size | None:
-        return self._targets.smaller_size(size, smaller, options)
-
-    def has_resize_target(self) -> bool:
-        """Return whether the target size of a photograph is known, with the model's own options."""
-        has_images = "image" in accepted_modalities(self._processor)
-        return has_images and self._targets.target((1024, 768), b"{}") is not None
 
     def _is_same_for_tensors(self, width: int, height: int) -> bool:
         noise = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
