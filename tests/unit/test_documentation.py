@@ -22,7 +22,7 @@ from medialane.core.errors import (
 )
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: The settings of a section begin with its name; flags without such a prefix may be vLLM's.
@@ -71,7 +71,7 @@ def test_api_page_lists_every_code_with_its_status():
 
 
 def test_error_codes_in_the_troubleshooting_page_exist():
-    rows = re.findall(r"^\| [45]\d\d (.+?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\*\*[45]\d\d (.+)\*\*$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
     named = {code for row in rows for code in re.findall(r"`([a-z]+_[a-z_]+)`", row)}
     codes = {cls.code for cls in _classes(MedialaneError)}
     assert "arena_full" in named
