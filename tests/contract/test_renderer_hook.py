@@ -442,7 +442,8 @@ async def test_request_metrics_match_vllm(server):
     labels = {"handler": "/v1/chat/completions", "method": "POST", "status": "2xx"}
     before = REGISTRY.get_sample_value("http_requests_total", labels) or 0
     assert (await server.chat()).status_code == 200
-    assert REGISTRY.get_sample_value("http_requests_total", labels) == before + 1
+    # Counted when the app has returned, which may be after the client has the whole response.
+    await eventually(lambda: REGISTRY.get_sample_value("http_requests_total", labels) == before + 1)
 
 
 async def test_user_middleware_is_instantiated_and_called_once(server):
