@@ -32,6 +32,7 @@ from medialane.core.tensor import TensorDescriptor
 from medialane.store import StoreEntries, StoreLink
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
 from medialane.wire.config import RpcConfig
+from medialane.wire.listener import bind_http
 from medialane.wire.protocol import Hello, Welcome
 from medialane.worker.gateway_link.server import RpcServer
 
@@ -141,7 +142,7 @@ def run_gateway(
     enter_environ(config, "gateway", model, flags, on_gpu=False, own=gateway_command._OWN)
     tune_process()
     try:
-        with gateway.bind("127.0.0.1", 0) as sock:
+        with bind_http("127.0.0.1", 0) as sock:
             pipe.send(sock.getsockname()[1])
             noted = uvloop.run(_serve(config, model, peers=peers, sock=sock, flags=flags, alongside=alongside))
     finally:

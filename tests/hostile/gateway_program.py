@@ -30,6 +30,7 @@ from medialane.media import Fetcher
 from medialane.store import StoreLink
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
 from medialane.wire.config import RpcConfig
+from medialane.wire.listener import bind_http
 from medialane.wire.protocol import Hello, Welcome
 from medialane.worker.gateway_link.server import RpcServer
 
@@ -126,7 +127,7 @@ async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: 
     await server.serve(worker)
     try:
         async with _mapping(handler, config, store):
-            with gateway.bind("127.0.0.1", port) as sock:
+            with bind_http("127.0.0.1", port) as sock:
                 await gateway.serve(config, model, flags, peers=gateway.Peers([worker], store), sock=sock)
     finally:
         await server.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -57,6 +56,7 @@ from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.vllm_bridge.engine.encode_params import encode_params
 from medialane.vllm_bridge.frontend.app import Frontend
 from medialane.wire.address import consecutive_ports, parse_named
+from medialane.wire.listener import bind_http
 from medialane.wire.protocol import Hello
 
 logger = logging.getLogger(__name__)
@@ -97,22 +97,8 @@ def run(config: Config, model: str, vllm_args: Sequence[str], peers: Peers, *, l
     Raises StartupFailed.
     """
     tune_process()
-    with bind(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd) as sock:
+    with bind_http(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd) as sock:
         return uvloop.run(serve(config, model, vllm_args, peers=peers, sock=sock))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet: connections are refused until the gateway is ready. Raises
-    StartupFailed."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        why = os.strerror(error.errno) if error.errno else str(error)
-        raise StartupFailed(f"cannot listen on {host} port {port}: {why} (--host, --port)") from error
-    return sock
 
 
 def inherited(listen_fd: int) -> socket.socket:

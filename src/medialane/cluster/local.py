@@ -22,7 +22,7 @@ from medialane.core.owner_lock import OwnedFolder
 from medialane.gateway.access import AccessKeys
 from medialane.wire import listener
 from medialane.wire.address import consecutive_ports, format_tcp
-from medialane.wire.listener import check_listen
+from medialane.wire.listener import bind_http, check_listen
 from medialane.wire.security import Security, check_address
 from medialane.worker.config import WorkerConfig
 
@@ -96,8 +96,7 @@ def check_encoders(config: Config) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Raise StartupFailed if the gateway could not listen on this address."""
-    with _bind(host, port):
-        pass
+    bind_http(host, port).close()
 
 
 @contextmanager
@@ -110,44 +109,17 @@ def shared_listener(config: Config, hardware: Hardware) -> Iterator[socket.socke
     if config.cluster.resolved_num_gateways(hardware.num_cores) == 1:
         yield None
         return
-    with _bind(config.server.host, config.server.port) as sock:
+    with bind_http(config.server.host, config.server.port) as sock:
         yield sock
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Raises StartupFailed with the reason for the operator."""
-    try:
-        return _bound(host, port)
-    except OSError as error:
-        if isinstance(error, PermissionError):
-            reason = "permission denied; choose a --port of 1024 or more"
-        elif isinstance(error, socket.gaierror):
-            reason = "--host is not an address of this machine"
-        elif error.errno == 98:  # EADDRINUSE
-            reason = "the port is already in use; stop the other server or choose another --port"
-        else:
-            reason = os.strerror(error.errno or 0)
-        raise StartupFailed(f"cannot listen on {host} port {port}: {reason}") from error
 
 
 def with_port(config: Config) -> Config:
     """Return the configuration with port 0 replaced by a free port."""
     if config.server.port:
         return config
-    with _bound(config.server.host, 0) as probe:
+    with bind_http(config.server.host, 0) as probe:
         server = msgspec.structs.replace(config.server, port=probe.getsockname()[1])
     return msgspec.structs.replace(config, server=server)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-    except OSError:
-        probe.close()
-        raise
-    return probe
 
 
 def run_folder(environ: Mapping[str, str]) -> OwnedFolder:

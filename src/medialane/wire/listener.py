@@ -1,4 +1,4 @@
-"""The listening socket of a worker or a store."""
+"""Listening sockets: those of stores, workers and gateways for each other (`Listener`), and the port of HTTP."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from medialane.core.errors import StartupFailed
+from medialane.core.errors import AuthenticationFailed, StartupFailed
+from medialane.wire.acceptor import Acceptor
 from medialane.wire.address import TcpAddress, UnixAddress, format_tcp, parse_address
+from medialane.wire.authenticating import authenticate
 from medialane.wire.config import RpcConfig
 from medialane.wire.security import Authentication, Security, check_protection
-from medialane.wire.tcp_server import TcpServer
 
 logger = logging.getLogger(__name__)
 
-#: Most connections without a first message. It is sent immediately; above this limit the oldest is closed.
-MAX_UNIDENTIFIED = 64
+#: A result of getaddrinfo.
+AddressInfo = tuple[Any, Any, int, str, tuple[Any, ...]]
+
 #: Time for sessions to end, and again for their tasks after cancellation.
 END_TIMEOUT_S = 1.0
 
@@ -30,10 +33,9 @@ class Listener:
     Each connection gets a protocol of its own, on TCP when its peer is authenticated.
     """
 
-    def __init__(self, server: asyncio.Server | TcpServer, address: str, bound: tuple[str, int] | None = None) -> None:
-        self._server = server
-        self._bound = bound
+    def __init__(self, address: str, close: Callable[[], None]) -> None:
         self.address = address
+        self._close = close
 
     @classmethod
     async def listen(
@@ -45,25 +47,46 @@ class Listener:
         or beyond loopback without a secret.
         """
         target = parse_address(address)
-        loop = asyncio.get_running_loop()
         try:
             if isinstance(target, UnixAddress):
-                bound = _bind_unix(target.path)
-                server = await loop.create_unix_server(protocol, sock=bound)
-                return cls(server, address, (target.path, _inode(target.path)))
+                return await cls._listen_unix(target.path, protocol)
             if authentication is None:
                 raise StartupFailed(f"cannot listen at {address}: only unix:/path is supported here")
-            tcp_server = TcpServer(protocol, authentication)
-            await tcp_server.listen(target.host, target.port)
+            return await cls._listen_tcp(target, protocol, authentication)
         except OSError as error:
             raise StartupFailed(f"cannot listen at {address}: {_reason(error)}") from error
-        return cls(tcp_server, format_tcp(target.host, tcp_server.port))
+
+    @classmethod
+    async def _listen_unix(cls, path: str, protocol: Callable[[], asyncio.Protocol]) -> Listener:
+        server = await asyncio.get_running_loop().create_unix_server(protocol, sock=_bind_unix(path))
+        inode = _inode(path)
+
+        def close() -> None:
+            _unlink(path, inode)
+            server.close()
+
+        return cls(f"unix:{path}", close)
+
+    @classmethod
+    async def _listen_tcp(
+        cls, target: TcpAddress, protocol: Callable[[], asyncio.Protocol], authentication: Authentication
+    ) -> Listener:
+        async def shake_hands(sock: socket.socket, ip: str) -> None:
+            try:
+                await authenticate(sock, protocol, authentication)
+            except AuthenticationFailed as error:
+                logger.warning("a connection from %s is closed: %s", ip, error.message)
+
+        resolved = await asyncio.get_running_loop().getaddrinfo(
+            target.host, target.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        sockets = _bind_all(resolved, authentication.security)
+        port: int = sockets[0].getsockname()[1]
+        return cls(format_tcp(target.host, port), Acceptor(sockets, shake_hands).close)
 
     def close(self) -> None:
-        """Stop listening. Connections stay open, unless they are in the handshake."""
-        if self._bound is not None:
-            _unlink(*self._bound)
-        self._server.close()
+        """Stop listening. Connections stay open, unless they are in the handshake. Idempotent."""
+        self._close()
 
 
 def check_listen(address: str, setting: str, config: RpcConfig) -> None:
@@ -88,13 +111,49 @@ def check_listen(address: str, setting: str, config: RpcConfig) -> None:
 def check_port(host: str, port: int, setting: str) -> None:
     """Raise StartupFailed naming `setting` unless this process can listen at all addresses of `host`. Blocking."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, ip in dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found):
-            socket.create_server((ip, port), family=family).close()
+        for sock in _bind_all(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)):
+            sock.close()
     except OverflowError:
         raise StartupFailed(f"{setting}: port {port} is above 65535") from None
     except OSError as error:
         raise StartupFailed(f"{setting}: cannot listen at {format_tcp(host, port)}: {_reason(error)}") from error
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address of the HTTP server, which does not listen yet: connections are refused until
+    a gateway is ready. Raises StartupFailed with the reason for the operator."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        reason = _reason(error)
+        if isinstance(error, PermissionError):
+            reason = "permission denied; choose a --port of 1024 or more"
+        elif isinstance(error, socket.gaierror):
+            reason = "--host is not an address of this machine"
+        elif error.errno == errno.EADDRINUSE:
+            reason = "the port is already in use; stop the other server or choose another --port"
+        raise StartupFailed(f"cannot listen on {host} port {port}: {reason}") from error
+    return sock
+
+
+def _bind_all(resolved: Sequence[AddressInfo], security: Security | None = None) -> list[socket.socket]:
+    """Return sockets that listen at all addresses of a host, at one port: if the kernel chooses it, it does so for the
+    first. Raises OSError, OverflowError, and StartupFailed if an address is not protected as it must be."""
+    sockets: list[socket.socket] = []
+    try:
+        for family, ip, port in dict.fromkeys((found[0], str(found[4][0]), found[4][1]) for found in resolved):
+            if security is not None:
+                security.check_host(ip)
+            where = (ip, port or (sockets[0].getsockname()[1] if sockets else 0))
+            sockets.append(socket.create_server(where, family=family, backlog=socket.SOMAXCONN))
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets
 
 
 def _bind_unix(path: str) -> socket.socket:

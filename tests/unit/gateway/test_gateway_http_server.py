@@ -16,6 +16,7 @@ import uvicorn
 from medialane.gateway import GatewayConfig, http_server
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
+from medialane.wire import acceptor
 from waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -137,7 +138,7 @@ async def test_stalled_handshakes_are_bounded_and_keep_nobody_out(files, client_
             assert all(closed)
             assert num_sockets() - before <= len(stalled) + MAX_OPEN
         await until_num_sockets(before)
-    assert "pending TLS handshakes was aborted" in caplog.text
+    assert "is closed: too many connections" in caplog.text
 
 
 @pytest.mark.parametrize("first", [b"", BEGUN], ids=["never started", "never finished"])
@@ -211,7 +212,7 @@ class ExhaustedSocket(socket.socket):
 
 
 async def test_exhausted_file_descriptors_pause_the_accept(files, client_context, caplog, monkeypatch):
-    monkeypatch.setattr(http_server, "_ACCEPT_RETRY_S", 0.05)
+    monkeypatch.setattr(acceptor, "_ACCEPT_RETRY_S", 0.05)
     monkeypatch.setattr(socket, "socket", ExhaustedSocket)
     async with serving(files) as port, tls_connection(port, client_context) as client:
         assert await status(*client) == 200

@@ -13,9 +13,10 @@ from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.dial import dial
 from medialane.wire.framing import append_frame
+from medialane.wire.pending import MAX_PENDING
 from medialane.wire.protocol import Hello, Join, Refused, Welcome
 from medialane.wire.security import Security
-from medialane.worker.gateway_link.server import MAX_UNIDENTIFIED, RpcServer
+from medialane.worker.gateway_link.server import RpcServer
 from waiting import eventually
 
 CONFIG = RpcConfig(heartbeat_timeout_s=2.0)
@@ -214,7 +215,7 @@ async def test_silent_peer_is_disconnected_after_the_timeout():
 
 
 async def test_number_of_silent_connections_is_bounded(gateway):
-    peers = [await Peer.connect(gateway.address) for _ in range(MAX_UNIDENTIFIED + 1)]
+    peers = [await Peer.connect(gateway.address) for _ in range(MAX_PENDING + 1)]
     assert await peers[0].is_disconnected(), "the oldest is closed"
     assert not peers[-1].closed.is_set()
     for peer in peers:

@@ -14,8 +14,8 @@ from medialane.core.errors import (
 )
 from medialane.testing.fake_handler import FakeHandler
 from medialane.wire.config import RpcConfig
+from medialane.wire.pending import MAX_PENDING
 from medialane.wire.protocol import Hello, Welcome
-from medialane.worker.gateway_link import server
 from medialane.worker.gateway_link.session import MAX_HELLO_BYTES
 from waiting import DEADLINE_S, eventually
 
@@ -144,10 +144,9 @@ async def test_unregistered_connections_do_not_exclude_gateways(net, raw):
     assert len(others) == 4
 
 
-async def test_too_many_unregistered_connections_close_the_oldest(net, raw, monkeypatch):
-    monkeypatch.setattr(server, "MAX_UNIDENTIFIED", 2)
+async def test_too_many_unregistered_connections_close_the_oldest(net, raw):
     await net.serve(FakeHandler())
-    oldest, _, newest = [await raw(hello=False) for _ in range(3)]
+    oldest, *_, newest = [await raw(hello=False) for _ in range(MAX_PENDING + 1)]
     assert await oldest.is_disconnected()
     await net.connect()
     newest.send(Hello(gateway_id="late"))

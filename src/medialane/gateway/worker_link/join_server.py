@@ -13,7 +13,8 @@ from medialane.gateway.worker_link.client import RpcClient
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
-from medialane.wire.listener import END_TIMEOUT_S, MAX_UNIDENTIFIED, Listener
+from medialane.wire.listener import END_TIMEOUT_S, Listener
+from medialane.wire.pending import PendingConnections
 from medialane.wire.protocol import PROTOCOL_VERSION, Join
 from medialane.wire.security import Security
 
@@ -32,7 +33,7 @@ class JoinServer:
         self._config = config
         self._serve_worker = serve_worker
         self._listener: Listener | None = None
-        self._unidentified: dict[RpcClient, None] = {}  # oldest first
+        self._unidentified = PendingConnections(_end_unidentified)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, address: str) -> str:
@@ -55,15 +56,10 @@ class JoinServer:
         return RpcClient(self._config, on_open=self._admit).connection
 
     def _admit(self, client: RpcClient) -> None:
-        self._unidentified[client] = None
-        if len(self._unidentified) > MAX_UNIDENTIFIED:
-            oldest = next(iter(self._unidentified))
-            del self._unidentified[oldest]
-            logger.warning("more than %d connections without a Join: the oldest is closed", MAX_UNIDENTIFIED)
-            oldest.connection.end(WorkerLost("too many unidentified connections"))
         task = asyncio.get_running_loop().create_task(self._serve(client), name="joining worker")
         self._tasks.add(task)
         task.add_done_callback(lambda _: self._ended(client, task))  # a task may be cancelled before its first step
+        self._unidentified.add(client, "a process that has not sent Join")
 
     async def _serve(self, client: RpcClient) -> None:
         try:
@@ -80,13 +76,13 @@ class JoinServer:
 
     def _ended(self, client: RpcClient, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._unidentified.pop(client, None)
+        self._unidentified.discard(client)
         client.leave()
 
     async def _join(self, client: RpcClient) -> Join | None:
         """Return the Join of a connection; None if it was closed before. Raises StartupFailed."""
         await asyncio.wait([client.join])
-        self._unidentified.pop(client, None)
+        self._unidentified.discard(client)
         if client.join.cancelled():
             return None
         join = client.join.result()
@@ -95,3 +91,7 @@ class JoinServer:
         if not _NAME.fullmatch(join.name):
             raise StartupFailed("the worker's name must have 1 to 200 letters, digits or characters of _.:/@+-")
         return join
+
+
+def _end_unidentified(client: RpcClient) -> None:
+    client.connection.end(WorkerLost("too many unidentified connections"))

@@ -11,7 +11,8 @@ from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 from medialane.wire.dial import dial
-from medialane.wire.listener import END_TIMEOUT_S, MAX_UNIDENTIFIED, Listener
+from medialane.wire.listener import END_TIMEOUT_S, Listener
+from medialane.wire.pending import PendingConnections
 from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Join
 from medialane.wire.security import Authentication, Security
 from medialane.worker.gateway_link.handler import Handler
@@ -33,7 +34,7 @@ class RpcServer:
         self._config = config
         self._listener: Listener | None = None
         self._sessions: dict[Session, asyncio.Task[None]] = {}
-        self._unidentified: dict[Session, None] = {}  # oldest first
+        self._unidentified = PendingConnections(_end_unidentified)
         self._gateway_ids: dict[Session, str] = {}  # of the identified ones
         self._request_ids: set[str] = set()
         self._group = GatewayGroup()
@@ -136,21 +137,16 @@ class RpcServer:
         if self._stopped:
             session.end(WorkerLost("the worker is shutting down"))
             return
-        self._unidentified[session] = None
-        if len(self._unidentified) > MAX_UNIDENTIFIED:
-            oldest = next(iter(self._unidentified))
-            del self._unidentified[oldest]
-            logger.warning("more than %d connections are not registered: the oldest is closed", MAX_UNIDENTIFIED)
-            oldest.end(WorkerLost("too many connections are not registered"))
         task = asyncio.get_running_loop().create_task(session.run(), name="rpc session")
         self._sessions[session] = task
         task.add_done_callback(lambda _: self._ended(session, task))
+        self._unidentified.add(session, "a process that has not registered")
 
     async def _identify(self, session: Session, hello: Hello) -> None:
         """Check the version, and end the gateway's other sessions. Raises StartupFailed, WorkerLost."""
         if hello.version != PROTOCOL_VERSION:
             raise StartupFailed(f"gateway speaks protocol {hello.version}, worker {PROTOCOL_VERSION}: same release?")
-        self._unidentified.pop(session, None)
+        self._unidentified.discard(session)
         if len({*self._gateway_ids.values(), hello.gateway_id}) > self._config.max_connections:
             logger.warning("more than %d gateways", self._config.max_connections)
             raise WorkerLost("the worker has reached its limit of gateways")
@@ -175,7 +171,11 @@ class RpcServer:
 
     def _ended(self, session: Session, task: asyncio.Task[None]) -> None:
         del self._sessions[session]
-        self._unidentified.pop(session, None)
+        self._unidentified.discard(session)
         self._gateway_ids.pop(session, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a session has failed", exc_info=error)
+
+
+def _end_unidentified(session: Session) -> None:
+    session.end(WorkerLost("too many connections are not registered"))

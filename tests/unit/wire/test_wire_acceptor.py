@@ -17,7 +17,7 @@ from certificates import tls_settings
 from medialane.core.errors import AuthenticationFailed, MedialaneError
 from medialane.gateway.worker_link.client import RpcClient
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire import tcp_server
+from medialane.wire import acceptor, pending
 from medialane.wire.authentication import GREETING_BYTES, Handshake, Role, Secrets
 from medialane.wire.config import RpcConfig
 from medialane.wire.framing import append_frame
@@ -73,6 +73,10 @@ async def opened(net, config):
     tls = Security.load(config).tls
     context = tls.context(is_dialler=True) if tls else None
     return await asyncio.open_connection(*plain_socket(net), ssl=context, server_hostname=None)
+
+
+def num_files():
+    return len(os.listdir("/proc/self/fd"))
 
 
 def handshake(secret=SECRET, **changed):
@@ -161,9 +165,9 @@ async def test_silent_peer_is_cut_at_the_deadline(served):
 
 async def test_a_thousand_half_open_connections_are_bounded(served):
     """Of one address, in any state: other addresses and the running request are not affected."""
-    address, most, files = plain_socket(served), 0, len(os.listdir("/proc/self/fd"))
+    address, most, files = plain_socket(served), 0, num_files()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pending, half_open = served.server._listener._server, []
+    half_open = []
     for number in range(1000):
         peer = socket.socket()
         peer.setblocking(False)
@@ -173,35 +177,32 @@ async def test_a_thousand_half_open_connections_are_bounded(served):
             with contextlib.suppress(OSError):
                 peer.send(b"\x16\x03\x01\x02\x00" if number % 4 == 1 else os.urandom(10))
         await asyncio.sleep(0)
-        most = max(most, pending.num_unauthenticated)
+        most = max(most, num_files() - files - len(half_open) - 1)
         if number % 100:
             peer.close()
         else:
             half_open.append(peer)
-    assert most <= tcp_server.MAX_UNAUTHENTICATED
+    assert most <= pending.MAX_PENDING + 4
     await served.connect(gateway_id="late")
-    await eventually(lambda: pending.num_unauthenticated == 0)
     for peer in half_open:
         peer.close()
-    await eventually(lambda: len(os.listdir("/proc/self/fd")) <= files + 4)
+    await eventually(lambda: num_files() <= files + 4)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
 
-async def test_above_the_bound_the_oldest_of_the_address_with_most_is_closed(monkeypatch, served, caplog):
-    monkeypatch.setattr(tcp_server, "MAX_UNAUTHENTICATED", 3)
-    listener = served.server._listener._server
-    lone = socket.create_connection(plain_socket(served), source_address=("127.0.0.2", 0))
-    await eventually(lambda: listener.num_unauthenticated == 1)
-    crowd = []
-    for number in range(3):
-        crowd.append(await asyncio.open_connection(*plain_socket(served)))
-        await eventually(lambda number=number: listener.num_unauthenticated == min(number + 2, 3))
+async def test_above_the_bound_the_oldest_of_the_address_with_most_is_closed(tcp_net, caplog):
+    """Connections are accepted in order."""
+    await tcp_net.serve(FakeHandler(), RpcConfig(shared_secret=SECRET, handshake_timeout_s=60.0))
+    address = plain_socket(tcp_net)
+    lone = await asyncio.open_connection(*address, local_addr=("127.0.0.2", 0))
+    crowd = [await asyncio.open_connection(*address) for _ in range(pending.MAX_PENDING)]
     assert await is_cut(crowd[0][0])
-    assert list(listener._pending.values()) == ["127.0.0.2", "127.0.0.1", "127.0.0.1"]
-    assert "a connection from 127.0.0.1 is closed: more than 3" in caplog.text
-    lone.close()
-    for _, writer in crowd:
+    for reader, writer in [lone, *crowd[1:]]:
+        assert len(await reader.readexactly(GREETING_BYTES)) == GREETING_BYTES
+        assert not reader.at_eof()
         writer.close()
+    crowd[0][1].close()
+    assert "a connection from 127.0.0.1 is closed: too many connections" in caplog.text
 
 
 async def test_failures_are_logged_once_per_address(served, config, caplog):
@@ -215,7 +216,7 @@ async def test_failures_are_logged_once_per_address(served, config, caplog):
 
 
 async def test_exhausted_descriptors_pause_accepting(served, monkeypatch, caplog):
-    monkeypatch.setattr(tcp_server, "_ACCEPT_RETRY_S", 0.05)
+    monkeypatch.setattr(acceptor, "_ACCEPT_RETRY_S", 0.05)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     peer = socket.socket()
     resource.setrlimit(resource.RLIMIT_NOFILE, (peer.fileno() + 1, limits[1]))
@@ -223,7 +224,7 @@ async def test_exhausted_descriptors_pause_accepting(served, monkeypatch, caplog
         peer.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             peer.connect(plain_socket(served))
-        await eventually(lambda: "cannot accept a connection" in caplog.text)
+        await eventually(lambda: "no connection can be accepted" in caplog.text)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         peer.close()
@@ -232,9 +233,9 @@ async def test_exhausted_descriptors_pause_accepting(served, monkeypatch, caplog
 
 async def test_close_ends_handshakes_and_frees_the_port(tcp_net, config):
     server = await tcp_net.serve(FakeHandler(), config)
+    files = num_files()
     reader, writer = await asyncio.open_connection(*plain_socket(tcp_net))
-    listener = server._listener._server
-    await eventually(lambda: listener.num_unauthenticated == 1)
+    await eventually(lambda: num_files() == files + 2)
     await server.close()
     assert await is_cut(reader)
     writer.close()
@@ -266,11 +267,10 @@ def tls_of(tmp_path, name, ca, **cert):
 async def refused(net, worker, gateway) -> str:
     """Return the gateway's error."""
     handler = FakeHandler()
-    server = await net.serve(handler, worker)
+    await net.serve(handler, worker)
     with pytest.raises(MedialaneError) as failed:
         await net.connect(gateway)
     assert handler.hellos == []
-    await eventually(lambda: server._listener._server.num_unauthenticated == 0)
     assert isinstance(failed.value, AuthenticationFailed)
     return failed.value.message
 
