@@ -25,12 +25,11 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, 
 from vllm.multimodal.processing.context import TimingContext
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
-from vllm.renderers.chat_utils import _get_embeds_data as embeds_data
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ECConnectorOutput
 from vllm.v1.request import Request
 
-from medialane.vllm_bridge.seams.multimodal import new_processor
+from medialane.vllm_bridge.seams.multimodal import embeds_data, new_processor
 
 __all__ = [
     "ECConnectorBase",

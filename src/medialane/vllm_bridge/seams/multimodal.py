@@ -20,13 +20,17 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor, MultiM
 from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader, get_video_loader_backend_for_processor
 from vllm.multimodal.video_decoders import VideoSourceMetadata, VideoTargetMetadata, opencv
 from vllm.renderers import BaseRenderer
-from vllm.renderers.chat_utils import _get_embeds_data as embeds_data
 from vllm.transformers_utils.processor import cached_get_processor, get_video_processor_cls_name
 from vllm.utils.mistral import is_mistral_tokenizer
 
 from medialane.core.errors import TooManyFrames
 from medialane.core.media import Modality
 from medialane.vllm_bridge.seams.vision_chunk import take_images
+
+try:
+    from vllm.renderers.chat_utils import _get_embeds_data as embeds_data
+except ImportError:  # moved by vLLM 0.33, where chat_utils is a package
+    from vllm.renderers.chat_utils.item_tracker import _get_embeds_data as embeds_data
 
 # The renderer
 
