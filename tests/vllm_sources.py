@@ -1,4 +1,4 @@
-"""Compares the table of seams with the sources of a vLLM that is not installed: the probe's questions, answered by `ast`.
+"""Compares the table of seams with the sources of a vLLM that is not installed: as the probe does, but by `ast`.
 
 `python tests/vllm_sources.py 0.33.0` downloads that version's wheel, keeps its Python files in the cache folder, and
 prints what an upgrade to it would break. What only running code shows (an attribute that an outside base class may

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import vllm
+
 from vllm_sources import DownloadFailed, broken_imports, broken_seams, downloaded_sources
 
 NEXT_VLLM = "0.33.0"
