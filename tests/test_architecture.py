@@ -200,9 +200,15 @@ PRIVATE = {name for name in _NAMES | _ATTRIBUTES if name.startswith("_")} | {
 
 
 def vllm_imports(path: Path) -> set[tuple[str, str]]:
-    """(module, name) of everything that a file imports of vLLM; (module, "") for a module itself."""
+    """(module, name) of everything that a file imports of vLLM; (module, "") for a module itself. In the seams, what
+    is imported if an import fails is the same name where a later vLLM has it."""
+    tree = ast.parse(path.read_text())
+    handlers = [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and path in ADAPTERS]
+    later = {id(node) for handler in handlers for node in ast.walk(handler)}
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree):
+        if id(node) in later:
+            continue
         if isinstance(node, ast.Import):
             found |= {(alias.name, "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
