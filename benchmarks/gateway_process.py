@@ -26,7 +26,7 @@ from local_store import store_link
 from medialane.cli import gateway, gateway_command, store
 from medialane.cli.tuning import tune_process
 from medialane.config import Config, enter_environ
-from medialane.core.parent_death import signal_on_parent_death
+from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.tensor import TensorDescriptor
 from medialane.store import StoreEntries, StoreLink

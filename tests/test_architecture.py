@@ -66,7 +66,7 @@ OWNERS = {
     "numba": ("core/compiled.py", "gateway/intake/native_json.py", "routing/native_view.py"),
     "llvmlite": ("routing/native_view.py",),
     # File locks, which show whether an owner is alive, and whether a range is being written.
-    "fcntl": ("core/owner_lock.py", "arena/fill.py"),
+    "fcntl": ("core/process/owner_lock.py", "arena/fill.py"),
     "cryptography": ("wire/certificate_authority.py",),
     "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py", "testing/sample_video.py"),
 }

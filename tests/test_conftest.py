@@ -50,7 +50,8 @@ def run(pytester, monkeypatch):
     )  # not that of tests that run beside these
     conftest = Path(__file__).with_name("conftest.py").read_text()
     pytester.makeconftest(conftest.replace("/dev/shm", shared_memory))
-    pytester.makepyfile(waiting=Path(__file__).with_name("waiting.py").read_text())
+    shared = {name: Path(__file__).with_name(f"{name}.py").read_text() for name in ("builders", "waiting")}
+    pytester.makepyfile(**shared)
     pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
 
     def run(source: str):

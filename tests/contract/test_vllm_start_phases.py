@@ -8,7 +8,7 @@ from vllm.model_executor.model_loader import weight_utils
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.executor.abstract import Executor
 
-from medialane.core.phase import Phase, PhaseFile
+from medialane.core.process.phase import Phase, PhaseFile
 from medialane.vllm_bridge.engine import start_phases
 
 

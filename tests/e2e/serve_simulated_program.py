@@ -18,7 +18,7 @@ from poison import poisoned_store
 
 SIMULATED = ("--engine", "simulated", "--simulated-step-ms", "50", "--simulated-prefill-token-ms", "0")
 
-_parts = local.parts
+_parts = local.process_specs
 
 
 def parts(*args: Any, **settings: Any) -> list[ProcessSpec]:
@@ -31,5 +31,5 @@ def parts(*args: Any, **settings: Any) -> list[ProcessSpec]:
 
 
 if __name__ == "__main__":
-    local.parts = parts
+    local.process_specs = parts
     sys.exit(main(["serve", *sys.argv[1:]]))

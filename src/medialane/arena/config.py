@@ -12,7 +12,7 @@ from medialane.arena.entries import Kind
 from medialane.arena.reaper import reclaimable_bytes
 from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
-from medialane.core.libc import file_system_type
+from medialane.core.process.libc import file_system_type
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -28,8 +28,8 @@ from medialane.arena.fill import lock_range, unlock_range
 from medialane.arena.layout import NONCE_BYTES, PAGE_BYTES, FileHeader, arena_of, file_path
 from medialane.arena.view import ArenaView
 from medialane.core.errors import StartupFailed
-from medialane.core.libc import last_error, libc
-from medialane.core.owner_lock import try_lock
+from medialane.core.process.libc import last_error, libc
+from medialane.core.process.owner_lock import try_lock
 from medialane.core.tensor import ArenaRange
 
 #: Pages are allocated in pieces of this size (10 ms each), between which a prefault can be stopped.

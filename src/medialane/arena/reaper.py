@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from medialane.arena.layout import FILE_MAGIC, FILE_NAME
-from medialane.core.owner_lock import abandoned
+from medialane.core.process.owner_lock import abandoned
 
 
 class Reaped(msgspec.Struct, frozen=True):

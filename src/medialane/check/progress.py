@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from rich.console import Console
 from rich.markup import escape
 
-from medialane.core.phase import PhaseFile
+from medialane.core.process.phase import PhaseFile
 
 #: Without a terminal: interval at which long work is reported again.
 _REMIND_S = 15.0

@@ -15,8 +15,8 @@ from medialane.check.revived_server import RevivedServer
 from medialane.check.server_process import PLAIN_VLLM, ServerProcess, plain_vllm, server_process
 from medialane.cluster.vllm_flags import has_flag
 from medialane.core.errors import StartupFailed
-from medialane.core.gather_or_cancel import gather_or_cancel
-from medialane.core.phase import PhaseFile
+from medialane.core.process.phase import PhaseFile
+from medialane.core.tasks import gather_or_cancel
 
 PLAIN_LOG = "plain.log"
 OUR_LOG = "medialane.log"

@@ -7,7 +7,8 @@ import typing
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from medialane.config import SectionName, Setting, format_size, settings
+from medialane.config import SectionName, Setting, settings
+from medialane.core.byte_size import format_bytes
 
 #: Settings of connections beyond loopback, for the help of the commands that make some.
 PROTECTION = ("rpc-secret-file", "rpc-tls-cert", "rpc-tls-key", "rpc-tls-ca", "rpc-insecure")
@@ -87,7 +88,7 @@ def _metavar(setting: Setting) -> str:
 def _default(setting: Setting) -> str:
     value = setting.default
     if setting.unit == "bytes" and isinstance(value, int):
-        return f"default {format_size(value)}"
+        return f"default {format_bytes(value)}"
     if setting.unit == "seconds" and isinstance(value, float):
         return f"default {value:g} s"
     if isinstance(value, bool):

@@ -24,7 +24,7 @@ from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
-from medialane.core.phase import enter_phase
+from medialane.core.process.phase import enter_phase
 from medialane.core.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.gateway import (
     AccessKeys,

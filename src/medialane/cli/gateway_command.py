@@ -11,7 +11,7 @@ from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
-from medialane.core.phase import enter_phase
+from medialane.core.process.phase import enter_phase
 from medialane.gateway.access import AccessKeys
 from medialane.media.kinds import installed_kinds
 from medialane.observability.logging import configure

@@ -15,7 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from medialane.core.phase import Phase, report_phase
+from medialane.core.process.phase import Phase, report_phase
 
 #: After this time in one phase its remedy is shown.
 _LONG_S = 20.0
@@ -48,10 +48,10 @@ class _State:
 class Progress:
     """Observes a supervisor. Call `tick` a few times a second while processes start, `finish` when they are ready."""
 
-    def __init__(self, parts: Iterable[str], *, verbose: bool, console: Console | None = None) -> None:
+    def __init__(self, names: Iterable[str], *, verbose: bool, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr, highlight=False)
         self._verbose = verbose
-        self._states = {part: _State() for part in parts}
+        self._states = {name: _State() for name in names}
         self._spinner = Spinner("line")
         self._advised: set[str] = set()
         #: Whether a process has exited unexpectedly.
@@ -62,43 +62,43 @@ class Progress:
         if self._is_live:
             self._live.start()
 
-    def starting(self, part: str) -> None:
-        self._states[part] = _State(_STARTING, is_starting=True)
-        self._print(f"{part}: starting", unless_live=True)
+    def starting(self, name: str) -> None:
+        self._states[name] = _State(_STARTING, is_starting=True)
+        self._print(f"{name}: starting", unless_live=True)
 
-    def entered(self, part: str, phase: Phase) -> None:
-        state = self._states[part]
+    def entered(self, name: str, phase: Phase) -> None:
+        state = self._states[name]
         if phase.name != state.phase.name:
-            self._print(f"{part}: {phase}", unless_live=True)
-            report_phase(Phase(f"{part}: {phase}"))
+            self._print(f"{name}: {phase}", unless_live=True)
+            report_phase(Phase(f"{name}: {phase}"))
         state.enter(phase)
 
-    def ready(self, part: str, seconds: float) -> None:
-        self._states[part] = _State(Phase("ready"), seconds=seconds)
-        self._print(f"{part}: ready after {seconds:.0f} s", unless_live=True)
+    def ready(self, name: str, seconds: float) -> None:
+        self._states[name] = _State(Phase("ready"), seconds=seconds)
+        self._print(f"{name}: ready after {seconds:.0f} s", unless_live=True)
 
-    def ended(self, part: str, how: str, restart_in_s: float | None) -> None:
-        self._states[part] = _State(Phase(f"exited ({how})"))
+    def ended(self, name: str, how: str, restart_in_s: float | None) -> None:
+        self._states[name] = _State(Phase(f"exited ({how})"))
         again = "" if restart_in_s is None else f"; restarting {f'in {restart_in_s:g} s' if restart_in_s else 'now'}"
         self.has_failed |= restart_in_s is not None
-        self._print(f"{part}: exited ({how}){again}")
+        self._print(f"{name}: exited ({how}){again}")
 
-    def stopping(self, part: str) -> None:
-        self._states[part] = _State(Phase("stopping"))
-        self._print(f"{part}: stopping", unless_live=True)
+    def stopping(self, name: str) -> None:
+        self._states[name] = _State(Phase("stopping"))
+        self._print(f"{name}: stopping", unless_live=True)
 
-    def printed(self, part: str, lines: Sequence[str]) -> None:
+    def printed(self, name: str, lines: Sequence[str]) -> None:
         if self._verbose:
             for line in lines:
-                self._console.print(f"[{part}] {line}", markup=False, soft_wrap=True)
+                self._console.print(f"[{name}] {line}", markup=False, soft_wrap=True)
 
     def tick(self) -> None:
         """Update the elapsed times, and say once what can be done about a phase that takes long."""
-        for part, state in self._states.items():
+        for name, state in self._states.items():
             remedy = state.phase.remedy
             if remedy and remedy not in self._advised and state.is_long():
                 self._advised.add(remedy)
-                self._print(f"{part}: {state.phase.name} takes long: {remedy}")
+                self._print(f"{name}: {state.phase.name} takes long: {remedy}")
         if self._is_live:
             self._live.update(self._table(), refresh=True)
 
@@ -115,10 +115,10 @@ class Progress:
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        for part, state in self._states.items():
+        for name, state in self._states.items():
             if state.seconds is not None:
-                table.add_row(escape(part), Text("ready", "green"), state.elapsed(), "")
+                table.add_row(escape(name), Text("ready", "green"), state.elapsed(), "")
             else:
                 mark = self._spinner if state.is_starting else Text("-", "dim")
-                table.add_row(escape(part), mark, state.elapsed(), escape(str(state.phase)))
+                table.add_row(escape(name), mark, state.elapsed(), escape(str(state.phase)))
         return table

@@ -109,7 +109,7 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
         closing(local.run_folder(environ)) as folder,
         local.shared_listener(config, hardware) as listener,
     ):
-        parts = local.parts(
+        specs = local.process_specs(
             config,
             args.model,
             args.vllm_args,
@@ -123,11 +123,11 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
         announcement = announce(config, args.model, args.vllm_args, needs_key=has_api_key(config, environ))
 
         with _logs(config) as logs:
-            names = [*(part.name for part in parts), *(spec.name for spec in remote)]
+            names = [*(spec.name for spec in specs), *(spec.name for spec in remote)]
             progress = Progress(names, verbose=args.verbose)
 
             def make_supervisor() -> Supervisor | RemoteSupervisor:
-                here = Supervisor(parts, config=config.cluster, logs=logs.path, observer=progress)
+                here = Supervisor(specs, config=config.cluster, logs=logs.path, observer=progress)
                 if ray is None:
                     return here
                 return ray.supervisor(here, remote, progress, vllm_args=args.vllm_args)

@@ -42,9 +42,9 @@ class RayServe:
         ]
 
     def supervisor(
-        self, parts: Supervisor, specs: Sequence[RemoteSpec], observer: Observer, *, vllm_args: Sequence[str]
+        self, own: Supervisor, specs: Sequence[RemoteSpec], observer: Observer, *, vllm_args: Sequence[str]
     ) -> RemoteSupervisor:
-        """Return a supervisor of `parts`, the processes of this host, and of those that Ray places."""
+        """Return a supervisor of `own`, the processes of this host, and of those that Ray places."""
         config = self.config
         url = local.base_url(config, vllm_args)
 
@@ -55,7 +55,7 @@ class RayServe:
                 return set()
 
         return RemoteSupervisor(
-            parts, self._cluster, specs, config=config.cluster, observer=observer, connected=connected
+            own, self._cluster, specs, config=config.cluster, observer=observer, connected=connected
         )
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.cluster.vllm_flags import flag_value, processor_flags
 from medialane.config import Config, allowed_environ, process_environ
 from medialane.core.errors import StartupFailed
-from medialane.core.phase import READY, enter_phase
+from medialane.core.process.phase import READY, enter_phase
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
 from medialane.media import Fetcher, MediaConfig

@@ -22,7 +22,7 @@ from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import ranks_per_worker
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
-from medialane.core.phase import enter_phase
+from medialane.core.process.phase import enter_phase
 from medialane.core.request import WorkerRole
 from medialane.observability.logging import configure
 from medialane.store import StoreEntries, StoreLink

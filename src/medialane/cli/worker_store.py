@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from medialane.cluster.child_process import ChildProcess
 from medialane.config import Config, child_environ, process_environ
 from medialane.core.backoff import Backoff
-from medialane.core.owner_lock import try_lock
+from medialane.core.process.owner_lock import try_lock
 from medialane.wire.address import parse_unix
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from medialane.cluster.process_group import CLEANUP_S, kill_members, members, send
-from medialane.core.oom_kills import OomKills
-from medialane.core.parent_death import dies_with_this_process
+from medialane.core.process.oom_kills import OomKills
+from medialane.core.process.parent_death import dies_with_this_process
 
 _POLL_S = 0.02
 #: SIGKILL is not immediate: a process that frees much memory, or a GPU's, needs some time.

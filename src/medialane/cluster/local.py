@@ -18,7 +18,7 @@ from medialane.cluster.process_spec import HttpAnswers, ProcessSpec, SocketExist
 from medialane.cluster.vllm_flags import engine_flags, flag_value, has_flag, processor_flags, ranks_per_worker
 from medialane.config import Config, RoleName, child_environ
 from medialane.core.errors import StartupFailed
-from medialane.core.owner_lock import OwnedFolder
+from medialane.core.process.owner_lock import OwnedFolder
 from medialane.gateway.access import AccessKeys
 from medialane.wire import listener
 from medialane.wire.address import consecutive_ports, format_tcp
@@ -148,7 +148,7 @@ def served_name(model: str, vllm_args: Sequence[str]) -> str:
     return flag_value(vllm_args, "--served-model-name") or model
 
 
-def parts(
+def process_specs(
     config: Config,
     model: str,
     vllm_args: Sequence[str],

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from medialane.core.errors import StartupFailed
-from medialane.core.owner_lock import OwnedFolder, try_lock
+from medialane.core.process.owner_lock import OwnedFolder, try_lock
 
 #: Folders of failed runs that are kept; older ones are removed when the next run starts.
 NUM_KEPT = 5

@@ -14,11 +14,11 @@ from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import NOT_NEEDED, ProcessSpec
 from medialane.cluster.restart_delay import RestartDelay
 from medialane.config.cluster import ClusterConfig
-from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
-from medialane.core.oom_kills import LACK_OF_MEMORY
-from medialane.core.phase import READY, Phase, PhaseFile
-from medialane.core.process_cpu import is_stopped
+from medialane.core.process.cpu_time import is_stopped
+from medialane.core.process.oom_kills import LACK_OF_MEMORY
+from medialane.core.process.phase import READY, Phase, PhaseFile
+from medialane.core.tasks import first_of
 
 POLL_S = 0.2
 #: Exits of a process that had become ready, while others are still starting, after which the start fails.
@@ -32,21 +32,21 @@ _SHOWN_LINES = 15
 class Observer(Protocol):
     """Receives the events of processes, on the event loop; must return at once."""
 
-    def starting(self, part: str) -> None: ...
+    def starting(self, name: str) -> None: ...
 
-    def ready(self, part: str, seconds: float) -> None: ...
+    def ready(self, name: str, seconds: float) -> None: ...
 
-    def ended(self, part: str, how: str, restart_in_s: float | None) -> None:
+    def ended(self, name: str, how: str, restart_in_s: float | None) -> None:
         """A process exited unexpectedly. `restart_in_s` is None if it is not restarted."""
         ...
 
-    def stopping(self, part: str) -> None: ...
+    def stopping(self, name: str) -> None: ...
 
-    def entered(self, part: str, phase: Phase) -> None:
+    def entered(self, name: str, phase: Phase) -> None:
         """A process that is not ready yet is in another phase, or has come further in it."""
         ...
 
-    def printed(self, part: str, lines: Sequence[str]) -> None:
+    def printed(self, name: str, lines: Sequence[str]) -> None:
         """The process wrote these lines to its log, some tenths of a second ago."""
         ...
 
@@ -69,9 +69,9 @@ class ProcessSupervisor:
     needed."""
 
     def __init__(
-        self, part: ProcessSpec, log: ProcessLog, context: SupervisorContext, gate: asyncio.Event | None
+        self, spec: ProcessSpec, log: ProcessLog, context: SupervisorContext, gate: asyncio.Event | None
     ) -> None:
-        self.part = part
+        self.spec = spec
         self.process: ChildProcess | None = None
         self.is_ready = asyncio.Event()
         self._has_been_ready = False
@@ -94,7 +94,7 @@ class ProcessSupervisor:
             if stopping.is_set():
                 return
             if self._status == NOT_NEEDED:
-                self._context.observer.ended(self.part.name, self.part.not_needed, None)
+                self._context.observer.ended(self.spec.name, self.spec.not_needed, None)
                 self.is_ready.set()  # for those that wait for it
                 return
             self._num_exits += 1
@@ -103,18 +103,18 @@ class ProcessSupervisor:
                 return
             delay_s = self._delay.next(had_become_ready=self.is_ready.is_set())
             self.is_ready.clear()
-            self._context.observer.ended(self.part.name, how, delay_s)
+            self._context.observer.ended(self.spec.name, how, delay_s)
             await first_of(stopping.wait(), asyncio.sleep(delay_s))
 
     async def stop(self) -> None:
         """Stop the process. The event `stopping` must be set, so that `run` returns."""
         if self.process is not None:
-            self._context.observer.stopping(self.part.name)
-            await self.process.stop(self.part.stop_timeout_s)
+            self._context.observer.stopping(self.spec.name)
+            await self.process.stop(self.spec.stop_timeout_s)
 
     def read_log(self) -> None:
         if lines := self._log.read():
-            self._context.observer.printed(self.part.name, lines)
+            self._context.observer.printed(self.spec.name, lines)
 
     def read_phase(self) -> None:
         """Report the phase of a process that starts, if it has changed."""
@@ -125,9 +125,9 @@ class ProcessSupervisor:
             return
         self._shown = phase
         if phase.name == READY:
-            self._context.observer.ready(self.part.name, self.process.lifetime_s)
+            self._context.observer.ready(self.spec.name, self.process.lifetime_s)
         else:
-            self._context.observer.entered(self.part.name, phase)
+            self._context.observer.entered(self.spec.name, phase)
 
     def _fails_start(self) -> bool:
         """Return whether an exit fails the start: what exits before it was ever ready will do so again."""
@@ -136,7 +136,7 @@ class ProcessSupervisor:
 
     async def _run_once(self) -> str:
         """Run the process once, from start to exit. Returns how it ended; `is_ready` is whether it had become ready."""
-        self._context.observer.starting(self.part.name)
+        self._context.observer.starting(self.spec.name)
         try:
             process = self._spawn()
         except OSError as error:
@@ -156,12 +156,12 @@ class ProcessSupervisor:
         return killed or process.describe_exit()
 
     def _spawn(self) -> ChildProcess:
-        self.part.ready.reset()
+        self.spec.ready.reset()
         self._shown = Phase("")
-        environ = {**self.part.environ, **self._phases.environ()}
+        environ = {**self.spec.environ, **self._phases.environ()}
         output = self._log.open()
         try:
-            return ChildProcess.spawn(self.part.argv, environ, output, pass_fds=self.part.pass_fds)
+            return ChildProcess.spawn(self.spec.argv, environ, output, pass_fds=self.spec.pass_fds)
         finally:
             os.close(output)
 
@@ -179,16 +179,16 @@ class ProcessSupervisor:
         limit_s = self._context.config.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                while not await self.part.ready.passes():  # noqa: ASYNC110 - polls another process
+                while not await self.spec.ready.passes():  # noqa: ASYNC110 - polls another process
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             return f"not ready after {limit_s:g} s"
         if not process.ended:
             self.is_ready.set()
             self._has_been_ready = True
-            if not self.part.is_ready_later:
+            if not self.spec.is_ready_later:
                 self._shown = Phase(READY)
-                self._context.observer.ready(self.part.name, process.lifetime_s)
+                self._context.observer.ready(self.spec.name, process.lifetime_s)
         return None
 
     def _kill_unmonitored(self, process: ChildProcess, watching: asyncio.Task[str | None]) -> None:
@@ -198,8 +198,8 @@ class ProcessSupervisor:
 
     def _fail(self, how: str) -> None:
         self.read_log()
-        self._context.observer.ended(self.part.name, how, None)
-        report = failure_report(self.part.name, how, self._log, was_ready=self._has_been_ready)
+        self._context.observer.ended(self.spec.name, how, None)
+        report = failure_report(self.spec.name, how, self._log, was_ready=self._has_been_ready)
         self._context.fail(StartupFailed(report))
 
 

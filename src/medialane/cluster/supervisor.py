@@ -24,8 +24,8 @@ from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import ProcessSpec
 from medialane.cluster.process_supervisor import POLL_S, Observer, ProcessSupervisor, SupervisorContext
 from medialane.config.cluster import ClusterConfig
-from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
+from medialane.core.tasks import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,23 +36,23 @@ class Supervisor:
     Logs are written to the folder `logs`, one file per process.
     """
 
-    def __init__(self, parts: Sequence[ProcessSpec], *, config: ClusterConfig, logs: Path, observer: Observer) -> None:
+    def __init__(self, specs: Sequence[ProcessSpec], *, config: ClusterConfig, logs: Path, observer: Observer) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._context = SupervisorContext(
             config, observer, OrphanReaper(), asyncio.Event(), asyncio.Event(), self._fail
         )
-        self._process_supervisors: dict[str, ProcessSupervisor] = {}
-        for part in parts:
-            gate = self._process_supervisors[part.after].is_ready if part.after is not None else None
-            log = ProcessLog(logs / f"{part.name.replace(' ', '-')}.log", config.max_log_bytes)
-            self._process_supervisors[part.name] = ProcessSupervisor(part, log, self._context, gate)
+        self._supervisors: dict[str, ProcessSupervisor] = {}
+        for spec in specs:
+            gate = self._supervisors[spec.after].is_ready if spec.after is not None else None
+            log = ProcessLog(logs / f"{spec.name.replace(' ', '-')}.log", config.max_log_bytes)
+            self._supervisors[spec.name] = ProcessSupervisor(spec, log, self._context, gate)
         self._runner: asyncio.Task[None] | None = None
         self._unreadable_logs: set[ProcessSupervisor] = set()
 
     @property
     def pids(self) -> dict[str, int]:
         """The running processes, and the ids of their process groups."""
-        return {name: k.process.pid for name, k in self._process_supervisors.items() if k.process is not None}
+        return {name: each.process.pid for name, each in self._supervisors.items() if each.process is not None}
 
     async def start(self) -> None:
         """Start every process and wait until all are ready.
@@ -79,8 +79,9 @@ class Supervisor:
         """Stop every process, those of higher layers first, each within its timeout. If cancelled, it kills."""
         self._context.stopping.set()
         try:
-            for layer in sorted({k.part.layer for k in self._process_supervisors.values()}, reverse=True):
-                await asyncio.gather(*(k.stop() for k in self._process_supervisors.values() if k.part.layer == layer))
+            supervisors = self._supervisors.values()
+            for layer in sorted({supervisor.spec.layer for supervisor in supervisors}, reverse=True):
+                await asyncio.gather(*(each.stop() for each in supervisors if each.spec.layer == layer))
             if self._runner is not None:
                 await self._runner
         finally:
@@ -92,55 +93,55 @@ class Supervisor:
     def kill(self) -> None:
         """Kill all processes now; `stop` still has to be awaited."""
         self._context.stopping.set()
-        for process_supervisor in self._process_supervisors.values():
-            if process_supervisor.process is not None:
-                process_supervisor.process.kill()
+        for supervisor in self._supervisors.values():
+            if supervisor.process is not None:
+                supervisor.process.kill()
 
     async def _run(self) -> None:
         reading = asyncio.create_task(self._read_logs(), name="log reader")
         try:
             async with asyncio.TaskGroup() as tasks:
-                for name, process_supervisor in self._process_supervisors.items():
-                    tasks.create_task(self._supervise(process_supervisor), name=f"supervise {name}")
+                for name, supervisor in self._supervisors.items():
+                    tasks.create_task(self._supervise(supervisor), name=f"supervise {name}")
         finally:
             reading.cancel()
             await asyncio.wait((reading,))
 
-    async def _supervise(self, process_supervisor: ProcessSupervisor) -> None:
+    async def _supervise(self, supervisor: ProcessSupervisor) -> None:
         """Run a process supervisor; if it raises, its process has ended, and both are restarted."""
         context = self._context
         while not context.stopping.is_set():
             try:
-                await process_supervisor.run()
+                await supervisor.run()
             except Exception as error:  # top-level handler: the other processes must not end with this one
-                logger.exception("%s: supervision failed", process_supervisor.part.name)
+                logger.exception("%s: supervision failed", supervisor.spec.name)
                 if not context.all_ready.is_set():
-                    context.fail(StartupFailed(f"{process_supervisor.part.name} cannot be supervised: {error!r}"))
+                    context.fail(StartupFailed(f"{supervisor.spec.name} cannot be supervised: {error!r}"))
                     return
                 await first_of(context.stopping.wait(), asyncio.sleep(context.config.restart_max_s))
             else:
                 return
 
     async def _wait_all_ready(self) -> None:
-        supervisors = self._process_supervisors.values()
-        while waiting := [found for found in supervisors if not found.is_ready.is_set()]:
+        supervisors = self._supervisors.values()
+        while waiting := [each for each in supervisors if not each.is_ready.is_set()]:
             await waiting[0].is_ready.wait()
 
     async def _read_logs(self) -> None:
         while True:
-            for process_supervisor in self._process_supervisors.values():
-                self._read_output(process_supervisor)
+            for supervisor in self._supervisors.values():
+                self._read_output(supervisor)
             await asyncio.sleep(POLL_S)
 
-    def _read_output(self, process_supervisor: ProcessSupervisor) -> None:
+    def _read_output(self, supervisor: ProcessSupervisor) -> None:
         """Read one log, and the phase; a log that cannot be read or shown is reported once and affects nothing else."""
         try:
-            process_supervisor.read_log()
-            process_supervisor.read_phase()
+            supervisor.read_log()
+            supervisor.read_phase()
         except Exception:  # top-level handler: processes run on without their logs being read
-            if process_supervisor not in self._unreadable_logs:
-                logger.exception("%s: its log cannot be read", process_supervisor.part.name)
-            self._unreadable_logs.add(process_supervisor)
+            if supervisor not in self._unreadable_logs:
+                logger.exception("%s: its log cannot be read", supervisor.spec.name)
+            self._unreadable_logs.add(supervisor)
 
     def _fail(self, error: StartupFailed) -> None:
         """Fail the start; only the first reason counts."""

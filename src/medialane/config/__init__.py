@@ -15,7 +15,7 @@ from medialane.config.environment import (
     vllm_defaults,
     worker_environ,
 )
-from medialane.config.loading import format_size, load_config, parse_size
+from medialane.config.loading import load_config, parse_size
 from medialane.config.settings import Config, SectionName, ServerConfig, Setting, settings
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "child_environ",
     "enter_environ",
     "foreign_environ",
-    "format_size",
     "host_environ",
     "load_config",
     "parse_size",

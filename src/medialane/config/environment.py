@@ -24,7 +24,7 @@ import msgspec
 
 from medialane.config.loading import load_config
 from medialane.config.settings import PREFIX, Config, SectionName, settings
-from medialane.core.phase import VARIABLE as PHASE_FILE
+from medialane.core.process.phase import VARIABLE as PHASE_FILE
 
 logger = logging.getLogger(__name__)
 

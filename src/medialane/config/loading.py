@@ -21,7 +21,7 @@ import msgspec
 
 from medialane.config.settings import PREFIX, Config, SectionName, Setting, settings
 from medialane.core.errors import StartupFailed
-from medialane.core.phase import VARIABLE as PHASE_FILE
+from medialane.core.process.phase import VARIABLE as PHASE_FILE
 
 _FILE: Final = PREFIX + "CONFIG"
 
@@ -146,11 +146,3 @@ def parse_size(text: str) -> int:
     number, letter, binary = found.groups()
     decimal = not binary and letter and text.strip()[-1] in "bB"
     return int(float(number) * (1000 if decimal else 1024) ** " kmgt".index(letter.lower() or " "))
-
-
-def format_size(num_bytes: int) -> str:
-    """Return the shortest exact spelling that `parse_size` accepts."""
-    for unit, exponent in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
-        if num_bytes and num_bytes % 1024**exponent == 0:
-            return f"{num_bytes // 1024**exponent}{unit}"
-    return str(num_bytes)

@@ -1,10 +1,6 @@
-"""Exponential backoff, and waiting for the first of several events."""
+"""Exponential backoff."""
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 
 class Backoff:
@@ -23,14 +19,3 @@ class Backoff:
 
     def reset(self) -> None:
         self._next_s = self._initial_s
-
-
-async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of the coroutines ends; cancel the others."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

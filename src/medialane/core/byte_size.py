@@ -1,10 +1,11 @@
 """Sizes in messages."""
 
-GIB, MIB = 1 << 30, 1 << 20
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def format_bytes(num_bytes: int) -> str:
-    """Return a size as people read it: 1.5 GiB, 300 MiB, 3.0 MiB."""
-    if num_bytes >= GIB:
-        return f"{num_bytes / GIB:.1f} GiB"
-    return f"{num_bytes / MIB:.0f} MiB" if num_bytes >= 10 * MIB else f"{num_bytes / MIB:.1f} MiB"
+def format_bytes(num_bytes: float) -> str:
+    """Return a size as people read it, with at most one decimal place: 1.5 GiB, 300 MiB, 64 KiB."""
+    exponent = 0
+    while num_bytes >= 1024 and exponent < len(_UNITS) - 1:
+        num_bytes, exponent = num_bytes / 1024, exponent + 1
+    return f"{num_bytes:.1f}".removesuffix(".0") + f" {_UNITS[exponent]}"

@@ -7,9 +7,12 @@ written for clients: no third-party error text, no addresses, no local paths.
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import ClassVar
 
 import msgspec
+
+logger = logging.getLogger(__name__)
 
 _CLASSES: dict[str, type[MedialaneError]] = {}
 
@@ -168,6 +171,14 @@ class ErrorReport(msgspec.Struct, frozen=True, omit_defaults=True):
 def to_report(error: MedialaneError) -> ErrorReport:
     """Serialize `error` for another process."""
     return ErrorReport(error.code, error.message, error.param, error.retry_after_s)
+
+
+def report_of(error: Exception, what: str) -> ErrorReport:
+    """Serialize what a worker raised in `what`; an unexpected error is logged, and its text stays in this process."""
+    if isinstance(error, MedialaneError):
+        return to_report(error)
+    logger.error("%s failed: %r", what, error, exc_info=error)
+    return to_report(GenerationFailed(f"the worker failed this {what}"))
 
 
 def from_report(report: ErrorReport) -> MedialaneError:

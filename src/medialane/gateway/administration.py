@@ -11,7 +11,7 @@ import msgspec
 
 from medialane.core.admin import AddLora, AdminCall, AdminResult, changes_encoder, concerns_encoders
 from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
-from medialane.core.gather_or_cancel import gather_or_cancel
+from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from msgspec.structs import replace
 
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.flight import SingleFlight
-from medialane.core.gather_or_cancel import gather_or_cancel
 from medialane.core.request import EngineRequest
+from medialane.core.single_flight import SingleFlight
+from medialane.core.tasks import gather_or_cancel
 from medialane.core.tensor import TensorSpec
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.handover import Handover

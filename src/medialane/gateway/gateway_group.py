@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from medialane.core.gather_or_cancel import gather_or_cancel
+from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.scrape import MIN_INTERVAL_S, PATH, TIMEOUT_S
 from medialane.observability.metrics import Metrics
 

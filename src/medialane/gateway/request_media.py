@@ -12,9 +12,9 @@ import msgspec
 from medialane.arena import describe
 from medialane.core.errors import HandoverFailed, MedialaneError
 from medialane.core.feature import Feature, FoundItem, MediaPrompt, StagedItem
-from medialane.core.gather_or_cancel import gather_or_cancel
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stage import BEST_STAGE, STAGES, StageName
+from medialane.core.tasks import gather_or_cancel
 from medialane.core.tensor import TensorSpec
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.feature_source import FeatureSource

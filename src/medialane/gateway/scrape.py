@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from medialane.core.gather_or_cancel import gather_or_cancel
+from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.workers import WorkerPool
 from medialane.observability.worker_metrics import MetricMirror
 

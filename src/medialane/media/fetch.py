@@ -10,9 +10,9 @@ from typing import Self
 
 from aiohttp.abc import AbstractResolver
 
-from medialane.core.flight import SingleFlight
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef, Modality
+from medialane.core.single_flight import SingleFlight
 from medialane.media.body import Bodies, Body, HeapBodies
 from medialane.media.config import MediaConfig
 from medialane.media.http_source import HttpSource, Received

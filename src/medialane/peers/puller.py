@@ -15,9 +15,9 @@ import msgspec
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, Cached, Lease, Reservation
 from medialane.core.errors import MediaTooLarge, TransferFailed, TransferTimeout
 from medialane.core.feature import Embedding, Feature
-from medialane.core.flight import SingleFlight
 from medialane.core.media import EncodedMedia
 from medialane.core.remote_entry import EntryKind, MoverName, RemoteEntry
+from medialane.core.single_flight import SingleFlight
 from medialane.core.stats import PullStats
 from medialane.core.tensor import ArenaRange, TensorDescriptor
 from medialane.peers.mover import Destination, Mover, StillWriting

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from medialane.core.errors import StartupFailed
-from medialane.core.libc import last_error, libc
-from medialane.core.parent_death import signal_on_parent_death
+from medialane.core.process.libc import last_error, libc
+from medialane.core.process.parent_death import signal_on_parent_death
 
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x2008_0522

@@ -16,7 +16,7 @@ from typing import Any, Self
 import msgspec
 
 from medialane.core.errors import StartupFailed
-from medialane.core.oom_kills import OomKills
+from medialane.core.process.oom_kills import OomKills
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
     SPARE,

@@ -10,7 +10,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from medialane.core.backoff import Backoff, first_of
+from medialane.core.backoff import Backoff
+from medialane.core.tasks import first_of
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from medialane.core.errors import (
     UuidConflict,
 )
 from medialane.core.feature import Feature
-from medialane.core.flight import SingleFlight
 from medialane.core.hashing import decoded_key, embedding_key, feature_key, merged_options
 from medialane.core.media import Alias, EncodedMedia, MediaRef
+from medialane.core.single_flight import SingleFlight
 from medialane.core.tensor import ArenaRange
 from medialane.media import Fetcher, MediaConfig, image_size, needs_probe
 from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_size

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import MappingProxyType
 
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
-from medialane.core.backoff import Backoff, first_of
+from medialane.core.backoff import Backoff
 from medialane.core.errors import (
     HandoverFailed,
     MedialaneError,
@@ -21,6 +21,7 @@ from medialane.core.errors import (
     StoreUnavailable,
 )
 from medialane.core.retry_after import Outage
+from medialane.core.tasks import first_of
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.store.client import Answer, ConnectionLost, StoreClient
 from medialane.store.messages import (

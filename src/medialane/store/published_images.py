@@ -25,9 +25,9 @@ from medialane.core.errors import (
     UpstreamFailed,
 )
 from medialane.core.feature import Feature
-from medialane.core.flight import SingleFlight
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
+from medialane.core.single_flight import SingleFlight
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.media import Fetched, MediaConfig
 from medialane.media.published_image import PIXMAP_HEADER_BYTES, PublishedImage, pixmap_header, read_published

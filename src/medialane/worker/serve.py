@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from medialane.core.errors import WorkerLost
-from medialane.core.phase import enter_phase
+from medialane.core.process.phase import enter_phase
 from medialane.wire.address import TcpAddress
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Join

@@ -24,14 +24,14 @@ def test_too_small_shared_memory_is_one_clear_error_and_leaves_no_file(monkeypat
     with pytest.raises(StartupFailed) as caught:
         Arena.create(ArenaConfig(size_bytes=2 * GIB, directory=shm))
     assert caught.value.message == (
-        f"the arena needs 2.0 GiB but {shm} has 64 MiB free: enlarge it "
+        f"the arena needs 2 GiB but {shm} has 64 MiB free: enlarge it "
         "(docker run --shm-size=3g, or --ipc=host) or make the arena smaller (--arena-size)"
     )
     assert os.listdir(shm) == []
 
 
 def test_too_small_file_system_is_rejected():
-    with pytest.raises(StartupFailed, match=r"the arena needs 1048576\.0 GiB but /dev/shm has"):
+    with pytest.raises(StartupFailed, match=r"the arena needs 1024 TiB but /dev/shm has"):
         ArenaConfig(size_bytes=1 << 50).validate()
 
 

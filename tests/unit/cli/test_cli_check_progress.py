@@ -4,7 +4,7 @@ from rich.console import Console
 
 from medialane.check import progress as progress_module
 from medialane.check.progress import CheckProgress
-from medialane.core.phase import Phase, PhaseFile
+from medialane.core.process.phase import Phase, PhaseFile
 from waiting import eventually
 
 

@@ -30,7 +30,7 @@ def test_help_shows_common_settings_and_all_on_request():
 
 def test_help_shows_defaults_with_units():
     text = " ".join(parser(["--help-all"]).format_help().split())
-    assert "(default 2GiB)" in text
+    assert "(default 2 GiB)" in text
     assert "(default 1800 s)" in text
     assert "--arena-size SIZE" in text
 

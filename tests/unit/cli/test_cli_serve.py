@@ -25,7 +25,7 @@ script = sys.argv.pop(1)
 from scripted_processes import script_part
 from medialane.cli.main import main
 from medialane.cluster import local
-local.parts = lambda *_, folder, **__: [script_part(folder, "worker 0", script, stop_timeout_s=5.0)]
+local.process_specs = lambda *_, folder, **__: [script_part(folder, "worker 0", script, stop_timeout_s=5.0)]
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
 IDLE = "print('hello', flush=True); ready(); stay()"

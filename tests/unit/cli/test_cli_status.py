@@ -46,7 +46,7 @@ async def test_embeddings_of_the_store_are_shown(serve, capsys):
     stats = StoreStats(arena, stats.preparers, embeddings=EmbeddingStats(num_found=7, num_filled=4))
     url = await serve(metrics=page(endpoint("host-a/0"), store=stats))
     assert await status("--gateway", url) == 0
-    assert "embeddings: 3.0 MiB; 4 stored and 7 found since the store's start" in capsys.readouterr().out
+    assert "embeddings: 3 MiB; 4 stored and 7 found since the store's start" in capsys.readouterr().out
 
 
 def test_state_has_workers_links_and_store():
@@ -163,7 +163,7 @@ async def test_tables_show_everything_and_the_status_is_0_if_all_is_well(serve, 
     assert await status("--gateway", f"{url}/v1") == 0
     shown = capsys.readouterr().out
     assert all(
-        word in shown for word in (f"{url}: ok", "host-a", "1 of 1", "host-a/0", "25%", "store: 1.0 GiB, 50% free")
+        word in shown for word in (f"{url}: ok", "host-a", "1 of 1", "host-a/0", "25%", "store: 1 GiB, 50% free")
     )
 
 
@@ -213,7 +213,7 @@ async def test_size_of_the_store_is_for_people(serve, capsys):
     arena = msgspec.structs.replace(stats.arena, size_bytes=2097148 << 10, free_bytes=2097148 << 9)
     url = await serve(metrics=page(endpoint("host-a/0"), store=StoreStats(arena, stats.preparers)))
     assert await status("--gateway", url) == 0
-    assert "store: 2.0 GiB, 50% free" in capsys.readouterr().out
+    assert "store: 2 GiB, 50% free" in capsys.readouterr().out
 
 
 async def test_gateway_that_is_not_there_is_one_clear_error(capsys):

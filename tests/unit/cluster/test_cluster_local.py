@@ -21,7 +21,7 @@ def model(tmp_path):
 
 
 def make_parts(tmp_path, *, hardware=None, vllm_args=(), environ=None, listener=None, **flags):
-    return local.parts(
+    return local.process_specs(
         config(**flags),
         "org/model",
         list(vllm_args),

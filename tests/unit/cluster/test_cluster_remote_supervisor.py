@@ -8,7 +8,7 @@ from medialane.cluster.ray.remote import Location, RemoteSpec, RunEnd
 from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
-from medialane.core.phase import Phase
+from medialane.core.process.phase import Phase
 from waiting import eventually
 
 

@@ -11,8 +11,8 @@ import pytest
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
 from medialane.cluster import process_supervisor, running
-from medialane.core import oom_kills
 from medialane.core.errors import StartupFailed
+from medialane.core.process import oom_kills
 from waiting import eventually, wait_until
 
 IDLE = "ready(); stay()"

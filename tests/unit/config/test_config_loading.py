@@ -1,6 +1,7 @@
 import pytest
 
-from medialane.config import Config, format_size, load_config, parse_size
+from medialane.config import Config, load_config, parse_size
+from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -62,7 +63,7 @@ def test_invalid_size_is_rejected(text):
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 1023, 1024, 3 * MIB, 5 * GIB, 7 << 40])
 def test_formatted_size_round_trips(num_bytes):
-    assert parse_size(format_size(num_bytes)) == num_bytes
+    assert parse_size(format_bytes(num_bytes)) == num_bytes
 
 
 @pytest.mark.parametrize(

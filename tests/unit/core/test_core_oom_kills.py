@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from medialane.core import oom_kills
-from medialane.core.oom_kills import OomKills
+from medialane.core.process import oom_kills
+from medialane.core.process.oom_kills import OomKills
 from waiting import eventually
 
 #: Where the memory controller of this machine is, for the test with a real kill.

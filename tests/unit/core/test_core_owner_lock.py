@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from medialane.core.errors import StartupFailed
-from medialane.core.owner_lock import OwnedFolder, SharedFolder, abandoned, reap_folders, try_lock
+from medialane.core.process.owner_lock import OwnedFolder, SharedFolder, abandoned, reap_folders, try_lock
 
 PREFIX = "medialane-test-"
 
@@ -34,7 +34,7 @@ def test_folder_of_a_live_owner_is_left_alone(tmp_path):
 
 def test_folder_of_a_killed_owner_is_removed_by_the_next(tmp_path):
     script = (
-        "import os, pathlib, signal, sys; from medialane.core.owner_lock import OwnedFolder;"
+        "import os, pathlib, signal, sys; from medialane.core.process.owner_lock import OwnedFolder;"
         "f = OwnedFolder.create(pathlib.Path(sys.argv[1]), sys.argv[2]); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path), PREFIX], check=False)
@@ -119,7 +119,7 @@ def test_shared_folder_is_private_and_removed_by_the_last_of_its_users(tmp_path)
 def test_shared_folder_of_killed_users_is_removed(tmp_path):
     path = tmp_path / f"{PREFIX}shared"
     script = (
-        "import os, pathlib, signal, sys; from medialane.core.owner_lock import SharedFolder;"
+        "import os, pathlib, signal, sys; from medialane.core.process.owner_lock import SharedFolder;"
         "f = SharedFolder.join(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], check=False)

@@ -8,7 +8,7 @@ import sys
 
 PARENT = """
 import signal, subprocess, sys, time
-from medialane.core.parent_death import dies_with_this_process
+from medialane.core.process.parent_death import dies_with_this_process
 child = subprocess.Popen(["sleep", "60"], preexec_fn=dies_with_this_process(signal.SIGTERM))
 print(child.pid, flush=True)
 time.sleep(60)  # time: a leftover of a failed test ends by itself
@@ -16,7 +16,7 @@ time.sleep(60)  # time: a leftover of a failed test ends by itself
 
 ORPHAN = """
 import os, signal, sys
-from medialane.core.parent_death import signal_on_parent_death
+from medialane.core.process.parent_death import signal_on_parent_death
 alive = signal_on_parent_death(signal.SIGKILL, parent_pid=os.getppid())
 gone = signal_on_parent_death(signal.SIGKILL, parent_pid=os.getpid())
 print(alive, gone)
@@ -24,7 +24,7 @@ print(alive, gone)
 
 FOSTERED = """
 import os, signal
-from medialane.core.parent_death import dies_with_this_process
+from medialane.core.process.parent_death import dies_with_this_process
 before_exec = dies_with_this_process(signal.SIGTERM)
 if not (child := os.fork()):
     if not os.fork():  # its parent is not the process that asked

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from medialane.core.phase import VARIABLE, Phase, PhaseFile, enter_phase, report_phase
+from medialane.core.process.phase import VARIABLE, Phase, PhaseFile, enter_phase, report_phase
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_latest_phase_counts_and_ends_with_its_file(file, tmp_path):
 
 
 async def test_descendants_report_to_the_same_file(file):
-    code = "from medialane.core.phase import enter_phase; enter_phase('profiling')"
+    code = "from medialane.core.process.phase import enter_phase; enter_phase('profiling')"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
     assert await process.wait() == 0
     assert file.read() == Phase("profiling")

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from medialane import __version__
 from medialane.cluster.ray.remote import Location, RemoteProcess, RemoteSpec, RunEnd
 from medialane.core.errors import StartupFailed
-from medialane.core.phase import Phase
+from medialane.core.process.phase import Phase
 
 logger = logging.getLogger(__name__)
 

@@ -39,8 +39,8 @@ from medialane.cluster.process_spec import HttpAnswers
 from medialane.cluster.process_supervisor import failure_report
 from medialane.config import host_environ, worker_environ
 from medialane.core.errors import StartupFailed
-from medialane.core.owner_lock import SharedFolder, reap_folders
-from medialane.core.phase import Phase, PhaseFile
+from medialane.core.process.owner_lock import SharedFolder, reap_folders
+from medialane.core.process.phase import Phase, PhaseFile
 
 _LOGS_PREFIX = "medialane-remote-"
 #: Of the folders that processes of one host share.

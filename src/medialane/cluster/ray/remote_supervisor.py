@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from medialane.cluster.process_supervisor import MAX_EXITS_IN_START, Observer
 from medialane.cluster.ray.remote import RemoteCluster, RemoteSpec, member_name
 from medialane.cluster.restart_delay import RestartDelay
 from medialane.cluster.supervisor import Supervisor
 from medialane.config.cluster import ClusterConfig
-from medialane.core.backoff import first_of
 from medialane.core.errors import StartupFailed
+from medialane.core.tasks import first_of, gather_or_cancel
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class RemoteSupervisor:
         self._cluster.kill()
 
     async def _run(self) -> None:
-        await _all_of(self._spawn_and_supervise(), self._end_if_lost())
+        await gather_or_cancel([self._spawn_and_supervise(), self._end_if_lost()])
 
     async def _end_if_lost(self) -> None:
         raise StartupFailed(await self._cluster.lost())
@@ -109,7 +109,7 @@ class RemoteSupervisor:
     async def _spawn_and_supervise(self) -> None:
         await self._cluster.spawn(self._specs, timeout_s=self._config.start_timeout_s, entered=self._observer.entered)
         self._spawned.set()
-        await _all_of(*map(self._supervise, self._specs), self._watch_ready())
+        await gather_or_cancel([*map(self._supervise, self._specs), self._watch_ready()])
 
     async def _supervise(self, spec: RemoteSpec) -> None:
         delay, num_exits, has_been_ready = RestartDelay(self._config), 0, False
@@ -155,13 +155,7 @@ class RemoteSupervisor:
 
     async def _start_all(self) -> None:
         await self._spawned.wait()
-        tasks = [asyncio.create_task(self._local.start()), asyncio.create_task(self._wait_all_ready())]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        await gather_or_cancel([self._local.start(), self._wait_all_ready()])
 
     async def _wait_all_ready(self) -> None:
         try:
@@ -173,18 +167,3 @@ class RemoteSupervisor:
             raise StartupFailed(
                 f"{missing}: not ready after {self._config.start_timeout_s:g} s; can its host reach --join-listen?"
             ) from None
-
-
-async def _all_of(*coroutines: Coroutine[None, None, None]) -> None:
-    """Run all until they end, or until the first one raises, which is raised as it is: `gather_or_cancel` would put
-    what is no MedialaneError into a group."""
-    tasks = [asyncio.ensure_future(each) for each in coroutines]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result

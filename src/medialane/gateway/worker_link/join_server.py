@@ -7,8 +7,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable
 
-from medialane.core.error_report import report_of
-from medialane.core.errors import MedialaneError, StartupFailed, WorkerLost
+from medialane.core.errors import MedialaneError, StartupFailed, WorkerLost, report_of
 from medialane.gateway.worker_link.client import RpcClient
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
 from medialane.arena.layout import is_header
 from medialane.core.errors import HandoverFailed
-from medialane.core.parent_death import signal_on_parent_death
+from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.peers.nixl.agent import Agent, AgentError, Segment, Transfer
 from medialane.peers.nixl.messages import (
     MAX_PACKET_BYTES,

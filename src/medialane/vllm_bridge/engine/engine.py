@@ -44,8 +44,8 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
-from medialane.core.phase import enter_phase
-from medialane.core.process_cpu import used_cpu_s
+from medialane.core.process.cpu_time import used_cpu_s
+from medialane.core.process.phase import enter_phase
 from medialane.core.request import (
     ENCODER,
     EmbeddingCounts,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from msgspec.structs import astuple
 
 from medialane.core.errors import InvalidFeature
-from medialane.core.parent_death import signal_on_parent_death
+from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.vllm_bridge.encoder_cache.embedding_connector import EmbeddingConnector
 from medialane.vllm_bridge.encoder_cache.encoder_measure import measure
 from medialane.vllm_bridge.engine import start_phases

@@ -11,7 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from medialane.core.owner_lock import OwnedFolder
+from medialane.core.process.owner_lock import OwnedFolder
 
 _PREFIX = "medialane-vllm-"
 

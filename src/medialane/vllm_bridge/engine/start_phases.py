@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from medialane.core.phase import Phase, enter_phase, report_phase
+from medialane.core.process.phase import Phase, enter_phase, report_phase
 from medialane.vllm_bridge.seams.start_phases import watch
 
 _REMEDY = (

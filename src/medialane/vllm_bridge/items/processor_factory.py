@@ -7,7 +7,7 @@ import torch
 from huggingface_hub import constants
 
 from medialane.core.compiled import compile_loops_for_one_thread
-from medialane.core.phase import enter_phase
+from medialane.core.process.phase import enter_phase
 from medialane.prepare.processor import FactoryConfig, NoProcessor, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler

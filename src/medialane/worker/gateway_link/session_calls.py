@@ -13,8 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from medialane.core.admin import clears_encoder_cache
-from medialane.core.error_report import report_of
-from medialane.core.errors import ProtocolViolation, Unavailable, to_report
+from medialane.core.errors import ProtocolViolation, Unavailable, report_of, to_report
 from medialane.core.metrics import MetricChanges
 from medialane.core.request import EncoderCard
 from medialane.wire.protocol import AdminDone, AdminFailed, Administer, MetricValues, ReadMetrics

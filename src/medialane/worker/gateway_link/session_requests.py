@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
-from medialane.core.error_report import report_of
 from medialane.core.errors import (
     ErrorReport,
     GenerationFailed,
@@ -20,6 +19,7 @@ from medialane.core.errors import (
     NoWorkerReady,
     ProtocolViolation,
     WorkerLost,
+    report_of,
     to_report,
 )
 from medialane.core.request import EngineRequest, OutputDelta

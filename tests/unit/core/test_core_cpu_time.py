@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from medialane.core.process_cpu import used_cpu_s
+from medialane.core.process.cpu_time import used_cpu_s
 from waiting import wait_until
 
 SPINNING_CHILD = """

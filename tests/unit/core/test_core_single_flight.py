@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from medialane.core.flight import SingleFlight
+from medialane.core.single_flight import SingleFlight
 from waiting import iterations
 
 

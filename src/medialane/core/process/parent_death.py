@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from signal import Signals
 
-from medialane.core.libc import last_error, libc
+from medialane.core.process.libc import last_error, libc
 
 _PR_SET_PDEATHSIG = 1
 

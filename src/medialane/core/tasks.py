@@ -1,0 +1,37 @@
+"""Waiting for several coroutines, none of which runs on when the wait is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of the coroutines ends; cancel the others."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+    """Await all and return their results in order. The first error cancels the others and is raised as it is."""
+    if len(work) == 1:
+        return (await work[0],)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one) for one in work]
+    except ExceptionGroup as group:
+        first = group.exceptions[0]
+    else:
+        return tuple(task.result() for task in running)
+    try:
+        raise first
+    finally:
+        del first  # its traceback has this frame
