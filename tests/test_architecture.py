@@ -49,7 +49,6 @@ BRIDGE_ROOMS = {
 
 #: Files that define protocols for vllm_bridge to fill.
 PROTOCOLS = {
-    "medialane.media.model_choices",
     "medialane.prepare.processor",
     "medialane.worker.engine",
 }

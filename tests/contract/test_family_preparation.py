@@ -15,7 +15,7 @@ from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.mistral_chat import blank_part, expand_marks, tokenizes_blanks
-from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media, modality_of
+from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
 from medialane.vllm_bridge.items.request_processor import RequestProcessor
 from medialane.vllm_bridge.items.stage_fitness import unfit_reasons
 from medialane.vllm_bridge.items.validation import FeatureChecker
@@ -84,7 +84,7 @@ def _is_media(part):
 
 
 def takes(family, prompt):
-    counts = [modality_of(item) for item in items_of(prompt)]
+    counts = [item.modality for item in items_of(prompt)]
     return all(counts.count(modality) <= family.limits.get(modality, 0) for modality in counts)
 
 
@@ -119,7 +119,7 @@ class Halves:
         """The items by our processor, and the prompt by our assembler. The features have vLLM's order: by modality."""
         by_modality = {}
         for media in items_of(prompt):
-            by_modality.setdefault(modality_of(media), []).append(self.processor.process(media, b"{}"))
+            by_modality.setdefault(media.modality, []).append(self.processor.process(media, b"{}"))
         items = [(modality, made) for modality, found in by_modality.items() for made in found]
         features = [Feature(m, f"{n}", made.header, (), made.size) for n, (m, made) in enumerate(items)]
         return items, self.assembler.assemble(self.token_ids(prompt), tuple(features), b"{}")
@@ -128,7 +128,7 @@ class Halves:
         """vLLM's result for the whole request."""
         media = {}
         for item in items_of(prompt):
-            media.setdefault(modality_of(item), []).append(engine_media(item))
+            media.setdefault(item.modality, []).append(engine_media(item))
         uuids = {modality: [f"{modality}{i}" for i in range(len(found))] for modality, found in media.items()}
         tokens = {"prompt_token_ids": self.token_ids(prompt), "multi_modal_data": media, "multi_modal_uuids": uuids}
         (rendered,) = self.renderer.render_cmpl([tokens])
@@ -238,7 +238,7 @@ def test_worker_accepts_vllms_whole_processing(halves, name, prompt):
     whole = family.whole(prompt)
     media = {}
     for item in items_of(prompt):
-        media.setdefault(modality_of(item), []).append(engine_media(item))
+        media.setdefault(item.modality, []).append(engine_media(item))
     for options in (b"{}", b'{"do_resize":true}'):
         family.checker.check_rendered(whole, media, options)
 

@@ -642,7 +642,11 @@ async def test_abridged_reference_is_not_shown(server, more):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_has_the_tokens_of_media_that_a_worker_places(server, stream):
     """Also in each step of a beam search, which has the same media."""
-    server.backend.placed = (MediaSpan("a", 3, 16), MediaSpan("b", 30, 4, "video"), MediaSpan("c", 50, 16))
+    server.backend.placed = (
+        MediaSpan("a", 3, 16, "image"),
+        MediaSpan("b", 30, 4, "video"),
+        MediaSpan("c", 50, 16, "image"),
+    )
     options = (
         {"stream": True, "stream_options": {"include_usage": True}} if stream else {"use_beam_search": True, "n": 2}
     )

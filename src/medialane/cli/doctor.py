@@ -57,7 +57,7 @@ print(json.dumps(found))
 """
 _KINDS = """
 import json
-from medialane.media.kinds import installed_kinds
+from medialane.media import installed_kinds
 kinds = installed_kinds()
 print(json.dumps([kinds.line(), sorted({kind.fix for kind in kinds.unavailable})]))
 """

@@ -13,7 +13,7 @@ from medialane.config import Config, SectionName, enter_environ, load_config, pr
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import enter_phase
 from medialane.gateway.access import AccessKeys
-from medialane.media.kinds import installed_kinds
+from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 from medialane.vllm_bridge.seams import probe
 from medialane.wire.address import parse_named, parse_unix

@@ -26,7 +26,7 @@ from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value
 from medialane.config import Config, SectionName, load_config, process_environ
 from medialane.core.errors import StartupFailed
-from medialane.media.kinds import installed_kinds
+from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 
 if TYPE_CHECKING:  # imports ray

@@ -155,10 +155,6 @@ class StartupFailed(MedialaneError, code="startup_failed"):
 # fmt: on
 
 
-#: Errors for media that cannot be decoded or processed, by modality.
-INVALID_MEDIA: dict[str, type[InvalidRequest]] = {"image": InvalidImage, "video": InvalidVideo, "audio": InvalidAudio}
-
-
 class ErrorReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """A MedialaneError as sent to another process."""
 

@@ -114,7 +114,7 @@ class MediaSpan(msgspec.Struct, frozen=True):
     mm_hash: str
     offset: int
     length: int
-    modality: str = "image"
+    modality: str = ""
     num_embeds: int = 0
     embedding_bytes: int = 0
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
-from typing import Annotated, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -129,11 +129,21 @@ class Image:
     """Decoded pixels: uint8 of shape (height, width, 3), RGB, C-contiguous."""
 
     __slots__ = ("pixels",)
+    modality: ClassVar[Modality] = "image"
 
     def __init__(self, pixels: NDArray[np.uint8]) -> None:
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
             raise ValueError(f"pixels must be uint8 of shape (height, width, 3), not {pixels.dtype} {pixels.shape}")
         self.pixels = pixels
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        return self.pixels
+
+    @classmethod
+    def over(cls, data: memoryview, size: MediaSize) -> Self:
+        """Return the image over the bytes of its array, without a copy. Raises ValueError if they are not of `size`."""
+        return cls(np.frombuffer(data, np.uint8).reshape(size.height, size.width, 3))
 
     @property
     def size(self) -> MediaSize:
@@ -150,12 +160,23 @@ class FrameBatch:
     """
 
     __slots__ = ("frames", "metadata")
+    modality: ClassVar[Modality] = "video"
 
     def __init__(self, frames: NDArray[np.uint8], metadata: bytes) -> None:
         if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3:
             raise ValueError(f"frames must be uint8 of shape (n, height, width, 3), not {frames.dtype} {frames.shape}")
         self.frames = frames
         self.metadata = metadata
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        return self.frames
+
+    @classmethod
+    def over(cls, data: memoryview, size: MediaSize) -> Self:
+        """As `Image.over`."""
+        frames = np.frombuffer(data, np.uint8).reshape(size.num_frames, size.height, size.width, 3)
+        return cls(frames, size.metadata)
 
     @property
     def size(self) -> MediaSize:
@@ -171,6 +192,7 @@ class AudioSamples:
     """Mono audio, at its original rate unless it was resampled: float32 of shape (samples,); `sample_rate` in Hz."""
 
     __slots__ = ("sample_rate", "samples")
+    modality: ClassVar[Modality] = "audio"
 
     def __init__(self, samples: NDArray[np.float32], sample_rate: int) -> None:
         if samples.dtype != np.float32 or samples.ndim != 1:
@@ -181,6 +203,15 @@ class AudioSamples:
         self.sample_rate = sample_rate
 
     @property
+    def array(self) -> NDArray[np.float32]:
+        return self.samples
+
+    @classmethod
+    def over(cls, data: memoryview, size: MediaSize) -> Self:
+        """As `Image.over`."""
+        return cls(np.frombuffer(data, np.float32).reshape(size.num_samples), size.sample_rate)
+
+    @property
     def size(self) -> MediaSize:
         return MediaSize(num_samples=self.samples.shape[0], sample_rate=self.sample_rate)
 
@@ -189,6 +220,9 @@ class AudioSamples:
 
 
 Decoded = Image | FrameBatch | AudioSamples
+
+#: The class of each modality's decoded media.
+DECODED: Mapping[Modality, type[Decoded]] = {form.modality: form for form in (Image, FrameBatch, AudioSamples)}
 
 
 class VideoSource(msgspec.Struct, frozen=True):
@@ -216,5 +250,16 @@ class Video(Protocol):
 
         The frames are uint8 of shape (frames read, height, width, 3), RGB. Raises InvalidVideo, VideoTooLarge,
         VideoTooLong, TooManyFrames.
+        """
+        ...
+
+
+class FrameSampler(Protocol):
+    """The model's sampler, the only decision about decoding that depends on the model; `vllm_bridge` implements it."""
+
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        """Sample the same frames of a video as the engine. `io` is as in `MediaRef`.
+
+        Raises InvalidRequest for options that the sampler does not support, and what `Video.read` raises.
         """
         ...

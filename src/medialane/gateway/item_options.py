@@ -16,6 +16,7 @@ from msgspec.structs import astuple
 from medialane.core.errors import InvalidRequest, TooManyFrames
 from medialane.core.hashing import canonical_options
 from medialane.core.media import Modality
+from medialane.core.modalities import MODALITIES
 from medialane.media import MediaConfig
 
 #: Higher than the frame rate of any realistic input. The run time of some of vLLM's samplers is proportional to it.
@@ -57,44 +58,42 @@ def decode_item(value: msgspec.Raw, decoder: msgspec.json.Decoder[_Object], para
         raise InvalidRequest(f"unknown key {key} of a media item: {hint}", param=f"{param}.{key}") from error
 
 
-def read_options(found: ItemOptions | None, modality: Modality, param: str, config: MediaConfig) -> tuple[bytes, bytes]:
+def read_options(given: ItemOptions | None, modality: Modality, param: str, config: MediaConfig) -> tuple[bytes, bytes]:
     """Return the item's `MediaRef.io` and `MediaRef.options`. Raises InvalidRequest naming the key."""
-    if found is None or astuple(found)[: len(_NONE_GIVEN)] == _NONE_GIVEN:
+    if given is None or astuple(given)[: len(_NONE_GIVEN)] == _NONE_GIVEN:
         return b"{}", b"{}"
-    return _read_io(found, modality, param, config), _read_processor_options(found, modality, param, config)
+    traits = MODALITIES[modality]
+    io = _read_frames(given, param, config) if traits.has_frames else b"{}"
+    options = _read_pixels(given, param, config.max_pixels(modality)) if traits.has_pixels else b"{}"
+    return io, options
 
 
-def _read_io(found: ItemOptions, modality: Modality, param: str, config: MediaConfig) -> bytes:
-    if modality != "video":
-        return b"{}"
-    fps = _read(found.fps, f"{param}.fps")
+def _read_frames(given: ItemOptions, param: str, config: MediaConfig) -> bytes:
+    fps = _read(given.fps, f"{param}.fps")
     if fps is not None and not 0 < fps <= MAX_FPS:
         raise InvalidRequest(f"fps must be above 0 and at most {MAX_FPS}", param=f"{param}.fps")
-    num_frames = _read_count(found.num_frames, f"{param}.num_frames")
+    num_frames = _read_count(given.num_frames, f"{param}.num_frames")
     if num_frames is not None and num_frames > config.max_sampled_frames:
         message = f"num_frames must be at most {config.max_sampled_frames}"
         raise TooManyFrames(message, param=f"{param}.num_frames")
-    max_frames = _read_count(found.max_frames, f"{param}.max_frames")
+    max_frames = _read_count(given.max_frames, f"{param}.max_frames")
     if max_frames is not None:
         max_frames = min(max_frames, config.max_sampled_frames)
-    return _given(fps=fps, num_frames=num_frames, max_frames=max_frames)
+    return _canonical(fps=fps, num_frames=num_frames, max_frames=max_frames)
 
 
-def _read_processor_options(found: ItemOptions, modality: Modality, param: str, config: MediaConfig) -> bytes:
-    if modality == "audio":
-        return b"{}"
-    limit = config.max_image_pixels if modality == "image" else config.max_video_pixels
-    max_pixels = _read_count(found.max_pixels, f"{param}.max_pixels")
+def _read_pixels(given: ItemOptions, param: str, limit: int) -> bytes:
+    max_pixels = _read_count(given.max_pixels, f"{param}.max_pixels")
     if max_pixels is not None:
         max_pixels = min(max_pixels, limit)
-    min_pixels = _read_count(found.min_pixels, f"{param}.min_pixels")
+    min_pixels = _read_count(given.min_pixels, f"{param}.min_pixels")
     if min_pixels is not None and min_pixels > (max_pixels or limit):
         message = f"min_pixels must be at most {'max_pixels' if max_pixels else limit}"
         raise InvalidRequest(message, param=f"{param}.min_pixels")
-    return _given(min_pixels=min_pixels, max_pixels=max_pixels)
+    return _canonical(min_pixels=min_pixels, max_pixels=max_pixels)
 
 
-def _given(**options: float | None) -> bytes:
+def _canonical(**options: float | None) -> bytes:
     return canonical_options({key: value for key, value in options.items() if value is not None})
 
 

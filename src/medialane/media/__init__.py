@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.data_url import DataUrl, decode_base64, parse_data_url
-from medialane.media.decode import decode, probe
-from medialane.media.model_choices import FrameSampler
-from medialane.media.sniff import image_size, needs_probe, sniff
+from medialane.media.decoders import decode, installed_kinds, needs_probe, probe, sniff
+from medialane.media.image_header import image_size
 
 if TYPE_CHECKING:
     from medialane.media.fetch import Fetched, Fetcher
@@ -20,11 +19,11 @@ __all__ = [
     "FetchLimits",
     "Fetched",
     "Fetcher",
-    "FrameSampler",
     "MediaConfig",
     "decode",
     "decode_base64",
     "image_size",
+    "installed_kinds",
     "needs_probe",
     "parse_data_url",
     "probe",

@@ -132,8 +132,9 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def fetch_limits(self, modality: Modality) -> FetchLimits:
         """Return the limits for fetching one item of this modality."""
-        return {
-            "image": FetchLimits(self.max_image_bytes, self.image_fetch_timeout_s),
-            "audio": FetchLimits(self.max_audio_bytes, self.audio_fetch_timeout_s),
-            "video": FetchLimits(self.max_video_bytes, self.video_fetch_timeout_s),
-        }[modality]
+        return FetchLimits(getattr(self, f"max_{modality}_bytes"), getattr(self, f"{modality}_fetch_timeout_s"))
+
+    def max_pixels(self, modality: Modality) -> int:
+        """Return the most pixels of an image or a frame, for a modality that has pixels."""
+        limit: int = getattr(self, f"max_{modality}_pixels")
+        return limit

@@ -72,6 +72,12 @@ def sniff_image(data: bytes | bytearray | memoryview, config: MediaConfig) -> Sn
     raise UnsupportedMediaType("the media is not a JPEG, PNG, WebP, GIF, AVIF or BMP image")
 
 
+def image_size(data: bytes | bytearray | memoryview, config: MediaConfig) -> tuple[int, int]:
+    """Return (width, height) as stored. Raises what `sniff_image` raises."""
+    sniffed = sniff_image(data, config)
+    return sniffed.width, sniffed.height
+
+
 def check_limits(width: int, height: int, config: MediaConfig) -> None:
     """Raise ImageTooLarge or InvalidImage unless an image of this size may be decoded."""
     if width <= 0 or height <= 0:

@@ -6,16 +6,14 @@ libraries themselves are queried, once per process; they are imported only when 
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import msgspec
 from PIL import features
 
-from medialane.core.errors import UnsupportedMediaType
 from medialane.core.media import Modality
 
 #: What to do if a library is built without a format.
@@ -24,6 +22,12 @@ _FIXES = {
     "av": "pip install --force-reinstall av, which brings a build with it",
     "soundfile": "pip install soundfile",
 }
+
+
+#: A module, or the reason why it cannot be loaded.
+Library = ModuleType | str
+#: Returns a library by name.
+Load = Callable[[str], Library]
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -54,7 +58,9 @@ class Kinds(msgspec.Struct, frozen=True):
 
     def line(self) -> str:
         """Return the supported kinds in one line, and the unavailable ones in a further line per reason."""
-        on = {m: [k.name for k in self.kinds if k.modality == m and not k.missing] for m in _MODALITIES}
+        on: dict[Modality, list[str]] = {}
+        for kind in self.kinds:
+            on.setdefault(kind.modality, []).extend([] if kind.missing else [kind.name])
         lines = ["media: " + ", ".join(f"{m} ({' '.join(names)})" for m, names in on.items() if names)]
         for (missing, fix), kinds in self._reasons().items():
             names = " ".join(f"{kind.modality}/{kind.name}" for kind in kinds)
@@ -62,55 +68,11 @@ class Kinds(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
     def _reasons(self) -> dict[tuple[str, str], list[Kind]]:
-        found: dict[tuple[str, str], list[Kind]] = {}
+        by_reason: dict[tuple[str, str], list[Kind]] = {}
         for kind in self.unavailable:
-            found.setdefault((kind.missing, kind.fix), []).append(kind)
-        return found
+            by_reason.setdefault((kind.missing, kind.fix), []).append(kind)
+        return by_reason
 
-
-@functools.cache
-def installed_kinds() -> Kinds:
-    """Return what this process can decode. The first call imports the libraries (about 0.1 s)."""
-    return find_kinds(_load)
-
-
-def find_kinds(load: Callable[[str], ModuleType | str]) -> Kinds:
-    """Return the kinds as `installed_kinds` does; `load` returns a library by name, or the reason why it is missing."""
-    av, soundfile = load("av"), load("soundfile")
-    formats = () if isinstance(soundfile, str) else soundfile.available_formats()
-    images = [
-        _kind("image", name, "Pillow", feature is None or features.check(feature)) for name, feature in _IMAGES.items()
-    ]
-    videos = [
-        _kind("video", name, "av", any(_decodes(av, decoder) for decoder in decoders), missing=av)
-        for name, decoders in _VIDEOS.items()
-    ]
-    audio = [
-        _kind("audio", name, "soundfile", name.upper() in formats, missing=soundfile) for name in _AUDIO_TYPES.values()
-    ]
-    # libsndfile is tried first for all audio, like in vLLM.
-    library = ("soundfile", soundfile) if isinstance(soundfile, str) else ("av", av)
-    m4a = _kind("audio", "m4a", library[0], _decodes(av, "aac"), missing=library[1])
-    return Kinds((*images, *videos, *audio, m4a))
-
-
-def check_modality(modality: Modality) -> None:
-    """Raise UnsupportedMediaType if this server has no decoder for a modality."""
-    if modality != "image" and not installed_kinds().supports(modality):
-        raise UnsupportedMediaType(f"this server does not support {modality}: it has no decoder for it")
-
-
-def check_type(modality: Modality, media_type: str) -> None:
-    """Raise UnsupportedMediaType if this server cannot decode a sniffed type.
-
-    Videos always pass: their type is the container's, and the codec is checked when the video is opened.
-    """
-    name = {"image": media_type.removeprefix("image/"), "audio": _AUDIO_TYPES.get(media_type, "m4a")}.get(modality)
-    if name is not None and not installed_kinds().supports(modality, name):
-        raise UnsupportedMediaType(f"this server does not support {name.upper()} {modality}: it has no decoder for it")
-
-
-_MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
 
 #: Image format -> Pillow feature that decodes it, None if always built in.
 _IMAGES = {"jpeg": "jpg", "png": "zlib", "webp": "webp", "gif": None, "avif": "avif", "bmp": None}
@@ -122,7 +84,34 @@ _AUDIO_TYPES = {"audio/wav": "wav", "audio/flac": "flac", "audio/mpeg": "mp3", "
 _VIDEOS = {"h264": ("h264",), "hevc": ("hevc",), "vp9": ("vp9", "libvpx-vp9"), "av1": ("libdav1d", "libaom-av1")}
 
 
-def _load(name: str) -> ModuleType | str:
+def image_kinds(modality: Modality, _load: Load) -> Iterator[Kind]:
+    for name, feature in _IMAGES.items():
+        yield _kind(modality, name, "Pillow", feature is None or features.check(feature))
+
+
+def video_kinds(modality: Modality, load: Load) -> Iterator[Kind]:
+    av = load("av")
+    for name, decoders in _VIDEOS.items():
+        yield _kind(modality, name, "av", any(_decodes(av, decoder) for decoder in decoders), missing=av)
+
+
+def audio_kinds(modality: Modality, load: Load) -> Iterator[Kind]:
+    av, soundfile = load("av"), load("soundfile")
+    formats = () if isinstance(soundfile, str) else soundfile.available_formats()
+    for name in _AUDIO_TYPES.values():
+        yield _kind(modality, name, "soundfile", name.upper() in formats, missing=soundfile)
+    # libsndfile is tried first for all audio, like in vLLM.
+    library, missing = ("soundfile", soundfile) if isinstance(soundfile, str) else ("av", av)
+    yield _kind(modality, "m4a", library, _decodes(av, "aac"), missing=missing)
+
+
+def audio_kind(media_type: str) -> str:
+    """Return the kind of a media type."""
+    return _AUDIO_TYPES.get(media_type, "m4a")
+
+
+def load(name: str) -> Library:
+    """Import a library; return why that is impossible if it is."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -41,7 +41,8 @@ class PrepareConfig(msgspec.Struct, frozen=True):
 
     def job_timeout_s(self, modality: Modality) -> float:
         """Return the timeout of one job of this modality in seconds."""
-        return {"image": self.image_timeout_s, "audio": self.audio_timeout_s, "video": self.video_timeout_s}[modality]
+        timeout_s: float = getattr(self, f"{modality}_timeout_s")
+        return timeout_s
 
     def resolved_num_preparers(self) -> int:
         """Return the number of preparers; by default the CPUs in this process's affinity mask minus one."""

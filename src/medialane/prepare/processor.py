@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from medialane.core.errors import UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
+from medialane.core.media import Decoded, FrameBatch, MediaSize, Modality, Video
 from medialane.core.stage import StageName
 from medialane.core.tensor import TensorSpec
 
@@ -34,16 +34,8 @@ class ProcessedItem:
 def decoded_item(media: Decoded) -> ProcessedItem:
     """Return the array of decoded media as one tensor, laid out as in `core.media`, with an empty header (stage
     `decoded`)."""
-    array: NDArray[Any]
-    match media:
-        case Image():
-            array = media.pixels
-        case FrameBatch():
-            array = media.frames
-        case AudioSamples():
-            array = media.samples
-    array = np.ascontiguousarray(array)
-    spec = TensorSpec("float32" if isinstance(media, AudioSamples) else "uint8", array.shape)
+    array: NDArray[Any] = np.ascontiguousarray(media.array)
+    spec = TensorSpec(array.dtype.name, array.shape)  # type: ignore[arg-type]  # it checks the name
     return ProcessedItem(header=b"", specs=(spec,), buffers=(array.data,), size=media.size)
 
 
@@ -61,7 +53,7 @@ class Processor(Protocol):
         ...
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
-        """Sample the same frames as the engine's own sampler (`media.FrameSampler`)."""
+        """Sample the same frames as the engine's own sampler (`core.media.FrameSampler`)."""
         ...
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from medialane.core.errors import UnsupportedMediaType
-from medialane.media import MediaConfig, kinds, sniff
-from medialane.media.kinds import Kind, Kinds, find_kinds, installed_kinds
+from medialane.media import MediaConfig, decoders, installed_kinds, kinds, sniff
+from medialane.media.decoders import find_kinds
+from medialane.media.kinds import Kind, Kinds
 
 #: No decoder is run on this: sniffing reads its header.
 AVIF = (
@@ -40,7 +41,7 @@ def soundfile_with(*formats):
 
 @pytest.fixture
 def only_images(monkeypatch):
-    monkeypatch.setattr(kinds, "installed_kinds", lambda: find_kinds(absent))
+    monkeypatch.setattr(decoders, "installed_kinds", lambda: find_kinds(absent))
 
 
 def test_full_installation_supports_every_kind():
@@ -66,7 +67,7 @@ def test_missing_libraries_are_named_with_their_fix():
 def test_build_without_a_codec_supports_the_others():
     found = find_kinds(installed(av=av_with("h264", "vp9"), soundfile=soundfile_with("WAV")))
     assert [kind.name for kind in found.kinds if not kind.missing][6:] == ["h264", "vp9", "wav"]
-    assert Kind("video", "hevc", "this av is built without hevc", kinds._FIXES["av"]) in found.unavailable
+    assert any(k.name == "hevc" and k.missing == "this av is built without hevc" and k.fix for k in found.unavailable)
 
 
 def test_missing_pillow_format_is_detected(monkeypatch):
@@ -86,20 +87,19 @@ def test_unavailable_modality_is_rejected_first(modality):
 def test_unavailable_image_format_is_rejected_by_name(monkeypatch):
     assert sniff(AVIF, "image", MediaConfig()) == "image/avif"
     without = Kinds((Kind("image", "jpeg"), Kind("image", "avif", "built without it", "build it")))
-    monkeypatch.setattr(kinds, "installed_kinds", lambda: without)
+    monkeypatch.setattr(decoders, "installed_kinds", lambda: without)
     with pytest.raises(UnsupportedMediaType, match="AVIF image"):
         sniff(AVIF, "image", MediaConfig())
 
 
 def test_unavailable_audio_is_rejected_by_name(monkeypatch):
     without_av = find_kinds(installed(soundfile=soundfile_with("WAV", "FLAC", "OGG", "MP3")))
-    monkeypatch.setattr(kinds, "installed_kinds", lambda: without_av)
-    kinds.check_modality("audio")
-    kinds.check_type("audio", "audio/mpeg")
-    with pytest.raises(UnsupportedMediaType, match="M4A audio"):
-        kinds.check_type("audio", "audio/mp4")
-    with pytest.raises(UnsupportedMediaType, match="M4A audio"):
-        kinds.check_type("audio", "video/webm")
+    monkeypatch.setattr(decoders, "installed_kinds", lambda: without_av)
+    config = MediaConfig()
+    assert sniff(b"ID3".ljust(10), "audio", config) == "audio/mpeg"
+    for m4a in (b"\0\0\0\x18ftypM4A ", b"\x1a\x45\xdf\xa3webm"):
+        with pytest.raises(UnsupportedMediaType, match="M4A audio"):
+            sniff(m4a, "audio", config)
 
 
 def test_kinds_are_reported_and_the_package_imports_without_the_libraries():
@@ -108,7 +108,7 @@ def test_kinds_are_reported_and_the_package_imports_without_the_libraries():
 import sys
 sys.modules["av"] = sys.modules["soundfile"] = None
 import medialane.media
-from medialane.media.kinds import installed_kinds
+from medialane.media import installed_kinds
 print(installed_kinds().line())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=15, check=True)

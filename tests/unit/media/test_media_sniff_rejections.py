@@ -3,8 +3,7 @@
 import pytest
 
 from medialane.core.errors import InvalidAudio, InvalidImage, InvalidVideo, UnsupportedMediaType
-from medialane.media import MediaConfig
-from medialane.media.sniff import sniff
+from medialane.media import MediaConfig, sniff
 
 INVALID = {"image": InvalidImage, "video": InvalidVideo, "audio": InvalidAudio}
 

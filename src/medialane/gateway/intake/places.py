@@ -6,7 +6,7 @@ A kind is identified by a member of the part. If vLLM also requires a certain `t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +14,7 @@ from msgspec.structs import astuple
 
 from medialane.core.embeds import UNNAMED
 from medialane.core.media import Modality
+from medialane.core.modalities import MODALITIES, PartContent
 from medialane.gateway.intake.place import Base64Place, EmbedsPlace, Place, UrlPlace, UuidPlace
 from medialane.gateway.intake.request_body import (
     ABSENT,
@@ -72,33 +73,32 @@ _AUDIO_OBJECTS = msgspec.json.Decoder(_AudioObject)
 _SOURCES = msgspec.json.Decoder(_Source)
 
 
-class _Kind(NamedTuple):
+class _PartKind(NamedTuple):
     """Parts with a member `name`. `read` returns the place in its value, or None if it has no media."""
 
     name: str
     modality: Modality
-    read: Callable[[_Kind, str, Part, msgspec.Raw], Place | None]
-    is_embeds: bool = False
+    read: _Reader
+    is_embeds: bool
+
+
+_Reader = Callable[[_PartKind, str, Part, msgspec.Raw], Place | None]
 
 
 def media_places(body: RequestBody) -> list[list[Place]]:
     """Return the places of media in a body, for each prompt that has any: a conversation, an input to be encoded or
     scored. Raises the exceptions in UNREADABLE."""
-    found = [*_in_conversations("messages", body.messages), *_in_conversations("input", body.input)]
+    places = [*_in_conversations("messages", body.messages), *_in_conversations("input", body.input)]
     for name, inputs in body.named_inputs():
         each = enumerate(inputs) if isinstance(inputs, list) else ()
-        found += [_in_message(name, inputs), *(_in_message(f"{name}[{i}]", value) for i, value in each)]
-    found.append(_in_content_parts(body.content_parts))
+        places += [_in_message(name, inputs), *(_in_message(f"{name}[{i}]", value) for i, value in each)]
+    places.append(_in_content_parts(body.content_parts))
     if body.questions is ABSENT:
-        found += [[place] for place in _in_urls("image", "images", body.images)]
+        places += [[place] for place in _in_urls("image", "images", body.images)]
     else:
-        named: list[tuple[Modality, str, msgspec.Raw]] = [
-            ("image", "images", body.images),
-            ("audio", "audio", body.audio),
-            ("video", "videos", body.videos),
-        ]
-        found.append([place for lists in named for place in _in_urls(*lists)])
-    return [places for places in found if places]
+        lists = [(modality, traits.url_list) for modality, traits in MODALITIES.items()]
+        places.append([place for modality, name in lists for place in _in_urls(modality, name, getattr(body, name))])
+    return [prompt for prompt in places if prompt]
 
 
 def _in_conversations(param: str, messages: object) -> list[list[Place]]:
@@ -204,12 +204,12 @@ def _uuid_place(param: str, part: Part) -> Place | None:
     return UuidPlace(kind.modality, param, part.uuid, uuid, options, is_embeds=kind.is_embeds)
 
 
-def _present(part: Part) -> list[tuple[_Kind, msgspec.Raw]]:
+def _present(part: Part) -> list[tuple[_PartKind, msgspec.Raw]]:
     values = zip(_KINDS, astuple(part)[: len(_KINDS)], strict=True)
     return [(kind, value) for kind, value in values if value is not ABSENT]
 
 
-def _read_url(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+def _read_url(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
     options = None
     if first_byte(value) == BRACE:
         options = decode_item(value, _URL_OBJECTS, param)
@@ -219,7 +219,7 @@ def _read_url(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place 
     return UrlPlace(kind.modality, param, value, options, string_or_none(part.uuid))
 
 
-def _read_audio(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+def _read_audio(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
     if first_byte(value) != BRACE:
         return None
     audio = decode_item(value, _AUDIO_OBJECTS, param)
@@ -229,7 +229,7 @@ def _read_audio(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Plac
     return Base64Place(kind.modality, param, audio.data, media_type, string_or_none(part.uuid))
 
 
-def _read_embeds(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+def _read_embeds(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
     """Return the place of embeddings, if vLLM treats the part as such with and without a uuid."""
     is_declared = string_or_none(part.type) in (None, kind.name) or first_byte(part.uuid) == QUOTE
     if not is_declared or not (is_filled(value) or first_byte(value) == BRACE):
@@ -238,14 +238,12 @@ def _read_embeds(kind: _Kind, param: str, part: Part, value: msgspec.Raw) -> Pla
     return EmbedsPlace(kind.modality, param, value, fields, part.uuid, string_or_none(part.uuid))
 
 
+_READERS: Mapping[PartContent, _Reader] = {"url": _read_url, "base64": _read_audio, "embeds": _read_embeds}
+
 #: In the order of the members of Part, which is the order of places in a part that has several.
-_KINDS = (
-    _Kind("image_url", "image", _read_url),
-    _Kind("video_url", "video", _read_url),
-    _Kind("audio_url", "audio", _read_url),
-    _Kind("input_audio", "audio", _read_audio),
-    _Kind("image_embeds", "image", _read_embeds, is_embeds=True),
-    _Kind("audio_embeds", "audio", _read_embeds, is_embeds=True),
-    _Kind("video_embeds", "video", _read_embeds, is_embeds=True),
+_KINDS = tuple(
+    _PartKind(name, modality, _READERS[content], is_embeds=content == "embeds")
+    for modality, traits in MODALITIES.items()
+    for name, content in traits.parts.items()
 )
 _URL_KINDS = {kind.name: kind for kind in _KINDS if kind.read is _read_url}

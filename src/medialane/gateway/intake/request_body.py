@@ -34,16 +34,16 @@ class _Object(msgspec.Struct, gc=False):
 class Part(msgspec.Struct, gc=False):
     """A content part of a message. In Anthropic's API, `image` has a source, and `tool_result` has parts of its own.
 
-    The members that can contain media come first.
+    The members that can contain media come first: those of `core.modalities`, in its order.
     """
 
     image_url: msgspec.Raw = ABSENT
+    image_embeds: msgspec.Raw = ABSENT
     video_url: msgspec.Raw = ABSENT
+    video_embeds: msgspec.Raw = ABSENT
     audio_url: msgspec.Raw = ABSENT
     input_audio: msgspec.Raw = ABSENT
-    image_embeds: msgspec.Raw = ABSENT
     audio_embeds: msgspec.Raw = ABSENT
-    video_embeds: msgspec.Raw = ABSENT
     source: msgspec.Raw = ABSENT
     content: list[Part | list[msgspec.Raw] | _Scalar] | _Object | _Scalar = None
     type: msgspec.Raw = ABSENT

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMError
@@ -24,7 +23,6 @@ from vllm.renderers import BaseRenderer
 
 from medialane.core.embeds import EMBEDS_TYPE, decode_embeds
 from medialane.core.errors import (
-    INVALID_MEDIA,
     InvalidEmbeds,
     InvalidFeature,
     InvalidVideo,
@@ -33,7 +31,8 @@ from medialane.core.errors import (
     UnsupportedMediaType,
 )
 from medialane.core.feature import MediaPayload
-from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality
+from medialane.core.media import DECODED, Decoded, MediaSize, Modality
+from medialane.core.modalities import MODALITIES
 from medialane.core.own_fault import raised_in
 from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.core.stage import StageName
@@ -241,19 +240,13 @@ def _decode_error(error: Exception, item: MediaPayload) -> BaseException:
         logger.error("this worker has no decoder for %s", item.media_type, exc_info=error)
         return UnsupportedMediaType(f"this server has no decoder for {item.media_type}", param=item.param)
     if fault is None and not raised_in(error, "medialane"):
-        return INVALID_MEDIA[item.modality](f"the {item.modality} cannot be decoded", param=item.param)
+        return MODALITIES[item.modality].invalid(f"the {item.modality} cannot be decoded", param=item.param)
     return fault or error
 
 
 def decoded_over(modality: Modality, size: MediaSize, data: memoryview) -> Decoded:
     """Return decoded media over their bytes, without a copy. Raises InvalidFeature if size and bytes do not match."""
     try:
-        if modality == "audio":
-            samples = np.frombuffer(data, np.float32).reshape(size.num_samples)
-            return AudioSamples(samples, size.sample_rate)
-        pixels = np.frombuffer(data, np.uint8)
-        if modality == "image":
-            return Image(pixels.reshape(size.height, size.width, 3))
-        return FrameBatch(pixels.reshape(size.num_frames, size.height, size.width, 3), size.metadata)
+        return DECODED[modality].over(data, size)
     except ValueError as error:
         raise InvalidFeature(f"{modality}: {data.nbytes} bytes do not make {size}") from error

@@ -23,15 +23,14 @@ from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.errors import (
-    INVALID_MEDIA,
     FeatureUnsupported,
     InvalidRequest,
     PreparationFailed,
     UnsupportedMediaType,
 )
 from medialane.core.hashing import canonical_options
-from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, MediaSize, Modality, Video
-from medialane.media.model_choices import FrameSampler
+from medialane.core.media import AudioSamples, Decoded, FrameBatch, FrameSampler, Image, MediaSize, Video
+from medialane.core.modalities import MODALITIES
 from medialane.prepare.processor import ProcessedItem
 from medialane.vllm_bridge.engine_errors import engine_fault
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS, UNFIT, HeaderWriter
@@ -120,7 +119,7 @@ class VllmProcessor:
 
     def _apply(self, media: Decoded, options: bytes, *, as_tensor: bool) -> ProcessedItem:
         kwargs = decode_options(options)
-        modality = modality_of(media)
+        modality = media.modality
         items = self._processor.info.parse_mm_data({modality: [engine_media(media, as_tensor=as_tensor)]})
         with torch.inference_mode():
             data = run_hf_processor(self._processor, items, kwargs)
@@ -141,14 +140,8 @@ def _failure(error: Exception, media: Decoded) -> BaseException:
     it has failed for another reason."""
     if (fault := engine_fault(error)) is not None:
         return fault
-    modality = modality_of(media)
-    return INVALID_MEDIA[modality](f"the model's processor rejected this {modality} or its options")
-
-
-def modality_of(media: Decoded) -> Modality:
-    if isinstance(media, Image):
-        return "image"
-    return "video" if isinstance(media, FrameBatch) else "audio"
+    invalid = MODALITIES[media.modality].invalid
+    return invalid(f"the model's processor rejected this {media.modality} or its options")
 
 
 def engine_media(media: Decoded, *, as_tensor: bool = False) -> Any:

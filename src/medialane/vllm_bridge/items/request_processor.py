@@ -15,7 +15,7 @@ from medialane.prepare.processor import ProcessedItem
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.item_shape import check_layout, counts_by_size
-from medialane.vllm_bridge.items.preparation import VllmProcessor, modality_of
+from medialane.vllm_bridge.items.preparation import VllmProcessor
 
 
 class RequestProcessor(VllmProcessor):
@@ -23,7 +23,7 @@ class RequestProcessor(VllmProcessor):
 
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         made = super().process(media, options)
-        modality = modality_of(media)
+        modality = media.modality
         if options != NO_OPTIONS and counts_by_size(self._processor, modality):
             default = super().process(media, NO_OPTIONS)
             check_layout(modality, *(decode_item_without_tensors(item.header) for item in (made, default)))

@@ -1,0 +1,51 @@
+"""The table of modalities: everything that distinguishes one from another, but for the code that decodes it.
+
+A new modality is a name in `core.media.Modality` with the class of its decoded form, a row here and its parts in
+`gateway.intake.request_body.Part`; its limits as settings (`max_NAME_bytes`, `NAME_fetch_timeout_s` in `media.config`,
+`NAME_timeout_s` in `prepare.config`); a row with its decoder in `media.decoders`; and what vLLM needs of it in
+`vllm_bridge.items`. `tests/unit/core/test_core_modalities.py` fails where a file names a modality without a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from medialane.core.errors import InvalidAudio, InvalidImage, InvalidRequest, InvalidVideo
+from medialane.core.media import Modality
+
+#: What the member of a content part contains: a URL or an object with one; an object with base64 and its format;
+#: embeddings instead of media.
+PartContent = Literal["url", "base64", "embeds"]
+
+
+class ModalityTraits(NamedTuple):
+    """One row.
+
+    `parts` are the members of content parts with such an item, `url_list` is the member of a body that is a list of
+    URLs of such items. `invalid` is the error for damaged items. Options of an item may choose its pixels with
+    `has_pixels`, its frames with `has_frames` (`gateway.item_options`).
+    """
+
+    parts: Mapping[str, PartContent]
+    url_list: str
+    invalid: type[InvalidRequest]
+    has_pixels: bool = False
+    has_frames: bool = False
+
+
+MODALITIES: Mapping[Modality, ModalityTraits] = {
+    "image": ModalityTraits(
+        {"image_url": "url", "image_embeds": "embeds"}, url_list="images", invalid=InvalidImage, has_pixels=True
+    ),
+    "video": ModalityTraits(
+        {"video_url": "url", "video_embeds": "embeds"},
+        url_list="videos",
+        invalid=InvalidVideo,
+        has_pixels=True,
+        has_frames=True,
+    ),
+    "audio": ModalityTraits(
+        {"audio_url": "url", "input_audio": "base64", "audio_embeds": "embeds"}, url_list="audio", invalid=InvalidAudio
+    ),
+}

@@ -1,0 +1,195 @@
+"""The decoders, one row a modality: untrusted bytes from their first magic bytes to decoded media.
+
+`sniff` runs on the event loop before bytes reach a preparer. It takes less than 10 ms for any input: it checks magic
+bytes of every type, and image headers as far as they can be parsed in a bounded number of steps. The rest of a file's
+metadata is read inside a preparer by the libraries that decode it: `decode` and `probe` run there, synchronously, in
+one thread, with a memory limit and a deadline.
+
+OpenAI's clients have an exception class for 400, but none for 415, which is therefore reserved for intact files of
+another type, recognised by their magic bytes. Everything else that no decoder here would open is invalid (400).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from medialane.core.errors import UnsupportedMediaType
+from medialane.core.media import AudioIo, Decoded, FrameSampler, Modality
+from medialane.core.modalities import MODALITIES
+from medialane.media.audio import check_audio, decode_audio
+from medialane.media.config import MediaConfig
+from medialane.media.container_type import sniff_audio, sniff_video
+from medialane.media.image import check_image, decode_image
+from medialane.media.image_header import sniff_image
+from medialane.media.kinds import Kind, Kinds, Load, audio_kind, audio_kinds, image_kinds, load, video_kinds
+from medialane.media.published_image import PIXMAP_TYPE, decode_pixmap
+
+# PyAV is optional: images do not need it, and without it `sniff` rejects video. Imported here, before preparers are
+# forked, so that all share its pages.
+try:
+    from medialane.media.video import open_video
+except ImportError as missing:
+    if (missing.name or "").partition(".")[0] != "av":
+        raise
+
+Bytes = bytes | bytearray | memoryview
+
+#: How many of a file's first bytes the magic bytes below need.
+_HEAD_BYTES = 64
+
+
+class DecodeOptions(NamedTuple):
+    """`io` are the item's, as in `MediaRef`; the model's `sampler` chooses the frames of a video."""
+
+    io: bytes
+    sampler: FrameSampler
+
+
+class Decoder(NamedTuple):
+    """One row. Its functions raise the modality's errors of `core.errors`.
+
+    `sniff` returns the media type of encoded bytes after checking their header; `decode` and `check` get it with the
+    bytes. `check` raises what `decode` would raise for the header; for types in `sniffed_whole` nothing that `sniff`
+    does not.
+
+    `magic` are magic bytes of its types, `riff` the form type of its RIFF files: a file with these that is rejected is
+    damaged. `kinds` lists what libraries decode; `kind` returns that of a media type, None if only its decoder knows.
+    """
+
+    sniff: Callable[[Bytes, MediaConfig], str]
+    check: Callable[[memoryview, str, MediaConfig], None]
+    decode: Callable[[memoryview, str, MediaConfig, DecodeOptions], Decoded]
+    kinds: Callable[[Modality, Load], Iterable[Kind]]
+    kind: Callable[[str], str | None]
+    magic: tuple[bytes, ...]
+    riff: bytes = b""
+    sniffed_whole: frozenset[str] = frozenset()
+
+
+def _decode_image(data: memoryview, media_type: str, config: MediaConfig, options: DecodeOptions) -> Decoded:
+    return decode_pixmap(data) if media_type == PIXMAP_TYPE else decode_image(data, config)
+
+
+def _decode_audio(data: memoryview, _media_type: str, config: MediaConfig, options: DecodeOptions) -> Decoded:
+    return decode_audio(data, config, sample_rate=msgspec.json.decode(options.io, type=AudioIo).sample_rate)
+
+
+def _decode_video(data: memoryview, media_type: str, config: MediaConfig, options: DecodeOptions) -> Decoded:
+    with open_video(data, media_type, config) as video:
+        return options.sampler.sample(video, options.io)
+
+
+def _check_video(data: memoryview, media_type: str, config: MediaConfig) -> None:
+    with open_video(data, media_type, config):
+        pass
+
+
+DECODERS: Mapping[Modality, Decoder] = {
+    "image": Decoder(
+        sniff=lambda data, config: sniff_image(data, config).media_type,
+        check=lambda data, _media_type, config: check_image(data, config),
+        decode=_decode_image,
+        kinds=image_kinds,
+        kind=lambda media_type: media_type.removeprefix("image/"),
+        magic=(b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM"),
+        riff=b"WEBP",
+        sniffed_whole=frozenset({"image/jpeg", "image/png", "image/webp", "image/gif", "image/bmp", PIXMAP_TYPE}),
+    ),
+    "video": Decoder(
+        sniff=sniff_video,
+        check=_check_video,
+        decode=_decode_video,
+        kinds=video_kinds,
+        kind=lambda _media_type: None,  # the type is the container's; the codec is checked when the video is opened
+        magic=(b"\x1a\x45\xdf\xa3",),
+    ),
+    "audio": Decoder(
+        sniff=sniff_audio,
+        check=lambda data, _media_type, config: check_audio(data, config),
+        decode=_decode_audio,
+        kinds=audio_kinds,
+        kind=audio_kind,
+        magic=(b"fLaC", b"OggS", b"ID3", b"\x1a\x45\xdf\xa3"),
+        riff=b"WAVE",
+    ),
+}
+
+#: Magic bytes of unsupported types: other images, documents, archives, audio, videos, playlists, web pages.
+_OTHERS = (
+    b"II*\0", b"MM\0*", b"II+\0", b"MM\0+", b"DDS ", b"\xd7\xcd\xc6\x9a", b"P4\n", b"P5\n", b"P6",
+    b"\x89HDF", b"\x80\4\x95", b"8BPS", b"SIMPLE  =", b"\0\0\0\x0cjP", b"\0\0\0\x0cJXL", b"\xff\x0a", b"\0\0\1\0",
+    b"\0\0\2\0", b"%PDF", b"%!PS", b"\x93NUMPY", b"PK\3\4", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!",
+    b"FORM", b"#!AMR", b"caff", b"MThd", b".snd", b"FLV\1", b"\0\0\1\xba", b"\0\0\1\xb3", b"\x30\x26\xb2\x75",
+    b"G\x40\0\x10", b"G\x40\x11\x10",  # the first packet of an MPEG transport stream
+    b"#EXTM3U", b"ffconcat", b"v=0\r\n", b"v=0\n", b"<",
+)  # fmt: skip
+
+
+def sniff(data: Bytes, modality: Modality, config: MediaConfig) -> str:
+    """Return the media type of one item and check its header against the limits; no decoder is run.
+
+    Raises EmptyMedia, MediaTooLarge, UnsupportedMediaType, the modality's Invalid* error (damaged or unrecognised), and
+    for images ImageTooLarge, ImageTooComplex.
+    """
+    decoder, kinds = DECODERS[modality], installed_kinds()
+    if not kinds.supports(modality):
+        raise UnsupportedMediaType(f"this server does not support {modality}: it has no decoder for it")
+    try:
+        media_type = decoder.sniff(data, config)
+    except UnsupportedMediaType as error:
+        if _is_other_file_type(bytes(data[:_HEAD_BYTES]), modality):
+            raise
+        raise MODALITIES[modality].invalid(f"{error.message}, or it is damaged") from error
+    kind = decoder.kind(media_type)
+    if kind is not None and not kinds.supports(modality, kind):
+        raise UnsupportedMediaType(f"this server does not support {kind.upper()} {modality}: it has no decoder for it")
+    return media_type
+
+
+def needs_probe(media_type: str) -> bool:
+    """Return whether `probe` checks more of a file of this type than `sniff`."""
+    return not any(media_type in decoder.sniffed_whole for decoder in DECODERS.values())
+
+
+def probe(data: memoryview, modality: Modality, media_type: str, config: MediaConfig) -> None:
+    """Raise what `decode` would raise for the item's header, without decoding it.
+
+    In stage `url` the worker's vLLM decodes, with different limits or none, so a preparer opens the item first.
+    `decode` includes these checks.
+    """
+    DECODERS[modality].check(data, media_type, config)
+
+
+def decode(
+    data: memoryview, modality: Modality, *, media_type: str, io: bytes, config: MediaConfig, sampler: FrameSampler
+) -> Decoded:
+    """Decode one item; `media_type` is the result of `sniff`. Raises what the modality's decoder raises."""
+    return DECODERS[modality].decode(data, media_type, config, DecodeOptions(io, sampler))
+
+
+@functools.cache
+def installed_kinds() -> Kinds:
+    """Return what this process can decode. The first call imports the libraries (about 0.1 s)."""
+    return find_kinds(load)
+
+
+def find_kinds(load: Load) -> Kinds:
+    """Return the kinds as `installed_kinds` does; `load` returns a library by name, or the reason why it is missing."""
+    return Kinds(tuple(kind for modality, decoder in DECODERS.items() for kind in decoder.kinds(modality, load)))
+
+
+def _is_other_file_type(head: bytes, modality: Modality) -> bool:
+    """Return whether bytes rejected as `modality` have the magic bytes of another file type."""
+    if head[4:8] == b"ftyp":  # rejected ones have another brand: HEIC, or audio sent as an image
+        return True
+    own = DECODERS[modality]
+    if head.startswith(b"RIFF"):
+        return head[8:12] in (b"AVI ", b"WEBP", b"WAVE") and head[8:12] != own.riff
+    if head.startswith(own.magic):
+        return False
+    others = tuple(start for decoder in DECODERS.values() for start in decoder.magic)
+    return head.startswith(others) or head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(_OTHERS)
