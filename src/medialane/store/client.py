@@ -35,7 +35,7 @@ from medialane.wire.connection import Connection
 from medialane.wire.dial import dial
 
 #: Does what the store asks for. If it raises, the call is cancelled.
-Answer = Callable[[Question], Awaitable[None]]
+AnswerQuestion = Callable[[Question], Awaitable[None]]
 
 
 class ConnectionLost(Exception):
@@ -108,7 +108,7 @@ class StoreClient:
         """Set when the connection is closed, by either side."""
         return self._connection.closed
 
-    async def call(self, make: Callable[[int], Call], answer: Answer | None = None) -> Reply:
+    async def call(self, make: Callable[[int], Call], answer: AnswerQuestion | None = None) -> Reply:
         """Make a call and return its result; `make` builds the message with the call's id.
 
         `answer` answers the store's questions. Raises the error that the store reports, and

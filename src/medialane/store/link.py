@@ -23,7 +23,7 @@ from medialane.core.errors import (
 from medialane.core.retry_after import Outage
 from medialane.core.tasks import first_of
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
-from medialane.store.client import Answer, ConnectionLost, StoreClient
+from medialane.store.client import AnswerQuestion, ConnectionLost, StoreClient
 from medialane.store.messages import (
     Call,
     HoldsPassed,
@@ -188,7 +188,7 @@ class StoreLink:
         client.notify(message)
         return True
 
-    async def call(self, make: Callable[[int], Call], answer: Answer | None = None) -> Reply:
+    async def call(self, make: Callable[[int], Call], answer: AnswerQuestion | None = None) -> Reply:
         """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with
         `release`. Raises the error that the store reports; StoreUnavailable if it does not come back in time."""
         loop, remaining_s = asyncio.get_running_loop(), self._wait_timeout_s  # waits only: a call may take longer

@@ -133,7 +133,8 @@ class StoreSession:
         return use
 
     def receive_holds(self, passed: PassHolds) -> None:
-        """Have this client hold entries, if they are still held: otherwise it asks, and is told."""
+        """Have this client hold entries, if they are still held: otherwise it requests the hold itself and gets the
+        error."""
         with suppress(HandoverFailed):
             hold_ids = [self.use.hold([lease]) for lease in self._share(passed.ranges)]
             embeddings = list(self._passed_embeddings(passed.embeddings))
@@ -148,8 +149,13 @@ class StoreSession:
     # The methods below are called by the connection; see connection.Peer.
 
     def opened(self, connection: Connection) -> None:
-        self.pidfd = pidfd_of(connection.peer_pid)
-        self._on_open(self)
+        try:
+            self.pidfd = pidfd_of(connection.peer_pid)
+        except StoreUnavailable as error:
+            logger.error("a client is refused: %s", error.message)
+            self.refuse(error)
+        else:
+            self._on_open(self)
 
     def received(self, frame: memoryview) -> None:
         message = decode_to_store(frame)
@@ -371,7 +377,11 @@ class StoreSession:
 
 
 def pidfd_of(pid: int) -> int | None:
+    """Open a process; None if it has exited, or its `pid` is invisible here (0). Raises StoreUnavailable if that fails
+    (EMFILE, EPERM): without it, the exit of a client is unknown, and so when what it reads may be freed."""
     try:
         return os.pidfd_open(pid) if pid else None
     except ProcessLookupError:
         return None
+    except OSError as error:
+        raise StoreUnavailable(f"the store cannot watch the process of its client: {error.strerror}") from error

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
+from functools import partial
 
 import pytest
 from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
@@ -13,6 +15,7 @@ from medialane.core.errors import ArenaFull, HandoverFailed, ProtocolViolation, 
 from medialane.store.client import StoreClient
 from medialane.store.holds import StoreEntries
 from medialane.store.messages import FindItem, ItemFound, Release, StoreHello
+from medialane.store.session import pidfd_of
 from waiting import eventually
 
 
@@ -67,6 +70,25 @@ async def test_killed_client_loses_its_holds_when_its_process_is_gone(world):
     assert world.bytes_of(entry) == pattern("a") * ITEM_BYTES
     world.kill(worker)
     await eventually(lambda: world.arena.stats().num_leases == 0)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EPERM])
+async def test_client_whose_process_cannot_be_watched_is_refused_until_it_can(world, monkeypatch, number):
+    """Nothing that it would read could be freed at the right time."""
+
+    def fail(_pid):
+        raise OSError(number, os.strerror(number))
+
+    hello = StoreHello(client_id="one", arena=world.arena.id, holds=[])
+    connect = partial(StoreClient.connect, world.address, hello, RPC, holds=set(), on_passed=list, on_reclaim=list)
+    with monkeypatch.context() as patched:
+        patched.setattr("medialane.store.session.pidfd_of", pidfd_of)
+        patched.setattr(os, "pidfd_open", fail)
+        with pytest.raises(StoreUnavailable, match=f"cannot watch the process of its client: {os.strerror(number)}"):
+            await connect()
+    client = await connect()
+    assert client.welcome.arena.id == world.arena.id
+    await client.close()
 
 
 async def test_lost_connection_keeps_what_the_living_client_still_holds(world):
