@@ -27,7 +27,7 @@ def engine():
 
 @pytest.fixture
 def adapters(engine):
-    return LoadedAdapters(engine.load)
+    return LoadedAdapters(engine.load, capacity=2)
 
 
 async def test_adapter_is_loaded_once_before_its_first_request(adapters, engine):
@@ -41,6 +41,15 @@ async def test_adapter_from_another_place_is_another_adapter(adapters, engine):
     await adapters.ensure(SQL)
     await adapters.ensure(LoRARequest("sql", 8, "/adapters/new"))
     assert engine.loaded == ["/adapters/sql", "/adapters/new"]
+
+
+async def test_adapter_that_may_be_evicted_is_checked_before_each_request(adapters, engine):
+    """Its folder may be gone: the engine would crash when it loads it again."""
+    for name in ("one", "two", "three"):
+        await adapters.ensure(LoRARequest(name, ord(name[1]), f"/adapters/{name}"))
+    engine.error = GenerationFailed("the engine failed a call of add_lora")
+    with pytest.raises(GenerationFailed, match="'one' cannot be loaded"):
+        await adapters.ensure(LoRARequest("one", ord("n"), "/adapters/one"))
 
 
 async def test_unloadable_adapter_fails_its_requests_and_is_retried(adapters, engine):

@@ -2,7 +2,7 @@
 
 An operator loads an adapter through one gateway, and requests that name it may be routed to any worker, including one
 that was started later or was unreachable at that time. vLLM's engine would load the adapter when the request is
-scheduled, and crash if it cannot. So a worker makes its engine load an adapter that it has not seen before it submits
+scheduled, and crash if it cannot. So a worker makes its engine load an adapter that it may not have before it submits
 the request: a failure then affects only that request.
 """
 
@@ -28,18 +28,28 @@ def with_own_id(lora: LoRARequest) -> LoRARequest:
 
 
 class LoadedAdapters:
-    """The adapters that an engine has loaded at least once. `load` loads one, and raises MedialaneError."""
+    """The adapters that an engine surely has. `load` has it load one, unless it has it, and raises MedialaneError.
 
-    def __init__(self, load: Callable[[LoRARequest], Awaitable[object]]) -> None:
+    An engine has room for `capacity` adapters, and evicts one for each further. Which one depends on the order in which
+    it has run requests; so once there were more, it is asked before each request: a message between two of its steps.
+    """
+
+    def __init__(self, load: Callable[[LoRARequest], Awaitable[object]], *, capacity: int) -> None:
         self._load = load
-        self._known: set[tuple[int, str]] = set()
+        self._capacity = capacity
+        self._loaded: set[tuple[int, str]] = set()
 
     async def ensure(self, lora: LoRARequest | None) -> None:
         """Return when the engine can use `lora`. Raises GenerationFailed if it cannot, WorkerLost if it dies."""
-        if lora is None or (lora.lora_int_id, lora.lora_path) in self._known:
+        if lora is None:
+            return
+        key = lora.lora_int_id, lora.lora_path
+        has_evicted = len(self._loaded) > self._capacity
+        if key in self._loaded and not has_evicted:
             return
         try:
             await self._load(lora)
         except GenerationFailed as error:
             raise GenerationFailed(f"the LoRA adapter {lora.lora_name!r} cannot be loaded by the worker") from error
-        self._known.add((lora.lora_int_id, lora.lora_path))
+        if not has_evicted:
+            self._loaded.add(key)

@@ -203,7 +203,8 @@ class VllmEngine:
         self._arenas: set[str] = set()
         encode_with(llm, ArenaEncoder)
         self._reader = RequestReader(llm, self._arenas, embeddings)
-        self._adapters = LoadedAdapters(self._load_adapter)
+        lora = llm.vllm_config.lora_config
+        self._adapters = LoadedAdapters(self._load_adapter, capacity=lora.max_cpu_loras if lora is not None else 0)
         self.card = _card(llm)
 
     @property
