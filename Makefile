@@ -26,7 +26,7 @@ TESTING := $(SERVING)-tests
 LOG := .venv/install.log
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo test check fuzz lock bench test-families test-embeddings test-gpu clean
+.PHONY: help venv demo test test-all check fuzz lock bench test-families test-embeddings test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -43,11 +43,15 @@ check: $(TESTING) ## lint, format, types, architecture
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_architecture.py
 
-test: check     ## check, then every test that needs no GPU
+test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
+test-all: check ## check, then every test that needs no GPU (25 minutes on 2 cores)
+
+test: quickly := and not whole and (not vllm or thread)
+test test-all:
 	@$(call pytest,tests/unit tests/seams tests/test_conftest.py --ignore=tests/unit/vllm_bridge -n $(JOBS) --dist worksteal)
 	@$(call pytest,tests/hostile tests/fuzz tests/contract tests/unit/vllm_bridge -n 3 --no-loadscope-reorder)
 	@$(call pytest,tests/e2e)
-	@$(call pytest,tests/e2e_families -n 2)
+	@$(if $(quickly),,$(call pytest,tests/e2e_families -n 2))
 
 fuzz: $(TESTING)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/
 	$(BIN)/pytest tests/fuzz --fuzz-seconds $(SECONDS) --fuzz-seed $(SEED) $(ARGS)
@@ -74,7 +78,7 @@ clean:          ## remove .venv and every cache
 # that neither import vLLM nor start it run in several processes (pytest-xdist). Property tests use the same examples in
 # every run, so that a failure is caused by the change under test; `make fuzz` searches for new examples, as does plain
 # pytest. With ARGS a kind may have no tests (pytest's exit status 5).
-pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow" --hypothesis-profile=ci $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
+pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow $(quickly)" --hypothesis-profile=ci $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
 
 # What is installed is what requirements/*.txt lists, each file of it with its hash: pip resolves nothing and adds nothing.
 # torch is the exception. Its CPU build (+cpu) is not on PyPI, so that its hash may differ from one index to the next; nor can a

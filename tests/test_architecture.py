@@ -31,12 +31,17 @@ MAY_IMPORT = {
     "store": {"media", "arena", "prepare", "peers", "wire", "core", "observability"},
     "gateway": {"core", "observability", "media", "arena", "prepare", "peers", "store", "wire", "routing"},
     "worker": {"arena", "wire", "core", "observability"},
-    "testing": {"core", "observability", "media", "arena", "prepare", "peers", "wire", "routing", "worker"},
-    "cluster": ROOMS - {"cluster", "cli", "check", "testing"},
-    "check": {"core", "observability", "cluster", "config", "testing"},
-    "cli": ROOMS,
-    "config": ROOMS - {"cli", "cluster", "check"},
+    "testing": {"core", "observability", "prepare", "peers", "wire", "worker"},
+    "cluster": {"core", "observability", "config", "gateway", "vllm_bridge", "wire", "worker"},
+    "check": {"core", "observability", "cluster", "testing"},
+    "cli": ROOMS - {"cli"},
+    # The settings of each room, and of the simulated engine.
+    "config": ROOMS - {"config", "cli", "cluster", "check", "peers", "vllm_bridge"},
 }
+
+#: What of `testing` commands use, not only tests: the simulated engine (--engine simulated), the tiny model and the media
+#: of `demo`, `check` and `bench`. The fakes are for tests and benchmarks.
+IN_COMMANDS = ("simulated", "tiny_model", "sample_audio", "sample_images", "sample_video")
 
 #: Which of its rooms each room of vllm_bridge may import.
 BRIDGE_ROOMS = {
@@ -103,6 +108,14 @@ def test_file_imports_only_the_packages_allowed_for_its_package(path):
         if room == "vllm_bridge" and any(module == p or module.startswith(p + ".") for p in PROTOCOLS):
             continue
         assert other in MAY_IMPORT[room], f"{room} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_fakes_are_imported_only_by_tests(path):
+    if path.is_relative_to(SRC / "testing"):
+        return
+    used = {module.split(".")[2] for module in imports(path) if module.startswith("medialane.testing.")}
+    assert used <= set(IN_COMMANDS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))

@@ -41,6 +41,7 @@ from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.item_shape import UNFIT
 
 pytestmark = [
+    pytest.mark.whole,
     pytest.mark.timeout(120),  # the first test of a family creates its checkpoint, renderer and model
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]

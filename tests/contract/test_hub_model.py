@@ -17,7 +17,7 @@ from process_tree import command_of, descendants
 from planted_secrets import planted, secrets_of
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
 NAME, COMMIT = "org/gated", "0" * 40
 START_S = 150

@@ -9,7 +9,7 @@ import pytest
 
 from medialane.vllm_bridge.engine.private_folder import PrivateFolder
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 
 #: As in an engine's processes: vLLM loads plugins when these modules are there.
 PROGRAM = """

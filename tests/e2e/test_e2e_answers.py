@@ -9,7 +9,7 @@ from PIL import Image
 
 from medialane.testing.sample_images import sample_pixels
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thread]
 
 ASK = text("Describe the picture.")
 

@@ -233,6 +233,7 @@ async def test_store_killed_while_preparing_answers_from_the_next_store_or_503(s
     assert not any(path.exists() for path in arenas)
 
 
+@pytest.mark.thread
 async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, ours, plain, store):
     unstarted = chat(picture(171), ASK)
     right, right_unstarted = [(await plain.succeed(found)).ids for found in (chat(picture(163), ASK), unstarted)]

@@ -10,7 +10,7 @@ from process_tree import descendants, is_alive
 
 from waiting import eventually
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thread]
 
 
 async def test_sigterm_ends_a_worker_cleanly_with_a_request_in_flight(serve, ours, runtime_directory):

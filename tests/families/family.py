@@ -35,7 +35,7 @@ class Family:
     `predicted`: those of ALL_PREDICTED that are predicted for it. `has_pixel_limits`: requests may lower those of its
     images and videos. `has_encoder_prompt`: it has an encoder's prompt and a decoder's. `needs` is a package that its
     processor imports; without it, its tests are skipped. `stage` is the one in which it is served.
-    `in_make_test`: also in the tests that `make test` runs over families; the others are for `make test-families`.
+    `in_make_test`: also in the tests that `make test-all` runs over families; the others are for `make test-families`.
     """
 
     name: str

@@ -91,7 +91,7 @@ CHECKED = (
 
 def family_params(*, modality: str | None = None, predicted: str | None = None, pixel_limits: bool = False) -> list:
     """Return the names of all families as parameters of a test, or of those that take `modality`, of which `predicted`
-    is predicted, and that have `pixel_limits`. Those outside `make test` are marked slow."""
+    is predicted, and that have `pixel_limits`. Those outside `make test-all` are marked slow."""
     return [
         pytest.param(name, marks=family.marks)
         for name, family in FAMILIES.items()

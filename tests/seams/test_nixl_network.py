@@ -17,7 +17,7 @@ from medialane.peers.mover import StillWriting
 from nixl_hosts import MIB, Host, require_nixl
 from waiting import eventually, iterations
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(90)]
 
 NAMESPACES = Path(__file__).parents[2] / "benchmarks" / "namespaces.py"
 NUM_BYTES = 19 * MIB

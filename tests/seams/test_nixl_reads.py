@@ -14,7 +14,7 @@ from medialane.peers.mover import StillWriting
 from nixl_hosts import MIB, Host, require_nixl
 from waiting import eventually
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(60)]
 
 NUM_BYTES = 19 * MIB
 #: Measured: 0.005. Without the interval of the progress thread: 0.55 to 1.

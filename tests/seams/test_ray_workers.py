@@ -18,7 +18,7 @@ from waiting import eventually
 ray = pytest.importorskip("ray", reason="ray is not installed (the extra ray)")
 medialane_ray = pytest.importorskip("medialane.cluster.ray.ray_cluster")
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 #: A worker's process imports medialane, its actor's ray and medialane; several of them at once on a busy machine.
 START_S = 60.0
 

@@ -23,7 +23,7 @@ from host_state import as_before, stats_of, store_link
 from linked_hosts import linked_hosts
 from waiting import eventually
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 
 IMAGES = [png(300, 200, seed) for seed in range(len(GATEWAYS))]
 #: The workers of the other hosts.

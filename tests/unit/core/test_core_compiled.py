@@ -39,6 +39,7 @@ def run(folder):
     return total, hits
 
 
+@pytest.mark.whole
 def test_machine_code_is_cached_until_a_native_file_of_its_package_changes(tmp_path):
     write(tmp_path, factor=10)
     assert run(tmp_path) == (31, 0)

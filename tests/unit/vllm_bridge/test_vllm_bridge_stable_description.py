@@ -22,6 +22,7 @@ import torch
 from medialane.vllm_bridge.items.stable_description import describe
 
 
+@pytest.mark.whole
 @pytest.mark.timeout(120)
 def test_processors_are_described_equally_in_every_process():
     """vLLM's own processors for Pixtral and Step3-VL hold objects that no `to_dict` describes."""
