@@ -39,8 +39,8 @@ MAY_IMPORT = {
     "config": ROOMS - {"config", "cli", "cluster", "check", "peers", "vllm_bridge"},
 }
 
-#: What of `testing` commands use, not only tests: the simulated engine (--engine simulated), the tiny model and the media
-#: of `demo`, `check` and `bench`. The fakes are for tests and benchmarks.
+#: What of `testing` commands use: the simulated engine (--engine simulated), the tiny model and the media of `demo` and
+#: `check`. The fakes are for tests and benchmarks.
 IN_COMMANDS = ("simulated", "tiny_model", "sample_audio", "sample_images", "sample_video")
 
 #: Which of its rooms each room of vllm_bridge may import.

@@ -1,6 +1,6 @@
 """Embeddings of eight families, in a real engine each: saved once, then loaded with the items' small fields alone.
 
-Starting an engine takes most of a family's half a minute. The families that `make test-all` starts are those whose items
+Starting an engine takes most of a family's half a minute. Those that `make test-all` starts are those whose items
 differ most: embeddings wider than the language model's, masks, timestamps; and three modalities in one prompt.
 """
 

@@ -8,7 +8,7 @@ from picture_server import picture_server
 
 from waiting import eventually
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thread]
 
 ASK = text("What is in the picture?")
 

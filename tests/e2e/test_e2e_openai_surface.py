@@ -3,7 +3,7 @@
 import pytest
 from openai_http import CHAT, assert_same, chat, picture, text
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.thread]
 
 ASK = text("What is in the picture?")
 IMAGE = (picture(40), ASK)
