@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medialane.arena.entries import EntryTable, Kind
+from medialane.arena.entries import EntryTable
 from medialane.core.feature import MediaSpan
+from medialane.core.remote_entry import EntryKind
 from traces import SessionTrace, Turn, session_turns
 
 _GIB = 1 << 30
@@ -104,12 +105,12 @@ class Arena:
                 self._add(span, "embedded", EMBEDDING)
                 self._table.demote(span.mm_hash)
 
-    def _find(self, span: MediaSpan, kind: Kind) -> bool:
+    def _find(self, span: MediaSpan, kind: EntryKind) -> bool:
         found = self._table.lookup(span.mm_hash, kind)
         if found is not None:
             self._table.unpin(found[0])
         return found is not None
 
-    def _add(self, span: MediaSpan, kind: Kind, bytes_of_one: int) -> None:
+    def _add(self, span: MediaSpan, kind: EntryKind, bytes_of_one: int) -> None:
         entry = self._table.reserve(span.num_embeds * bytes_of_one, kind)
         self._table.unpin(self._table.publish(entry, span.mm_hash, None)[0])

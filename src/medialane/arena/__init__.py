@@ -7,7 +7,6 @@ writes the payload of a range. `reap` removes files of dead owners.
 
 from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
-from medialane.arena.entries import Kind
 from medialane.arena.fill import FillWriter
 from medialane.arena.layout import ENTRY_HEADER_BYTES, describe, layout
 from medialane.arena.lease import Cached, Lease, Reservation
@@ -21,7 +20,6 @@ __all__ = [
     "ArenaView",
     "Cached",
     "FillWriter",
-    "Kind",
     "Lease",
     "Reaped",
     "Reservation",

@@ -12,7 +12,7 @@ from threading import Event
 from typing import Literal, TypeVar, cast, overload
 
 from medialane.arena.config import ArenaConfig
-from medialane.arena.entries import EntryTable, Kind
+from medialane.arena.entries import EntryTable
 from medialane.arena.file import ArenaFile
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, clear, is_completed, stamp
 from medialane.arena.lease import Cached, Lease, Reservation
@@ -20,6 +20,7 @@ from medialane.arena.view import ArenaView
 from medialane.core.errors import MediaTooLarge
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
+from medialane.core.remote_entry import EntryKind
 from medialane.core.stats import ArenaStats
 from medialane.core.tensor import ArenaRange
 
@@ -94,7 +95,7 @@ class Arena:
         """Use the first `num_bytes` of the file of an arena that grows."""
         self._table.extend(num_bytes - PAGE_BYTES)
 
-    def reserve(self, num_bytes: int, kind: Kind = "processed") -> Reservation:
+    def reserve(self, num_bytes: int, kind: EntryKind = "processed") -> Reservation:
         """Reserve a range for a payload of `num_bytes`, evicting cached entries that are not held if necessary.
 
         `kind` is the share of the arena to which it counts. The caller owns the reservation. Raises ArenaFull if held
@@ -152,12 +153,12 @@ class Arena:
     ) -> Lease[Feature] | None: ...
     @overload
     def lookup(self, key: str, kind: Literal["encoded"]) -> Lease[EncodedMedia] | None: ...
-    def lookup(self, key: str, kind: Kind = "processed") -> Lease[Feature] | Lease[EncodedMedia] | None:
+    def lookup(self, key: str, kind: EntryKind = "processed") -> Lease[Feature] | Lease[EncodedMedia] | None:
         """Lease the entry of `key` and `kind`, if it exists. The caller owns the lease."""
         found = self._table.lookup(key, kind)
         return None if found is None else cast("Lease[Feature]", Lease(self._table, *found))
 
-    def lease_cached(self, key: str, kind: Kind) -> Lease[Cached] | None:
+    def lease_cached(self, key: str, kind: EntryKind) -> Lease[Cached] | None:
         """Lease the entry of `key` and any `kind`, like `lookup`."""
         found = self._table.lookup(key, kind)
         return None if found is None else Lease(self._table, *found)
@@ -167,26 +168,26 @@ class Arena:
         entry = self._table.pin_held(range)
         return None if entry is None else Lease(self._table, entry, None)
 
-    def share_cached(self, range: ArenaRange, key: str, kind: Kind) -> Lease[Cached] | None:  # noqa: A002 - as above
+    def share_cached(self, range: ArenaRange, key: str, kind: EntryKind) -> Lease[Cached] | None:  # noqa: A002 - as above
         """Lease the entry of `key` if it is the one at `range`. The caller owns the lease."""
         found = self._table.pin_cached(range, key, kind)
         return None if found is None else Lease(self._table, *found)
 
-    def key_of(self, range: ArenaRange) -> tuple[Kind, str] | None:  # noqa: A002 - as above
+    def key_of(self, range: ArenaRange) -> tuple[EntryKind, str] | None:  # noqa: A002 - as above
         """Return the kind and key of a cached entry that is leased; None if there is none at `range`."""
         entry = self._table.held(range)
         return None if entry is None or entry.key is None else (entry.kind, entry.key)
 
-    def contains(self, key: str, kind: Kind = "processed") -> bool:
+    def contains(self, key: str, kind: EntryKind = "processed") -> bool:
         """Return whether `key` is cached, without counting as a use of the entry."""
         return self._table.contains(key, kind)
 
-    def demote(self, key: str, kind: Kind = "processed") -> None:
+    def demote(self, key: str, kind: EntryKind = "processed") -> None:
         """Evict the entry of `key`, if there is one, before others; if it is leased, when its leases have ended. It
         counts as used again when it is looked up."""
         self._table.demote(key, kind)
 
-    def evict(self, key: str, kind: Kind = "processed") -> bool:
+    def evict(self, key: str, kind: EntryKind = "processed") -> bool:
         """Free the entry of `key`. Return False if there is none, or it is held."""
         return self._table.evict(key, kind)
 
@@ -215,7 +216,7 @@ class Arena:
             clear(self._file.view.words, entry)
 
 
-def _describes(value: Cached, kind: Kind) -> bool:
+def _describes(value: Cached, kind: EntryKind) -> bool:
     if isinstance(value, EncodedMedia):
         return kind == "encoded"
     return kind != "encoded" and (value.embedding is not None) == (kind == "embedded")

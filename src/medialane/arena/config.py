@@ -8,11 +8,11 @@ import os
 import msgspec
 from msgspec import field
 
-from medialane.arena.entries import Kind
 from medialane.arena.reaper import reclaimable_bytes
 from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
 from medialane.core.process.libc import file_system_type
+from medialane.core.remote_entry import EntryKind
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -39,7 +39,7 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """directory of the shared-memory file; must be a tmpfs"""
 
     @property
-    def shares(self) -> dict[Kind, float]:
+    def shares(self) -> dict[EntryKind, float]:
         return {
             "encoded": self.encoded_share,
             "decoded": self.decoded_share,

@@ -34,8 +34,7 @@ from medialane.core.tensor import ArenaRange, align
 
 V = TypeVar("V")
 
-Kind = EntryKind
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 
 #: Limit of candidates among entries of kinds over their share: if these are too scattered for one hole, trying all of
 #: them (20 000 small images) would block the event loop for a tenth of a second.
@@ -53,7 +52,7 @@ class Entry:
     """One entry, modified only by its table."""
 
     range: ArenaRange
-    kind: Kind = "processed"
+    kind: EntryKind = "processed"
     state: EntryState = EntryState.WRITING
     key: str | None = None
     pins: int = 0
@@ -74,7 +73,7 @@ class EntryTable(Generic[V]):
         size_bytes: int,
         on_free: Callable[[ArenaRange], None],
         *,
-        shares: Mapping[Kind, float] = MappingProxyType({}),
+        shares: Mapping[EntryKind, float] = MappingProxyType({}),
         usable_bytes: int | None = None,
     ) -> None:
         self._arena = arena
@@ -86,9 +85,9 @@ class EntryTable(Generic[V]):
         self._demotions = count(-1, -1)  # before all uses
         self._held: dict[int, Entry] = {}
         self._places = Places()  # of pinned entries
-        self._by_key: dict[tuple[Kind, str], tuple[Entry, V]] = {}
+        self._by_key: dict[tuple[EntryKind, str], tuple[Entry, V]] = {}
         #: By offset, least recently used first.
-        self._idle: dict[Kind, OrderedDict[int, Entry]] = {kind: OrderedDict() for kind in KINDS}
+        self._idle: dict[EntryKind, OrderedDict[int, Entry]] = {kind: OrderedDict() for kind in KINDS}
         self._kind_bytes = dict.fromkeys(KINDS, 0)
         self._max_bytes = {kind: shares.get(kind, 1.0) * size_bytes for kind in KINDS}
         self._writing_bytes = self._pinned_bytes = 0
@@ -103,7 +102,7 @@ class EntryTable(Generic[V]):
         """Use the first `usable_bytes` from now on."""
         self._allocator.extend(usable_bytes)
 
-    def reserve(self, nbytes: int, kind: Kind = "processed") -> Entry:
+    def reserve(self, nbytes: int, kind: EntryKind = "processed") -> Entry:
         """Reserve a range for an entry of `kind`, evicting idle entries if necessary.
 
         Raises ArenaFull if held entries leave no space; nothing was evicted then.
@@ -160,7 +159,7 @@ class EntryTable(Generic[V]):
         entry.state = EntryState.PUBLISHED
         self.pin(entry)
 
-    def lookup(self, key: str, kind: Kind = "processed") -> tuple[Entry, V] | None:
+    def lookup(self, key: str, kind: EntryKind = "processed") -> tuple[Entry, V] | None:
         """Pin the entry of `key` if it exists; counts as a use, and as a hit or a miss."""
         found = self._by_key.get((kind, key))
         if found is None:
@@ -171,7 +170,7 @@ class EntryTable(Generic[V]):
         self.pin(found[0])
         return found
 
-    def contains(self, key: str, kind: Kind = "processed") -> bool:
+    def contains(self, key: str, kind: EntryKind = "processed") -> bool:
         return (kind, key) in self._by_key
 
     def pin_held(self, range_: ArenaRange) -> Entry | None:
@@ -181,7 +180,7 @@ class EntryTable(Generic[V]):
             self.pin(entry)
         return entry
 
-    def pin_cached(self, range_: ArenaRange, key: str, kind: Kind) -> tuple[Entry, V] | None:
+    def pin_cached(self, range_: ArenaRange, key: str, kind: EntryKind) -> tuple[Entry, V] | None:
         """Pin the entry of `key` if it is the one at `range_`; None otherwise. Not counted as a hit or a miss."""
         found = self._by_key.get((kind, key))
         if found is None or found[0].range != range_:
@@ -223,7 +222,7 @@ class EntryTable(Generic[V]):
         else:
             self._idle_since_now(entry)
 
-    def demote(self, key: str, kind: Kind = "processed") -> None:
+    def demote(self, key: str, kind: EntryKind = "processed") -> None:
         """Make the entry of `key`, if there is one, the least recently used one; if it is pinned, when its pins end,
         unless it is looked up before."""
         if (found := self._by_key.get((kind, key))) is not None:
@@ -232,7 +231,7 @@ class EntryTable(Generic[V]):
             if not entry.pins:
                 self._idle_since_now(entry)
 
-    def evict(self, key: str, kind: Kind = "processed") -> bool:
+    def evict(self, key: str, kind: EntryKind = "processed") -> bool:
         """Free the entry of `key`. Return False if there is none, or it is pinned."""
         found = self._by_key.get((kind, key))
         if found is None or found[0].pins:
@@ -274,7 +273,7 @@ class EntryTable(Generic[V]):
         idle[offset] = entry
         idle.move_to_end(offset, last=not entry.is_demoted)
 
-    def _evict_for(self, nbytes: int, kind: Kind) -> int:
+    def _evict_for(self, nbytes: int, kind: EntryKind) -> int:
         need = align(nbytes)
         if need > self._allocator.size_bytes:
             raise ArenaFull("the media need more memory than the server has for media", retry_after_s=None)
@@ -289,12 +288,12 @@ class EntryTable(Generic[V]):
             raise AssertionError(f"evicting {len(span.offsets)} neighbours left no hole of {nbytes} bytes")
         return found
 
-    def _over_share(self, kind: Kind, need: int) -> list[Kind]:
+    def _over_share(self, kind: EntryKind, need: int) -> list[EntryKind]:
         """Return the kinds that exceed their share if `kind` gets `need` more bytes."""
         num_bytes = {k: self._kind_bytes[k] + (need if k == kind else 0) for k in KINDS}
         return [k for k in KINDS if num_bytes[k] > self._max_bytes[k]]
 
-    def _choose(self, need: int, kinds: Collection[Kind], max_seeds: int | None) -> Span | None:
+    def _choose(self, need: int, kinds: Collection[EntryKind], max_seeds: int | None) -> Span | None:
         """Choose what to evict, among entries of `kinds` only."""
 
         def last_use(offset: int) -> int | None:

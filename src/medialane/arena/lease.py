@@ -6,11 +6,12 @@ import warnings
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from medialane.arena.entries import Entry, EntryTable, Kind
+from medialane.arena.entries import Entry, EntryTable
 from medialane.arena.layout import ENTRY_HEADER_BYTES, stamp
 from medialane.arena.view import ArenaView
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
+from medialane.core.remote_entry import EntryKind
 from medialane.core.tensor import ArenaRange
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class Reservation:
         return self._buffer[:]
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> EntryKind:
         return self._entry.kind
 
     def trim(self, num_bytes: int) -> None:

@@ -59,9 +59,9 @@ class References(msgspec.Struct, frozen=True):
         if self.prefix.encode() not in document:
             return document
 
-        def quote(found: re.Match[bytes]) -> bytes:
-            number = int(found[1])
-            return json.dumps(_quoted(refs[number]))[1:-1].encode() if number < len(refs) else found[0]
+        def quote(match: re.Match[bytes]) -> bytes:
+            number = int(match[1])
+            return json.dumps(_quoted(refs[number]))[1:-1].encode() if number < len(refs) else match[0]
 
         return re.sub(rb"(?:data:[\w/.+-]*;base64,)?%b(\d+)" % re.escape(self.prefix.encode()), quote, document)
 

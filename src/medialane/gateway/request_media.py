@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -43,41 +44,41 @@ class RequestMedia:
         self._assembly = assembly
         self.features = features
         self.scope = scope
-        self._found: dict[StageName, tuple[StagedItem, ...]] = {}
+        self._items: dict[StageName, tuple[StagedItem, ...]] = {}
 
     async def in_stage(self, stage: StageName) -> tuple[StagedItem, ...]:
         """Return the items in the form for `stage`. A URL's content may differ between stages: each item is identified
-        by the content that is sent. Raises PromptTooLong as soon as the headers of images tell."""
-        if (found := self._found.get(stage)) is None:
-            found = self._found[stage] = await self._find(stage)
-        return found
+        by the content that is sent. Raises PromptTooLong once image headers show that the prompt is too long."""
+        if (items := self._items.get(stage)) is None:
+            items = self._items[stage] = await self._find(stage)
+        return items
 
     async def without_embeddings(self) -> int:
         self.encoder, num_embeddings = "", 0
-        for stage, found in list(self._found.items()):
-            if not (num_found := sum(item.feature.embedding is not None for item in found)):
+        for stage, items in list(self._items.items()):
+            if not (num_embedded := sum(item.feature.embedding is not None for item in items)):
                 continue
             anew = await self._find(stage)
-            if any(old.feature.mm_hash != new.feature.mm_hash for old, new in zip(found, anew, strict=True)):
+            if any(old.feature.mm_hash != new.feature.mm_hash for old, new in zip(items, anew, strict=True)):
                 raise HandoverFailed("the content of a URL has changed")
-            self._found[stage] = anew
-            num_embeddings += num_found
+            self._items[stage] = anew
+            num_embeddings += num_embedded
         return num_embeddings
 
     async def with_embeddings(self, mm_hashes: Collection[str]) -> tuple[Feature, ...]:
         items = await self.in_stage(BEST_STAGE)
-        found = await gather_or_cancel([self._encoded(item, mm_hashes) for item in items])
-        self._found[BEST_STAGE] = found
-        return tuple(item.feature for item in found)
+        encoded = await gather_or_cancel([self._encoded(item, mm_hashes) for item in items])
+        self._items[BEST_STAGE] = encoded
+        return tuple(item.feature for item in encoded)
 
     def note_embedded(self, mm_hashes: Collection[str]) -> None:
-        for item in (item for found in self._found.values() for item in found):
+        for item in chain.from_iterable(self._items.values()):
             if item.feature.mm_hash in mm_hashes and item.feature.embedding is None:
                 self.features.forget(item.hold)
 
     @property
     def is_lost(self) -> bool:
-        entries = [item.feature.entry for found in self._found.values() for item in found]
+        entries = [item.feature.entry for item in chain.from_iterable(self._items.values())]
         return any(entry is not None and entry.arena != self.features.arena for entry in entries)
 
     async def _encoded(self, item: StagedItem, mm_hashes: Collection[str]) -> StagedItem:
@@ -89,14 +90,14 @@ class RequestMedia:
         options, budget = self.source.options, ImageBudget(self._assembly, self.source.options)
         self.features.forget(item.hold)
         try:
-            found = await self.features.processed(ref, options, StageTimeline(), budget, encoder=self.encoder)
+            cached = await self.features.processed(ref, options, StageTimeline(), budget, encoder=self.encoder)
         except MedialaneError as error:
             logger.info("the embedding of an item is not found: %s", error.message)
             return item
-        self.scope.take(found.hold)
-        if found.value.embedding is None or found.value.mm_hash != item.feature.mm_hash:
+        self.scope.take(cached.hold)
+        if cached.value.embedding is None or cached.value.mm_hash != item.feature.mm_hash:
             return item
-        return dataclasses.replace(item, feature=found.value, hold=found.hold)
+        return dataclasses.replace(item, feature=cached.value, hold=cached.hold)
 
     async def _find(self, stage: StageName) -> tuple[StagedItem, ...]:
         find, budget = FINDERS[STAGES[stage].sends], ImageBudget(self._assembly, self.source.options)
@@ -107,36 +108,36 @@ class RequestMedia:
 
 async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
     features, timeline = request.features, request.scope.timeline
-    found = await features.processed(ref, request.source.options, timeline, budget, encoder=request.encoder)
-    request.scope.take(found.hold)
-    await _count_hit(ref, found, budget)
-    timeline.num_embeddings += found.value.embedding is not None
-    return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit, content_hash=found.content_hash)
+    cached = await features.processed(ref, request.source.options, timeline, budget, encoder=request.encoder)
+    request.scope.take(cached.hold)
+    await _count_hit(ref, cached, budget)
+    timeline.num_embeddings += cached.value.embedding is not None
+    return StagedItem(ref, cached.value, cached.hold, is_hit=cached.is_hit, content_hash=cached.content_hash)
 
 
 async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    found = await request.features.decoded(ref, request.scope.timeline, budget)
-    request.scope.take(found.hold)
-    await _count_hit(ref, found, budget)
-    key = request.features.key(ref, request.source.options, content=found.content_hash)
-    feature = msgspec.structs.replace(found.value, mm_hash=key)
-    return StagedItem(ref, feature, found.hold, is_hit=found.is_hit)
+    cached = await request.features.decoded(ref, request.scope.timeline, budget)
+    request.scope.take(cached.hold)
+    await _count_hit(ref, cached, budget)
+    key = request.features.key(ref, request.source.options, content=cached.content_hash)
+    feature = msgspec.structs.replace(cached.value, mm_hash=key)
+    return StagedItem(ref, feature, cached.hold, is_hit=cached.is_hit)
 
 
 async def _encoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    found = await request.features.encoded(ref, request.scope.timeline, budget)
-    request.scope.take(found.hold)
-    encoded = found.value
-    key = request.features.key(ref, request.source.options, content=found.content_hash)
+    cached = await request.features.encoded(ref, request.scope.timeline, budget)
+    request.scope.take(cached.hold)
+    encoded = cached.value
+    key = request.features.key(ref, request.source.options, content=cached.content_hash)
     tensors = describe(encoded.range, (TensorSpec("uint8", (encoded.num_bytes,)),))
     feature = Feature(ref.modality, key, b"", tensors, MediaSize())
-    return StagedItem(ref, feature, found.hold, media_type=encoded.media_type)
+    return StagedItem(ref, feature, cached.hold, media_type=encoded.media_type)
 
 
-async def _count_hit(ref: MediaRef, found: FoundItem[Feature], budget: ImageBudget) -> None:
+async def _count_hit(ref: MediaRef, item: FoundItem[Feature], budget: ImageBudget) -> None:
     """Count a cached image; others have been counted before they were prepared."""
-    if found.is_hit and ref.modality == "image":
-        await budget.add(ref, found.value.size.width, found.value.size.height)
+    if item.is_hit and ref.modality == "image":
+        await budget.add(ref, item.value.size.width, item.value.size.height)
 
 
 #: Functions that look up or prepare an item, by what its stage sends.

@@ -202,7 +202,7 @@ def _resampled(audio: AudioSamples, sample_rate: int) -> AudioSamples:
     resampler = av.AudioResampler(format="fltp", layout="mono", rate=sample_rate)
     with _ffmpeg_errors():
         frames = [*resampler.resample(frame), *resampler.resample(None)]
-    resampled = np.concatenate([found.to_ndarray() for found in frames], axis=1)[0]
+    resampled = np.concatenate([frame.to_ndarray() for frame in frames], axis=1)[0]
     return AudioSamples(resampled[:num_samples], sample_rate)
 
 

@@ -55,10 +55,10 @@ def split_data_url(url: bytes | bytearray | memoryview) -> tuple[bytes, memoryvi
 
 def parse_header(header: bytes) -> str | None:
     """Return the media type in a data: URL's header, None if it has none. Raises InvalidDataUrl."""
-    found = None if len(header) > _MAX_HEADER_CHARS else _HEADER.fullmatch(header.decode("latin-1"))
-    if found is None:
+    match = None if len(header) > _MAX_HEADER_CHARS else _HEADER.fullmatch(header.decode("latin-1"))
+    if match is None:
         raise InvalidDataUrl("a data: URL must have the form data:<media type>;base64,<data>")
-    return found[1].lower() if found[1] else None
+    return match[1].lower() if match[1] else None
 
 
 def read_jpeg_frames(payload: bytes | bytearray | memoryview, max_bytes: int) -> bytes:

@@ -31,14 +31,14 @@ def read_embeds(fields: Mapping[str, Bytes | msgspec.Raw], param: str, max_bytes
     """
     if not 0 < len(fields) <= MAX_FIELDS:
         raise InvalidEmbeds(f"embeddings have between 1 and {MAX_FIELDS} fields", param=param)
-    found: dict[str, EmbedsTensor] = {}
+    tensors: dict[str, EmbedsTensor] = {}
     for name, value in fields.items():
         try:
-            found[name] = _read_field(value, max_bytes)
+            tensors[name] = _read_field(value, max_bytes)
         except MedialaneError as error:
             raise error.at(param if name == UNNAMED else f"{param}.{name[:64]}") from error
         max_bytes -= 0 if isinstance(value, msgspec.Raw) else len(value)
-    return encode_embeds(Embeds(found))
+    return encode_embeds(Embeds(tensors))
 
 
 def _read_field(value: Bytes | msgspec.Raw, max_bytes: int) -> EmbedsTensor:

@@ -37,11 +37,11 @@ def freshness_of(headers: Headers) -> Freshness:
 
 
 def _directives(headers: Headers) -> dict[str, str]:
-    found = {}
+    directives = {}
     for directive in ",".join(headers.getall("Cache-Control", [])).split(","):
         name, _, value = directive.partition("=")
-        found[name.strip().lower()] = value.strip().strip('"')
-    return found
+        directives[name.strip().lower()] = value.strip().strip('"')
+    return directives
 
 
 def _lifetime_s(directives: dict[str, str], headers: Headers) -> float | None:

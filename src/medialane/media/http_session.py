@@ -70,10 +70,10 @@ class _ValidatingResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        found = await self._inner.resolve(host, port, family)
-        for result in found:
+        addresses = await self._inner.resolve(host, port, family)
+        for result in addresses:
             self._guard.check_address(result["host"], result["port"])
-        return found
+        return addresses
 
     async def close(self) -> None:
         await self._inner.close()

@@ -190,7 +190,9 @@ def _rotation_of(image_file: PILImage.Image) -> _Orientation | None:
     probe.info = image_file.info.copy()
     probe.getexif = image_file.getexif  # type: ignore[method-assign]  # includes what the file's reader has parsed so far
     probed = np.asarray(_transposed(probe))
-    return next((found for found in _ORIENTATIONS if np.array_equal(_oriented(_UPRIGHT, found), probed)), None)
+    return next(
+        (orientation for orientation in _ORIENTATIONS if np.array_equal(_oriented(_UPRIGHT, orientation), probed)), None
+    )
 
 
 def _rotated(pixels: NDArray[np.uint8], rotation: _Orientation) -> NDArray[np.uint8]:

@@ -242,7 +242,7 @@ def _read_avif(view: memoryview) -> Sniffed:
     The sizes of the coded images are checked in a preparer (`image`).
     """
     start = bytes(view[:_MAX_AVIF_HEADER_BYTES])
-    sizes = [_AVIF_SIZE.unpack(found[1]) for found in islice(_AVIF_ISPE.finditer(start), _MAX_AVIF_SIZES)]
+    sizes = [_AVIF_SIZE.unpack(match[1]) for match in islice(_AVIF_ISPE.finditer(start), _MAX_AVIF_SIZES)]
     if not sizes and len(view) > len(start):
         raise ImageTooComplex(f"the image has no size in its first {len(start)} bytes")
     if not sizes or not all(map(all, sizes)):

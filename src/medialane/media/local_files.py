@@ -160,11 +160,11 @@ def open_beneath(root: str, path: str) -> OpenFile:
         if error.errno in (errno.ENOENT, errno.EAGAIN):
             raise MediaFetchFailed("the media file does not exist") from error
         raise MediaUrlForbidden(_REFUSED) from error
-    found = os.fstat(opened)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(opened)
+    if not stat.S_ISREG(status.st_mode):
         os.close(opened)
         raise MediaUrlForbidden(_REFUSED)
-    return OpenFile(opened, found.st_size)
+    return OpenFile(opened, status.st_size)
 
 
 def _close(opening: Future[OpenFile]) -> None:

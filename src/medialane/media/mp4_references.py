@@ -26,8 +26,8 @@ _MAX_ENTRIES = 64
 
 def check_references(data: memoryview) -> None:
     """Raise UnsupportedMediaType if the MP4 references media in another file."""
-    for found in islice(_DREF.finditer(data), _MAX_TABLES):
-        if not all(flags & _SELF_CONTAINED for flags in _entries(data, found.end())):
+    for table in islice(_DREF.finditer(data), _MAX_TABLES):
+        if not all(flags & _SELF_CONTAINED for flags in _entries(data, table.end())):
             raise UnsupportedMediaType("the video refers to another file")
 
 

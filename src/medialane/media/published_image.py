@@ -66,12 +66,12 @@ def read_published(url: str, config: MediaConfig) -> PublishedImage:
     header, payload = split_data_url(url.encode())
     parse_header(header)
     try:
-        found = msgspec.json.decode(decode_base64(payload, MAX_URL_BYTES), type=PublishedImage)
+        image = msgspec.json.decode(decode_base64(payload, MAX_URL_BYTES), type=PublishedImage)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidImage(f"the description of the published image is invalid: {error}") from error
-    height, width, _ = found.shape
+    height, width, _ = image.shape
     check_limits(width, height, config)
-    return found
+    return image
 
 
 def pixmap_header(width: int, height: int) -> bytes:
@@ -82,10 +82,10 @@ def pixmap_header(width: int, height: int) -> bytes:
 
 def pixmap_size(data: memoryview) -> tuple[int, int]:
     """Return (width, height) of an image with `pixmap_header`. Raises InvalidImage."""
-    found = _PIXMAP_HEADER.fullmatch(bytes(data[:PIXMAP_HEADER_BYTES]))
-    if found is None:
+    match = _PIXMAP_HEADER.fullmatch(bytes(data[:PIXMAP_HEADER_BYTES]))
+    if match is None:
         raise InvalidImage("the published image has an invalid header")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def decode_pixmap(data: memoryview) -> Image:

@@ -75,12 +75,12 @@ _NOT_SAVED = "the embeddings are not one dense tensor as torch.save writes it"
 def read_tensor(data: bytes) -> EmbedsTensor:
     """Return the tensor in a saved file's bytes. Raises InvalidEmbeds."""
     try:
-        found = _read_npy(data) if data.startswith(_NPY_MAGIC) else _read_torch(data)
+        tensor = _read_npy(data) if data.startswith(_NPY_MAGIC) else _read_torch(data)
     except _MALFORMED as error:
         raise InvalidEmbeds(_NOT_SAVED) from error
-    if not found.spec.nbytes:
+    if not tensor.spec.nbytes:
         raise InvalidEmbeds("the embeddings are empty")
-    return found
+    return tensor
 
 
 class _Layout(NamedTuple):
@@ -115,10 +115,10 @@ def _records(data: bytes) -> dict[str, memoryview]:
 def _record(data: memoryview, info: zipfile.ZipInfo) -> memoryview:
     name_length, extra_length = _LOCAL_HEADER.unpack_from(data, info.header_offset)
     start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-    found = data[start : start + info.file_size]
-    if info.compress_type != zipfile.ZIP_STORED or found.nbytes != info.file_size:
+    content = data[start : start + info.file_size]
+    if info.compress_type != zipfile.ZIP_STORED or content.nbytes != info.file_size:
         raise InvalidEmbeds(_NOT_SAVED)
-    return found
+    return content
 
 
 def _gather(layout: _Layout, storage: memoryview) -> EmbedsTensor:
@@ -167,11 +167,11 @@ def _layout(data: bytes) -> _Layout:
     """Return the layout that a tensor's pickle describes. Raises InvalidEmbeds, or one of `_MALFORMED`."""
     if len(data) > MAX_PICKLE_BYTES:
         raise InvalidEmbeds(_NOT_SAVED)
-    found = _read_pickle(data)
-    match found:
+    value = _read_pickle(data)
+    match value:
         case ("torch._utils _rebuild_parameter", (tensor, bool(), ("collections OrderedDict", ()))):
-            found = tensor
-    match found:
+            value = tensor
+    match value:
         case (
             "torch._utils _rebuild_tensor_v2",
             (
@@ -196,8 +196,8 @@ def _read_pickle(data: bytes) -> Any:
         if opcode.name == "STOP":
             break
         _STEPS[opcode.name](stack, memo, argument)
-    (found,) = stack
-    return found
+    (value,) = stack
+    return value
 
 
 _MARK = object()

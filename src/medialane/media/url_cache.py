@@ -25,8 +25,8 @@ class Validators:
 
     @property
     def usable(self) -> bool:
-        found = [value for value in (self.etag, self.last_modified) if value is not None]
-        return bool(found) and all(len(value) <= _MAX_VALIDATOR_CHARS for value in found)
+        given = [value for value in (self.etag, self.last_modified) if value is not None]
+        return bool(given) and all(len(value) <= _MAX_VALIDATOR_CHARS for value in given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,12 +134,12 @@ class EncodedVideo:
         if len(requested) * width * height * 3 > self._config.max_video_decoded_bytes:
             raise VideoTooLarge(f"{len(requested)} frames of {width}x{height} take too much memory")
 
-    def _collect(self, requested: list[int], found: Iterator[tuple[int, av.VideoFrame]]) -> tuple[_Pixels, list[int]]:
+    def _collect(self, requested: list[int], decoded: Iterator[tuple[int, av.VideoFrame]]) -> tuple[_Pixels, list[int]]:
         """Convert frames into one array as they are decoded."""
         frames: _Pixels | None = None
         converter = _Converter()
         read: list[int] = []
-        for index, frame in found:
+        for index, frame in decoded:
             if frames is None:
                 frames = np.empty((len(requested), *converter.shape_of(frame)), np.uint8)
             try:

@@ -254,19 +254,19 @@ class Capture:
 
     def _whole_packets(self) -> Iterator[tuple[int, bool]]:
         """Return timestamp and keyframe flag of each packet; nothing if some are hidden or corrupt."""
-        found: list[tuple[int, bool]] = []
+        packets: list[tuple[int, bool]] = []
         try:
             for packet in self._packets:
                 if not packet.size:  # the last one is empty: it flushes the decoder
                     break
                 if packet.pts is None or packet.is_discard or packet.is_corrupt:
                     return iter(())
-                found.append((packet.pts, packet.is_keyframe))
-                if len(found) > self._config.max_video_frames:
+                packets.append((packet.pts, packet.is_keyframe))
+                if len(packets) > self._config.max_video_frames:
                     raise VideoTooLong(f"the video has more than {self._config.max_video_frames} frames")
         except av.FFmpegError:
             return iter(())
-        return iter(found)
+        return iter(packets)
 
     def _is_constant(self, times: list[int]) -> bool:
         """Return whether OpenCV would number these timestamps 0, 1, 2, ..."""

@@ -47,8 +47,8 @@ from medialane.prepare.messages import (
     ForkFailed,
     PreparerSetup,
     Ready,
-    Refused,
     Setup,
+    SetupFailed,
     decode_control_request,
     encode_control,
 )
@@ -244,7 +244,7 @@ def main(argv: list[str]) -> int:
             facts = ForkserverInfo(parent_pid, time.monotonic() - started, available())
             Forkserver(control, processor, setup.preparer, facts).run()
         except MedialaneError as error:
-            send_report(control, Refused(error.message))
+            send_report(control, SetupFailed(error.message))
             return 1
     return 0
 

@@ -27,8 +27,8 @@ from medialane.prepare.messages import (
     ForkFailed,
     PreparerSetup,
     Ready,
-    Refused,
     Setup,
+    SetupFailed,
     decode_control_report,
     encode_control,
 )
@@ -58,7 +58,7 @@ ENVIRONMENT: Mapping[str, str] = {
 #: copies tensors out of them page by page, spends 1.35 ms of CPU time per 1024x768 image instead of 1.6.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
-#: Timeout of a fork, and then of Hello or Ready: copying the page tables of 1 GB takes 20 ms on an idle core.
+#: Timeout of a fork, and then of PreparerReady or Ready: copying the page tables of 1 GB takes 20 ms on an idle core.
 FORK_TIMEOUT_S = 20.0
 
 
@@ -252,7 +252,7 @@ class ForkserverProcess:
         match report:
             case Ready():
                 self._handle_ready(report)
-            case Refused():
+            case SetupFailed():
                 self._refusal = report.message
             case Forked():
                 self._handle_forked(report, fds)
@@ -277,12 +277,12 @@ class ForkserverProcess:
 
     def _may_read(self, probe: int) -> bool:
         """Return whether this process may read the memory of the fork server, and so of its preparers."""
-        found = bytearray(len(self._arena))
+        data = bytearray(len(self._arena))
         try:
-            read_into(self.pid, probe, memoryview(found))
+            read_into(self.pid, probe, memoryview(data))
         except OSError:
             return False
-        return found == self._arena.encode()
+        return data == self._arena.encode()
 
     def _handle_forked(self, report: Forked, fds: list[int]) -> None:
         process, forked = PidfdProcess(report.pid, fds[0]), self._forks.pop(report.preparer_id)

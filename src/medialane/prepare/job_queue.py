@@ -21,7 +21,7 @@ _JOB_IDS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobResult:
     """The result of a job: an error, or else a lease (None for a probe); and whether its preparer may run another, or
     the job is to be run again in another one, without a result for its caller."""
 
@@ -37,7 +37,7 @@ class Job:
     Owns a pin on the encoded bytes (`source`) and, once the preparer has reported the sizes, a range of the arena
     (`reservation`). Both end with the job: the pin by `close`, the range by `close` or by being published. `timeout_s`
     limits its time in a preparer, from `begin` to `ends_at`; `deadline` enforces that. `result` is a lease for the
-    caller, or None for a probe; a caller that stops waiting for it calls `disown`.
+    caller, or None for a probe; a caller that stops waiting for it calls `abandon_result`.
     """
 
     def __init__(
@@ -67,23 +67,23 @@ class Job:
         self.ends_at = math.inf
         self.deadline: asyncio.Timeout | None = None
         self.result: asyncio.Future[Lease[Feature] | None] = asyncio.get_running_loop().create_future()
-        self.is_disowned = False
+        self.is_abandoned = False
         self._closed = False
 
-    def settle(self, outcome: Outcome) -> None:
-        """Pass the outcome to the caller; if there already is one, release the lease.
+    def settle(self, result: JobResult) -> None:
+        """Pass the result to the caller; if there already is one, release the lease.
 
         The job keeps its pin and range, which the preparer may still use, except for a published reservation.
         """
-        if outcome.error is None:
+        if result.error is None:
             self.reservation = None
         if self.result.done():
-            if outcome.lease is not None:
-                outcome.lease.release()
-        elif outcome.error is not None:
-            self.result.set_exception(outcome.error)
+            if result.lease is not None:
+                result.lease.release()
+        elif result.error is not None:
+            self.result.set_exception(result.error)
         else:
-            self.result.set_result(outcome.lease)
+            self.result.set_result(result.lease)
 
     def begin(self) -> None:
         """Start its time limit."""
@@ -106,9 +106,9 @@ class Job:
         if self.reservation is not None:
             self.reservation.abandon()
 
-    def disown(self, grace_s: float) -> None:
+    def abandon_result(self, grace_s: float) -> None:
         """Give up the result: release it when available, and limit the job to another `grace_s` seconds."""
-        self.is_disowned = True
+        self.is_abandoned = True
         self.ends_at = min(self.ends_at, asyncio.get_running_loop().time() + grace_s)
         if self.deadline is not None and not self.result.done() and not self.deadline.expired():
             self.deadline.reschedule(self.ends_at)
@@ -159,7 +159,7 @@ class JobQueue:
 
         It is closed instead if its caller has given up.
         """
-        if job.is_disowned:
+        if job.is_abandoned:
             job.close()
             return
         job.reset()
@@ -203,7 +203,7 @@ class JobQueue:
         """Fail and close every waiting job."""
         for job in list(self._jobs):
             self.withdraw(job)
-            job.settle(Outcome(error=error))
+            job.settle(JobResult(error=error))
 
     def _note_queued(self, job: Job) -> None:
         self._timers[job] = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, job)
@@ -217,4 +217,4 @@ class JobQueue:
     def _expire(self, job: Job) -> None:
         if self.withdraw(job):
             message = f"no preparer became available within {self._timeout_s:g} s"
-            job.settle(Outcome(error=PreparersBusy(message, retry_after_s=retry_after(self._drain_s()))))
+            job.settle(JobResult(error=PreparersBusy(message, retry_after_s=retry_after(self._drain_s()))))

@@ -1,8 +1,8 @@
-"""One job in one preparer, from its first message to its outcome:
+"""One job in one preparer, from its first message to its result:
 
-    send -> NeedRange -> send the next job -> reserve in the arena -> copy -> publish -> Outcome
+    send -> NeedRange -> send the next job -> reserve in the arena -> copy -> publish -> JobResult
 
-No job can stop the pool: every exception becomes an outcome. A MedialaneError fails only the job; any other exception
+No job can stop the pool: every exception becomes a result. A MedialaneError fails only the job; any other exception
 also marks the preparer as unusable.
 """
 
@@ -26,7 +26,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import Feature
 from medialane.core.tensor import TensorDescriptor
-from medialane.prepare.job_queue import Job, Outcome
+from medialane.prepare.job_queue import Job, JobResult
 from medialane.prepare.messages import (
     Copied,
     Done,
@@ -69,7 +69,7 @@ class JobRunner:
         preparer: PreparerProcess,
         forkserver_is_lost: Callable[[], bool],
         send_next: Callable[[], Awaitable[None]],
-    ) -> Outcome:
+    ) -> JobResult:
         """Run one job within its deadline. Raises nothing; if cancelled, the preparer's state is unknown.
 
         `send_next` is called once the preparer has processed the item, to start another job during the copy.
@@ -78,13 +78,13 @@ class JobRunner:
             job.begin()
         try:
             async with asyncio.timeout_at(job.ends_at) as job.deadline:
-                return Outcome(lease=await self._exchange_messages(job, preparer, send_next))
+                return JobResult(lease=await self._exchange_messages(job, preparer, send_next))
         except MedialaneError as error:  # the arena is full, or reported by the preparer, which stays usable
-            return Outcome(error=error)
+            return JobResult(error=error)
         except Exception as error:  # noqa: BLE001 - a bug in one job must not affect others; it is logged
             is_run_again = isinstance(error, PreparerLost) and not job.is_retried
             reported = _explain(error, job, preparer, forkserver_is_lost)
-            return Outcome(error=reported, is_preparer_usable=False, is_run_again=is_run_again)
+            return JobResult(error=reported, is_preparer_usable=False, is_run_again=is_run_again)
 
     def close(self) -> None:
         """Shut down the copy threads; a copy in progress runs to completion."""
@@ -180,7 +180,7 @@ def _explain(
     """Log why a job lost its preparer; return the error for its caller."""
     match error:
         case TimeoutError():
-            reason = "its job was cancelled" if job.is_disowned else f"its job exceeded {job.timeout_s:g} s"
+            reason = "its job was cancelled" if job.is_abandoned else f"its job exceeded {job.timeout_s:g} s"
             logger.warning("killing preparer %d (pid %s): %s", preparer.preparer_id, preparer.pid, reason)
             return PreparerTimeout(f"preparing this item took longer than {job.timeout_s:g} s")
         case PreparerLost():

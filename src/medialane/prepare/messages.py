@@ -8,7 +8,7 @@ channel.
 
     store                         fork server
     Setup ----------------------> imports, builds and warms the processor
-          <---------------------- Ready | Refused (and it exits)
+          <---------------------- Ready | SetupFailed (and it exits)
     Fork + job socket ----------> forks
           <---------------------- Forked + pidfd | ForkFailed
           <---------------------- Exited, when a preparer has exited and been reaped
@@ -19,7 +19,7 @@ channel.
 job's tensors until Copied or NoRange; the store may send the next job before that.
 
     store                         preparer
-          <---------------------- Hello, once: it has mapped the arena and confined itself
+          <---------------------- PreparerReady, once: it has mapped the arena and confined itself
     ProcessItem ----------------> decodes, processes
           <---------------------- NeedRange | JobFailed
     Copied | NoRange -----------> frees its tensors: the store has copied them, or has no space
@@ -103,7 +103,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     settings: dict[str, str] = {}
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class SetupFailed(msgspec.Struct, frozen=True, tag=True):
     """The fork server exits because of an error that the operator must fix."""
 
     message: str
@@ -134,7 +134,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 SPARE = 0
 
 ControlRequest = Setup | Fork
-ControlReport = Ready | Refused | Forked | ForkFailed | Exited
+ControlReport = Ready | SetupFailed | Forked | ForkFailed | Exited
 
 
 class ProcessItem(msgspec.Struct, frozen=True, tag=True):
@@ -169,7 +169,7 @@ class NoRange(msgspec.Struct, frozen=True, tag=True):
     job_id: int
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class PreparerReady(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
@@ -197,7 +197,7 @@ class JobFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 JobRequest = ProcessItem | ProbeItem | Range | Copied | NoRange
-JobReport = Hello | NeedRange | Done | JobFailed
+JobReport = PreparerReady | NeedRange | Done | JobFailed
 
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 #: How long a running job may continue after its caller was cancelled. Most images finish within this time and stay
 #: cached for a retry; a longer job would block queued ones, so its preparer is killed and replaced.
-DISOWNED_S = 0.25
+ABANDONED_S = 0.25
 
 
 class PreparerPool:
@@ -116,7 +116,7 @@ class PreparerPool:
         The caller keeps `encoded`: the job pins it separately. Raises PreparersBusy (queue full, or no preparer within
         the queue timeout), ArenaFull, MediaTooLarge (the feature exceeds the arena), PreparerTimeout, PreparerCrashed,
         Unavailable, and what decoding and processing raise. A job cancelled in the queue is dropped; one cancelled
-        while running is stopped unless it finishes within DISOWNED_S: then its feature stays cached.
+        while running is stopped unless it finishes within ABANDONED_S: then its feature stays cached.
         """
         timeout_s = self._config.job_timeout_s(encoded.value.modality)
         job = Job(encoded.duplicate(), options, mm_hash, timeout_s=timeout_s, timeline=timeline, io=io)
@@ -146,7 +146,7 @@ class PreparerPool:
             return await asyncio.shield(job.result)
         except asyncio.CancelledError:
             if not self._queue.withdraw(job):
-                job.disown(DISOWNED_S)
+                job.abandon_result(ABANDONED_S)
             raise
 
     def stats(self) -> PoolStats:

@@ -27,11 +27,11 @@ from medialane.prepare import confinement
 from medialane.prepare.messages import (
     LENGTH,
     Done,
-    Hello,
     JobFailed,
     JobReport,
     JobRequest,
     NeedRange,
+    PreparerReady,
     PreparerSetup,
     ProbeItem,
     ProcessItem,
@@ -75,7 +75,7 @@ class Preparer:
     def run(self) -> None:
         """Run jobs until the store closes the channel. Raises ValueError for a protocol violation."""
         try:
-            self._send(Hello(os.getpid()))
+            self._send(PreparerReady(os.getpid()))
             while (request := self._receive()) is not None:
                 self._answer(request)
         except (BrokenPipeError, ConnectionResetError):

@@ -16,9 +16,9 @@ import msgspec
 from medialane.prepare.messages import (
     LENGTH,
     MAX_FRAME_BYTES,
-    Hello,
     JobReport,
     JobRequest,
+    PreparerReady,
     decode_job_report,
     encode_frame,
     frame_length,
@@ -63,10 +63,10 @@ class PreparerProcess:
         return self._process.exited.is_set()
 
     async def wait_ready(self) -> None:
-        """Wait for its Hello. Raises PreparerLost."""
+        """Wait for its PreparerReady. Raises PreparerLost."""
         report = await self.receive()
-        if not isinstance(report, Hello):
-            raise PreparerLost(f"preparer {self.preparer_id} sent {type(report).__name__} instead of Hello")
+        if not isinstance(report, PreparerReady):
+            raise PreparerLost(f"preparer {self.preparer_id} sent {type(report).__name__} instead of PreparerReady")
 
     async def send(self, request: JobRequest) -> None:
         """Send one message. Raises PreparerLost."""

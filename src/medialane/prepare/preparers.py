@@ -5,7 +5,7 @@ or reached max_jobs_per_preparer or max_preparer_age_s, which ends a takeover by
 its successor is forked beforehand, so that no job waits for it. A preparer decodes one item at a time: it receives the
 next job when it has processed the item, so that it runs while the store copies the tensors.
 
-A job's caller gets its outcome first. If the preparer must not be used again, it is then killed, its exit is confirmed
+A job's caller gets its result first. If the preparer must not be used again, it is then killed, its exit is confirmed
 by its pidfd, and only then are the job's range and its pin on the encoded bytes released, because until then the
 process may still write. A preparer that dies need not have been killed by its job: it may have had two, and the kernel
 kills preparers first when memory is short. So each of its jobs is run again, once and alone in its preparer; a second
@@ -26,7 +26,7 @@ from medialane.core.backoff import Backoff
 from medialane.core.errors import MedialaneError, Unavailable
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
-from medialane.prepare.job_queue import Job, JobQueue, Outcome
+from medialane.prepare.job_queue import Job, JobQueue, JobResult
 from medialane.prepare.job_run import JobRunner, send, to_the_end
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 
@@ -164,25 +164,25 @@ class Preparers:
         self._queue.wake()
 
     async def _run(self, job: Job, slot: _Slot) -> bool:
-        """Run one job to its outcome. Returns False if its preparer must not be used again; then it is stopped."""
-        outcome = Outcome(error=Unavailable("media preparation has ended"), is_preparer_usable=False)  # if cancelled
+        """Run one job to its end. Returns False if its preparer must not be used again; then it is stopped."""
+        result = JobResult(error=Unavailable("media preparation has ended"), is_preparer_usable=False)  # if cancelled
         self.num_busy += 1
         try:
             send_next = partial(self._send_next, job, slot)
-            outcome = await self._runner.run(job, slot.preparer, slot.forkserver.has_ended, send_next)
+            result = await self._runner.run(job, slot.preparer, slot.forkserver.has_ended, send_next)
         finally:
             self._queue.learn(job)
             jobs = [job] if slot.next is None else [slot.next, job]
-            if not outcome.is_run_again:
-                job.settle(outcome)
-                self.num_done += outcome.error is None
-                self.num_failed += outcome.error is not None
-            if outcome.is_preparer_usable:
+            if not result.is_run_again:
+                job.settle(result)
+                self.num_done += result.error is None
+                self.num_failed += result.error is not None
+            if result.is_preparer_usable:
                 job.close()
             else:
                 await to_the_end(self._kill(slot.preparer, jobs))
             self.num_busy -= 1
-        return outcome.is_preparer_usable
+        return result.is_preparer_usable
 
     async def _send_next(self, job: Job, slot: _Slot) -> None:
         """Send the next job, if one is queued, to the preparer that has processed `job`."""
@@ -195,14 +195,14 @@ class Preparers:
                 await send(slot.next, slot.preparer)
 
     async def _kill(self, preparer: PreparerProcess, jobs: Sequence[Job]) -> None:
-        """Kill the preparer, then close its jobs, or queue them again if they have no outcome.
+        """Kill the preparer, then close its jobs, or queue them again if they have no result.
 
         If it does not exit, they fail, and their ranges and pins stay held forever.
         """
         is_gone = await preparer.stop(0)
         for job in jobs:
             if not is_gone:
-                job.settle(Outcome(error=Unavailable("the decoder process cannot be stopped")))
+                job.settle(JobResult(error=Unavailable("the decoder process cannot be stopped")))
             elif job.result.done():
                 job.close()
             else:

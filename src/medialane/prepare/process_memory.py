@@ -41,10 +41,10 @@ def read_into(pid: int, address: int, into: memoryview) -> None:
     while done < into.nbytes:  # the kernel copies at most 2 GiB per call
         left = into.nbytes - done
         ours, theirs = _Iovec(target + done, left), _Iovec(address + done, left)
-        found = libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
-        if found <= 0:
+        num_read = libc.process_vm_readv(pid, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
+        if num_read <= 0:
             raise last_error("process_vm_readv")
-        done += found
+        done += num_read
 
 
 def address_of(data: memoryview) -> int:

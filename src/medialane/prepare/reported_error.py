@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 #: What decoding (`media`) and processing (`Processor`) raise.
 _REPORTABLE = {
-    found.code: found
-    for found in (
+    cls.code: cls
+    for cls in (
         errors.AudioTooLong,
         errors.EmptyMedia,
         errors.FeatureUnsupported,

@@ -72,16 +72,16 @@ def memory_is_readable() -> bool:
             os.read(woken, 1)
         finally:
             os._exit(0)
-    found = bytearray(len(data))
+    copy = bytearray(len(data))
     try:
-        read_into(pid, ctypes.addressof(data), memoryview(found))
+        read_into(pid, ctypes.addressof(data), memoryview(copy))
     except OSError:
         return False
     finally:
         os.close(waker)
         os.close(woken)
         os.waitpid(pid, 0)
-    return bytes(found) == data.raw
+    return bytes(copy) == data.raw
 
 
 def _holds(confine: Callable[[], None], forbidden: Callable[[], object]) -> bool:
@@ -110,5 +110,5 @@ def _is_refused(call: Callable[[], object]) -> bool:
 
 def _python_files() -> list[str]:
     """Return the folders of lazily imported modules and their libraries."""
-    found = [path for path in sys.path if os.path.isabs(path)]
-    return [*found, os.path.join(sys.prefix, "lib"), os.path.join(sys.base_prefix, "lib")]
+    paths = [path for path in sys.path if os.path.isabs(path)]
+    return [*paths, os.path.join(sys.prefix, "lib"), os.path.join(sys.base_prefix, "lib")]

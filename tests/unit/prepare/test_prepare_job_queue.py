@@ -4,7 +4,7 @@ import pytest
 from preparer_pools import png, put
 
 from medialane.core.errors import PreparersBusy, Unavailable
-from medialane.prepare.job_queue import Job, JobQueue, Outcome
+from medialane.prepare.job_queue import Job, JobQueue, JobResult
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ async def test_job_without_a_caller_is_not_put_back(arena, make_job):
     queue = JobQueue(limit=4, timeout_s=1)
     job = make_job()
     before = arena.stats().num_leases
-    job.disown(0.25)
+    job.abandon_result(0.25)
     queue.put_back(job)
     assert len(queue) == 0
     assert arena.stats().num_leases == before - 1
@@ -149,18 +149,18 @@ async def test_closed_job_releases_its_range_once(arena, make_job):
 
 async def test_result_without_a_waiter_is_released(arena, encoded, make_job):
     job = make_job()
-    job.disown(0.25)
+    job.abandon_result(0.25)
     lease = encoded.duplicate()
-    job.settle(Outcome(lease=lease))
+    job.settle(JobResult(lease=lease))
     await asyncio.sleep(0)
     assert lease._released
 
 
 async def test_result_after_a_failure_is_released(encoded, make_job):
     job = make_job()
-    job.settle(Outcome(error=Unavailable("late")))
+    job.settle(JobResult(error=Unavailable("late")))
     lease = encoded.duplicate()
-    job.settle(Outcome(lease=lease))
+    job.settle(JobResult(lease=lease))
     assert lease._released
     with pytest.raises(Unavailable):
         await job.result

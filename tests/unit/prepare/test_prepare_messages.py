@@ -27,7 +27,7 @@ def test_control_request_round_trips(message):
     "message",
     [
         m.Ready(1.5, Sandbox(files=True), 1 << 47),
-        m.Refused("no"),
+        m.SetupFailed("no"),
         m.Forked(1, 2),
         m.ForkFailed(1, "no"),
         m.Exited(1, -9),
@@ -55,7 +55,7 @@ def test_job_request_round_trips(message):
 @pytest.mark.parametrize(
     "message",
     [
-        m.Hello(1),
+        m.PreparerReady(1),
         m.NeedRange(1, (TensorSpec("uint8", (2, 3)),), (1 << 47,), b"header", MediaSize(3, 2), 0.1, 0.2),
         m.Done(1),
         m.JobFailed(1, ErrorReport("invalid_image", "no")),
@@ -73,8 +73,8 @@ def test_frame_over_the_limit_is_rejected_by_both_ends():
 
 
 def test_control_packet_over_the_limit_is_rejected():
-    with pytest.raises(ValueError, match="Refused"):
-        m.encode_control(m.Refused("x" * m.MAX_CONTROL_BYTES))
+    with pytest.raises(ValueError, match="SetupFailed"):
+        m.encode_control(m.SetupFailed("x" * m.MAX_CONTROL_BYTES))
 
 
 def test_impossible_shape_is_rejected_on_decoding():

@@ -421,7 +421,7 @@ async def test_cancelled_waiting_job_is_dropped(arena, encoded):
 
 
 async def test_cancelled_job_that_is_nearly_done_is_cached(arena, monkeypatch):
-    monkeypatch.setattr("medialane.prepare.pool.DISOWNED_S", 4.0)
+    monkeypatch.setattr("medialane.prepare.pool.ABANDONED_S", 4.0)
     async with running(make_pool(arena)) as pool:
         with put(arena, png()) as source:
             job = asyncio.create_task(pool.prepare_item(source, options(sleep_s=0.3), "a" * 64))

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from medialane.prepare.messages import LENGTH, MAX_FRAME_BYTES, Done, Hello, NoRange, encode_frame
+from medialane.prepare.messages import LENGTH, MAX_FRAME_BYTES, Done, NoRange, PreparerReady, encode_frame
 from medialane.prepare.pidfd_process import PidfdProcess
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 
@@ -65,7 +65,7 @@ async def test_protocol_violation_kills_the_preparer(peer, handle, data):
 
 async def test_first_message_must_be_hello(peer, handle):
     preparer = handle()
-    peer[1].send(encode_frame(Done(1)) + encode_frame(Hello(1)))
+    peer[1].send(encode_frame(Done(1)) + encode_frame(PreparerReady(1)))
     with pytest.raises(PreparerLost, match="Done"):
         await preparer.wait_ready()
     await preparer.wait_ready()

@@ -148,7 +148,7 @@ async def test_copy_past_the_deadline_fails_only_its_own_job(arena, encoded, mon
 
 
 async def test_cancelled_next_job_is_stopped(arena, encoded, monkeypatch):
-    monkeypatch.setattr(pool, "DISOWNED_S", 0.05)
+    monkeypatch.setattr(pool, "ABANDONED_S", 0.05)
     settings = {"image_timeout_s": 60.0}
     async with two_jobs(arena, encoded, monkeypatch, settings, sleep_s=30) as (used, copy, first, second):
         second.cancel()

@@ -30,10 +30,10 @@ def edited(view: memoryview, edits: list[Edit]) -> bytes:
 
 def joined(parts: list[memoryview]) -> bytearray:
     """Concatenate the parts. NumPy releases the GIL while copying; `bytes.join` would hold it for milliseconds."""
-    found = bytearray(sum(map(len, parts)))
-    into = np.frombuffer(found, np.uint8)
+    copy = bytearray(sum(map(len, parts)))
+    into = np.frombuffer(copy, np.uint8)
     at = 0
     for part in parts:
         into[at : at + len(part)] = np.frombuffer(part, np.uint8)
         at += len(part)
-    return found
+    return copy

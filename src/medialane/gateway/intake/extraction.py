@@ -117,10 +117,10 @@ def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:
     if len(places) > config.max_batch_items:
         message = f"the request has {len(places)} media items, more than {config.max_batch_items}"
         raise TooManyMediaItems(message, param=places[config.max_batch_items].param)
-    for found in by_prompt:
-        if len(found) > config.max_items:
-            message = f"the request has {len(found)} media items, more than {config.max_items}"
-            raise TooManyMediaItems(message, param=found[config.max_items].param)
+    for prompt in by_prompt:
+        if len(prompt) > config.max_items:
+            message = f"the request has {len(prompt)} media items, more than {config.max_items}"
+            raise TooManyMediaItems(message, param=prompt[config.max_items].param)
 
 
 def check_salt(cache_salt: str | None, limits: GatewayConfig) -> None:

@@ -54,15 +54,15 @@ def extract_files(
         form = _Form(content_type, data)
     except FormParserError as error:
         return Intake(_edited(data, [], limits), parse_error=str(error))
-    found = form.files
-    if len(found) > config.max_items:
-        message = f"the request has {len(found)} files, more than {config.max_items}"
-        raise TooManyMediaItems(message, param=found[config.max_items].name)
-    edits: list[Edit] = [(f.start, f.end, references.text(n).encode()) for n, f in enumerate(found)]
+    files = form.files
+    if len(files) > config.max_items:
+        message = f"the request has {len(files)} files, more than {config.max_items}"
+        raise TooManyMediaItems(message, param=files[config.max_items].name)
+    edits: list[Edit] = [(f.start, f.end, references.text(n).encode()) for n, f in enumerate(files)]
     salt = form.fields.get(b"cache_salt", b"").decode("utf-8", "replace")
-    if found:
+    if files:
         check_salt(salt, limits)
-    refs = tuple(_reference(file, data, salt, config) for file in found)
+    refs = tuple(_reference(file, data, salt, config) for file in files)
     return Intake(
         _edited(data, edits, limits), refs, salt, report=wants_report(msgspec.Raw(form.fields.get(b"medialane", b"")))
     )

@@ -99,12 +99,12 @@ def _num_token_ids(name: str, value: msgspec.Raw) -> int:
     """
     for decode in _PROMPTS:
         try:
-            found = decode(value)
+            prompts = decode(value)
         except msgspec.DecodeError:
             continue
-        if found and isinstance(found[0], int):
-            return len(found)
-        return sum(1 + len(e) for e in found if isinstance(e, list))
+        if prompts and isinstance(prompts[0], int):
+            return len(prompts)
+        return sum(1 + len(e) for e in prompts if isinstance(e, list))
     message = f"{name} must be a string, a list of strings, a list of token ids, or a list of such lists"
     raise InvalidBody(message, param=name)
 

@@ -43,10 +43,10 @@ class UrlPlace(msgspec.Struct, frozen=True, gc=False):
         located = skeleton.locate(self.string)
         url = data = media_type = None
         try:
-            if (found := _data(located, self.modality, config)) is None:
+            if (data_url := _data(located, self.modality, config)) is None:
                 url = _url(located)
             else:
-                data, media_type = found.data, found.media_type
+                data, media_type = data_url.data, data_url.media_type
         except MedialaneError as error:
             raise error.at(self.param) from error
         ref = MediaRef(self.modality, self.param, url, data, media_type, salt, io, options, alias)
@@ -107,11 +107,11 @@ class EmbedsPlace(msgspec.Struct, frozen=True, gc=False):
         return ref, self._edits(skeleton, reference)
 
     def _edits(self, skeleton: Skeleton, reference: bytes) -> list[Edit]:
-        found = skeleton.locate(self.value)
+        value = skeleton.locate(self.value)
         if self.uuid_value is ABSENT:
-            return [(found.start, found.end, b'null,"uuid":' + reference)]
+            return [(value.start, value.end, b'null,"uuid":' + reference)]
         uuid = skeleton.locate(self.uuid_value)
-        return [(found.start, found.end, b"null"), (uuid.start, uuid.end, reference)]
+        return [(value.start, value.end, b"null"), (uuid.start, uuid.end, reference)]
 
 
 class UuidPlace(msgspec.Struct, frozen=True, gc=False):

@@ -103,13 +103,13 @@ def media_places(body: RequestBody) -> list[list[Place]]:
 
 def _in_conversations(param: str, messages: object) -> list[list[Place]]:
     """Return the places in a list of messages, or for each of a list of such lists."""
-    found: list[list[Place]] = [[]]
+    places: list[list[Place]] = [[]]
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, list):
-            found += _in_conversations(f"{param}[{i}]", message)
+            places += _in_conversations(f"{param}[{i}]", message)
         else:
-            found[0] += _in_message(f"{param}[{i}]", message)
-    return found
+            places[0] += _in_message(f"{param}[{i}]", message)
+    return places
 
 
 def _in_message(param: str, message: object) -> list[Place]:
@@ -127,13 +127,13 @@ def _in_message(param: str, message: object) -> list[Place]:
 
 def _in_urls(modality: Modality, param: str, urls: msgspec.Raw) -> list[Place]:
     """Return the places in a list of URLs, of Cohere's embeddings or of structured decisions."""
-    found = decode_values(urls) if first_byte(urls) == BRACKET else []
-    return [UrlPlace(modality, f"{param}[{i}]", url) for i, url in enumerate(found) if is_filled(url)]
+    values = decode_values(urls) if first_byte(urls) == BRACKET else []
+    return [UrlPlace(modality, f"{param}[{i}]", url) for i, url in enumerate(values) if is_filled(url)]
 
 
 def _in_content_parts(parts: object) -> list[Place]:
     """Return the places in the parts of a prompt of token ids, which have their URL and their uuid beside the type."""
-    found: list[Place] = []
+    places: list[Place] = []
     for i, raw in enumerate(parts if isinstance(parts, list) else ()):
         if first_byte(raw) != BRACE:
             continue
@@ -144,23 +144,23 @@ def _in_content_parts(parts: object) -> list[Place]:
         part = decode_item(raw, _CONTENT_PARTS, param)
         uuid = string_or_none(part.uuid)
         if is_filled(part.url):
-            found.append(UrlPlace(kind.modality, param, part.url, part, uuid))
+            places.append(UrlPlace(kind.modality, param, part.url, part, uuid))
         elif uuid is not None:
-            found.append(UuidPlace(kind.modality, param, part.uuid, uuid, part, is_embeds=False))
-    return found
+            places.append(UuidPlace(kind.modality, param, part.uuid, uuid, part, is_embeds=False))
+    return places
 
 
 def _in_part(param: str, part: Part) -> list[Place]:
     """Return the places in a part; an item given only by its uuid counts if there are no others."""
-    found = _given_places(param, part)
+    places = _given_places(param, part)
     if part.source is not ABSENT and (source := _source_place(param, part)) is not None:
-        found.append(source)
+        places.append(source)
     if isinstance(part.content, list) and string_or_none(part.type) == "tool_result":
         for j, inner in parts_with_media(part.content):
-            found += _in_part(f"{param}.content[{j}]", inner)
-    if not found and part.uuid is not ABSENT and (named := _uuid_place(param, part)) is not None:
-        found.append(named)
-    return found
+            places += _in_part(f"{param}.content[{j}]", inner)
+    if not places and part.uuid is not ABSENT and (named := _uuid_place(param, part)) is not None:
+        places.append(named)
+    return places
 
 
 def _given_places(param: str, part: Part) -> list[Place]:
@@ -170,8 +170,8 @@ def _given_places(param: str, part: Part) -> list[Place]:
         ((kind, value),) = present
         place = kind.read(kind, f"{param}.{kind.name}", part, value)
         return [] if place is None else [place]
-    found = (kind.read(kind, f"{param}.{kind.name}", part, value) for kind, value in present if not kind.is_embeds)
-    return [place for place in found if place is not None]
+    places = (kind.read(kind, f"{param}.{kind.name}", part, value) for kind, value in present if not kind.is_embeds)
+    return [place for place in places if place is not None]
 
 
 def _source_place(param: str, part: Part) -> Place | None:

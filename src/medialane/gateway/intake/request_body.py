@@ -116,8 +116,8 @@ class RequestBody(msgspec.Struct):
     def bounded_inputs(self) -> list[tuple[str, object]]:
         """Return them for a request that has two of them or `inputs`: one alone has another meaning, such as the
         `documents` of a chat template."""
-        found = self.named_inputs()
-        return found if len(found) > 1 or self.inputs is not None else []
+        inputs = self.named_inputs()
+        return inputs if len(inputs) > 1 or self.inputs is not None else []
 
 
 #: Members with inputs that are encoded or scored one by one.
@@ -140,12 +140,12 @@ def check_num_parts(body: RequestBody, num_values: int, max_parts: int) -> None:
     for value in pending:
         if isinstance(value, Message):
             pending.append(value.output)
-        found = value.content if isinstance(value, (Message, Part)) else value
-        if isinstance(found, list):
-            num_parts += len(found)
+        inner = value.content if isinstance(value, (Message, Part)) else value
+        if isinstance(inner, list):
+            num_parts += len(inner)
             if num_parts > max_parts:
                 raise InvalidBody(f"the request has more than {max_parts} messages and parts")
-            pending += found
+            pending += inner
 
 
 def check_num_tools(body: RequestBody, max_tools: int) -> None:
