@@ -63,9 +63,9 @@ def run_benchmarks(folder: Path, name: str, *, json: Path | None, quick: bool, n
     harness = importlib.import_module("harness")
     machine = harness.machine()
     reports: list[Any] = []
-    for found in wanted:
-        print(f"running {found}: {_load(found).ABOUT}", flush=True)
-        report = _load(found).run(harness.Options(quick=quick, num_requests=num_requests))
+    for benchmark in wanted:
+        print(f"running {benchmark}: {_load(benchmark).ABOUT}", flush=True)
+        report = _load(benchmark).run(harness.Options(quick=quick, num_requests=num_requests))
         print(harness.show(report), flush=True)
         reports.append(report)
         if json is not None:
@@ -80,7 +80,7 @@ def _wanted(folder: Path, name: str) -> list[str]:
         )
     known = names(folder)
     if name == _ALL:
-        return [found for found in known if found not in _NOT_IN_ALL]
+        return [each for each in known if each not in _NOT_IN_ALL]
     if name not in known:
         raise StartupFailed(f"there is no benchmark {name!r}; there are {', '.join(known)} and {_ALL}")
     return [name]

@@ -179,9 +179,9 @@ def _show(console: Console, questions: Sequence[DemoRequest], answers: Sequence[
     durations = [dict(re.findall(r"(\w+);dur=([\d.]+)", a.server_timing)) for a in answers]
     described = [dict(re.findall(r'(\w+);desc="([^"]*)"', a.server_timing)) for a in answers]
     for stage in _STAGES:
-        table.add_row(stage, *(f"{float(found[stage]):.1f}" if stage in found else "" for found in durations))
-    table.add_row("cache", *(found.get("cache", "") for found in described))
-    table.add_row("bytes copied", *(f"{int(found.get('copied', 0)):,}" for found in described))
+        table.add_row(stage, *(f"{float(stages[stage]):.1f}" if stage in stages else "" for stages in durations))
+    table.add_row("cache", *(entries.get("cache", "") for entries in described))
+    table.add_row("bytes copied", *(f"{int(entries.get('copied', 0)):,}" for entries in described))
     console.print(table)
     console.print("Streaming responses show the stages that were complete when the headers were sent.")
 

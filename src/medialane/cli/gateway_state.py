@@ -103,8 +103,8 @@ class GatewayState(msgspec.Struct, frozen=True):
         return [self._host(name) for name in dict.fromkeys(worker.host for worker in self.workers)]
 
     def _host(self, name: str) -> Host:
-        found = (worker for worker in self.workers if worker.host == name and worker.role == "worker")
-        workers = {worker.name: worker.ready for worker in found}
+        of_host = (worker for worker in self.workers if worker.host == name and worker.role == "worker")
+        workers = {worker.name: worker.ready for worker in of_host}
         transports = {link.transport for link in self.links if link.worker in workers and link.transport}
         store = " or ".join(sorted(_STORES[transport] for transport in transports))
         return Host(name, sum(workers.values()), len(workers), store)
@@ -150,7 +150,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> tuple[int, bytes]:
 def parse_state(url: str, health: bytes, metrics: bytes) -> GatewayState:
     """Return the state from the bodies of `/health` and `/metrics`. Raises StartupFailed if it is no gateway."""
     try:
-        found = msgspec.json.decode(health, type=_Health) if health else _Health()
+        reported = msgspec.json.decode(health, type=_Health) if health else _Health()
         families = text_string_to_metric_families(metrics.decode())
         samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for family in families:
@@ -162,13 +162,13 @@ def parse_state(url: str, health: bytes, metrics: bytes) -> GatewayState:
     if "medialane_request_seconds_count" not in samples:
         raise StartupFailed(f"{url} is not a gateway of medialane: its /metrics have no medialane_... series")
     return GatewayState(
-        url, found.status, found.problems, _gateways(samples), _store(samples), _workers(samples), _links(samples)
+        url, reported.status, reported.problems, _gateways(samples), _store(samples), _workers(samples), _links(samples)
     )
 
 
 def _gateways(samples: _Samples) -> tuple[Gateway, ...]:
-    found = samples.get("medialane_gateway_up", [({"gateway": _ONLY_GATEWAY}, 1.0)])
-    return tuple(Gateway(labels["gateway"], value == 1) for labels, value in found)
+    up = samples.get("medialane_gateway_up", [({"gateway": _ONLY_GATEWAY}, 1.0)])
+    return tuple(Gateway(labels["gateway"], value == 1) for labels, value in up)
 
 
 def _store(samples: _Samples) -> Store | None:
@@ -226,8 +226,8 @@ def worker_host(name: str) -> str:
     """Return the host of a worker, as far as its name has it; empty for a worker of the gateway's host."""
     if name.startswith("unix:"):
         return ""
-    found = _HOST.fullmatch(name)
-    return found["host"] if found else name
+    match = _HOST.fullmatch(name)
+    return match["host"] if match else name
 
 
 def _ends(labels: Mapping[str, str]) -> tuple[str, str]:
@@ -239,5 +239,5 @@ def _by_label(samples: _Samples, name: str, label: str) -> dict[str, float]:
 
 
 def _value(samples: _Samples, name: str) -> float:
-    found: Iterable[Any] = samples.get(name, [])
-    return next((value for _, value in found), 0.0)
+    series: Iterable[Any] = samples.get(name, [])
+    return next((value for _, value in series), 0.0)

@@ -159,12 +159,12 @@ def _hide_secrets(vllm_args: list[str]) -> tuple[list[str], list[str]]:
     from medialane.cluster.vllm_flags import API_KEY, HF_TOKEN, take_secrets, with_config_file
     from medialane.config import set_secrets  # imported lazily: they take longer than a help text should
 
-    rest, found = take_secrets(with_config_file(vllm_args))
+    rest, secrets = take_secrets(with_config_file(vllm_args))
     variables = {}
-    if API_KEY in found:
-        variables["MEDIALANE_API_KEYS"] = json.dumps(found[API_KEY])
-    if HF_TOKEN in found:
-        variables["HF_TOKEN"] = found[HF_TOKEN][0]
+    if API_KEY in secrets:
+        variables["MEDIALANE_API_KEYS"] = json.dumps(secrets[API_KEY])
+    if HF_TOKEN in secrets:
+        variables["HF_TOKEN"] = secrets[HF_TOKEN][0]
     set_secrets(variables)
     return rest, list(take_secrets(vllm_args)[1])
 

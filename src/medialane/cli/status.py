@@ -67,18 +67,18 @@ def run(args: argparse.Namespace) -> int:
     urls = args.gateways or [args.default_gateway]
     files = {name: file for name in _KEY_FILES if (file := vars(args)[name.replace("-", "_")]) is not None}
     key = metrics_key(load_config(files).gateway)
-    found = asyncio.run(_read(urls, key=key, verify=not args.insecure))
-    if len(found) == 1 and isinstance(found[0], StartupFailed):
-        raise found[0]
+    states = asyncio.run(_read(urls, key=key, verify=not args.insecure))
+    if len(states) == 1 and isinstance(states[0], StartupFailed):
+        raise states[0]
     if args.json:
-        documents = [_document(url, state) for url, state in zip(urls, found, strict=True)]
+        documents = [_document(url, state) for url, state in zip(urls, states, strict=True)]
         encoded = msgspec.json.encode(documents if len(documents) > 1 else documents[0])
         print(msgspec.json.format(encoded).decode())
     else:
         console = Console(highlight=False)
-        for state in found:
+        for state in states:
             _show(console, state) if isinstance(state, GatewayState) else console.print(state.message, markup=False)
-    return max(2 if isinstance(state, StartupFailed) else int(not state.is_well) for state in found)
+    return max(2 if isinstance(state, StartupFailed) else int(not state.is_well) for state in states)
 
 
 async def _store(address: str) -> int:

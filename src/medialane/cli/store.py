@@ -105,12 +105,12 @@ class _Store:
         stack.push_async_callback(self._pool.close)
         fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
-        found = movers(config, arena.id)
-        self._pulls = pulls = Pulls(arena, config.rpc, found, max_streams=config.store.peer_streams)
+        own_movers = movers(config, arena.id)
+        self._pulls = pulls = Pulls(arena, config.rpc, own_movers, max_streams=config.store.peer_streams)
         stack.push_async_callback(pulls.close)
         if config.store.peer_listen:
             logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))
-        published = published_images(config.media, arena, pulls, found)
+        published = published_images(config.media, arena, pulls, own_movers)
         if published is not None:
             stack.push_async_callback(published.close)
         self._items = Items(
@@ -176,11 +176,13 @@ def movers(config: Config, arena: str) -> list[Mover]:
     ]
 
 
-def published_images(config: MediaConfig, arena: Arena, pulls: Pulls, found: Sequence[Mover]) -> PublishedImages | None:
+def published_images(
+    config: MediaConfig, arena: Arena, pulls: Pulls, own_movers: Sequence[Mover]
+) -> PublishedImages | None:
     """Return the reader of published images, None if they are not allowed. Raises StartupFailed without NIXL."""
     if not config.allow_rdma:
         return None
-    for mover in found:
+    for mover in own_movers:
         if isinstance(mover, NixlMover):
             return PublishedImages(arena, pulls, mover, config)
     raise StartupFailed("--allow-media-rdma needs NIXL: install the extra nixl, and use --peer-nixl on")

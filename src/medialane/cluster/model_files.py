@@ -39,12 +39,12 @@ def repositories(model: str, vllm_args: Sequence[str], environ: Mapping[str, str
     for a model in a folder, on another hub or in an object store: the processor is built from where it is."""
     if environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true") or not _is_on_hub(model):
         return []
-    found = [
+    candidates = [
         Repository(model, flag_value(vllm_args, "--revision")),
         Repository(flag_value(vllm_args, "--tokenizer") or "", flag_value(vllm_args, "--tokenizer-revision")),
         Repository(flag_value(vllm_args, "--hf-config-path") or ""),
     ]
-    return [repository for repository in found if _is_on_hub(repository.name)]
+    return [repository for repository in candidates if _is_on_hub(repository.name)]
 
 
 def _is_on_hub(name: str) -> bool:
@@ -107,6 +107,6 @@ def _code_repositories(folder: Path) -> Iterator[str]:
 def _auto_map(path: Path) -> Iterator[str]:
     """Yield what a file's `auto_map` names; a file that is no JSON object is left to vLLM."""
     with suppress(ValueError):
-        found = json.loads(path.read_text())
-        for target in (found.get("auto_map") or {}).values() if isinstance(found, dict) else ():
+        document = json.loads(path.read_text())
+        for target in (document.get("auto_map") or {}).values() if isinstance(document, dict) else ():
             yield from target if isinstance(target, list) else [target]

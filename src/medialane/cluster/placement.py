@@ -205,11 +205,11 @@ def _query_driver() -> tuple[str, ...]:
 def parse_gpu_list(text: str) -> tuple[str, ...]:
     """Return names for CUDA_VISIBLE_DEVICES from the output of `nvidia-smi -L`."""
     lines = text.splitlines()
-    partitions = tuple(found[1] for line in lines if (found := _MIG_LINE.match(line)))
-    return partitions or tuple(found[1] for line in lines if (found := _GPU_LINE.match(line)))
+    partitions = tuple(listed[1] for line in lines if (listed := _MIG_LINE.match(line)))
+    return partitions or tuple(listed[1] for line in lines if (listed := _GPU_LINE.match(line)))
 
 
 def _count_devices(devices: Path) -> tuple[str, ...]:
     """Number the devices from 0, as CUDA does, whatever the names of their device files."""
-    found = [entry for entry in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name)]
-    return tuple(str(number) for number in range(len(found)))
+    gpus = [entry for entry in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", entry.name)]
+    return tuple(str(number) for number in range(len(gpus)))

@@ -53,8 +53,8 @@ def check_start(model: str, vllm_args: Sequence[str], environ: Mapping[str, str]
 def _check_torchvision() -> None:
     """Raise StartupFailed if torchvision is a CUDA build and torch is not: vLLM would fail to import it."""
     torch, torchvision = (
-        Path(found.origin).parent if found is not None and found.origin is not None else None
-        for found in map(importlib.util.find_spec, ("torch", "torchvision"))
+        Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+        for spec in map(importlib.util.find_spec, ("torch", "torchvision"))
     )
     if torch is None or torchvision is None or "medialane_cpu_torch" in sys.modules:
         return
@@ -110,7 +110,7 @@ def _check_words(words: Sequence[str], flags: Mapping[str, str | list[str]]) -> 
 def _check_parsers(words: Sequence[str], parsers: Mapping[str, list[str]]) -> None:
     """Raise StartupFailed for a parser that vLLM does not have, unless a plugin may provide it."""
     plugins = entry_points(group="vllm.general_plugins")
-    if any(found.dist is None or found.dist.name not in _OWN_PLUGINS for found in plugins):
+    if any(plugin.dist is None or plugin.dist.name not in _OWN_PLUGINS for plugin in plugins):
         return
     if has_flag(words, "--tool-parser-plugin", "--reasoning-parser-plugin"):
         return

@@ -49,11 +49,11 @@ class ProcessLog:
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._rest = self._rest[-_MAX_LINE_CHARACTERS:]
-        found = [_clean(line) for line in lines]
-        self._tail.extend(line for line in found if line)
+        cleaned = [_clean(line) for line in lines]
+        self._tail.extend(line for line in cleaned if line)
         if self._offset > self._max_bytes and len(data) < _MAX_READ_BYTES:
             self._cut()
-        return found
+        return cleaned
 
     def tail(self, num_lines: int) -> list[str]:
         """Return the last non-empty lines that were read."""
@@ -61,13 +61,13 @@ class ProcessLog:
 
     def reported_error(self) -> str | None:
         """Return the error that one of our own commands reported on exit."""
-        found = [line.partition(REPORTED_ERROR)[2] for line in self._tail if line.startswith(REPORTED_ERROR)]
-        return found[-1] if found else None
+        errors = [line.partition(REPORTED_ERROR)[2] for line in self._tail if line.startswith(REPORTED_ERROR)]
+        return errors[-1] if errors else None
 
     def first_exception(self) -> str | None:
         """Return the first exception that is not merely the consequence of another one."""
-        found = (_EXCEPTION.search(line) for line in self._tail if not _SECONDARY_ERRORS.search(line))
-        return next((f"{m[1]}: {m[2]}" for m in found if m), None)
+        exceptions = (_EXCEPTION.search(line) for line in self._tail if not _SECONDARY_ERRORS.search(line))
+        return next((f"{m[1]}: {m[2]}" for m in exceptions if m), None)
 
     def _cut(self) -> None:
         keep = min(self._max_bytes // 2, self._offset)

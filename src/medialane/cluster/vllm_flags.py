@@ -22,8 +22,8 @@ _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 @cache
 def flag_table() -> Mapping[str, Any]:
     """Return the table of vLLM's flags (`vllm_bridge.flag_table`)."""
-    found: dict[str, Any] = json.loads(files("medialane.cluster").joinpath("vllm_flags.json").read_bytes())
-    return found
+    table: dict[str, Any] = json.loads(files("medialane.cluster").joinpath("vllm_flags.json").read_bytes())
+    return table
 
 
 def with_config_file(vllm_args: Sequence[str]) -> list[str]:
@@ -39,12 +39,12 @@ def with_config_file(vllm_args: Sequence[str]) -> list[str]:
     import yaml  # type: ignore[import-untyped]  # comes with vLLM
 
     try:
-        found = yaml.safe_load(path.read_text())
+        flags = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise StartupFailed(f"vLLM flags after `--`: --config {path}: it cannot be read as YAML") from error
-    if not isinstance(found, dict):
+    if not isinstance(flags, dict):
         raise StartupFailed(f"vLLM flags after `--`: --config {path}: it must map names of flags to values")
-    return [*(word for name, value in found.items() for word in _words(name, value)), *_without(args, position)]
+    return [*(word for name, value in flags.items() for word in _words(name, value)), *_without(args, position)]
 
 
 def _without(args: list[str], position: int) -> list[str]:
@@ -93,8 +93,8 @@ def _full_name(word: str) -> str:
         return name
     name = name.partition(".")[0].replace("_", "-")
     known = flag_table()["flags"]
-    found = [name] if name in known else [flag for flag in known if flag.startswith(name)]
-    return found[0] if len(found) == 1 else name
+    matches = [name] if name in known else [flag for flag in known if flag.startswith(name)]
+    return matches[0] if len(matches) == 1 else name
 
 
 def engine_flags(vllm_args: Sequence[str]) -> list[str]:
@@ -134,7 +134,7 @@ def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
 
     As in vLLM's parser, `--a-b v`, `--a-b=v` and `--a_b v` are the same.
     """
-    found = None
+    last = None
     for position, arg in enumerate(vllm_args):
         name, equals, value = arg.partition("=")
         if name.startswith("--"):
@@ -142,10 +142,10 @@ def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
         if name not in names:
             continue
         if equals:
-            found = value
+            last = value
         elif position + 1 < len(vllm_args):
-            found = vllm_args[position + 1]
-    return found
+            last = vllm_args[position + 1]
+    return last
 
 
 def has_flag(vllm_args: Sequence[str], *names: str) -> bool:

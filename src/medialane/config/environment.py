@@ -103,14 +103,14 @@ def as_environ(config: Config, *, secrets: Collection[SectionName] | None = None
 
     A process's environment is readable only by its user, unlike its command line: secrets may be passed this way.
     """
-    found = {}
+    variables = {}
     for setting in settings():
         value = getattr(getattr(config, setting.section), setting.field)
         if setting.is_secret and secrets is not None and setting.section not in secrets:
             continue
         if value != setting.default:
-            found[setting.variable] = value if isinstance(value, str) else json.dumps(msgspec.to_builtins(value))
-    return found
+            variables[setting.variable] = value if isinstance(value, str) else json.dumps(msgspec.to_builtins(value))
+    return variables
 
 
 def settings_environ(config: Config) -> dict[str, str]:
@@ -154,10 +154,10 @@ def allowed_environ(role: RoleName, environ: Mapping[str, str], pass_env: Sequen
     """Return the variables of `environ` that a role inherits, none of our settings, and those that it has in any case.
     The names of those that are left out are logged (debug)."""
     own = ROLES[role]
-    found = {name: value for name, value in environ.items() if _is_allowed(name, own, pass_env)}
-    left_out = sorted(foreign_environ(environ).keys() - found.keys())
+    allowed = {name: value for name, value in environ.items() if _is_allowed(name, own, pass_env)}
+    left_out = sorted(foreign_environ(environ).keys() - allowed.keys())
     logger.debug("environment variables that a %s does not get (--pass-env NAME): %s", role, ", ".join(left_out))
-    return found | dict(own.fixed)
+    return allowed | dict(own.fixed)
 
 
 def _is_allowed(name: str, role: Role, pass_env: Iterable[str]) -> bool:
@@ -219,15 +219,15 @@ def enter_environ(
 
 def vllm_defaults(model: str, vllm_args: Sequence[str], *, on_gpu: bool, num_workers: int) -> dict[str, str]:
     """Return our defaults of vLLM's environment variables."""
-    found = {"VLLM_NO_USAGE_STATS": "1"}
+    defaults = {"VLLM_NO_USAGE_STATS": "1"}
     if Path(model).is_dir():
-        found["HF_HUB_OFFLINE"] = "1"  # nothing to fetch, and every lookup would wait for the network
+        defaults["HF_HUB_OFFLINE"] = "1"  # nothing to fetch, and every lookup would wait for the network
     if on_gpu:
-        return found
+        return defaults
     # vLLM's default is most of the machine's memory for each worker. The variable would override the flag.
     if not any(arg.replace("_", "-").startswith("--kv-cache-memory-bytes") for arg in vllm_args):
-        found["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(num_workers))
-    return found
+        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(num_workers))
+    return defaults
 
 
 def _kv_cache_gib(num_workers: int) -> int:

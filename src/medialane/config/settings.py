@@ -122,15 +122,15 @@ class Setting(NamedTuple):
 @cache
 def settings() -> tuple[Setting, ...]:
     """Return every setting, in the order of the sections."""
-    found = []
+    collected = []
     for name, section in typing.get_type_hints(Config).items():
         texts = descriptions(section)
         for each in msgspec.structs.fields(section):
             kind = typing.get_args(each.type)[0] if typing.get_origin(each.type) is Annotated else each.type
             section_name = typing.cast("SectionName", name)
             text, secret = texts[each.name], is_secret(each.type)
-            found.append(Setting(each.encode_name, section_name, each.name, kind, each.default, text, secret))
-    return tuple(found)
+            collected.append(Setting(each.encode_name, section_name, each.name, kind, each.default, text, secret))
+    return tuple(collected)
 
 
 def _is_seconds(field: str) -> bool:
@@ -141,4 +141,4 @@ def _spell_flags(message: str, section: str) -> str:
     """Replace the field names in a message by their flags."""
     flags = {s.field: s.flag for s in settings() if s.section == section}
     names = "|".join(map(re.escape, flags))
-    return re.sub(rf"(?<![\w-])({names})(?![\w-])", lambda found: flags[found[1]], message)
+    return re.sub(rf"(?<![\w-])({names})(?![\w-])", lambda name: flags[name[1]], message)

@@ -29,12 +29,12 @@ def own_fault(error: BaseException, *more: type[BaseException]) -> BaseException
     `more` are further classes of such exceptions.
     """
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        if _is_own(found) or isinstance(found, more):
-            return found
-        seen.add(id(found))
-        found = found.__cause__
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        if _is_own(current) or isinstance(current, more):
+            return current
+        seen.add(id(current))
+        current = current.__cause__
     return None
 
 

@@ -55,9 +55,9 @@ def check_bounds(config: msgspec.Struct) -> None:
 def descriptions(config: type[msgspec.Struct]) -> dict[str, str]:
     """Return the docstrings of the fields, each on one line."""
     (definition,) = ast.parse(inspect.getsource(config)).body
-    found = {}
+    texts = {}
     for field, below in pairwise(definition.body if isinstance(definition, ast.ClassDef) else ()):
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = " ".join(text.split())
-    return found
+                texts[name] = " ".join(text.split())
+    return texts

@@ -139,14 +139,14 @@ class RepetitionLimit:
         if now < self._next_sweep:
             return []
         self._next_sweep = now + _SWEEP_S
-        found = []
+        due = []
         for key, line in list(self._lines.items()):
             if now >= line.next_at and line.num_left_out:
-                found.append(line.written(now))
+                due.append(line.written(now))
             elif now >= line.next_at + _MAX_INTERVAL_S:
                 del self._lines[key]
                 self._num_of_place[line.record.pathname, line.record.lineno] -= 1
-        return found
+        return due
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):

@@ -137,14 +137,14 @@ class MetricMirror:
 
 def collect(mirrors: Mapping[str, MetricMirror]) -> Iterator[Metric]:
     """Yield the families of all workers, each once, with the worker's address as a label."""
-    found: dict[str, Metric] = {}
+    merged: dict[str, Metric] = {}
     for worker, mirror in mirrors.items():
         for family, series, value in mirror.samples():
-            metric = found.get(family.name)
+            metric = merged.get(family.name)
             if metric is None:
-                metric = found[family.name] = Metric(family.name, family.documentation, family.kind)
+                metric = merged[family.name] = Metric(family.name, family.documentation, family.kind)
             metric.add_sample(series.name, {**series.labels, WORKER_LABEL: worker}, value)
-    yield from found.values()
+    yield from merged.values()
 
 
 def _pieces(
@@ -162,17 +162,17 @@ def _pieces(
         yield MetricChanges(ids=ids[start:end].tobytes(), values=values[start:end].tobytes())
 
 
-def _is_family(found: MetricFamily) -> bool:
-    return _NAME.fullmatch(found.name) is not None and found.kind in METRIC_TYPES
+def _is_family(family: MetricFamily) -> bool:
+    return _NAME.fullmatch(family.name) is not None and family.kind in METRIC_TYPES
 
 
-def _is_series(found: MetricSeries, num_families: int) -> bool:
-    names = _NAME.fullmatch(found.name) is not None and all(map(_LABEL.fullmatch, found.labels))
-    return names and 0 <= found.family < num_families
+def _is_series(series: MetricSeries, num_families: int) -> bool:
+    names = _NAME.fullmatch(series.name) is not None and all(map(_LABEL.fullmatch, series.labels))
+    return names and 0 <= series.family < num_families
 
 
 def _unpack(data: bytes, kind: np.dtype[np.uint32] | np.dtype[np.float64]) -> list[float]:
     if len(data) % kind.itemsize:
         raise ValueError("truncated number")
-    found: list[float] = np.frombuffer(data, kind).tolist()
-    return found
+    numbers: list[float] = np.frombuffer(data, kind).tolist()
+    return numbers

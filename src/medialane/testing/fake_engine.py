@@ -241,15 +241,15 @@ class FakeEngine:
 
     def _items(self, tensors: Sequence[Sequence[memoryview]], embeddings: Sequence[EmbeddingUse | None]) -> list[bytes]:
         """Return a digest of each item, from its embedding if that is loaded."""
-        found = []
+        digests = []
         for datas, use in zip_longest(tensors, embeddings):
             if use is None or not use.is_filled or self._memory is None:
-                found.append(_digest(datas))
+                digests.append(_digest(datas))
                 continue
             data = self._memory.read(use.tensor)
             is_right = data == _embedding(data[:DIGEST_BYTES], len(data))
-            found.append(data[:DIGEST_BYTES] if is_right else data)
-        return found
+            digests.append(data[:DIGEST_BYTES] if is_right else data)
+        return digests
 
     def _prefill(self, request: EngineRequest) -> int:
         """Cache and report the prompt's blocks; return the number of its tokens that were already cached."""

@@ -132,9 +132,9 @@ class FakeHandler:
         if clear:
             self.blocks.clear()
         self.blocks.update(dict.fromkeys(stored))
-        for found in removed:
-            self.blocks.pop(found, None)
-        packed = [b"".join(found.to_bytes(8, "little") for found in ids) for ids in (stored, removed)]
+        for block_id in removed:
+            self.blocks.pop(block_id, None)
+        packed = [b"".join(block_id.to_bytes(8, "little") for block_id in ids) for ids in (stored, removed)]
         for listener in list(self.block_listeners):
             listener(KvChange(0, 0, packed[0], packed[1], snapshot=clear))
 

@@ -60,11 +60,11 @@ class FakeAgent:
 
     def add_peer(self, metadata: bytes) -> str:
         try:
-            found = msgspec.msgpack.decode(metadata, type=FakeMetadata)
+            peer = msgspec.msgpack.decode(metadata, type=FakeMetadata)
         except msgspec.DecodeError as error:
             raise AgentError(str(error)) from error
-        self._peers[found.name] = found.pid
-        return found.name
+        self._peers[peer.name] = peer.pid
+        return peer.name
 
     def remove_peer(self, name: str) -> None:
         self._peers.pop(name, None)
@@ -92,9 +92,9 @@ def _copy(memory: int, source: Descriptor, destination: Segment) -> None:
     done = 0
     while done < source.size:
         try:
-            found = os.preadv(memory, [memoryview(target)[done:]], source.ptr + done)
+            num_copied = os.preadv(memory, [memoryview(target)[done:]], source.ptr + done)
         except OSError as error:
             raise AgentError(f"the peer's memory cannot be read: {error.strerror}") from error
-        if not found:
+        if not num_copied:
             raise AgentError("the peer has exited")
-        done += found
+        done += num_copied

@@ -176,10 +176,10 @@ class RayCluster:
         if name not in self._actors:
             return None  # Ray has given it up, and a new one is about to be started
         try:
-            found: Location | None = await asyncio.wait_for(self._actors[name].location.remote(), _CALL_S)
+            location: Location | None = await asyncio.wait_for(self._actors[name].location.remote(), _CALL_S)
         except (RayError, TimeoutError):
             return None
-        return found
+        return location
 
     async def watch(self, name: str) -> RunEnd:
         try:

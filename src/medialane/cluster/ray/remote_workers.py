@@ -163,8 +163,8 @@ def _num_gpus(config: Config, vllm_args: Sequence[str], *, has_gpus: bool) -> in
         return 0
     if given != "auto" and 0 < given < needed:
         raise StartupFailed(f"--gpus-per-worker {given}: the vLLM flags after `--` need {needed}")
-    found = (needed if has_gpus else 0) if given == "auto" else given
-    if not found and installed_version("vllm") is not None:
+    num_gpus = (needed if has_gpus else 0) if given == "auto" else given
+    if not num_gpus and installed_version("vllm") is not None:
         where = "no node of the Ray cluster has a GPU" if given == "auto" else "--gpus-per-worker 0"
         raise StartupFailed(f"{where}, but the installed vLLM needs one; the extra cpu is for CPUs")
-    return found
+    return num_gpus

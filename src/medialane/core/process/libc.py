@@ -23,7 +23,7 @@ def last_error(call: str) -> OSError:
 
 def file_system_type(path: str) -> int:
     """Return the magic number of the file system (statfs(2)) that has this file or folder. Raises OSError."""
-    found = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
-    if libc.statfs(os.fsencode(path), found):
+    buffer = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
+    if libc.statfs(os.fsencode(path), buffer):
         raise last_error("statfs")
-    return found[0]  # f_type is the first member
+    return buffer[0]  # f_type is the first member

@@ -88,9 +88,9 @@ def _cgroup_counters(pid: int) -> Path | None:
             places = [root / path.lstrip("/") / "memory.oom_control", root / "memory.oom_control"]
         else:
             continue
-        for found in places:
-            if found.is_file():
-                return found
+        for place in places:
+            if place.is_file():
+                return place
     return None
 
 

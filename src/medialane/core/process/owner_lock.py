@@ -152,8 +152,8 @@ def _open(path: str | Path) -> int | None:
 
 def _is_abandoned(descriptor: int, path: str | Path) -> bool:
     """Return whether the file has no owner, and lock it then."""
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not try_lock(descriptor):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or not try_lock(descriptor):
         return False
     return _is_at(path, descriptor)
 
@@ -168,10 +168,10 @@ def _is_at(path: str | Path, descriptor: int) -> bool:
 
 def _is_own_folder(path: Path) -> bool:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _modified_at(path: Path) -> float:

@@ -48,13 +48,13 @@ class BlockPool:
 
     def find(self, ids: Iterable[int]) -> list[Block]:
         """Return the blocks of the longest cached prefix of `ids`."""
-        found = []
+        prefix = []
         for block_id in ids:
             held = self._held.get(block_id)
             if held is None:
                 break
-            found.append(held if isinstance(held, Block) else held[0])
-        return found
+            prefix.append(held if isinstance(held, Block) else held[0])
+        return prefix
 
     def use(self, blocks: Iterable[Block]) -> None:
         """Add a reference to each of these blocks."""

@@ -41,10 +41,10 @@ class EncoderScheduler:
         """Plan the next step, of at most `max_embeds` embeddings, but at least one item. None if there is no work."""
         if not self._waiting:
             return None
-        found: list[str] = []
+        hashes: list[str] = []
         total = 0
-        while self._waiting and (not found or total + self._waiting[0][1] <= self._max_embeds):
+        while self._waiting and (not hashes or total + self._waiting[0][1] <= self._max_embeds):
             mm_hash, num_embeds = self._waiting.popleft()
-            found.append(mm_hash)
+            hashes.append(mm_hash)
             total += num_embeds
-        return EncodeStep(tuple(found), total)
+        return EncodeStep(tuple(hashes), total)

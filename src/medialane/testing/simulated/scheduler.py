@@ -141,20 +141,20 @@ class Scheduler:
     def _schedule_waiting(self, step: Step) -> None:
         while self.waiting and self._token_budget > 0 and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
-            found = self.pool.find(sequence.cacheable_ids())
-            num_cached = len(found) * self._block_size
+            cached = self.pool.find(sequence.cacheable_ids())
+            num_cached = len(cached) * self._block_size
             if sequence.num_preemptions == 0:
                 sequence.num_cached_tokens = num_cached
             num_tokens = min(len(sequence.token_ids) - num_cached, self._token_budget)
             inputs, num_tokens = self._plan_encoder(sequence, num_cached, num_tokens)
             if num_tokens == 0:
                 return
-            if not self._fits_whole(sequence, found):
+            if not self._fits_whole(sequence, cached):
                 self._release_all_items(sequence)
                 return
             self.waiting.popleft()
-            self.pool.use(found)
-            sequence.start(found)
+            self.pool.use(cached)
+            sequence.start(cached)
             self.running.append(sequence)
             self._extend(sequence, num_tokens)
             self._add_work(step, sequence, num_tokens, inputs)
@@ -222,10 +222,10 @@ class Scheduler:
         missing = self._num_blocks(sequence.num_computed + num_tokens) - len(sequence.blocks)
         return missing <= self.pool.num_free
 
-    def _fits_whole(self, sequence: SimulatedSequence, found: list[Block]) -> bool:
+    def _fits_whole(self, sequence: SimulatedSequence, cached: list[Block]) -> bool:
         """Return whether all tokens fit; free blocks in `found` do not count as free."""
-        missing = self._num_blocks(len(sequence.token_ids)) - len(found)
-        return missing + sum(block.num_users == 0 for block in found) <= self.pool.num_free
+        missing = self._num_blocks(len(sequence.token_ids)) - len(cached)
+        return missing + sum(block.num_users == 0 for block in cached) <= self.pool.num_free
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

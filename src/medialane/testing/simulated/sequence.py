@@ -113,11 +113,11 @@ class SimulatedSequence:
         """Return the ids for prefix lookup. The last token is excluded: it must be computed, to sample the next one."""
         return self._ids[: (len(self.token_ids) - 1) // self._block_size]
 
-    def start(self, found: list[Block]) -> None:
+    def start(self, prefix: list[Block]) -> None:
         """Start with these blocks of the prefix."""
-        self.blocks = list(found)
-        self._num_stored = len(found)
-        self.num_computed = len(found) * self._block_size
+        self.blocks = list(prefix)
+        self._num_stored = len(prefix)
+        self.num_computed = len(prefix) * self._block_size
 
     def restart(self) -> list[Block]:
         """Reset the progress; return the blocks, which the caller frees."""
