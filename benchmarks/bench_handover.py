@@ -51,9 +51,8 @@ from medialane.core.feature import (
 from medialane.core.media import Image, MediaRef
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.stage import StageName
-from medialane.gateway import Gateway, GatewayConfig, Handover, WorkerLink, WorkerPool, open_scope
-from medialane.gateway.transfer_config import TransferConfig
-from medialane.gateway.transports import ShmTransport
+from medialane.gateway import Gateway, GatewayConfig, WorkerLink, WorkerPool, open_scope
+from medialane.gateway.transports import ShmTransport, Transports
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.routing.config import RoutingConfig
@@ -173,9 +172,8 @@ def _gateway(store: StoreLink, addresses: ends.Addresses) -> tuple[WorkerPool, G
     nothing: Any = None
     gateway = Gateway(
         config=GatewayConfig(stage="features"),
-        transfer=TransferConfig(transport="shm"),
+        transports=Transports([ShmTransport(HoldPasser(store, retention_s=0))]),
         features=nothing,
-        handover=Handover(transports=[ShmTransport()], max_inline_bytes=0, holds=HoldPasser(store, retention_s=0)),
         assembler=FakeAssembler(),
         workers=workers,
         router=Router(RoutingConfig(store_grace_s=1e9)),  # this EngineCore has no KV cache and sends no KV events

@@ -48,7 +48,7 @@ from medialane.core.feature import MediaPrompt
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.gateway import Gateway, GatewayConfig, StoreFeatures, WorkerPool, open_scope
-from medialane.gateway.transfer_config import TransferConfig
+from medialane.gateway.transports import Transports
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool
@@ -217,13 +217,11 @@ async def _pool(model: str, arena: Arena, count: int) -> AsyncIterator[PreparerP
 
 def _gateway(link: StoreLink, *, processor: Any, fairness: LoopFairness) -> Gateway:
     """The gateway with its own components, except those after preparation."""
-    nothing: Any = None
     features = StoreFeatures(link, processor_digest="", fairness=fairness, media=MediaConfig())
     return Gateway(
         config=GatewayConfig(stage="features"),
-        transfer=TransferConfig(),
+        transports=Transports([]),
         features=features,
-        handover=nothing,
         assembler=VllmAssembler(processor),
         workers=WorkerPool([]),
         router=Router(),

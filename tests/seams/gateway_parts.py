@@ -6,6 +6,7 @@ import asyncio
 import io
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Self
 
@@ -24,13 +25,12 @@ from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard
 from medialane.gateway import (
     Gateway,
     GatewayConfig,
-    Handover,
     WorkerLink,
     WorkerPool,
 )
+from medialane.gateway.config import TransferConfig
 from medialane.gateway.encoders import Encoders
-from medialane.gateway.transfer_config import TransferConfig
-from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport
+from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transport, Transports
 from medialane.media import Fetched, Fetcher, MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.peers.nixl.mover import NixlMover
@@ -188,11 +188,11 @@ class Parts:
         fetcher: Fetcher | None = None,
         max_tokens: int = sys.maxsize,
         beside: Parts | None = None,
-        encoder_ms_per_token: float = 0.0,
         routing: RoutingConfig | None = None,
         mover: NixlMover | None = None,
+        transports: Sequence[Transport] = (),
     ) -> None:
-        """With `beside`, another gateway of that one's host, with the same store."""
+        """With `beside`, another gateway of that one's host, with the same store; `transports` are tried first."""
         self.arena = arena
         self._rpc = rpc
         self._beside = beside
@@ -206,8 +206,8 @@ class Parts:
         self.store = beside.store if beside else HostStore(arena, preparers, self.fetcher, media=MEDIA, mover=mover)
         self._workers = workers
         self._max_tokens = max_tokens
-        self._encoder_ms_per_token = encoder_ms_per_token
         self._routing = routing
+        self._transports = transports
         self._config, self._transfer = config, transfer
 
     async def _assemble(self) -> None:
@@ -229,28 +229,21 @@ class Parts:
         )
         link.watch(lambda _: self.links.arena_changed())
         self.features = self.store.features
-        inline = InlineTransport(link.tensor)
-        handover = Handover(
-            transports=[ShmTransport(), PullTransport(), inline],
-            max_inline_bytes=transfer.max_inline_bytes,
-            holds=HoldPasser(link, retention_s=0.0),
-            grants=StoreGrants(link),
-            mover=transfer.mover,
-            encoder_ms_per_token=self._encoder_ms_per_token,
-        )
+        shm = ShmTransport(HoldPasser(link, retention_s=0.0))
+        pull = PullTransport(StoreGrants(link), transfer.mover)
+        inline = InlineTransport(link.tensor, transfer.max_inline_bytes)
         router = Router(self._routing)
         self.gateway = Gateway(
             config=config,
-            transfer=transfer,
+            transports=Transports([*self._transports, shm, pull, inline], transfer.transport),
             features=self.features,
-            handover=handover,
             assembler=FakeAssembler(self._max_tokens),
             workers=self.links,
             router=router,
             metrics=self.metrics,
             encoders=Encoders(
                 self.links,
-                handover,
+                shm,
                 params=msgspec.json.encode(FakeParams(max_tokens=1)),
                 costs=EncodeCosts.of(router.config),
                 mean_sequences=lambda: router.mean_sequences,

@@ -197,6 +197,7 @@ async def gateway(folder: Path, name: str) -> int:
     from medialane.core.hashing import digest
     from medialane.core.loop_fairness import LoopFairness
     from medialane.gateway import GatewayConfig, StoreFeatures
+    from medialane.routing.config import RoutingConfig
     from medialane.testing.fake_processor import FakeProcessor
 
     gates = Gates(folder)
@@ -222,8 +223,8 @@ async def gateway(folder: Path, name: str) -> int:
     config = GatewayConfig(stage="features", reconnect_initial_s=0.01, reconnect_max_s=0.05)
     beside = SimpleNamespace(store=SimpleNamespace(link=client.link, features=features))
     with stopped_by_signals() as stop:
-        waits = {"encoder_ms_per_token": ENCODER_MS_PER_TOKEN}
-        async with Parts(None, None, workers, rpc=place.rpc(), config=config, beside=beside, **waits) as parts:
+        routing = RoutingConfig(encoder_ms_per_token=ENCODER_MS_PER_TOKEN)
+        async with Parts(None, None, workers, rpc=place.rpc(), config=config, beside=beside, routing=routing) as parts:
             path = address(folder, name).removeprefix("unix:")
             server = await asyncio.start_unix_server(
                 lambda *streams: serve(parts, *streams), path, limit=MAX_LINE_BYTES

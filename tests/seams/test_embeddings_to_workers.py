@@ -19,7 +19,7 @@ from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import embedding_key
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.gateway.transfer_config import TransferConfig
+from medialane.gateway.config import TransferConfig
 from medialane.routing.config import RoutingConfig
 from medialane.store import StoreEntries
 from medialane.testing.fake_engine import FAKE_CARD
@@ -60,8 +60,7 @@ class Host:
             config=GatewayConfig(stage="features", **FAST),
             transfer=TransferConfig(transport=transport),
             beside=self.gateways[0] if self.gateways else None,
-            encoder_ms_per_token=encoder_ms_per_token,
-            routing=RoutingConfig(router="round-robin"),
+            routing=RoutingConfig(router="round-robin", encoder_ms_per_token=encoder_ms_per_token),
         )
         self.gateways.append(await self._stack.enter_async_context(parts))
         return parts

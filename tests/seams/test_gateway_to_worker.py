@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import json
 import tempfile
 from contextlib import aclosing
 
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, ref, request
+from msgspec.structs import replace
 from PIL import Image as PILImage
 
 from audio_maker import by_libsndfile, tones
@@ -38,8 +40,10 @@ from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
 from medialane.core.stage import STAGES
 from medialane.core.tensor import InlineTensor
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.gateway.transfer_config import TransferConfig
+from medialane.gateway.config import TransferConfig
+from medialane.gateway.transports import InlineTransport
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
+from medialane.worker.receivers import Receiver
 from waiting import eventually, iterations
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
@@ -486,6 +490,46 @@ async def test_no_allowed_transfer_path_is_a_clear_error(arena, preparers, make_
     async with Parts(arena, preparers, [worker], config=config, transfer=TransferConfig(transport="shm")) as parts:
         with open_scope(), pytest.raises(NoWorkerReady, match="--transport"):
             await parts.answer(prompt(png()))
+
+
+class InvertedTransport(InlineTransport):
+    """Sends every byte inverted; for workers with a store."""
+
+    name = "inverted"
+    choices = ()
+
+    def reaches(self, worker):
+        return worker.same_host
+
+    async def publish(self, payloads, timeline):
+        if self.fails:
+            raise HandoverFailed("no")
+        sent = await super().publish(payloads, timeline)
+        return [replace(item, tensors=tuple(map(inverted, item.tensors))) for item in sent]
+
+
+def inverted(tensor):
+    return InlineTensor(tensor.spec, memoryview(bytes(~np.frombuffer(tensor.data, np.uint8))))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_new_transport_is_its_two_ends(arena, preparers, worker, monkeypatch, fails):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope():
+            expected = await parts.answer(prompt(png()))
+    fetch = Receiver.fetch
+    monkeypatch.setattr(
+        Receiver, "fetch", lambda self, t: fetch(self, inverted(t) if isinstance(t, InlineTensor) else t)
+    )
+    transport = InvertedTransport(arena.view.tensor, 1 << 20)
+    transport.fails = fails
+    async with Parts(arena, preparers, [worker], transports=[transport]) as parts:
+        with open_scope() as scope:
+            scope.extracted = ExtractedMedia(prompt(png()).items, wants_report=True)
+            assert await parts.answer(prompt(png())) == expected
+            assert json.loads(scope.report())["transport"] == ("shm" if fails else "inverted")
+        failures = parts.count("medialane_transfer_fallbacks_total", path="features/inverted", reason="handover_failed")
+        assert failures == fails
 
 
 async def test_features_too_large_for_a_message_fall_back_to_the_encoded_image(arena, preparers, make_worker):

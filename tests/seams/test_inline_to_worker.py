@@ -16,8 +16,7 @@ from medialane.arena import describe
 from medialane.core.errors import WorkerLost
 from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.request import ExpandedPrompt, SourcePrompt
-from medialane.core.tensor import TensorSpec
-from medialane.gateway.transports import InlineTransport
+from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.gateway.worker_link.client import RpcClient
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
@@ -78,8 +77,12 @@ class LoopWatch:
         return self.longest_s
 
 
+def by_value(arena, stored):
+    return InlineTensor(stored.spec, arena.view.tensor(stored))
+
+
 def inline_request(arena, stored):
-    (handed,) = InlineTransport(arena.view.tensor).publish((stored,))
+    handed = by_value(arena, stored)
     wanted = request("r", [1], max_tokens=1)
     item = MediaPayload("image", "h", b"", (handed,))
     return type(wanted)("r", SourcePrompt([1], (item,)), wanted.sampling_params)
@@ -129,7 +132,7 @@ async def test_worker_lost_during_a_transfer_leaves_no_open_view(arena, stored):
 
 async def test_expanded_and_source_prompts_with_inline_features_give_equal_outputs(arena, stored):
     async with connected(arena) as (worker, client):
-        (handed,) = InlineTransport(arena.view.tensor).publish((stored,))
+        handed = by_value(arena, stored)
         wanted = request("r", [1, 2], max_tokens=1)
         item = MediaPayload("image", "h", b"", (handed,), placeholder=PlaceholderRange(1, 1))
         sent = type(wanted)("r", ExpandedPrompt([1, 2], (item,)), wanted.sampling_params)

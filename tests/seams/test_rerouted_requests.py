@@ -11,7 +11,8 @@ import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from medialane.core.errors import NoWorkerReady, WorkerLost
-from medialane.gateway import GatewayConfig, Handover, WorkerLink, health_of, open_scope
+from medialane.gateway import GatewayConfig, WorkerLink, health_of, open_scope
+from medialane.gateway.transports import ShmTransport
 from medialane.worker import WorkerConfig
 from waiting import eventually
 
@@ -103,7 +104,7 @@ async def test_choice_of_a_request_that_is_cancelled_before_it_is_sent_is_record
         begun.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Handover, "prompt", never)
+    monkeypatch.setattr(ShmTransport, "publish", never)
     task = asyncio.create_task(image_answer(parts))
     await begun.wait()
     task.cancel()

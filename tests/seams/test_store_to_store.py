@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import tempfile
 from contextlib import AsyncExitStack
 
@@ -13,8 +14,8 @@ from gateway_parts import FakeWorker, Parts, png, prompt
 from host_store import HostStore
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.gateway import GatewayConfig, open_scope
-from medialane.gateway.transfer_config import TransferConfig
+from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
+from medialane.gateway.config import TransferConfig
 from medialane.peers.mover import StillWriting
 from medialane.store import StoreGrants
 from waiting import eventually
@@ -84,8 +85,13 @@ def parts_for(arena, preparers, workers, *, transport="auto", stage="auto", besi
     return Parts(arena, preparers, workers, config=config, transfer=transfer, beside=beside, mover=mover)
 
 
-def transfer_of(scope):
-    return scope._sent.stage, scope._sent.transport
+async def answer_and_report(parts, media):
+    """The answer, and what its report says about the transfer: stage, transport, movers."""
+    with open_scope() as scope:
+        scope.extracted = ExtractedMedia(media.items, wants_report=True)
+        answer = await parts.answer(media)
+        report = json.loads(scope.report())
+    return answer, (report["stage"], report["transport"], *report.get("movers", ()))
 
 
 @pytest.mark.parametrize("stage", ["features", "decoded", "url"])
@@ -98,10 +104,7 @@ async def test_every_kind_of_entry_is_pulled_and_gives_the_same_output(
         with open_scope():
             expected = await near.answer(prompt(*images))
     async with parts_for(arena, preparers, [await other_host.worker()], stage=stage, transport=transport) as far:
-        with open_scope() as scope:
-            assert await far.answer(prompt(*images)) == expected
-        assert transfer_of(scope) == (stage, "pull")
-        assert scope._sent.movers == ("tcp",)
+        assert await answer_and_report(far, prompt(*images)) == (expected, (stage, "pull", "tcp"))
         assert other_host.num_pulls == 2, "the repeated image is pulled once"
 
 
@@ -169,9 +172,7 @@ async def test_pull_that_fails_falls_back_to_another_path_with_the_same_output(
     async with parts_for(arena, preparers, [await other_host.worker()], transport=transport) as far:
         await far.store.pulls._server.close()  # as if it could not be reached
         far.store.pulls._server._capabilities.address = "tcp://127.0.0.1:1"
-        with open_scope() as scope:
-            assert await far.answer(prompt(png())) == expected
-        assert transfer_of(scope) == (stage, "inline")
+        assert await answer_and_report(far, prompt(png())) == (expected, (stage, "inline"))
         assert far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_failed") == 1
 
 
@@ -180,15 +181,13 @@ async def test_nixl_that_is_chosen_and_missing_falls_back_with_the_same_output(a
         with open_scope():
             expected = await near.answer(prompt(png()))
     async with parts_for(arena, preparers, [await other_host.worker()], transport="nixl") as far:
-        with open_scope() as scope:
-            assert await far.answer(prompt(png())) == expected
-        assert transfer_of(scope) == ("url", "inline")
+        assert await answer_and_report(far, prompt(png())) == (expected, ("url", "inline"))
         assert far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_failed") == 1
     assert other_host.num_pulls == 0
 
 
 @pytest.mark.parametrize("other_host", [StuckMover], indirect=True)
-@pytest.mark.parametrize(("transport", "sent"), [("nixl", ("url", "inline")), ("auto", ("features", "pull"))])
+@pytest.mark.parametrize(("transport", "sent"), [("nixl", ("url", "inline")), ("auto", ("features", "pull", "tcp"))])
 async def test_read_that_is_given_up_falls_back_to_the_next_mover_or_stage_with_the_same_output(
     arena, preparers, worker, other_host, transport, sent
 ):
@@ -199,9 +198,7 @@ async def test_read_that_is_given_up_falls_back_to_the_next_mover_or_stage_with_
             expected = await near.answer(prompt(png()))
     workers = [await other_host.worker()]
     async with parts_for(arena, preparers, workers, transport=transport, mover=StuckMover()) as far:
-        with open_scope() as scope:
-            assert await far.answer(prompt(png())) == expected
-        assert transfer_of(scope) == sent
+        assert await answer_and_report(far, prompt(png())) == (expected, sent)
         num_given_up = far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_timeout")
         assert num_given_up == (transport == "nixl")
     stuck.ended.set()
@@ -210,9 +207,9 @@ async def test_read_that_is_given_up_falls_back_to_the_next_mover_or_stage_with_
 
 async def test_full_arena_at_the_worker_falls_back(arena, preparers, other_host):
     async with parts_for(arena, preparers, [await other_host.worker()]) as far:
-        with other_host.arena.keep(other_host.arena.reserve(31 << 20), None), open_scope() as scope:
-            await far.answer(prompt(png(600, 400)))
-        assert transfer_of(scope) == ("features", "inline")
+        with other_host.arena.keep(other_host.arena.reserve(31 << 20), None):
+            _, transfer = await answer_and_report(far, prompt(png(600, 400)))
+        assert transfer == ("features", "inline")
 
 
 async def test_request_that_is_aborted_during_its_pull_leaves_nothing(arena, preparers, other_host, monkeypatch):

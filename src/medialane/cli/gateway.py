@@ -31,7 +31,6 @@ from medialane.gateway import (
     AccessMiddleware,
     Gateway,
     GatewayGroup,
-    Handover,
     IntakeMiddleware,
     ScopeMiddleware,
     ScrapeMiddleware,
@@ -47,7 +46,7 @@ from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake.json_scan import warm_up
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
-from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport
+from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_link.join_server import JoinServer
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
@@ -268,27 +267,21 @@ def _gateway(components: _Components) -> Gateway:
         media=components.config.media,
         retention_s=components.config.store.hold_retention_s,
     )
-    inline, router = InlineTransport(components.store.tensor), Router(components.config.routing)
-    handover = Handover(
-        transports=[ShmTransport(), PullTransport(), inline],
-        max_inline_bytes=components.config.transfer.max_inline_bytes,
-        holds=HoldPasser(components.store, retention_s=components.config.store.hold_retention_s),
-        grants=StoreGrants(components.store),
-        mover=components.config.transfer.mover,
-        encoder_ms_per_token=components.config.routing.encoder_ms_per_token,
-    )
+    router, transfer, store = Router(components.config.routing), components.config.transfer, components.store
+    shm = ShmTransport(HoldPasser(store, retention_s=components.config.store.hold_retention_s))
+    pull = PullTransport(StoreGrants(store), transfer.mover)
+    inline = InlineTransport(store.tensor, transfer.max_inline_bytes)
     return Gateway(
         config=components.gateway_config,
-        transfer=components.config.transfer,
+        transports=Transports([shm, pull, inline], transfer.transport),
         features=features,
-        handover=handover,
         assembler=components.frontend.assembler,
         workers=components.links,
         router=router,
         metrics=components.metrics,
         encoders=Encoders(
             components.links,
-            handover,
+            shm,
             params=encode_params(),
             costs=EncodeCosts.of(router.config),
             mean_sequences=lambda: router.mean_sequences,

@@ -20,8 +20,7 @@ from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
 from medialane.core.setting import descriptions, is_secret
-from medialane.gateway.config import GatewayConfig
-from medialane.gateway.transfer_config import TransferConfig
+from medialane.gateway.config import GatewayConfig, TransferConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
 from medialane.prepare.config import PrepareConfig

@@ -1,8 +1,8 @@
 """Stages: the forms in which a request's media are sent to a worker, one row of `STAGES` each.
 
-The transport is chosen separately (see `transfer`). A new stage needs a row here, code that provides what it sends
-(`gateway.request_media`), and, if the worker has to do more than run the engine, code for that
-(`vllm_bridge.source_prompt`).
+The transport is chosen separately (`gateway.transports`). A new stage needs a row here, code that provides what it
+sends (`gateway.request_media`), and, if the worker has to do more than run the engine, code for that
+(`vllm_bridge.engine.source_prompt`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Literal
 
 StageName = Literal["features", "decoded", "url"]
 StageChoice = Literal["auto", StageName]
-TransportName = Literal["shm", "pull", "inline"]
 
 #: Remaining steps before the language model. The encoder runs inside the engine.
 WorkerStep = Literal["decode", "process", "encode"]
@@ -23,17 +22,16 @@ WorkerStep = Literal["decode", "process", "encode"]
 class Stage:
     """One form of a request's media.
 
-    `sends` is the kind of arena entry that is sent, `worker_steps` are the steps left to the worker. `transports` are
-    the possible ones, best first; `last_resort` is used if the operator's choice of a transport is impossible for a
-    worker. `same_processor` requires a worker whose processor settings equal ours. With `--stage auto`, `instead` is
-    used for a worker that does not support this stage, `fallback` after a failed hand-over.
+    `sends` is the kind of arena entry that is sent, `worker_steps` are the steps left to the worker. What `is_small` is
+    sent in messages rather than not at all if the operator's choice of a transport is impossible for a worker.
+    `same_processor` requires a worker whose processor settings equal ours. With `--stage auto`, `instead` is used for a
+    worker that does not support this stage, `fallback` after a failed hand-over.
     """
 
     name: StageName
     sends: Literal["processed", "decoded", "encoded"]
     worker_steps: tuple[WorkerStep, ...]
-    transports: tuple[TransportName, ...] = ("shm", "pull", "inline")
-    last_resort: tuple[TransportName, ...] = ()
+    is_small: bool = False
     same_processor: bool = False
     instead: StageName | None = None
     fallback: StageName | None = None
@@ -55,8 +53,7 @@ STAGES: Mapping[StageName, Stage] = {
         # Decoded media do not depend on processor settings: the next best where features cannot be used.
         Stage("features", "processed", ("encode",), same_processor=True, instead="decoded", fallback="url"),
         Stage("decoded", "decoded", ("process", "encode"), fallback="url"),
-        # Encoded bytes are small: sending them inline is better than failing.
-        Stage("url", "encoded", ("decode", "process", "encode"), last_resort=("inline",)),
+        Stage("url", "encoded", ("decode", "process", "encode"), is_small=True),
     )
 }
 

@@ -2,10 +2,8 @@
 
 from medialane.gateway.access import AccessKeys, AccessMiddleware
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.feature_source import FeatureSource
 from medialane.gateway.gateway import Gateway
 from medialane.gateway.gateway_group import GatewayGroup
-from medialane.gateway.handover import Handover
 from medialane.gateway.health import Health, health_of
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.route import Routes
@@ -18,11 +16,9 @@ __all__ = [
     "AccessKeys",
     "AccessMiddleware",
     "ExtractedMedia",
-    "FeatureSource",
     "Gateway",
     "GatewayConfig",
     "GatewayGroup",
-    "Handover",
     "Health",
     "IntakeMiddleware",
     "RequestScope",

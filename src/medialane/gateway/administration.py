@@ -20,49 +20,45 @@ logger = logging.getLogger(__name__)
 MAX_NAMED = 8
 
 
-class Administration:
-    """What a call does to caches is reported by the workers, to all their gateways."""
+async def administer(workers: WorkerPool, call: AdminCall, *, timeout_s: float) -> list[AdminResult]:
+    """Execute `call` at every worker and return their results, in the configured order of the workers. What it does to
+    caches is reported by the workers, to all their gateways.
 
-    def __init__(self, workers: WorkerPool, *, timeout_s: float) -> None:
-        self._workers = workers
-        self._timeout_s = timeout_s
+    Raises the workers' InvalidRequest if all reject the call with the same error, AdminCallIncomplete naming the
+    workers that have not executed it (lost workers included), NoWorkerReady if no worker can load an adapter.
+    """
+    links = _links(workers, call)
+    if changes_encoder(call):
+        call = msgspec.structs.replace(call, salt=secrets.token_hex(16))
+    results = await gather_or_cancel([_result(link, call, timeout_s) for link in links])
+    failed = {link: error for link, error in zip(links, results, strict=True) if isinstance(error, MedialaneError)}
+    if failed:
+        for link, error in failed.items():
+            logger.warning("%s at worker %s: %s", type(call).__name__, link.name, error.message)
+        raise _error(failed, links)
+    return [result for result in results if not isinstance(result, MedialaneError)]
 
-    async def administer(self, call: AdminCall) -> list[AdminResult]:
-        """Execute `call` at every worker and return their results, in the configured order of the workers.
 
-        Raises the workers' InvalidRequest if all reject the call with the same error, AdminCallIncomplete naming the
-        workers that have not executed it (lost workers included), NoWorkerReady if no worker can load an adapter.
-        """
-        links = self._links(call)
-        if changes_encoder(call):
-            call = msgspec.structs.replace(call, salt=secrets.token_hex(16))
-        results = await gather_or_cancel([self._call(link, call) for link in links])
-        failed = {link: error for link, error in zip(links, results, strict=True) if isinstance(error, MedialaneError)}
-        if failed:
-            for link, error in failed.items():
-                logger.warning("%s at worker %s: %s", type(call).__name__, link.name, error.message)
-            raise _error(failed, links)
-        return [result for result in results if not isinstance(result, MedialaneError)]
+def _links(workers: WorkerPool, call: AdminCall) -> Sequence[WorkerLink]:
+    """Return all workers; for AddLora, the connected ones: others load it with the first request that names it."""
+    links = workers.of_role("worker")
+    if isinstance(call, AddLora):
+        links = [link for link in links if link.client is not None]
+    if not links:
+        raise NoWorkerReady("no worker is ready", retry_after_s=5)
+    if concerns_encoders(call):
+        links += [link for link in workers.of_role("encoder") if link.client is not None]
+    return links
 
-    def _links(self, call: AdminCall) -> Sequence[WorkerLink]:
-        """Return all workers; for AddLora, the connected ones: others load it with the first request that names it."""
-        links = self._workers.of_role("worker")
-        if isinstance(call, AddLora):
-            links = [link for link in links if link.client is not None]
-        if not links:
-            raise NoWorkerReady("no worker is ready", retry_after_s=5)
-        if concerns_encoders(call):
-            links += [link for link in self._workers.of_role("encoder") if link.client is not None]
-        return links
 
-    async def _call(self, link: WorkerLink, call: AdminCall) -> AdminResult | MedialaneError:
-        client = link.client
-        if client is None:
-            return NoWorkerReady("not connected")
-        try:
-            return await client.administer(call, self._timeout_s)
-        except MedialaneError as error:
-            return error
+async def _result(link: WorkerLink, call: AdminCall, timeout_s: float) -> AdminResult | MedialaneError:
+    client = link.client
+    if client is None:
+        return NoWorkerReady("not connected")
+    try:
+        return await client.administer(call, timeout_s)
+    except MedialaneError as error:
+        return error
 
 
 def _error(failed: Mapping[WorkerLink, MedialaneError], called: Sequence[WorkerLink]) -> MedialaneError:

@@ -8,8 +8,10 @@ import msgspec
 from msgspec import field
 
 from medialane.core.errors import StartupFailed
+from medialane.core.remote_entry import MoverChoice
 from medialane.core.setting import (
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SecretText,
@@ -18,6 +20,7 @@ from medialane.core.setting import (
     hidden,
 )
 from medialane.core.stage import StageChoice
+from medialane.gateway.transports import TransportChoice
 from medialane.wire.address import parse_tcp
 
 
@@ -113,3 +116,22 @@ class GatewayConfig(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return super(GatewayConfig, hidden(self)).__repr__()
+
+
+class TransferConfig(msgspec.Struct, frozen=True):
+    """Settings of the transfer to workers."""
+
+    transport: TransportChoice = field(default="auto", name="transport")
+    """how features are sent: shm (shared memory, same host), tcp or nixl (copied by the store of the worker's host),
+    inline (bytes with the message), auto (shm if the worker has proved that it maps the arena, else copied by its
+    store, else inline)"""
+    max_inline_bytes: NonNegativeInt = field(default=48 << 20, name="transfer-max-inline-bytes")
+    """most tensor bytes of one request that are sent inline"""
+
+    @property
+    def mover(self) -> MoverChoice:
+        """The mover of entries that are copied by stores."""
+        return self.transport if self.transport in ("tcp", "nixl") else "auto"
+
+    def validate(self) -> None:
+        check_bounds(self)

@@ -21,16 +21,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from msgspec.structs import replace
-
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import PlacedFeature, PlaceholderRange, PreparedPrompt
-from medialane.core.request import EngineRequest
+from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.single_flight import SingleFlight
 from medialane.core.tasks import gather_or_cancel
 from medialane.core.tensor import TensorSpec
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.handover import Handover
+from medialane.gateway.handover import feature_payload
+from medialane.gateway.transports import ShmTransport
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.observability.timeline import StageTimeline
@@ -43,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 #: `encoded`: its embedding is in the arena. `unkept`: it is not, as there was no memory, or another worker is writing
 #: it. `late`, `failed`: the encoder did not do it. `worker`: the worker was expected to do it with less delay.
-Outcome = Literal["encoded", "unkept", "late", "failed", "worker"]
+EncodeOutcome = Literal["encoded", "unkept", "late", "failed", "worker"]
 
 
 class Encoders:
@@ -53,7 +52,7 @@ class Encoders:
     def __init__(
         self,
         workers: WorkerPool,
-        handover: Handover,
+        transport: ShmTransport,
         *,
         params: bytes,
         costs: EncodeCosts,
@@ -62,13 +61,13 @@ class Encoders:
         metrics: Metrics,
     ) -> None:
         self._workers = workers
-        self._handover = handover
+        self._transport = transport
         self._params = params
         self._costs = costs
         self._mean_sequences = mean_sequences
         self._config = config
         self._metrics = metrics
-        self._flights: SingleFlight[str, Outcome] = SingleFlight()
+        self._flights: SingleFlight[str, EncodeOutcome] = SingleFlight()
         self._queue_ms: defaultdict[str, float] = defaultdict(float)  # expected work at each encoder, by its address
         self._suspended: dict[str, RpcClient] = {}  # encoders that were late
         self._num_sent = 0
@@ -98,10 +97,10 @@ class Encoders:
             timeline.add("encode", time.perf_counter() - started)
         return frozenset(mm_hash for mm_hash, outcome in zip(distinct, outcomes, strict=True) if outcome == "encoded")
 
-    async def _encode(self, prepared: PreparedPrompt, placed: PlacedFeature, digest: str) -> Outcome:
+    async def _encode(self, prepared: PreparedPrompt, placed: PlacedFeature, digest: str) -> EncodeOutcome:
         item = NewItem(placed.placeholder.num_embeds, self._num_bytes(placed, digest))
         link = self._choose(item, digest)
-        outcome: Outcome = "worker"
+        outcome: EncodeOutcome = "worker"
         if link is not None:
             with self._queued(link, self._costs.encode_ms(item)):
                 outcome = await self._send(link, prepared, placed)
@@ -117,7 +116,7 @@ class Encoders:
             number = choose_encoder(item, queues, self._mean_sequences(), self._costs)
         return None if number is None else links[number]
 
-    async def _send(self, link: WorkerLink, prepared: PreparedPrompt, placed: PlacedFeature) -> Outcome:
+    async def _send(self, link: WorkerLink, prepared: PreparedPrompt, placed: PlacedFeature) -> EncodeOutcome:
         """Send an item to an encoder, and wait until it is encoded."""
         mm_hash, client = placed.feature.mm_hash, link.client
         try:
@@ -142,18 +141,16 @@ class Encoders:
 
     def _request(self, link: WorkerLink, prepared: PreparedPrompt, placed: PlacedFeature) -> EngineRequest:
         """Return a request whose prompt is the item's placeholder, and the token after it, if there is one: engines of
-        some models (Qwen3-Omni) compute the position of that with the item's, and end without it."""
+        some models (Qwen3-Omni) crash if that token is missing."""
         self._num_sent += 1
         request_id = f"encode-{placed.feature.mm_hash[:16]}#{self._gateway_id}-{self._num_sent}"
         place = placed.placeholder
         alone = PlacedFeature(placed.feature, PlaceholderRange(0, place.length, place.is_embed))
         token_ids = prepared.token_ids[place.offset : place.end + 1]
-        prompt = self._handover.features_prompt(token_ids, [alone], prepared.source.options)
-        request = EngineRequest(request_id, prompt, self._params)
-        passed = self._handover.pass_holds(
-            prompt, to=link.store_client, request_id=request_id, encoder=link.encoder_card
-        )
-        return replace(request, has_passed_holds=passed)
+        payload = feature_payload(alone, self._costs.embed_ms)
+        prompt = ExpandedPrompt(token_ids, (payload,), prepared.source.options)
+        has_passed_holds = self._transport.pass_holds(prompt, link, request_id)
+        return EngineRequest(request_id, prompt, self._params, has_passed_holds=has_passed_holds)
 
     def _ready(self, digest: str) -> list[WorkerLink]:
         """Return the encoders that accept items: ready, with our arena and this digest, and not late."""
@@ -201,6 +198,6 @@ class Encoders:
                 del self._queue_ms[link.name]
 
 
-def _failed(link: WorkerLink, error: MedialaneError) -> Outcome:
+def _failed(link: WorkerLink, error: MedialaneError) -> EncodeOutcome:
     logger.warning("encoder %s has not encoded an item: %s", link.name, error.message)
     return "failed"

@@ -33,19 +33,18 @@ from medialane.core.media import MediaRef, audio_io
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.stage import RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
 from medialane.core.wave import wave_size
-from medialane.gateway.administration import Administration
+from medialane.gateway.administration import administer
 from medialane.gateway.admission import Admission
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
-from medialane.gateway.feature_source import FeatureSource
-from medialane.gateway.handover import Handover
+from medialane.gateway.handover import prompt_for
 from medialane.gateway.report import Sent
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.route import Route, Routes
 from medialane.gateway.scope import RequestScope, current_scope
-from medialane.gateway.transfer_config import TransferConfig
-from medialane.gateway.transports import TransferPath, transfer_paths
+from medialane.gateway.store_features import StoreFeatures
+from medialane.gateway.transports import TransferPath, Transports
 from medialane.gateway.worker_link.remote_request import RemoteRequest
 from medialane.gateway.workers import WorkerLink, WorkerPool, on_hosts_of
 from medialane.observability.metrics import Metrics
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Text is part of the request message.
-_TEXT_PATHS = (TransferPath("features", "inline"),)
+#: The ways in which a request can still be sent, best first. Text is part of the request message: it has no path.
+_Paths = Sequence[TransferPath | None]
 
 #: Workers that a request is sent to, one after the other, while each is lost before the first token. Not more: the
 #: request itself may be what ends their engines.
@@ -83,9 +82,8 @@ class Gateway:
         self,
         *,
         config: GatewayConfig,
-        transfer: TransferConfig,
-        features: FeatureSource,
-        handover: Handover,
+        transports: Transports,
+        features: StoreFeatures,
         assembler: Assembler,
         workers: WorkerPool,
         router: Router,
@@ -93,15 +91,14 @@ class Gateway:
         encoders: Encoders | None = None,
     ) -> None:
         self._config = config
-        self._transfer = transfer
+        self._transports = transports
         self._features = features
-        self._handover = handover
         self._assembly = Assembly(assembler)
         self._accepts_item_options = assembler.accepts_item_options
         self._stages_instead = assembler.stages_instead
         self._workers = workers
         self.routes = Routes(router, workers, metrics)
-        self._administration = Administration(workers, timeout_s=config.admin_timeout_s)
+        self._encoder_ms_per_token = router.config.encoder_ms_per_token
         self._metrics = metrics
         self._encoders = encoders
         self._num_sent = 0
@@ -145,7 +142,7 @@ class Gateway:
             stage = STAGES[stage.instead]
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
-        encoder = self.routes.encoder if self._transfer.transport != "inline" else ""
+        encoder = self.routes.encoder if self._transports.carry_embeddings else ""
         media = RequestMedia(prompt, self._features, scope, self._assembly, encoder=encoder)
         try:
             return await self._prepared(prompt, stage, media, scope)
@@ -224,8 +221,8 @@ class Gateway:
             raise
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
-        """Execute `call` in every worker's engine. Raises what `Administration.administer` raises."""
-        return await self._administration.administer(call)
+        """Execute `call` in every worker's engine. Raises what `administration.administer` raises."""
+        return await administer(self._workers, call, timeout_s=self._config.admin_timeout_s)
 
     def close(self) -> None:
         self._assembly.close()
@@ -234,30 +231,30 @@ class Gateway:
         self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
     ) -> AsyncGenerator[OutputDelta, None]:
         prepared = await self._with_embeddings(request, prepared, scope)
-        call, tries = self._route(request, prepared, scope)
+        call, paths = self._route(request, prepared, scope)
         lost: frozenset[str] = frozenset()
         started = False
         while True:
             try:
-                async with aclosing(self._attempt(call, tries[0])) as deltas:
+                async with aclosing(self._attempt(call, paths[0])) as deltas:
                     async for delta in deltas:
                         started = True
                         yield delta
             except HandoverFailed as error:
-                logger.warning("transfer to %s by %s failed: %s", call.route.link.name, tries[0], error.message)
+                logger.warning("transfer to %s by %s failed: %s", call.route.link.name, paths[0], error.message)
                 if not started and await self._drop_embeddings(prepared):
                     continue  # the same path, with tensors
-                if started or len(tries) == 1:
+                if started or len(paths) == 1:
                     raise self._untransferable(error, prepared) from error
-                self._metrics.count_fallback(str(tries[0]), error.code)
-                tries = tries[1:]
+                self._metrics.count_fallback(str(paths[0]), error.code)
+                paths = paths[1:]
             except InvalidFeature as error:
-                tries = self._without_features(call, tries, error)
+                paths = self._without_features(call, paths, error)
             except WorkerLost as error:
                 lost |= {call.route.link.name}
                 if started or len(lost) == _MAX_WORKERS:
                     raise
-                call, tries = self._reroute(call, lost, error)
+                call, paths = self._reroute(call, lost, error)
             else:
                 return
 
@@ -285,7 +282,7 @@ class Gateway:
         prepared: PreparedPrompt | None,
         scope: RequestScope,
         excluded: frozenset[str] = frozenset(),
-    ) -> tuple[_Call, Sequence[TransferPath]]:
+    ) -> tuple[_Call, _Paths]:
         """Choose a worker, and the transfer paths to it in the order of preference. Raises NoWorkerReady."""
         self.check_ready()
         with scope.timeline.measure("route"):
@@ -305,19 +302,17 @@ class Gateway:
         self._metrics.count_embeddings("fallback", num_items)
         return num_items > 0
 
-    def _without_features(
-        self, call: _Call, tries: Sequence[TransferPath], error: InvalidFeature
-    ) -> Sequence[TransferPath]:
+    def _without_features(self, call: _Call, paths: _Paths, error: InvalidFeature) -> _Paths:
         """Return the paths by which the worker processes the media itself, after it has refused our features. Raises
         `error` if it would do the same: by the request's options, or already."""
-        sources = [path for path in tries if not STAGES[path.stage].is_processed]
-        if not STAGES[tries[0].stage].is_processed or not sources or _has_options(call.prepared):
+        refused, sources = paths[0], [path for path in paths if path is not None and not path.stage.is_processed]
+        if refused is None or not refused.stage.is_processed or not sources or _has_options(call.prepared):
             raise error
-        logger.warning("%s refused %s: %s", call.route.link.name, tries[0], error.message)
-        self._metrics.count_fallback(str(tries[0]), error.code)
+        logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
+        self._metrics.count_fallback(str(refused), error.code)
         return sources
 
-    def _reroute(self, call: _Call, lost: frozenset[str], error: WorkerLost) -> tuple[_Call, Sequence[TransferPath]]:
+    def _reroute(self, call: _Call, lost: frozenset[str], error: WorkerLost) -> tuple[_Call, _Paths]:
         """Choose a worker that is not `lost`, of another host if there is one: a lost link or host costs all workers
         there, one after the other. Raises `error` if there is no worker. The scope still holds the media."""
         call.route.routed.release()
@@ -339,17 +334,10 @@ class Gateway:
         modalities = {item.modality for item in prompt.items}
         return {stage for modality, stage in self._stages_instead.items() if modality in modalities}
 
-    def _transfer_paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[TransferPath]:
+    def _transfer_paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> _Paths:
         if prepared is None:
-            return _TEXT_PATHS
-        paths = transfer_paths(
-            self._stage_for(prepared.source),
-            self._transfer.transport,
-            same_host=link.same_host,
-            can_pull=link.can_pull,
-            same_processor=link.same_processor,
-            prepared=bool(prepared.features),
-        )
+            return (None,)
+        paths = self._transports.paths(self._stage_for(prepared.source), link, prepared=bool(prepared.features))
         if not paths and prepared.media.is_lost:  # no descriptor of another arena is sent
             raise self._features.unavailable(_MEDIA_LOST)
         if not paths:
@@ -362,12 +350,12 @@ class Gateway:
             return self._features.unavailable(_MEDIA_LOST)
         return GenerationFailed("the request's media could not be transferred to a worker")
 
-    async def _attempt(self, call: _Call, transfer_path: TransferPath) -> AsyncGenerator[OutputDelta, None]:
-        """Send the request by `transfer_path` and stream its output."""
+    async def _attempt(self, call: _Call, path: TransferPath | None) -> AsyncGenerator[OutputDelta, None]:
+        """Send the request by `path` and stream its output."""
         timeline = call.scope.timeline
         with timeline.measure("handover"):
-            remote = await self._send(call, transfer_path)
-        self._begin(call, transfer_path)
+            remote = await self._send(call, path)
+        self._begin(call, path)
         sent_at = time.perf_counter()
         is_first = True
         try:
@@ -388,24 +376,23 @@ class Gateway:
         finally:
             remote.abort()
 
-    async def _send(self, call: _Call, transfer_path: TransferPath) -> RemoteRequest:
-        """Transfer the request by `transfer_path`. Raises HandoverFailed, WorkerLost."""
+    async def _send(self, call: _Call, path: TransferPath | None) -> RemoteRequest:
+        """Transfer the request by `path`. Raises HandoverFailed, WorkerLost."""
         request, prepared, route, scope = call
         self._num_sent += 1
         request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
-        prompt = request.prompt
-        if prepared is not None:
-            is_processed = STAGES[transfer_path.stage].is_processed
-            if not is_processed or transfer_path.transport == "pull":
+        prompt, has_passed_holds = request.prompt, False
+        if prepared is not None and path is not None:
+            if not path.stage.is_processed or path.transport.needs_remote_store:
                 # Other requests may be routed while its media are being fetched, or granted to another host.
-                self._begin(call, transfer_path, is_sent=False)
-            if is_processed and (transfer_path.transport == "inline" or route.link.encoder != self.routes.encoder):
+                self._begin(call, path, is_sent=False)
+            sends_embeddings = path.transport.carries_embeddings and route.link.encoder == self.routes.encoder
+            if path.stage.is_processed and not sends_embeddings:
                 await self._drop_embeddings(prepared)
-            prompt = await self._handover.prompt(transfer_path, request.prompt.token_ids, prepared, scope.timeline)
-        link = route.link
-        has_passed_holds = transfer_path.transport == "shm" and self._handover.pass_holds(
-            prompt, to=link.store_client, request_id=request_id, encoder=link.encoder_card
-        )
+            prompt = await prompt_for(
+                path, prompt.token_ids, prepared, scope.timeline, encoder_ms_per_token=self._encoder_ms_per_token
+            )
+            has_passed_holds = path.transport.pass_holds(prompt, route.link, request_id)
         sent = msgspec.structs.replace(
             request,
             request_id=request_id,
@@ -413,16 +400,15 @@ class Gateway:
             data_parallel_rank=route.data_parallel_rank,
             has_passed_holds=has_passed_holds,
         )
-        remote = link.submit(sent)
+        remote = route.link.submit(sent)
         # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.
         scope.defer(remote.abort)
         return remote
 
-    def _begin(self, call: _Call, transfer_path: TransferPath, *, is_sent: bool = True) -> None:
+    def _begin(self, call: _Call, path: TransferPath | None, *, is_sent: bool = True) -> None:
         with call.scope.timeline.measure("route"):
             self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
-            decision, has_media = call.route.routed.decision, call.prepared is not None
-            call.scope.note_sent(Sent(transfer_path.stage, transfer_path.transport, decision, has_media))
+            call.scope.note_sent(Sent(call.route.routed.decision, path))
 
 
 def _charge(scope: RequestScope, num_bytes: int) -> None:

@@ -21,8 +21,8 @@ from medialane.core.feature import StagedItem
 from medialane.core.media import MediaSize, Modality
 from medialane.core.remote_entry import MoverName
 from medialane.core.request import RoutingDecision
-from medialane.core.stage import StageName, TransportName
 from medialane.gateway.embedding_outcome import EmbeddingOutcome
+from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import StageTimeline
 
 Cache = Literal["hit", "miss", "none"]
@@ -58,12 +58,10 @@ class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """How and where a prompt was sent; `movers` have copied its media, if another host's store did."""
+    """Where and how a prompt was sent. Text has no `path`; `movers` copied the media of another host's store."""
 
-    stage: StageName
-    transport: TransportName
     decision: RoutingDecision
-    has_media: bool = True
+    path: TransferPath | None = None
     movers: tuple[MoverName, ...] = ()
 
 
@@ -94,8 +92,8 @@ def request_report(
     durations of its steps, as in the Server-Timing header."""
     report: dict[str, object] = {}
     if sent is not None:
-        if items:  # text has no stage
-            report |= {"stage": sent.stage, "transport": sent.transport}
+        if items and sent.path is not None:
+            report |= {"stage": sent.path.stage.name, "transport": sent.path.transport.name}
             report |= {"movers": sent.movers} if sent.movers else {}
         report["routing"] = routing_report(sent.decision, engine_cached_tokens)
     if timeline.seconds:

@@ -18,9 +18,9 @@ from medialane.core.stage import BEST_STAGE, STAGES, StageName
 from medialane.core.tasks import gather_or_cancel
 from medialane.core.tensor import TensorSpec
 from medialane.gateway.assembly import Assembly
-from medialane.gateway.feature_source import FeatureSource
 from medialane.gateway.image_budget import ImageBudget
 from medialane.gateway.scope import RequestScope
+from medialane.gateway.store_features import StoreFeatures
 from medialane.observability.timeline import StageTimeline
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class RequestMedia:
     def __init__(
         self,
         source: MediaPrompt,
-        features: FeatureSource,
+        features: StoreFeatures,
         scope: RequestScope,
         assembly: Assembly,
         *,

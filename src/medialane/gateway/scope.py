@@ -119,7 +119,7 @@ class RequestScope:
     def note_sent(self, sent: Sent) -> None:
         """Record how and where a prompt is sent. The last call counts: earlier attempts have failed. But of several
         prompts (documents that are scored) one with media counts."""
-        if sent.has_media or self._sent is None or not self._sent.has_media:
+        if sent.path is not None or self._sent is None or self._sent.path is None:
             self._sent = sent
 
     def note_answered(

@@ -1,4 +1,4 @@
-"""Finds media items at the store of this host (implements `FeatureSource`)."""
+"""Finds media items at the store of this host."""
 
 from __future__ import annotations
 
@@ -54,8 +54,12 @@ _Key = tuple[str, str, bool, bytes, bytes, str, _Wanted]
 
 
 class StoreFeatures:
-    """Errors name the request field of the reference. Bytes that came with a request are hashed here, and written
-    straight into the arena if the store does not have them."""
+    """Finds or makes media items. The caller owns every hold that is returned.
+
+    All raise MedialaneError with the request field of the reference: StoreUnavailable if the store is not connected.
+    Bytes that came with a request are hashed here, and written straight into the arena if the store does not have
+    them.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class StoreFeatures:
         self._holds: HoldCache[_Key, ItemFound] = HoldCache(link, retention_s=retention_s)
 
     async def resolve(self, ref: MediaRef) -> MediaRef:
+        """Return `ref`, with the content and options of its alias if it has nothing else. Raises UnknownMediaUuid."""
         if not ref.is_alias:
             return ref
         reply = await self._link.call(lambda call_id: ResolveAlias(call_id, ref))
@@ -80,9 +85,11 @@ class StoreFeatures:
 
     @property
     def arena(self) -> str | None:
+        """The id of the arena in which items are found; None if the store is not connected."""
         return self._link.arena
 
     def key(self, ref: MediaRef, options: bytes, *, content: str) -> str:
+        """Return the feature key of `ref`, without preparing it. `content` is its content hash."""
         return feature_key(
             processor=self._digest,
             content=content,
@@ -107,35 +114,51 @@ class StoreFeatures:
     async def processed(
         self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget, *, encoder: str = ""
     ) -> FoundItem[Feature]:
+        """Return the feature of `ref`, processed with the options of the request and of `ref`. If the arena has its
+        embedding by the `encoder` with this digest, it has that instead of tensors.
+
+        An image of a URL that is not cached is counted in `budget` before it is decoded.
+        """
         self._check_fits(ref, budget.processed_bytes(ref))
         hold = await self._find(ref, _Wanted("processed", options, encoder), timeline, budget)
         return _item(hold, hold.value.feature)
 
     def forget(self, hold: Hold) -> None:
+        """Look up the item of `hold` again for the next request: it may be found in another form."""
         cast("StoreHold[_Key, ItemFound]", hold).forget()
 
     async def decoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[Feature]:
+        """Return the decoder's output for `ref`. `budget` is as in `processed`."""
         self._check_fits(ref, budget.decoded_bytes(ref))
         hold = await self._find(ref, _Wanted("decoded"), timeline, budget)
         return _item(hold, hold.value.feature)
 
     async def encoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[EncodedMedia]:
+        """Return the current encoded bytes of `ref`. If their header must be checked, a preparer has opened them.
+
+        An image of a URL is counted in `budget`.
+        """
         hold = await self._find(ref, _Wanted("encoded"), timeline, budget)
         return _item(hold, hold.value.encoded)
 
     def unavailable(self, message: str) -> StoreUnavailable:
+        """Return the error of a request whose media were lost with the store."""
         return self._link.unavailable(message)
 
     def samples(self, feature: Feature) -> NDArray[np.float32]:
+        """Return the samples of decoded audio, in the arena: valid while the caller holds them."""
         try:
             return np.frombuffer(self._link.tensor(feature.tensors[0]), np.float32)
         except MediaLost as error:
             raise self._link.unavailable(error.message) from error
 
     async def wave(self, samples: NDArray[np.float32], sample_rate: int) -> bytes:
+        """Return a copy of the samples as a file (`core.wave`)."""
         return await self._fairness.run(samples.nbytes, lambda: wave_bytes(samples, sample_rate))
 
     async def publish(self, entry: ArenaRange) -> bytes:
+        """Publish a decoded image, which the caller holds, for an RDMA read by another process; return its
+        `media.published_image.PublishedImage` as JSON. Raises MediaUrlForbidden unless the operator allows it."""
         reply = await self._link.call_at(entry.arena, lambda call_id: PublishImage(call_id, entry))
         return cast("ImagePublished", reply).image
 

@@ -1,126 +1,185 @@
-"""Transports of tensors from a gateway to a worker: those of a feature, of decoded media, or encoded bytes as one; and
-the order in which they are tried.
+"""Transfer paths to workers: a stage (`core.stage`: what is sent of the media) and a transport (how).
 
-A transport has two ends. The gateway's converts the tensors of an arena entry to the form that is sent, the worker's
-(`worker.receivers`) converts that form to readable bytes.
+A transport has two ends: the gateway's is an object of this file, which says what the transport needs, what it carries
+and when it is tried; the worker's is in `worker.receivers`.
 
-* `shm`, same host: the descriptor is sent, both ends map the arena, no byte is copied.
-* `pull`, another host: the descriptor is sent, the store of the worker's host copies the entry by `tcp` or `nixl`.
+* `shm`, same host: descriptors are sent, both ends map the arena, no byte is copied.
+* `pull`, another host: descriptors are sent, the store of the worker's host copies the entries by `tcp` or `nixl`.
 * `inline`, any host, small tensors: the bytes are sent with the request message, copied once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import Literal, Protocol, get_args
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
-from medialane.core.remote_entry import MoverName
-from medialane.core.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName, TransportName
-from medialane.core.tensor import InlineTensor, TensorDescriptor, TransferTensors
+from medialane.core.errors import HandoverFailed, StoreUnavailable
+from medialane.core.feature import MediaPayload
+from medialane.core.remote_entry import MoverChoice, MoverName
+from medialane.core.request import Prompt
+from medialane.core.stage import BEST_STAGE, STAGES, Stage, StageChoice, StageName
+from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor
+from medialane.observability.timeline import StageTimeline
 
+if TYPE_CHECKING:  # the settings import this module
+    from medialane.gateway.workers import WorkerLink
+    from medialane.store import HoldPasser, StoreGrants
+
+#: The values of --transport.
 TransportChoice = Literal["auto", "shm", "inline", MoverName]
 
 
-class Transport(Protocol):
-    """The gateway's end."""
+class Transport(ABC):
+    """The gateway's end. With --transport auto all are allowed, otherwise those that have the value in `choices`."""
 
-    @property
-    def name(self) -> TransportName: ...
+    #: In metrics, logs and reports.
+    name: ClassVar[str]
+    choices: ClassVar[Collection[str]]
+    #: Whether it can send embeddings; otherwise items are sent with their tensors.
+    carries_embeddings: ClassVar[bool] = True
+    #: Whether the store of the worker's host takes part: that takes a round trip, and may be impossible.
+    needs_remote_store: ClassVar[bool] = False
 
-    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
-        """Convert the tensors of one arena entry to the form that is sent.
+    @abstractmethod
+    def reaches(self, worker: WorkerLink) -> bool:
+        """Return whether entries of our arena can be sent to this worker."""
 
-        The caller holds the entry until the worker holds it, or has the bytes. Raises HandoverFailed.
+    async def publish(self, payloads: Sequence[MediaPayload], _timeline: StageTimeline) -> Sequence[MediaPayload]:
+        """Return the payloads, which have descriptors of our arena, in the form that is sent.
+
+        The caller holds the entries until the worker holds them, or has the bytes. Raises HandoverFailed.
         """
-        ...
+        return payloads
+
+    def pass_holds(self, _prompt: Prompt, _worker: WorkerLink, _request_id: str) -> bool:
+        """Pass holds on what the prompt refers to, to the worker that is about to get it. Return whether it is to wait
+        for them."""
+        return False
 
 
-class ShmTransport:
-    name: TransportName = "shm"
+class ShmTransport(Transport):
+    """The store passes the gateway's holds to the worker, and with them the embeddings of new items if that keeps
+    them."""
 
-    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
-        return tensors
+    name = "shm"
+    choices = ("shm", "tcp", "nixl")  # workers of this host need no mover
+
+    def __init__(self, holds: HoldPasser) -> None:
+        self._holds = holds
+
+    def reaches(self, worker: WorkerLink) -> bool:
+        return worker.same_host
+
+    def pass_holds(self, prompt: Prompt, worker: WorkerLink, request_id: str) -> bool:
+        if not (ranges := _entries(prompt.media)):
+            return False
+        new = {payload.mm_hash: payload for payload in prompt.media if payload.embedding is None}
+        card = worker.encoder_card
+        wanted = [found for payload in new.values() if card is not None and (found := card.wanted(payload)) is not None]
+        return self._holds.pass_on(ranges, to=worker.store_client, request_id=request_id, wanted=wanted)
 
 
-class PullTransport(ShmTransport):
-    """The same descriptors; with each entry goes the right to copy it (`core.remote_entry`)."""
+class PullTransport(Transport):
+    """With each entry goes the right to copy it (`core.remote_entry`). `mover` is the operator's choice of a mover."""
 
-    name: TransportName = "pull"
+    name = "pull"
+    choices = ("tcp", "nixl")
+    needs_remote_store = True
+
+    def __init__(self, grants: StoreGrants, mover: MoverChoice = "auto") -> None:
+        self._grants = grants
+        self._mover = mover
+
+    def reaches(self, worker: WorkerLink) -> bool:
+        return worker.can_pull and not worker.same_host
+
+    async def publish(self, payloads: Sequence[MediaPayload], _timeline: StageTimeline) -> Sequence[MediaPayload]:
+        try:
+            granted = await self._grants.grant(_entries(payloads))
+        except StoreUnavailable as error:
+            raise HandoverFailed(error.message) from error
+        remote = {entry.range: replace(entry, mover=self._mover) for entry in granted}
+        return [replace(each, remote=remote[each.entry]) if each.entry is not None else each for each in payloads]
 
 
-class InlineTransport:
-    """`read` returns the bytes of a descriptor, whose arena this process maps. The hand-over limits their size."""
+class InlineTransport(Transport):
+    """`read` returns the bytes of a descriptor, whose arena this process maps; `max_bytes` is their limit in one
+    message."""
 
-    name: TransportName = "inline"
+    name = "inline"
+    choices = ("inline",)
+    carries_embeddings = False
 
-    def __init__(self, read: Callable[[TensorDescriptor], memoryview]) -> None:
+    def __init__(self, read: Callable[[TensorDescriptor], memoryview], max_bytes: int) -> None:
         self._read = read
+        self._max_bytes = max_bytes
 
-    def publish(self, tensors: tuple[TensorDescriptor, ...]) -> TransferTensors:
-        return tuple(InlineTensor(t.spec, self._read(t)) for t in tensors)
+    def reaches(self, _worker: WorkerLink) -> bool:
+        return True
+
+    async def publish(self, payloads: Sequence[MediaPayload], timeline: StageTimeline) -> Sequence[MediaPayload]:
+        if any(payload.embedding is not None for payload in payloads):
+            raise HandoverFailed("embeddings are not sent in messages")
+        total = sum(tensor.spec.nbytes for payload in payloads for tensor in payload.tensors)
+        if total > self._max_bytes:
+            raise HandoverFailed(f"{total} bytes of media exceed the limit of {self._max_bytes} bytes in a message")
+        timeline.copied_bytes += total
+        return [replace(payload, tensors=tuple(map(self._by_value, payload.tensors))) for payload in payloads]
+
+    def _by_value(self, tensor: TensorDescriptor | InlineTensor) -> InlineTensor:
+        return InlineTensor(tensor.spec, self._read(tensor)) if isinstance(tensor, TensorDescriptor) else tensor
 
 
-class TransferPath(msgspec.Struct, frozen=True):
-    """One stage and one transport."""
-
-    stage: StageName
-    transport: TransportName
+class TransferPath(NamedTuple):
+    stage: Stage
+    transport: Transport
 
     def __str__(self) -> str:
-        return f"{self.stage}/{self.transport}"
+        return f"{self.stage.name}/{self.transport.name}"
 
 
-def transfer_paths(
-    stage: StageChoice,
-    transport: TransportChoice,
-    *,
-    same_host: bool,
-    can_pull: bool = False,
-    same_processor: bool,
-    prepared: bool,
-) -> tuple[TransferPath, ...]:
-    """Return the transfer paths to try, best first; empty if the configured choice is impossible at this worker.
+class Transports:
+    """All transports of a gateway, best first; `choice` is the operator's."""
 
-    `same_host`: the worker has proved that it maps our arena. `can_pull`: it has a store that may connect to ours.
-    `same_processor`: its processor settings equal ours, so our features are equivalent to its own. `prepared`: the
-    request has features.
-    """
+    def __init__(self, transports: Sequence[Transport], choice: TransportChoice = "auto") -> None:
+        self._all = transports
+        self._allowed = [each for each in transports if choice == "auto" or choice in each.choices]
 
-    def is_possible(found: Stage) -> bool:
-        return not found.same_processor or (same_processor and prepared)
+    @property
+    def carry_embeddings(self) -> bool:
+        return any(transport.carries_embeddings for transport in self._allowed)
 
-    return tuple(
-        TransferPath(found.name, name)
-        for found in _stages(stage, is_possible)
-        for name in _transports(found, transport, same_host=same_host, can_pull=can_pull)
-    )
+    def paths(self, stage: StageChoice, worker: WorkerLink, *, prepared: bool) -> list[TransferPath]:
+        """Return the transfer paths to try, best first; empty if the operator's choice is impossible at this worker.
+        `prepared`: the request has features."""
+        has_features = prepared and worker.same_processor
+        return [
+            TransferPath(each, transport)
+            for each in _stages(stage, has_features=has_features)
+            for transport in self._of_stage(each, worker)
+        ]
+
+    def _of_stage(self, stage: Stage, worker: WorkerLink) -> list[Transport]:
+        usable = [transport for transport in self._allowed if transport.reaches(worker)]
+        if stage.is_small and (not usable or usable[-1].needs_remote_store):
+            sure = [each for each in self._all if each.reaches(worker) and not each.needs_remote_store]
+            usable += sure[-1:]
+        return usable
 
 
-def _stages(choice: StageChoice, is_possible: Callable[[Stage], bool]) -> Iterator[Stage]:
-    if choice != "auto":
-        yield from filter(is_possible, [STAGES[choice]])
-        return
-    name: StageName | None = BEST_STAGE
+def _stages(choice: StageChoice, *, has_features: bool) -> Iterator[Stage]:
+    """Yield the possible stages, best first. `has_features`: our features are equivalent to the worker's own."""
+    name: StageName | None = BEST_STAGE if choice == "auto" else choice
     while name is not None:
         stage = STAGES[name]
-        if is_possible(stage):
+        is_possible = has_features or not stage.same_processor
+        if is_possible:
             yield stage
-            name = stage.fallback
-        else:
-            name = stage.instead
+        name = None if choice != "auto" else stage.fallback if is_possible else stage.instead
 
 
-def _transports(stage: Stage, choice: TransportChoice, *, same_host: bool, can_pull: bool) -> tuple[TransportName, ...]:
-    """A choice of a mover is one of `pull`, and of `shm` for workers of this host, which need no copy."""
-    possible = {"shm": same_host, "pull": can_pull and not same_host, "inline": True}
-    chosen: Collection[str] = [choice]
-    if choice in get_args(MoverName):
-        chosen = ("shm", "pull")
-    elif choice == "auto":
-        chosen = stage.transports
-    found = tuple(name for name in stage.transports if name in chosen and possible[name])
-    if not found or found[-1] == "pull":  # the other host may be unreachable
-        found += stage.last_resort
-    return found
+def _entries(payloads: Sequence[MediaPayload]) -> list[ArenaRange]:
+    return list(dict.fromkeys(payload.entry for payload in payloads if payload.entry is not None))

@@ -29,7 +29,7 @@ _MAX_REMEMBERED = 4096
 
 
 class HoldPasser:
-    """The gateway's side (implements `gateway.handover.PassesHolds`). Workers retain holds for `retention_s` after
+    """The gateway's side. Workers retain holds for `retention_s` after
     their last use: what was passed within this time is not passed again."""
 
     def __init__(self, link: StoreLink, *, retention_s: float) -> None:

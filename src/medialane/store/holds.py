@@ -45,12 +45,16 @@ class EntriesHold:
 
 
 class StoreGrants:
-    """Grants other hosts the entries that this client holds (implements `gateway.handover.Grants`)."""
+    """Lets other hosts copy entries that this client holds."""
 
     def __init__(self, link: StoreLink) -> None:
         self._link = link
 
     async def grant(self, ranges: Sequence[ArenaRange]) -> list[RemoteEntry]:
+        """Return the right to copy each of these entries, which the caller holds until they are copied.
+
+        Raises HandoverFailed, StoreUnavailable.
+        """
         if not ranges:
             return []
         reply = await self._link.call_at(ranges[0].arena, lambda call_id: GrantPulls(call_id, list(ranges)))

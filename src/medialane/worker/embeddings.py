@@ -29,7 +29,7 @@ ANSWER_TIMEOUT_S = 1.0
 MAX_WAIT_S = 30.0
 
 
-class RequestEmbeddings:
+class HeldEmbeddings:
     """Created for each request with the engine's encoder at that time. The owner calls `release` once the engine has
     released the request."""
 

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import aclosing, contextmanager
 
@@ -17,13 +17,9 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from medialane.core.admin import AdminCall, AdminResult, clears_kv_cache
 from medialane.core.errors import (
     GenerationFailed,
-    HandoverFailed,
-    MediaLost,
-    StoreUnavailable,
-    Unavailable,
     WorkerLost,
 )
-from medialane.core.feature import Hold, MediaPayload
+from medialane.core.feature import Hold
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
 from medialane.core.remote_entry import MoverName
@@ -33,19 +29,18 @@ from medialane.core.request import (
     EngineRequest,
     ModelCard,
     OutputDelta,
-    Prompt,
     WorkerLoad,
 )
 from medialane.core.stats import StoreStats
-from medialane.core.tensor import ArenaOffer, ArenaRange, InlineTensor, TensorDescriptor
+from medialane.core.tensor import ArenaOffer
 from medialane.observability.worker_metrics import MetricReader
 from medialane.wire.protocol import Hello, Welcome
 from medialane.worker.block_reports import BlockReports
 from medialane.worker.config import WorkerConfig
-from medialane.worker.embeddings import RequestEmbeddings
+from medialane.worker.embeddings import HeldEmbeddings
 from medialane.worker.engine import Engine
 from medialane.worker.host_arena import HostArena, NoArena
-from medialane.worker.receivers import InlineReceiver, Receiver, ShmReceiver
+from medialane.worker.receivers import Receiver, entries_read, hold_entries
 from medialane.worker.stall_watch import StallWatch
 
 logger = logging.getLogger(__name__)
@@ -76,8 +71,7 @@ class Worker:
         self._engine = engine
         self._config = config
         self._registry = registry
-        self._shm = ShmReceiver(arena_directory)
-        self._inline = InlineReceiver()
+        self._receiver = Receiver(arena_directory)
         self._blocks = BlockReports(engine.card)
         engine.watch_blocks(self._blocks.apply)
         self._ping_requested = asyncio.Event()
@@ -138,26 +132,27 @@ class Worker:
 
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         """Run one request. Raises HandoverFailed if its tensors cannot be read, otherwise like `Engine.generate`."""
-        embeddings = RequestEmbeddings(self._engine.card.encoder, self._host_arena)
+        embeddings = HeldEmbeddings(self._engine.card.encoder, self._host_arena)
         embeddings.check(request.prompt.media)
         hold: Hold | None = None
         movers: tuple[MoverName, ...] = ()
         try:
             if request.has_passed_holds:  # with the embeddings, as a rule
-                request, hold, movers = await self._hold(request, ())
+                request, hold, movers = await hold_entries(request, (), self._host_arena)
                 request = await embeddings.find(request, self._mapped)
             else:
                 request = await embeddings.find(request, self._mapped)  # what is found need not be held or copied
-                request, hold, movers = await self._hold(request, embeddings.ranges)
+                request, hold, movers = await hold_entries(request, embeddings.ranges, self._host_arena)
             embeddings.use_sent(request.prompt.media, self._mapped)
             embeddings.check_encoder(self._engine.card.encoder)
-            media, tensors = request.prompt.media, self._tensors(request.prompt)
-            with self._reading({found.arena for found in (*_ranges(request.prompt), *embeddings.ranges)}):
+            media = request.prompt.media
+            tensors = [[self._receiver.fetch(tensor) for tensor in item.tensors] for item in media]
+            with self._reading({entry.arena for entry in (*entries_read(request.prompt), *embeddings.ranges)}):
                 async with aclosing(self._engine.generate(request, tensors, embeddings.uses(media))) as deltas:
                     is_first = True
                     async for delta in deltas:
                         if is_first:
-                            first = embeddings.on_first_output(delta, self._shm.is_completed)
+                            first = embeddings.on_first_output(delta, self._receiver.is_completed)
                             delta = msgspec.structs.replace(first, movers=movers) if movers else first
                         yield delta
                         if is_first:  # the message to the store comes after that to the gateway
@@ -230,18 +225,20 @@ class Worker:
         if offer is None or offer.id == self._mapped or offer.id in self._unmappable:
             return
         self._in_engine.add(offer.id)
-        if not await self._engine.attach_arena(offer.id, offer.nonce) or not self._shm.attach(offer.id, offer.nonce):
+        if not await self._engine.attach_arena(offer.id, offer.nonce) or not self._receiver.attach(
+            offer.id, offer.nonce
+        ):
             logger.warning("the store's arena is not in this worker's shared memory: media arrive in messages")
             self._unmappable = {offer.id}
         elif offer == self._offer:
             self._announce(offer.id)
         else:  # the store was lost meanwhile
-            self._shm.detach(offer.id)
+            self._receiver.detach(offer.id)
 
     def close(self) -> None:
         """Unmap all arenas. Idempotent."""
         self._blocks.close()
-        self._shm.close()
+        self._receiver.close()
 
     def _compare(self, hello: Hello) -> None:
         """Log processor settings that differ from the gateway's, which sends no features in this case."""
@@ -258,7 +255,7 @@ class Worker:
         while any process has mapped the old one. What running requests read stays mapped until they end."""
         self._offer = offer
         if self._mapped is not None and (offer is None or offer.id != self._mapped):
-            self._shm.detach(self._mapped)
+            self._receiver.detach(self._mapped)
             self._announce(None)
         self._ping_requested.set()  # wakes `watch`, which has the engine map it
 
@@ -279,37 +276,6 @@ class Worker:
             if arenas - self._readers.keys() - {self._mapped}:
                 self._ping_requested.set()
 
-    async def _hold(
-        self, request: EngineRequest, held: Collection[ArenaRange]
-    ) -> tuple[EngineRequest, Hold | None, tuple[MoverName, ...]]:
-        """Hold the entries that the request reads, after those of another host were copied to the arena of this one.
-        Those in `held` are held already.
-
-        Returns the request with the ranges of the copies, and what has copied them. Raises HandoverFailed.
-        """
-        media = request.prompt.media
-        remote = {item.remote.range: item.remote for item in media if item.remote is not None}
-        ranges = _ranges(request.prompt).difference(held)
-        try:
-            if remote:
-                hold, copies = await self._host_arena.pull(list(remote.values()))
-                moved = _moved(request, dict(zip(remote, (copy.range for copy in copies), strict=True)))
-                return moved, hold, tuple(sorted({copy.mover for copy in copies if copy.mover is not None}))
-            passed_with = request.request_id if request.has_passed_holds else None
-            found = await self._host_arena.hold(list(ranges), passed_with=passed_with) if ranges else None
-            return request, found, ()
-        except Unavailable as error:
-            if isinstance(error, StoreUnavailable) and not remote:
-                raise MediaLost(error.message) from error
-            raise HandoverFailed(error.message) from error  # their gateway's store still has them
-
-    def _tensors(self, prompt: Prompt) -> list[list[memoryview]]:
-        return [[self._fetch(tensor) for tensor in item.tensors] for item in prompt.media]
-
-    def _fetch(self, tensor: TensorDescriptor | InlineTensor) -> memoryview:
-        receiver: Receiver = self._inline if isinstance(tensor, InlineTensor) else self._shm
-        return receiver.fetch(tensor)
-
     async def _wait_for_next_ping(self) -> None:
         try:
             async with asyncio.timeout(self._config.ping_interval_s):
@@ -317,24 +283,3 @@ class Worker:
         except TimeoutError:
             return
         await asyncio.sleep(MIN_PING_INTERVAL_S)
-
-
-def _moved(request: EngineRequest, copies: Mapping[ArenaRange, ArenaRange]) -> EngineRequest:
-    """Return the request with the tensors and embeddings of entries that have been copied."""
-    replace = msgspec.structs.replace
-
-    def copy_of(tensor: TensorDescriptor) -> TensorDescriptor:
-        return replace(tensor, range=copies.get(tensor.range, tensor.range))
-
-    def moved(item: MediaPayload) -> MediaPayload:
-        tensors = tuple(copy_of(t) if isinstance(t, TensorDescriptor) else t for t in item.tensors)
-        embedding = item.embedding and replace(item.embedding, tensor=copy_of(item.embedding.tensor))
-        return replace(item, tensors=tensors, embedding=embedding, remote=None)
-
-    return replace(request, prompt=request.prompt.with_media(list(map(moved, request.prompt.media))))
-
-
-def _ranges(prompt: Prompt) -> set[ArenaRange]:
-    """Return the entries of arenas that a request reads."""
-    tensors = {t.range for item in prompt.media for t in item.tensors if isinstance(t, TensorDescriptor)}
-    return tensors | {item.embedding.tensor.range for item in prompt.media if item.embedding is not None}

@@ -16,7 +16,7 @@ from medialane.core.admin import (
 )
 from medialane.core.errors import AdminCallIncomplete, GenerationFailed, InvalidRequest, NoWorkerReady, WorkerLost
 from medialane.gateway import WorkerPool
-from medialane.gateway.administration import MAX_NAMED, Administration
+from medialane.gateway.administration import MAX_NAMED, administer
 
 
 class Client:
@@ -49,10 +49,10 @@ LOST = object()
 class Workers:
     def __init__(self, *answers):
         self.links = [Link(n, answer, lost=answer is LOST) for n, answer in enumerate(answers)]
-        self.administration = Administration(WorkerPool(self.links), timeout_s=7)
+        self.pool = WorkerPool(self.links)
 
     async def do(self, call):
-        return await self.administration.administer(call)
+        return await administer(self.pool, call, timeout_s=7)
 
     @property
     def calls(self):

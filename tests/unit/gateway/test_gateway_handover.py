@@ -1,8 +1,9 @@
 """Embeddings in the payloads that a gateway sends."""
 
+from typing import NamedTuple
+
 import pytest
 
-from medialane.core.errors import HandoverFailed
 from medialane.core.feature import (
     Embedding,
     Feature,
@@ -17,9 +18,10 @@ from medialane.core.hashing import embedding_key
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.request import EncoderCard
+from medialane.core.stage import STAGES
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.gateway.handover import Handover
-from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, TransferPath
+from medialane.gateway.handover import prompt_for
+from medialane.gateway.transports import PullTransport, ShmTransport, TransferPath
 from medialane.observability.timeline import StageTimeline
 
 PLACE = PlaceholderRange(1, 4, b"\1\1\0\1")
@@ -50,74 +52,70 @@ class Passed:
         return [RemoteEntry(found, "processed", "key", "tcp://h:1", 1, b"token") for found in ranges]
 
 
+class Worker(NamedTuple):
+    store_client: str = "w"
+    encoder_card: EncoderCard | None = None
+
+
 @pytest.fixture
 def passed():
     return Passed()
 
 
-@pytest.fixture
-def handover(passed):
-    transports = [ShmTransport(), PullTransport(), InlineTransport(lambda t: memoryview(bytes(t.spec.nbytes)))]
-    return Handover(
-        transports=transports, max_inline_bytes=1 << 20, holds=passed, grants=passed, encoder_ms_per_token=0.5
-    )
-
-
-async def prompt(handover, transport):
+async def prompt(transport, encoder_ms_per_token=0.5):
     features = tuple(PlacedFeature(feature, PLACE) for feature in (KNOWN, NEW))
     prepared = PreparedPrompt([1] * 8, features, ("known", "new"), MediaPrompt([1], ()), Media())
-    return await handover.prompt(TransferPath("features", transport), [1] * 8, prepared, StageTimeline())
+    path = TransferPath(STAGES["features"], transport)
+    return await prompt_for(path, [1] * 8, prepared, StageTimeline(), encoder_ms_per_token=encoder_ms_per_token)
 
 
-async def test_known_item_is_sent_by_its_embedding_and_another_with_the_time_of_encoding_it(handover, passed):
-    found = await prompt(handover, "shm")
-    known, new = found.features
+async def test_known_item_is_sent_by_its_embedding_and_another_with_the_time_of_encoding_it(passed):
+    shm = ShmTransport(passed)
+    sent = await prompt(shm)
+    known, new = sent.features
     assert (known.tensors, known.embedding, known.embedding_wait_ms) == ((), KNOWN.embedding, 0.0)
     assert (new.tensors, new.embedding, new.embedding_wait_ms) == (NEW.tensors, None, 3 * 0.5)
-    assert handover.pass_holds(found, to="w", request_id="r")
+    assert shm.pass_holds(sent, Worker(), "r")
     assert passed.ranges == [tensor(4096).range, tensor(8192).range]
     assert passed.wanted == []
 
 
-async def test_embeddings_of_new_items_are_passed_to_a_worker_that_keeps_them(handover, passed):
-    found = await prompt(handover, "shm")
+async def test_embeddings_of_new_items_are_passed_to_a_worker_that_keeps_them(passed):
+    shm = ShmTransport(passed)
+    sent = await prompt(shm)
     encoder = EncoderCard("d" * 64, "bfloat16", {"image": 8})
-    assert handover.pass_holds(found, to="w", request_id="r", encoder=encoder)
+    assert shm.pass_holds(sent, Worker(encoder_card=encoder), "r")
     described = Feature("image", "new", b"header", (), MediaSize())
     key = embedding_key(mm_hash="new", encoder=encoder.digest)
     assert passed.wanted == [WantedEmbedding(key, described, TensorSpec("bfloat16", (3, 8)))]
-    assert handover.pass_holds(found, to="w", request_id="r", encoder=EncoderCard("d", "bfloat16", {"audio": 8}))
+    assert shm.pass_holds(sent, Worker(encoder_card=EncoderCard("d", "bfloat16", {"audio": 8})), "r")
     assert passed.wanted == []
 
 
-async def test_embedding_is_granted_to_another_host_like_tensors(handover):
-    found = await prompt(handover, "pull")
-    assert [item.remote.range for item in found.features] == [tensor(4096).range, tensor(8192).range]
-
-
-async def test_embedding_is_not_sent_in_a_message(handover):
-    with pytest.raises(HandoverFailed):
-        await prompt(handover, "inline")
+async def test_embedding_is_granted_to_another_host_like_tensors(passed):
+    sent = await prompt(PullTransport(passed))
+    assert [item.remote.range for item in sent.features] == [tensor(4096).range, tensor(8192).range]
 
 
 ENCODER = list(range(100, 110))
 
 
-async def encoder_prompt(handover, path, *, processed):
+async def encoder_prompt(stage, *, processed):
     """The prompt that is sent for a decoder's tokens 1 to 3 and an encoder's prompt with two items."""
     features = tuple(PlacedFeature(feature, PLACE) for feature in (KNOWN, NEW)) if processed else ()
     encoder_token_ids = ENCODER if processed else [7]
     source = MediaPrompt([7], (), is_encoder_prompt=True)
     prepared = PreparedPrompt([7], features, ("known", "new"), source, Media(), encoder_token_ids)
-    return await handover.prompt(path, [1, 2, 3], prepared, StageTimeline())
+    path = TransferPath(STAGES[stage], ShmTransport(None))
+    return await prompt_for(path, [1, 2, 3], prepared, StageTimeline())
 
 
-async def test_encoders_prompt_is_sent_besides_the_decoders(handover):
-    found = await encoder_prompt(handover, TransferPath("features", "shm"), processed=True)
-    assert (found.token_ids, found.encoder_token_ids, found.expanded_token_ids) == ([1, 2, 3], ENCODER, ENCODER)
+async def test_encoders_prompt_is_sent_besides_the_decoders():
+    sent = await encoder_prompt("features", processed=True)
+    assert (sent.token_ids, sent.encoder_token_ids, sent.expanded_token_ids) == ([1, 2, 3], ENCODER, ENCODER)
 
 
 @pytest.mark.parametrize("processed", [True, False], ids=["after a failed path", "at once"])
-async def test_worker_that_processes_gets_the_encoders_unexpanded_prompt(handover, processed):
-    found = await encoder_prompt(handover, TransferPath("decoded", "shm"), processed=processed)
-    assert (found.token_ids, found.encoder_token_ids, found.stage) == ([1, 2, 3], [7], "decoded")
+async def test_worker_that_processes_gets_the_encoders_unexpanded_prompt(processed):
+    sent = await encoder_prompt("decoded", processed=processed)
+    assert (sent.token_ids, sent.encoder_token_ids, sent.stage) == ([1, 2, 3], [7], "decoded")

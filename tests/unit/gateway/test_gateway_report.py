@@ -10,8 +10,10 @@ import pytest
 from medialane.core.feature import Feature, StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import RoutingDecision
+from medialane.core.stage import STAGES
 from medialane.gateway import ExtractedMedia, open_scope, report
 from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
+from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, TransferPath
 
 REPORT = b'{"items":[{"param":"x"}]}'
 REPORT_FIELDS = json.loads(REPORT)
@@ -252,10 +254,10 @@ def test_report_of_several_prompts_is_about_one_with_media():
     with open_scope() as scope:
         scope.extracted = ExtractedMedia((MediaRef("image", "a", data=b"1"),), wants_report=True)
         scope.note_prepared([item(scope.extracted.refs[0], "h")])
-        for has_media, transport in ((False, "inline"), (True, "shm"), (False, "inline")):
-            scope.note_sent(report.Sent("features", transport, decision, has_media))
+        for path in (None, TransferPath(STAGES["features"], ShmTransport(None)), None):
+            scope.note_sent(report.Sent(decision, path))
         assert msgspec.json.decode(scope.report())["transport"] == "shm"
-        scope.note_sent(report.Sent("url", "inline", decision))
+        scope.note_sent(report.Sent(decision, TransferPath(STAGES["url"], InlineTransport(None, 0))))
         assert msgspec.json.decode(scope.report())["stage"] == "url", "the last attempt"
 
 
@@ -265,7 +267,9 @@ def test_scope_reports_items_in_request_order():
         scope.extracted = ExtractedMedia(refs, wants_report=True)
         scope.note_prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9])
         scope.note_prepared([item(refs[0], "h1")])
-        scope.note_sent(report.Sent("features", "pull", RoutingDecision("w0", "idle")))
+        scope.note_sent(
+            report.Sent(RoutingDecision("w0", "idle"), TransferPath(STAGES["features"], PullTransport(None)))
+        )
         scope.note_answered(7, movers=("nixl", "tcp"))
         scope.timeline.add("decode", 0.0123456)
         scope.timeline.copied_bytes = 5

@@ -17,12 +17,12 @@ from medialane.core.feature import (
     PlaceholderRange,
 )
 from medialane.core.hashing import embedding_key
-from medialane.core.remote_entry import RemoteEntry
+from medialane.core.remote_entry import Copied, RemoteEntry
 from medialane.core.request import CompletionDelta, EncoderCard, EngineRequest, ExpandedPrompt, OutputDelta
 from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 from medialane.worker import embeddings as module
-from medialane.worker.embeddings import RequestEmbeddings
-from medialane.worker.worker import _moved, _ranges
+from medialane.worker.embeddings import HeldEmbeddings
+from medialane.worker.receivers import entries_read, hold_entries
 from waiting import iterations
 
 ENCODER = EncoderCard("d" * 64, "bfloat16", {"image": 8})
@@ -100,19 +100,19 @@ def is_complete(*mm_hashes):
     ],
 )
 def test_embedding_that_this_encoder_would_not_compute_is_refused(host, sent):
-    RequestEmbeddings(ENCODER, host).check([item(sent=embedding())])
+    HeldEmbeddings(ENCODER, host).check([item(sent=embedding())])
     with pytest.raises(HandoverFailed):
-        RequestEmbeddings(ENCODER, host).check([item(sent=embedding()), item(sent=sent)])
+        HeldEmbeddings(ENCODER, host).check([item(sent=embedding()), item(sent=sent)])
 
 
 @pytest.mark.parametrize("encoder", [None, EncoderCard(ENCODER.digest, "bfloat16", {"video": 8})])
 def test_embedding_for_a_worker_that_keeps_none_is_refused(host, encoder):
     with pytest.raises(HandoverFailed):
-        RequestEmbeddings(encoder, host).check([item(sent=embedding())])
+        HeldEmbeddings(encoder, host).check([item(sent=embedding())])
 
 
 async def test_sent_embedding_is_loaded_without_asking(host):
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     sent = request(item(sent=embedding()))
     assert await found.find(sent, ARENA) == sent
     found.use_sent(sent.prompt.media, ARENA)
@@ -125,12 +125,12 @@ async def test_sent_embedding_is_loaded_without_asking(host):
 @pytest.mark.parametrize("mapped", [None, "b" * 32])
 async def test_sent_embedding_in_an_arena_that_the_engine_has_not_mapped_is_refused(host, mapped):
     with pytest.raises(HandoverFailed, match="not mapped"):
-        RequestEmbeddings(ENCODER, host).use_sent([item(sent=embedding())], mapped)
+        HeldEmbeddings(ENCODER, host).use_sent([item(sent=embedding())], mapped)
 
 
 async def test_found_embedding_replaces_the_tensors_and_is_held_until_the_end(host):
     host.has("h", is_filled=True)
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     remote = RemoteEntry(embedding(arena="b" * 32).tensor.range, "processed", "h", "tcp://h:1", 1, b"")
     changed = await found.find(request(item(remote=remote), item("other")), ARENA)
     found.use_sent(changed.prompt.media, ARENA)
@@ -148,7 +148,7 @@ async def test_found_embedding_replaces_the_tensors_and_is_held_until_the_end(ho
 @pytest.mark.parametrize("completed", [(), ("h",)])
 async def test_embedding_that_is_written_is_released_after_the_first_output(host, completed):
     host.has("h", is_filled=False)
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     changed = await found.find(request(item()), ARENA)
     assert changed.prompt.media[0].tensors == (TENSOR,)
     assert found.uses(changed.prompt.media) == [EmbeddingUse(embedding().tensor, is_filled=False)]
@@ -166,7 +166,7 @@ async def test_embedding_that_is_written_is_released_after_the_first_output(host
 async def test_request_without_output_ends_all_holds(host):
     host.has("h", is_filled=False)
     host.has("i", is_filled=True)
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     await found.find(request(item(), item("i")), ARENA)
     found.release()
     assert [hold.num_released for hold in host.holds.values()] == [1, 1]
@@ -176,7 +176,7 @@ async def test_request_without_output_ends_all_holds(host):
 async def test_failed_answer_costs_only_the_embedding(host, error):
     host.answers["h"] = error
     host.has("i", is_filled=False)
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     sent = request(item(), item("i"))
     assert await found.find(sent, ARENA) == sent
     assert [use is not None for use in found.uses(sent.prompt.media)] == [False, True]
@@ -186,7 +186,7 @@ async def test_failed_answer_costs_only_the_embedding(host, error):
 async def test_late_answer_costs_only_the_embedding(host, monkeypatch):
     monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.01)
     host.answers["h"] = asyncio.get_running_loop().create_future()
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     async with asyncio.timeout(5):
         await found.find(request(item(embedding_wait_ms=10.0)), ARENA)
     assert found.uses([item()]) == [None]
@@ -196,7 +196,7 @@ async def test_late_answer_costs_only_the_embedding(host, monkeypatch):
 async def test_items_are_asked_for_once_and_side_by_side(host):
     loop = asyncio.get_running_loop()
     host.answers = {"h": loop.create_future(), "i": loop.create_future()}
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     finding = asyncio.create_task(found.find(request(item(), item("i"), item()), ARENA))
     await iterations(3)
     assert [feature.mm_hash for _, feature, _, _ in host.asked] == ["h", "i"]
@@ -208,7 +208,7 @@ async def test_items_are_asked_for_once_and_side_by_side(host):
 async def test_request_that_is_cancelled_while_an_item_is_looked_up_ends_the_hold_of_the_other(host):
     host.has("h", is_filled=False)
     host.answers["i"] = asyncio.get_running_loop().create_future()
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     finding = asyncio.create_task(found.find(request(item(), item("i")), ARENA))
     await iterations(3)
     finding.cancel()
@@ -218,7 +218,7 @@ async def test_request_that_is_cancelled_while_an_item_is_looked_up_ends_the_hol
 
 
 async def test_question_has_the_key_the_header_and_the_time_of_encoding(host):
-    await RequestEmbeddings(ENCODER, host).find(request(item(embedding_wait_ms=30.0)), ARENA)
+    await HeldEmbeddings(ENCODER, host).find(request(item(embedding_wait_ms=30.0)), ARENA)
     ((key, feature, spec, wait_s),) = host.asked
     assert (key, spec, wait_s) == (embedding().key, SPEC, 0.03)
     assert (feature.header, feature.tensors, feature.embedding) == (b"header", (), None)
@@ -226,7 +226,7 @@ async def test_question_has_the_key_the_header_and_the_time_of_encoding(host):
 
 @pytest.mark.parametrize(("wait_ms", "wait_s"), [(1e9, module.MAX_WAIT_S), (-1.0, 0.0)])
 async def test_wait_is_limited(host, wait_ms, wait_s):
-    await RequestEmbeddings(ENCODER, host).find(request(item(embedding_wait_ms=wait_ms)), ARENA)
+    await HeldEmbeddings(ENCODER, host).find(request(item(embedding_wait_ms=wait_ms)), ARENA)
     assert host.asked[0][3] == wait_s
 
 
@@ -243,7 +243,7 @@ async def test_wait_is_limited(host, wait_ms, wait_s):
 )
 async def test_store_is_not_asked_for_what_cannot_be_kept(host, asked):
     encoder, payload, mapped = asked
-    found = RequestEmbeddings(encoder, host)
+    found = HeldEmbeddings(encoder, host)
     sent = request(payload)
     assert await found.find(sent, mapped) is sent
     assert not host.asked
@@ -253,7 +253,7 @@ async def test_store_is_not_asked_for_what_cannot_be_kept(host, asked):
 @pytest.mark.parametrize("wrong", [{"arena": "b" * 32}, {"spec": TensorSpec("bfloat16", (3, 9))}])
 async def test_embedding_that_is_not_what_was_asked_for_is_not_used(host, wrong):
     host.has("h", is_filled=True, **wrong)
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     sent = request(item())
     assert await found.find(sent, ARENA) == sent
     assert found.uses(sent.prompt.media) == [None]
@@ -261,20 +261,28 @@ async def test_embedding_that_is_not_what_was_asked_for_is_not_used(host, wrong)
     assert host.holds["h"].num_released == 1
 
 
-def test_embedding_of_another_host_is_pulled_like_tensors():
+async def test_embedding_of_another_host_is_pulled_like_tensors():
     there, here = embedding().tensor.range, ArenaRange("b" * 32, 8192, 64 + 4096, 7)
-    sent = request(item(sent=embedding()))
-    moved = _moved(sent, {there: here}).prompt
-    assert _ranges(sent.prompt) == {there}
-    assert _ranges(moved) == {here}
-    assert moved.media[0].embedding == Embedding(embedding().key, TensorDescriptor(SPEC, here, 64))
+    granted = RemoteEntry(there, "processed", "key", "tcp://h:1", 1, b"token")
+
+    class Pulling:
+        async def pull(self, entries):
+            assert list(entries) == [granted]
+            return "hold", [Copied(here, "tcp")]
+
+    sent = request(msgspec.structs.replace(item(sent=embedding()), remote=granted))
+    assert entries_read(sent.prompt) == {there}
+    moved, hold, movers = await hold_entries(sent, (), Pulling())
+    assert (entries_read(moved.prompt), hold, movers) == ({here}, "hold", ("tcp",))
+    assert moved.prompt.media[0].remote is None
+    assert moved.prompt.media[0].embedding == Embedding(embedding().key, TensorDescriptor(SPEC, here, 64))
 
 
 OTHER = EncoderCard("e" * 64, "bfloat16", {"image": 8})
 
 
 async def test_embedding_of_an_encoder_that_was_replaced_meanwhile_is_not_loaded(host):
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     sent = request(item(sent=embedding()))
     found.use_sent(sent.prompt.media, ARENA)
     found.check_encoder(ENCODER)
@@ -284,7 +292,7 @@ async def test_embedding_of_an_encoder_that_was_replaced_meanwhile_is_not_loaded
 
 async def test_nothing_is_written_for_an_encoder_that_was_replaced_meanwhile(host):
     host.has("h", is_filled=False)
-    found = RequestEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host)
     asked = await found.find(request(item()), ARENA)
     found.check_encoder(OTHER)
     assert found.uses(asked.prompt.media) == [None]

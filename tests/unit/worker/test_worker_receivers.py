@@ -1,3 +1,5 @@
+"""The worker's end of transports."""
+
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,7 @@ from medialane.core.errors import HandoverFailed
 from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.gateway.transports import InlineTransport, ShmTransport
-from medialane.worker.receivers import InlineReceiver, ShmReceiver
+from medialane.worker.receivers import Receiver
 
 SPEC = TensorSpec("uint8", (1000,))
 
@@ -22,7 +23,7 @@ def arena():
 
 @pytest.fixture
 def receiver():
-    receiver = ShmReceiver("/dev/shm")
+    receiver = Receiver("/dev/shm")
     yield receiver
     receiver.close()
 
@@ -92,33 +93,10 @@ def test_held_bytes_outlive_the_mapping(arena, receiver, tensor):
         receiver.fetch(tensor)
 
 
-def ends(name, arena, receiver):
-    if name == "shm":
-        assert receiver.attach(arena.id, arena.nonce)
-        return ShmTransport(), receiver
-    return InlineTransport(arena.view.tensor), InlineReceiver()
-
-
-@pytest.mark.parametrize("name", ["shm", "inline"])
-def test_tensors_arrive_as_published(arena, receiver, tensor, name):
-    transport, other_end = ends(name, arena, receiver)
-    assert transport.name == name
-    (handed,) = transport.publish((tensor,))
-    assert handed.spec == SPEC
-    assert bytes(other_end.fetch(handed)) == bytes(range(250)) * 4
-
-
-@pytest.mark.parametrize("name", ["shm", "inline"])
-def test_receiver_rejects_tensors_of_the_other_transport(arena, receiver, tensor, name):
-    transport, _ = ends(name, arena, receiver)
-    _, other = ends("inline" if name == "shm" else "shm", arena, receiver)
-    with pytest.raises(HandoverFailed):
-        other.fetch(transport.publish((tensor,))[0])
-
-
-def test_shm_sends_descriptors_without_bytes(tensor):
-    tensors = (tensor,)
-    assert ShmTransport().publish(tensors) is tensors
+def test_inline_tensor_is_read_from_the_message(receiver):
+    assert receiver.fetch(InlineTensor(SPEC, memoryview(bytes(1000)))) == bytes(1000)
+    with pytest.raises(HandoverFailed, match="incomplete"):
+        receiver.fetch(InlineTensor(SPEC, memoryview(b"")))
 
 
 def test_unmapped_arena_fails_the_hand_over(arena, receiver, tensor):
