@@ -125,6 +125,7 @@ EXPLAINED = {
     "BlockStored.block_hashes": BLOCKS,
     "BlockStored.token_ids": BLOCKS,
     "BlockStored.extra_keys": BLOCKS,
+    "BlockStored.lookahead_token_ids": BLOCKS,
     "BlockRemoved.block_hashes": BLOCKS,
 }
 

@@ -6,11 +6,12 @@ import io
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.check.case import Answer, Request, Upload
 from medialane.cluster import HttpAnswers
@@ -51,6 +52,15 @@ class CheckClient:
         """Return the paths of the app's endpoints. Raises StartupFailed."""
         return frozenset((await _get(self._session, f"{self._base_url}/openapi.json"))["paths"])
 
+    async def no_embeddings(self, metrics_key: str) -> str:
+        """Return why medialane's worker keeps no embeddings, from the metrics; empty if it does. Raises
+        StartupFailed."""
+        headers = {"Authorization": f"Bearer {metrics_key}"} if metrics_key else {}
+        page = await _get(self._session, f"{self._base_url}/metrics", headers=headers, read="text")
+        samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+        kept = (sample for sample in samples if sample.name == "medialane_worker_keeps_embeddings")
+        return next((sample.labels["reason"] for sample in kept if not sample.value), "")
+
     async def is_healthy(self) -> bool:
         return await HttpAnswers(f"{self._base_url}/health").passes()
 
@@ -85,11 +95,13 @@ class CheckClient:
         return {"data": io.BytesIO(json.dumps(body).encode()), "headers": headers}
 
 
-async def _get(session: aiohttp.ClientSession, url: str) -> Any:
+async def _get(
+    session: aiohttp.ClientSession, url: str, *, headers: Mapping[str, str] | None = None, read: str = "json"
+) -> Any:
     try:
-        async with session.get(url) as response:
+        async with session.get(url, headers=headers) as response:
             response.raise_for_status()
-            return await response.json()
+            return await (response.json() if read == "json" else response.text())
     except (aiohttp.ClientError, TimeoutError) as error:
         raise StartupFailed(f"{url} gave no answer: {describe_failure(error)}") from error
 

@@ -147,21 +147,14 @@ def _described(answer: Answer) -> str:
 #: A warning of medialane in a line of the log of `medialane serve`, after the name of the process.
 _WARNING = re.compile(r"\[[^\]]+\] [\d-]+ [\d:]+ (?:WARNING|ERROR|CRITICAL) medialane\.\S+ (.*)")
 _MAX_WARNINGS = 10
-#: What a worker logs at start (`vllm_bridge.engine_embeddings`).
-_NO_EMBEDDINGS = re.compile(r"^\[worker.*\bmedialane\.\S+: the encoder's outputs are not kept: (.*)", re.MULTILINE)
 
 
 def logged_notes(log: str) -> Iterator[str]:
-    """Name what medialane has warned of, such as a stage that it does not use, and why."""
+    """Name what medialane has warned of, such as a stage that it does not use, and why. For people: no verdict depends
+    on it."""
     found = dict.fromkeys(match[1] for line in log.splitlines() if (match := _WARNING.match(line)))
     for message in list(found)[:_MAX_WARNINGS]:
         yield f"medialane logged: {message}"
-
-
-def no_embeddings(log: str) -> str:
-    """Return why the worker keeps no embeddings; empty if it does."""
-    found = _NO_EMBEDDINGS.search(log)
-    return found[1] if found else ""
 
 
 def weak_notes(results: Iterable[CaseResult]) -> Iterator[str]:

@@ -22,7 +22,8 @@ MAX_STARTS = 20
 
 
 class RevivedServer:
-    """Use it in `async with RevivedServer.opened(...)`. Not for concurrent requests."""
+    """Use it in `async with RevivedServer.opened(...)`. Not for concurrent requests. `client` is connected to the last
+    start."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class RevivedServer:
         self._asks_again = asks_again
         self._running = AsyncExitStack()
         self._num_starts = 0
-        self._client: CheckClient
+        self.client: CheckClient
 
     @classmethod
     @asynccontextmanager
@@ -58,26 +59,23 @@ class RevivedServer:
         finally:
             await server._running.aclose()
 
-    async def routes(self) -> frozenset[str]:
-        return await self._client.routes()
-
     async def post(self, request: Request) -> Answer:
         """Send a request. If it ends the server, that is started again before this returns. Raises StartupFailed if it
         does not start, or has been started too often."""
-        answer = await self._client.post(request)
+        answer = await self.client.post(request)
         if answer.status and answer.status < _SERVER_ERROR:
             return answer
         await asyncio.sleep(_SETTLE_S)
-        if not await self._client.is_healthy():
+        if not await self.client.is_healthy():
             self._progress.note(f"{self._name} has ended ({answer.status or answer.document}) and is started again")
             await self._running.aclose()
             await self._start_it()
         elif self._asks_again:
-            return await self._client.post(request)
+            return await self.client.post(request)
         return answer
 
     async def _start_it(self) -> None:
         if self._num_starts == MAX_STARTS:
             raise StartupFailed(f"{self._name} has ended {MAX_STARTS} times")
         self._num_starts += 1
-        self._client = await self._running.enter_async_context(self._start(self._num_starts))
+        self.client = await self._running.enter_async_context(self._start(self._num_starts))

@@ -13,7 +13,7 @@ from medialane.check.case import Answer, Case, EndpointKind, Limits
 from medialane.check.kinds import KINDS
 from medialane.check.limits import learn_limits
 from medialane.check.progress import CheckProgress
-from medialane.check.results import CaseResult, CheckReport, judge, logged_notes, no_embeddings, weak_notes
+from medialane.check.results import CaseResult, CheckReport, judge, logged_notes, weak_notes
 from medialane.check.revived_server import RevivedServer
 from medialane.check.servers import OUR_LOG, Setup, both_servers, medialane_server, plain_server
 from medialane.cluster.placement import installed_version
@@ -47,18 +47,19 @@ class _Learned:
 _Key = tuple[str, str]
 
 
-class _Outcome(NamedTuple):
-    """`log` is what medialane has logged up to the last answer."""
+class _AllAnswers(NamedTuple):
+    """`log` is what medialane has logged up to the last answer, `no_embeddings` why its worker keeps none."""
 
     learned: _Learned
     answers: dict[_Key, _Answers]
     log: str
+    no_embeddings: str
 
 
 async def run_check(setup: Setup, progress: CheckProgress) -> CheckReport:
     """Check a model. Raises StartupFailed if a server does not start, or if no case is left to send."""
     started = time.monotonic()
-    learned, answers, log = await (_at_once if setup.at_once else _one_after_the_other)(setup, progress)
+    learned, answers, log, no_embeddings = await (_at_once if setup.at_once else _one_after_the_other)(setup, progress)
     results = tuple(_judged(learned, answers, setup.tolerance))
     return CheckReport(
         model=setup.model,
@@ -70,31 +71,39 @@ async def run_check(setup: Setup, progress: CheckProgress) -> CheckReport:
         results=results,
         notes=(*learned.missing, *weak_notes(results), *logged_notes(log)),
         seconds=round(time.monotonic() - started, 1),
-        no_embeddings=no_embeddings(log),
+        no_embeddings=no_embeddings,
     )
 
 
-async def _one_after_the_other(setup: Setup, progress: CheckProgress) -> _Outcome:
+async def _one_after_the_other(setup: Setup, progress: CheckProgress) -> _AllAnswers:
     async with plain_server(setup, progress) as plain:
         learned = await _learn(plain, setup, progress)
         theirs = await _ask_all(learned, {"plain": plain}, setup, progress)
     async with medialane_server(setup, progress) as server:
         ours = await _ask_all(learned, {"ours": server}, setup, progress)
-        log = _our_log(setup)
-    return _Outcome(learned, {key: theirs[key] | ours[key] for key in theirs}, log)
+        answers = {key: theirs[key] | ours[key] for key in theirs}
+        return await _all_answers(learned, answers, server, setup)
 
 
-async def _at_once(setup: Setup, progress: CheckProgress) -> _Outcome:
+async def _at_once(setup: Setup, progress: CheckProgress) -> _AllAnswers:
     async with both_servers(setup, progress) as (plain, server):
         learned = await _learn(plain, setup, progress)
         answers = await _ask_all(learned, {"plain": plain, "ours": server}, setup, progress)
-        return _Outcome(learned, answers, _our_log(setup))
+        return await _all_answers(learned, answers, server, setup)
+
+
+async def _all_answers(
+    learned: _Learned, answers: dict[_Key, _Answers], server: RevivedServer, setup: Setup
+) -> _AllAnswers:
+    """`server` is medialane's, still running."""
+    log = (setup.logs / OUR_LOG).read_text(errors="replace")
+    return _AllAnswers(learned, answers, log, await server.client.no_embeddings(setup.metrics_key))
 
 
 async def _learn(plain: RevivedServer, setup: Setup, progress: CheckProgress) -> _Learned:
     """Find the kinds of endpoints and the limits of the model, and choose its cases."""
     progress.note("learning what the model accepts")
-    routes = await plain.routes()
+    routes = await plain.client.routes()
     matrices, limits, missing = [], dict[str, int](), list[str]()
     for kind in KINDS:
         if kind.route not in routes:
@@ -133,10 +142,6 @@ async def _ask_all(
             found = await asyncio.gather(*(server.post(request) for server in servers.values()))
             answers[matrix.kind.name, case.name] = dict(zip(servers, found, strict=True))
     return answers
-
-
-def _our_log(setup: Setup) -> str:
-    return (setup.logs / OUR_LOG).read_text(errors="replace")
 
 
 def _judged(learned: _Learned, answers: Mapping[_Key, _Answers], tolerance: float) -> Iterator[CaseResult]:

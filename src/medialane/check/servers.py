@@ -29,16 +29,17 @@ _NOTHING_TO_COMPARE = "plain vLLM alone does not start with this model and these
 class Setup:
     """What is checked, and how.
 
-    `environ` is the whole environment of plain vLLM, `own_environ` that of medialane, its settings included; `logs` is
-    a folder for their output. `plain_program` starts plain vLLM, `plain_flags` are further flags for it alone. `only`
-    selects cases whose name contains one of its words, `essential` the small matrix. `at_once`: both servers run at the
-    same time.
+    `environ` is the whole environment of plain vLLM, `own_environ` that of medialane, its settings included;
+    `metrics_key` opens medialane's metrics; `logs` is a folder for their output. `plain_program` starts plain vLLM,
+    `plain_flags` are further flags for it alone. `only` selects cases whose name contains one of its words, `essential`
+    the small matrix. `at_once`: both servers run at the same time.
     """
 
     model: str
     vllm_args: Sequence[str]
     environ: Mapping[str, str]
     own_environ: Mapping[str, str]
+    metrics_key: str = ""
     logs: Path
     plain_program: Sequence[str] = PLAIN_VLLM
     plain_flags: Sequence[str] = ()

@@ -27,6 +27,7 @@ from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, as_environ, foreign_environ, load_config, process_environ, vllm_defaults
 from medialane.core.errors import StartupFailed
+from medialane.gateway.access import metrics_key
 
 _COMMON = ("stage", "transport", "preparers", "arena-size", "encode-cache", "start-timeout", "log-level")
 _EXIT_INTERRUPTED = 130
@@ -141,6 +142,7 @@ def _setup(args: argparse.Namespace, config: Config, logs: Path) -> Setup:
         environ=defaults | foreign_environ(environ) | _one_key(config),
         # What the flags and the file of settings say wins in the server as it does here.
         own_environ=defaults | environ | as_environ(config),
+        metrics_key=metrics_key(config.gateway),
         logs=logs,
         only=args.only,
         essential=args.quick,

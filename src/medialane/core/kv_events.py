@@ -26,7 +26,9 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=
     prompt's start). `extra_keys[i]` are the other inputs of block i's hash: `[mm_hash, offset]` of the items in it, the
     offset relative to the block's start; the cache salt in a prompt's first block; the LoRA's name. A block may be
     stored several times, and is held until it was removed as often. `medium` None means "GPU", `group_idx` None the
-    only group.
+    only group. `lookahead_token_ids`
+    (vLLM 0.33) are tokens after each block that its hash depends on: an engine with them holds no block by its own
+    tokens alone.
     """
 
     block_hashes: list[EngineHash]
@@ -39,6 +41,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     locality: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):

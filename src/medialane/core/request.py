@@ -246,7 +246,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     `block_size` is the number of tokens in a block of the prefix cache, 0 if the engine has none.
     `encoder_cache_tokens` is the encoder cache's size in embeddings, `num_kv_blocks` the KV cache's size per rank in
     blocks. Sizes are 0 if the engine does not report them. `max_loras` is 0 if LoRA is disabled, None if not reported.
-    `encoder` is None if embeddings are not kept. `tasks` are those of a pooling model, by vLLM's names.
+    `encoder` is None if embeddings are not kept, and `no_embeddings` says why. `tasks` are those of a pooling model, by
+    vLLM's names.
     """
 
     model: str
@@ -262,6 +263,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     encoder: EncoderCard | None = None
     role: WorkerRole = "worker"
     tasks: tuple[str, ...] = ()
+    no_embeddings: str = ""
 
 
 #: What an operator sees of a worker.

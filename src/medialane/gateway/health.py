@@ -47,6 +47,9 @@ def _worker_problems(workers: WorkerPool) -> Iterable[str]:
     if num_stalled := sum(link.is_stalled for link in workers.links.values()):
         verb = "is" if num_stalled == 1 else "are"
         yield f"{num_stalled} of {len(workers.links)} workers {verb} stalled (see its log)"
+    if num_unknown := sum(link.has_unknown_blocks for link in workers.links.values()):
+        what = "get requests without regard to their KV caches (see its log)"
+        yield f"{num_unknown} of {len(workers.links)} workers {what}"
     if workers.num_failing:
         what = "refuse this gateway, are refused, or cannot be connected to (see its log)"
         yield f"{workers.num_failing} of {len(workers.links)} workers {what}"

@@ -130,6 +130,12 @@ class WorkerLink:
         return client is not None and client.is_stalled
 
     @property
+    def has_unknown_blocks(self) -> bool:
+        """Whether the worker is connected, and requests are routed to it without regard to its KV cache."""
+        client = self.client
+        return client is not None and client.has_unknown_blocks
+
+    @property
     def is_ready(self) -> bool:
         """Whether the worker is connected, and takes requests."""
         return self.client is not None and not self.is_stalled

@@ -344,6 +344,13 @@ def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
     for endpoint in endpoints:
         role.add_metric([endpoint.worker_id, endpoint.role], 1.0)
     yield role
+    text = "1 for a worker that keeps its encoder's outputs, 0 and the reason for another"
+    kept = GaugeMetricFamily("medialane_worker_keeps_embeddings", text, labels=["worker", "reason"])
+    for endpoint in endpoints:
+        if endpoint.card is not None:
+            is_kept = endpoint.card.encoder is not None
+            kept.add_metric([endpoint.worker_id, endpoint.card.no_embeddings], float(is_kept))
+    yield kept
     running: dict[str, float] = {e.worker_id: e.load.num_running for e in endpoints}
     waiting: dict[str, float] = {e.worker_id: e.load.num_waiting for e in endpoints}
     usage = {e.worker_id: e.load.kv_usage for e in endpoints}

@@ -50,6 +50,7 @@ class FakeHandler:
         self._error = error
         self._fail_at = fail_at
         self.is_stalled = False
+        self.has_unknown_blocks = False
         self._refusal = refusal
         self.hellos: list[Hello] = []
         self.requests: list[EngineRequest] = []

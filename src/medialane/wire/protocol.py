@@ -149,10 +149,12 @@ class ArenaMapped(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The load of each data-parallel rank of the worker, in order. If it `is_stalled`, its engine hangs."""
+    """The load of each data-parallel rank of the worker, in order. If it `is_stalled`, its engine hangs; if it
+    `has_unknown_blocks`, its KV blocks cannot be compared with prompts, and it reports none."""
 
     loads: tuple[WorkerLoad, ...]
     is_stalled: bool = False
+    has_unknown_blocks: bool = False
 
 
 class KvBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -37,6 +37,8 @@ class BlockReports:
         self._num_waiting = 0
         self._waiting: asyncio.TimerHandle | None = None
         self._num_faults_logged = 0
+        #: The engine's blocks cannot be compared with prompts: gateways get none.
+        self.has_unknown_blocks = False
 
     def apply(self, batch: KvEventBatch) -> None:
         """Apply the engine's events (the listener of `Engine.watch_blocks`)."""
@@ -45,6 +47,12 @@ class BlockReports:
             logger.error("KV events of rank %d, which the engine does not have", batch.rank)
             return
         table.apply(batch.events)
+        if table.hashes_lookahead and not self.has_unknown_blocks:
+            self.has_unknown_blocks = True
+            logger.error(
+                "the engine's KV blocks depend on tokens after them (lookahead_token_ids, with speculative decoding): "
+                "requests are routed to this worker without regard to its KV cache"
+            )
         self._since.setdefault(batch.rank, batch.time_s)
         self._num_waiting += len(batch.events)
         if self._num_waiting > MAX_WAITING_EVENTS:

@@ -56,7 +56,8 @@ class BlockTable:
     """Has one entry per held block, at most `max_blocks` per group (about 200 bytes each).
 
     `num_unknown_parents` counts events whose parent block is not held, `num_unreadable` inconsistent events,
-    `num_dropped` blocks above the limit: all three stay 0 with a supported engine.
+    `num_dropped` blocks above the limit: all three stay 0 with a supported engine. `hashes_lookahead`: the engine's
+    blocks depend on tokens after them, so none of them counts as held.
     """
 
     def __init__(self, block_size: int, *, max_blocks: int = 0) -> None:
@@ -71,6 +72,7 @@ class BlockTable:
         self.num_unreadable = 0
         self.num_dropped = 0
         self.num_clears = 0
+        self.hashes_lookahead = False
 
     @property
     def num_faults(self) -> int:
@@ -143,6 +145,9 @@ class BlockTable:
         group = self._group(event)
         # Hybrid models also report partial blocks, with their own block size; these are never looked up.
         if group is None or event.block_size != self._block_size:
+            return
+        if event.lookahead_token_ids is not None:
+            self.hashes_lookahead = True
             return
         if all(key in group.ids for key in event.block_hashes):
             for key in event.block_hashes:

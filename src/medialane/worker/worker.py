@@ -118,6 +118,11 @@ class Worker:
         return self._stalls.is_stalled or bool(self._num_missed_pings)
 
     @property
+    def has_unknown_blocks(self) -> bool:
+        """Whether the engine's KV blocks cannot be compared with prompts."""
+        return self._blocks.has_unknown_blocks
+
+    @property
     def has_arena(self) -> bool:
         """Whether the arena of this host's store is mapped."""
         return self._mapped is not None

@@ -1,5 +1,5 @@
 from medialane.check.case import Answer, Case, EndpointKind, Request
-from medialane.check.results import CheckReport, decode, encode, judge, no_embeddings, weak_notes
+from medialane.check.results import CheckReport, decode, encode, judge, weak_notes
 
 KIND = EndpointKind("chat", "/chat", lambda _limits: ())
 CASE = Case("image, an option", lambda: Request("/chat"), varies="one image")
@@ -96,11 +96,3 @@ def test_report_counts_what_became_of_embeddings():
     one, both = ({"stage": "features", "items": found} for found in (items[:1], items))
     report = report_of(*(judged(good(report=found), good()) for found in (one, both, REPORT)))
     assert report.embeddings == {"loaded": 2, "encoded": 1}
-
-
-def test_reason_of_a_worker_without_embeddings_is_found_in_the_log():
-    begin = (
-        "[worker 0] 2026-11-21 03:54:54 INFO medialane.vllm_bridge.engine.engine_embeddings: the encoder's outputs are"
-    )
-    assert no_embeddings(f"[gateway] ready\n{begin} not kept: media: no such field\n") == "media: no such field"
-    assert no_embeddings(f"{begin} kept: image 256 x bfloat16\n") == ""

@@ -18,6 +18,11 @@ from medialane.core.errors import StartupFailed
 
 CHAT = "/v1/chat/completions"
 LIMITS = {"image": 3, "audio": 0}
+METRICS = """\
+# TYPE medialane_worker_keeps_embeddings gauge
+medialane_worker_keeps_embeddings{worker="0",reason=""} 1.0
+medialane_worker_keeps_embeddings{worker="1",reason="media: no such field"} 0.0
+"""
 LOGGED = "[gateway] 2026-11-21 03:54:54 WARNING medialane.cli.gateway: stage decoded, not features: too odd"
 
 
@@ -29,6 +34,7 @@ class FakeServer:
         self.app = web.Application(client_max_size=1 << 28)
         self.app.router.add_get("/v1/models", self.models)
         self.app.router.add_get("/health", self.health)
+        self.app.router.add_get("/metrics", self.metrics)
         if has_docs:
             self.app.router.add_get("/openapi.json", self.routes)
         self.app.router.add_post(CHAT, self.chat)
@@ -36,6 +42,9 @@ class FakeServer:
 
     async def health(self, _request):
         return web.Response()
+
+    async def metrics(self, _request):
+        return web.Response(text=METRICS)
 
     async def models(self, _request):
         return web.json_response({"data": [{"id": "served-name"}]})
@@ -149,6 +158,7 @@ async def test_notes_name_missing_modalities_and_what_medialane_logged(check):
     notes = "\n".join(report.notes)
     assert "no video: plain vLLM answers 400: At most 0 video(s)" in notes
     assert notes.count("stage decoded, not features: too odd") == 1
+    assert report.no_embeddings == "media: no such field"
 
 
 async def test_wrong_answers_fail_exactly_their_cases(check):

@@ -8,11 +8,19 @@ import pytest
 from medialane.gateway import health_of
 
 
-def workers(total, ready, failing=0, encoders=(), stalled=0):
+def link(*, ready, stalled=False, unknown_blocks=False):
+    return SimpleNamespace(is_ready=ready, is_stalled=stalled, has_unknown_blocks=unknown_blocks)
+
+
+def workers(total, ready, failing=0, encoders=(), stalled=0, unknown_blocks=0):
     """`encoders` are whether each of them is ready; `stalled` are connected."""
+    numbers = range(total)
     links = {
-        "worker": [SimpleNamespace(is_ready=i < ready, is_stalled=ready <= i < ready + stalled) for i in range(total)],
-        "encoder": [SimpleNamespace(is_ready=up, is_stalled=False) for up in encoders],
+        "worker": [
+            link(ready=i < ready, stalled=ready <= i < ready + stalled, unknown_blocks=i < unknown_blocks)
+            for i in numbers
+        ],
+        "encoder": [link(ready=up) for up in encoders],
     }
     return SimpleNamespace(
         links=dict(enumerate(links["worker"] + links["encoder"])),
@@ -40,6 +48,14 @@ def test_stalled_worker_is_reported(ready, status):
     found = health_of(workers(ready + 1, ready, stalled=1)).response()
     assert found[0] == status
     assert f"1 of {ready + 1} workers is stalled (see its log)" in msgspec.json.decode(found[1])["problems"]
+
+
+def test_worker_without_exact_routing_is_reported():
+    status, body = health_of(workers(2, 2, unknown_blocks=1)).response()
+    assert status == 200
+    assert msgspec.json.decode(body)["problems"] == [
+        "1 of 2 workers get requests without regard to their KV caches (see its log)"
+    ]
 
 
 def test_problem_of_another_process_is_reported():

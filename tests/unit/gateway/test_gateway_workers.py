@@ -313,6 +313,15 @@ async def test_stalled_worker_is_connected_but_not_ready_and_its_listener_is_not
     assert (pool.num_ready, pool.endpoints()[0].state) == (1, "ready")
 
 
+async def test_worker_whose_blocks_are_unknown_is_ready(net):
+    handler = FakeHandler()
+    handler.has_unknown_blocks = True
+    await net.serve(handler)
+    link = net.link(Heard())
+    await eventually(lambda: link.has_unknown_blocks)
+    assert link.is_ready
+
+
 async def test_pool_knows_when_a_worker_is_expected(net):
     pool = WorkerPool([net.link(Heard())])
     assert pool.retry_after_s == 1

@@ -1,7 +1,7 @@
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from medialane.core.request import Endpoint, WorkerLoad
+from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, RoutingStats, StoreStats
 from medialane.observability.metrics import Metrics
 from medialane.observability.timeline import StageTimeline
@@ -128,6 +128,14 @@ def test_cached_tokens_are_counted_as_predicted_and_as_reported(metrics, registr
         for kind in ("all", "routed_cached", "engine_cached")
     }
     assert tokens == {"all": 110, "routed_cached": 64, "engine_cached": 48}
+
+
+def test_reason_why_a_worker_keeps_no_embeddings_is_exposed(metrics, registry):
+    card = ModelCard("m", 4096, 16, {}, no_embeddings="the encoder's ranks differ")
+    workers = [Endpoint("w0", "unix:/w0", ready=True, load=WorkerLoad(), num_in_flight=0, card=card)]
+    metrics.watch_workers(lambda: workers)
+    labels = {"worker": "w0", "reason": "the encoder's ranks differ"}
+    assert registry.get_sample_value("medialane_worker_keeps_embeddings", labels) == 0
 
 
 def test_worker_is_in_exactly_one_state(metrics, registry):

@@ -47,6 +47,18 @@ async def test_events_within_milliseconds_are_batched():
     assert (change.rank, change.age_s, change.snapshot) == (0, 0.25, False)
 
 
+async def test_blocks_that_depend_on_later_tokens_are_not_reported(reports, caplog):
+    """vLLM 0.33 with speculative decoding: equal tokens may be another block."""
+    heard = []
+    reports.watch(heard.append)
+    for number in range(3):
+        (event,) = batch(number).events
+        reports.apply(KvEventBatch(0, [msgspec.structs.replace(event, lookahead_token_ids=[[7]])]))
+    assert reports.held() == {0: [], 1: []}
+    assert (reports.has_unknown_blocks, heard) == (True, [])
+    assert caplog.text.count("without regard to its KV cache") == 1
+
+
 async def test_ranks_are_distinguished(reports):
     heard = []
     reports.watch(heard.append)

@@ -128,6 +128,11 @@ class RpcClient:
         return self._reports.is_stalled
 
     @property
+    def has_unknown_blocks(self) -> bool:
+        """Whether the worker has reported that its KV blocks cannot be compared with prompts."""
+        return self._reports.has_unknown_blocks
+
+    @property
     def encoder(self) -> EncoderCard | None:
         """The worker's encoder, if its embeddings are kept."""
         return self._reports.encoder

@@ -50,6 +50,7 @@ class ClientReports:
         self._delivery: asyncio.Handle | None = None
         self.loads: Sequence[WorkerLoad] = ()
         self.is_stalled = False
+        self.has_unknown_blocks = False
         self.encoder: EncoderCard | None = None
         self.num_gateways = 1
 
@@ -81,8 +82,8 @@ class ClientReports:
     def received(self, message: Report) -> None:
         """Raises ProtocolViolation."""
         match message:
-            case LoadReport(loads, is_stalled):
-                self.is_stalled = is_stalled
+            case LoadReport(loads, is_stalled, has_unknown_blocks):
+                self.is_stalled, self.has_unknown_blocks = is_stalled, has_unknown_blocks
                 self.receive_loads(loads)
             case KvBlocks(change):
                 self.receive_blocks(change)

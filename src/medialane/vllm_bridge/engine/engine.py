@@ -387,7 +387,8 @@ class VllmEngine:
         await self._embeddings.drop_fills(self._ask)
 
     def _renew_card(self) -> None:
-        self.card = msgspec.structs.replace(self.card, encoder=self._embeddings.card)
+        kept = self._embeddings
+        self.card = msgspec.structs.replace(self.card, encoder=kept.card, no_embeddings=kept.reason)
 
     @contextmanager
     def _warned(self, what: str) -> Iterator[None]:

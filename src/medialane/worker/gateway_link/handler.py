@@ -25,6 +25,11 @@ class Handler(Protocol):
         """Whether the engine hangs: requests are better sent to another worker."""
         ...
 
+    @property
+    def has_unknown_blocks(self) -> bool:
+        """Whether the engine's KV blocks cannot be compared with prompts, so that none are reported."""
+        ...
+
     async def register(self, hello: Hello) -> Welcome:
         """Register a gateway whose version is ours and whose earlier requests are all released.
 

@@ -93,7 +93,8 @@ class SessionReports:
             self.report_load()
 
     def _load(self) -> LoadReport:
-        return LoadReport(tuple(self._handler.loads()), self._handler.is_stalled)
+        handler = self._handler
+        return LoadReport(tuple(handler.loads()), handler.is_stalled, handler.has_unknown_blocks)
 
     def _blocks_changed(self, change: KvChange) -> None:
         self._feed.push(change)
