@@ -15,7 +15,7 @@ from medialane.core.feature import MediaPrompt
 from medialane.core.wave import wave_bytes, wave_size
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.gateway.bodies import Budget, BudgetCharge
-from medialane.gateway.intake.form import extract_files
+from medialane.gateway.intake import extract_files
 from medialane.media import MediaConfig
 from medialane.media.audio import decode_audio
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN

@@ -44,7 +44,7 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
-from medialane.gateway.intake.json_scan import warm_up
+from medialane.gateway.intake import warm_up
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_link.join_server import JoinServer

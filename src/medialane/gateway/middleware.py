@@ -18,9 +18,7 @@ from medialane.gateway.access import given_key
 from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers, Message, Receive, replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
-from medialane.gateway.intake import Intake, extract
-from medialane.gateway.intake.edits import Buffer
-from medialane.gateway.intake.form import extract_files, is_multipart
+from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
 from medialane.gateway.report import ReportSender
 from medialane.gateway.scope import ExtractedMedia, RequestScope, current_scope, open_scope
 from medialane.media import MediaConfig

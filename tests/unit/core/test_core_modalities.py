@@ -28,7 +28,7 @@ ABOUT_ONE_MODALITY = {
     "gateway/gateway.py": "publishing decoded images",
     "gateway/intake/form.py": "uploads of speech",
     "gateway/intake/place.py": "vLLM's list of JPEG frames",
-    "gateway/intake/places.py": "Cohere's and Anthropic's images",
+    "gateway/intake/search.py": "Cohere's and Anthropic's images",
     "gateway/request_media.py": "the budget of images, whose header tells their size",
     "gateway/store_features.py": "the budget of images",
     "store/items.py": "the budget of images",

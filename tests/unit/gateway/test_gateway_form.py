@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from medialane.core.errors import BodyTooLarge, EmptyMedia, InvalidRequest, InvalidUpload, TooManyMediaItems
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.form import extract_files as extract_files_with
+from medialane.gateway.intake import extract_files as extract_files_with
 from medialane.gateway.references import References
 from medialane.media import MediaConfig
 

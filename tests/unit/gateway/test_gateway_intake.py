@@ -30,7 +30,7 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake import Intake
 from medialane.gateway.intake import extract as extract_with
 from medialane.gateway.intake.json_scan import scan_json
-from medialane.gateway.intake.text_encoding import as_utf8
+from medialane.gateway.intake.skeleton import as_utf8
 from medialane.gateway.references import References
 from medialane.media import MediaConfig
 from medialane.media.published_image import MAX_URL_BYTES

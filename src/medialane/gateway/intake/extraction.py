@@ -7,29 +7,30 @@ from itertools import chain
 import msgspec
 from msgspec.structs import replace
 
-from medialane.core.errors import BodyTooLarge, InvalidMediaUrl, InvalidRequest, TooManyMediaItems
+from medialane.core.errors import InvalidMediaUrl, InvalidRequest, TooManyMediaItems
 from medialane.core.media import MediaRef
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.edits import Buffer, Edit, edited, edited_size
 from medialane.gateway.intake.json_scan import REPLACED_SURROGATES, check_num_values, make_strict_json, scan_json
-from medialane.gateway.intake.medialane_member import member_range, wants_report
 from medialane.gateway.intake.place import Place
-from medialane.gateway.intake.places import media_places
 from medialane.gateway.intake.request_body import (
     ABSENT,
+    NULL,
     UNREADABLE,
     check_num_parts,
     check_num_prompts,
     check_num_tools,
     decode_body,
+    decode_members,
     string_or_none,
 )
-from medialane.gateway.intake.skeleton import Skeleton
-from medialane.gateway.intake.text_encoding import as_utf8
+from medialane.gateway.intake.search import media_places
+from medialane.gateway.intake.skeleton import Buffer, Edit, Located, Skeleton, apply_edits, as_utf8
 from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
 _DEFAULTS = GatewayConfig()
+
+_decode_bool = msgspec.json.Decoder(bool).decode
 
 _NOT_UNICODE = "has a lone surrogate, which is not valid Unicode"
 
@@ -93,7 +94,7 @@ def extract(
         by_prompt = media_places(parsed)
         cache_salt = string_or_none(parsed.cache_salt)
     except UNREADABLE as error:
-        return Intake(_edited(skeleton, [], limits), parse_error=str(error))
+        return Intake(apply_edits(skeleton.body, [], limits.max_text_bytes), parse_error=str(error))
     _check_num_items(by_prompt, config)
     report = wants_report(parsed.medialane)
     refs: list[MediaRef] = []
@@ -108,8 +109,8 @@ def extract(
     if not scan.is_strict:
         _check_unicode(refs, cache_salt)
     if parsed.medialane is not ABSENT:
-        edits.append((*member_range(body, skeleton.locate(parsed.medialane)), b""))
-    return Intake(_edited(skeleton, edits, limits), tuple(refs), cache_salt, report)
+        edits.append((*_member_range(body, skeleton.locate(parsed.medialane)), b""))
+    return Intake(apply_edits(skeleton.body, edits, limits.max_text_bytes), tuple(refs), cache_salt, report)
 
 
 def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:
@@ -141,9 +142,32 @@ def _check_unicode(refs: list[MediaRef], cache_salt: str | None) -> None:
             raise InvalidRequest(f"the uuid {_NOT_UNICODE}", param=ref.param)
 
 
-def _edited(skeleton: Skeleton, edits: list[Edit], limits: GatewayConfig) -> bytes:
-    """Return the body for the application behind us. Raises BodyTooLarge."""
-    size = edited_size(len(skeleton.body), edits)
-    if size > limits.max_text_bytes:
-        raise BodyTooLarge(f"the request body has {size} bytes besides its media, more than {limits.max_text_bytes}")
-    return edited(skeleton.body, edits)
+def wants_report(own: msgspec.Raw) -> bool:
+    """Return whether the client requests a report by the body's member `medialane`, our extension of the API, which is
+    removed before vLLM's app gets the body. Raises InvalidRequest for unknown keys and invalid values."""
+    if own in (ABSENT, NULL):
+        return False
+    try:
+        members = decode_members(own)
+    except UNREADABLE as error:
+        raise InvalidRequest("medialane must be an object", param="medialane") from error
+    for name in members:
+        if name != "report":
+            raise InvalidRequest("the only supported key of medialane is report", param=f"medialane.{name[:64]}")
+    try:
+        return "report" in members and _decode_bool(members["report"])
+    except msgspec.DecodeError as error:
+        raise InvalidRequest("report must be true or false", param="medialane.report") from error
+
+
+def _member_range(body: Buffer, value: Located) -> tuple[int, int]:
+    """Return (start, end) of an object's member in the body, including its key and one of the commas around it."""
+    start = body.rfind(b'"', 0, body.rfind(b'"', 0, body.rfind(b":", 0, value.start)))
+    while body[start - 1 : start].isspace():
+        start -= 1
+    if body[start - 1 : start] == b",":
+        return start - 1, value.end
+    end = value.end
+    while body[end : end + 1].isspace():
+        end += 1
+    return start, end + 1 if body[end : end + 1] == b"," else end

@@ -6,18 +6,18 @@ content of a file is replaced by a reference; every other byte is forwarded unch
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from medialane.core.errors import BodyTooLarge, EmptyMedia, InvalidUpload, TooManyMediaItems
+from medialane.core.errors import EmptyMedia, InvalidUpload, TooManyMediaItems
 from medialane.core.media import MediaRef
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.edits import Buffer, Edit, edited, edited_size
-from medialane.gateway.intake.extraction import Intake, check_salt
-from medialane.gateway.intake.medialane_member import wants_report
+from medialane.gateway.intake.extraction import Intake, check_salt, wants_report
+from medialane.gateway.intake.skeleton import Buffer, Edit, apply_edits
 from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
@@ -50,10 +50,11 @@ def extract_files(
     body that cannot be parsed is not changed: the application responds to it.
     """
     data = bytes(memoryview(body)[:size])
+    edited = partial(apply_edits, memoryview(data), max_bytes=limits.max_text_bytes, without="its files")
     try:
         form = _Form(content_type, data)
     except FormParserError as error:
-        return Intake(_edited(data, [], limits), parse_error=str(error))
+        return Intake(edited([]), parse_error=str(error))
     files = form.files
     if len(files) > config.max_items:
         message = f"the request has {len(files)} files, more than {config.max_items}"
@@ -63,16 +64,8 @@ def extract_files(
     if files:
         check_salt(salt, limits)
     refs = tuple(_reference(file, data, salt, config) for file in files)
-    return Intake(
-        _edited(data, edits, limits), refs, salt, report=wants_report(msgspec.Raw(form.fields.get(b"medialane", b"")))
-    )
-
-
-def _edited(data: bytes, edits: list[Edit], limits: GatewayConfig) -> bytes:
-    if (num_bytes := edited_size(len(data), edits)) > limits.max_text_bytes:
-        message = f"the request body has {num_bytes} bytes besides its files, more than {limits.max_text_bytes}"
-        raise BodyTooLarge(message)
-    return edited(memoryview(data), edits)
+    report = wants_report(msgspec.Raw(form.fields.get(b"medialane", b"")))
+    return Intake(edited(edits), refs, salt, report=report)
 
 
 def _reference(file: _File, data: bytes, salt: str, config: MediaConfig) -> MediaRef:

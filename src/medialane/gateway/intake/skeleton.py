@@ -1,16 +1,24 @@
-"""A body without the base64 payloads in its strings, and the mapping of its positions to those of the body."""
+"""Bodies: in UTF-8, without the base64 payloads in their strings (the skeleton), and with ranges replaced (edits)."""
 
 from __future__ import annotations
 
+import codecs
+import json
+import mmap
 from bisect import bisect_left
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 
-from medialane.core.errors import InvalidMediaUrl
-from medialane.gateway.intake.edits import Buffer, joined
+from medialane.core.errors import BodyTooLarge, InvalidMediaUrl
 from medialane.gateway.intake.request_body import UNREADABLE, decode_string
+
+#: The memory of a body.
+Buffer = bytes | bytearray | mmap.mmap
+
+#: (start, end, replacement): bytes [start, end) of the body are replaced.
+Edit = tuple[int, int, bytes]
 
 NOT_TEXT = "the media URL is not valid text"
 
@@ -19,6 +27,45 @@ _MARKER = b";base64,"
 _MIN_CUT_BYTES = 1024
 #: Most markers that are examined in a body, to bound the time for malicious ones.
 _MAX_MARKERS = 256
+
+#: Bytes converted to UTF-8 at a time, a few milliseconds, so that other threads get the GIL in between.
+_PIECE_BYTES = 1 << 20
+
+
+def as_utf8(body: bytes | bytearray | memoryview) -> bytes | None:
+    """Return a body in another encoding that Python's JSON parser, and so vLLM's app, accepts (UTF-8 with a byte order
+    mark, UTF-16, UTF-32) in UTF-8; None if it is UTF-8 already or invalid in its encoding.
+
+    Lone surrogates are preserved, like in `json.loads`.
+    """
+    encoding = json.detect_encoding(bytes(body[:4]))
+    if encoding == "utf-8":
+        return None
+    if encoding == "utf-8-sig":
+        return bytes(body[len(codecs.BOM_UTF8) :])
+    decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
+    view = memoryview(body)
+    parts = []
+    try:
+        for start in range(0, len(view), _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            parts.append(decoder.decode(piece, final=start + _PIECE_BYTES >= len(view)).encode(errors="surrogatepass"))
+    except UnicodeDecodeError:
+        return None
+    return b"".join(parts)
+
+
+def apply_edits(body: memoryview, edits: list[Edit], max_bytes: int, *, without: str = "its media") -> bytes:
+    """Return the body with its edits applied, which must not overlap. Raises BodyTooLarge if it has more bytes."""
+    size = len(body) + sum(len(replacement) - (end - start) for start, end, replacement in edits)
+    if size > max_bytes:
+        raise BodyTooLarge(f"the request body has {size} bytes besides {without}, more than {max_bytes}")
+    parts: list[bytes | memoryview] = []
+    at = 0
+    for start, end, replacement in sorted(edits):
+        parts += [body[at:start], replacement]
+        at = end
+    return b"".join([*parts, body[at:]])
 
 
 class Located(msgspec.Struct, frozen=True, gc=False):
@@ -59,7 +106,7 @@ class Skeleton:
             self._positions.append(start - self._missing[-1])
             self._missing.append(self._missing[-1] + end - start)
             at = end
-        self.data = joined([*kept, self.body[at:]])
+        self.data = _joined([*kept, self.body[at:]])
         self._address: int | None = None
 
     def locate(self, value: msgspec.Raw) -> Located:
@@ -95,3 +142,14 @@ def _address(data: bytearray | msgspec.Raw) -> int:
     """Return the memory address of the bytes. This is the only way to get the position of a msgspec.Raw, a view."""
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return address
+
+
+def _joined(parts: list[memoryview]) -> bytearray:
+    """Concatenate the parts. NumPy releases the GIL while copying; `bytes.join` would hold it for milliseconds."""
+    copy = bytearray(sum(map(len, parts)))
+    into = np.frombuffer(copy, np.uint8)
+    at = 0
+    for part in parts:
+        into[at : at + len(part)] = np.frombuffer(part, np.uint8)
+        at += len(part)
+    return copy

@@ -1,4 +1,4 @@
-"""Finds the places of media in a parsed body (conversations, messages, parts), in order, by the kinds of parts that
+"""Searches a parsed body for the places of media (conversations, messages, parts), in order, by the kinds of parts that
 contain media.
 
 A kind is identified by a member of the part. If vLLM also requires a certain `type`, so do we.
