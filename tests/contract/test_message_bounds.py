@@ -18,7 +18,7 @@ from medialane.peers.nixl.mover import Offer
 from medialane.peers.nixl.rdma_metadata import RdmaMetadata
 from medialane.prepare import messages as preparers
 from medialane.store import messages as store
-from medialane.vllm_bridge.encoder_cache.embedding_schedule import RequestEmbeddings
+from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan
 from medialane.vllm_bridge.engine import kv_events
 from medialane.vllm_bridge.items import features
 from medialane.vllm_bridge.items.arena_decoder import WireItem
@@ -44,7 +44,7 @@ MESSAGES = {
     "Embeds": Embeds,
     "Header": features.Header,
     "WireItem": WireItem,
-    "RequestEmbeddings": RequestEmbeddings,
+    "EmbeddingPlan": EmbeddingPlan,
     "Published": kv_events.Published,
 }
 
@@ -119,8 +119,8 @@ EXPLAINED = {
     "Header.fields": HEADER,
     "Flat.slices": HEADER,
     "Nested.items": HEADER,
-    "RequestEmbeddings.loads": ITEMS,
-    "RequestEmbeddings.fills": ITEMS,
+    "EmbeddingPlan.loads": ITEMS,
+    "EmbeddingPlan.fills": ITEMS,
     "Published.events": BLOCKS,
     "BlockStored.block_hashes": BLOCKS,
     "BlockStored.token_ids": BLOCKS,

@@ -18,7 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.flag_table import PROCESSOR_GROUPS, flag_table
-from medialane.vllm_bridge.server_flags import REFUSED
+from medialane.vllm_bridge.server_flags import UNSUPPORTED_FLAGS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,12 +70,12 @@ GIVEN = {
 def test_every_server_flag_is_in_exactly_one_table():
     engine = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     server = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions} - engine
-    tables = [*APPLIED, *IRRELEVANT, *(name for name in REFUSED if name not in engine)]
+    tables = [*APPLIED, *IRRELEVANT, *(name for name in UNSUPPORTED_FLAGS if name not in engine)]
     assert sorted(tables) == sorted(server | {"help"})
 
 
 def test_every_rejected_flag_is_tested():
-    assert GIVEN.keys() == REFUSED.keys()
+    assert GIVEN.keys() == UNSUPPORTED_FLAGS.keys()
 
 
 @pytest.mark.parametrize("name", GIVEN)

@@ -20,7 +20,7 @@ from medialane.cluster.model_hub import find_on_hub
 from medialane.cluster.placement import installed_version
 from medialane.cluster.vllm_flags import flag_table, flag_value, has_flag
 from medialane.core.errors import StartupFailed
-from medialane.vllm_bridge.server_flags import REFUSED
+from medialane.vllm_bridge.server_flags import UNSUPPORTED_FLAGS
 
 #: As in vLLM's `validate_parsed_serve_args`.
 _NEEDS = {"--enable-auto-tool-choice": "--tool-call-parser", "--enable-log-outputs": "--enable-log-requests"}
@@ -70,7 +70,7 @@ def _check_torchvision() -> None:
 def check_flags(vllm_args: Sequence[str]) -> None:
     """Raise StartupFailed for a flag that vLLM does not have, whose value it would reject, or that has no meaning here.
     If the installed vLLM is another version than the table's, flags are left to vLLM."""
-    for name, advice in {"model": "give the model before `--`, right after the command", **REFUSED}.items():
+    for name, advice in {"model": "give the model before `--`, right after the command", **UNSUPPORTED_FLAGS}.items():
         flag = f"--{name.replace('_', '-')}"
         if has_flag(vllm_args, flag):
             raise StartupFailed(f"{flag} is not for vLLM here: {advice}")

@@ -29,7 +29,7 @@ _OWN = (VLLMServerError, GracefulHTTPError, torch.OutOfMemoryError, torch.Accele
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 #: Raised by vLLM's front end, before anything of the request has reached EngineCore.
-REFUSED = (VLLMClientError, GracefulHTTPError)
+REQUEST_ERRORS = (VLLMClientError, GracefulHTTPError)
 
 
 def engine_fault(error: BaseException) -> BaseException | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from medialane.core.errors import StartupFailed
 
 #: Flags that would silently have no effect, and what to do instead.
-REFUSED: Mapping[str, str] = {
+UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "model_tag": "give the model before `--`, right after the command",
     "host": "give --host before `--`",
     "port": "give --port before `--`",
@@ -36,7 +36,7 @@ REFUSED: Mapping[str, str] = {
 def check_server_flags(args: Namespace, parser: ArgumentParser) -> None:
     """Raise StartupFailed for an unsupported flag, given on the command line or in `--config`, or in vLLM's environment
     variable about redirects."""
-    for name, advice in REFUSED.items():
+    for name, advice in UNSUPPORTED_FLAGS.items():
         if getattr(args, name) != parser.get_default(name):
             flag = "a positional argument" if name == "model_tag" else f"--{name.replace('_', '-')}"
             raise StartupFailed(f"{flag} is not for vLLM here: {advice}")

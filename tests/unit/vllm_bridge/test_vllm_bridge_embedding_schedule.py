@@ -5,7 +5,7 @@ import pytest
 
 from medialane.core.request import EmbeddingCounts
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingSchedule, RequestEmbeddings, StepEmbeddings
+from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan, EmbeddingSchedule, StepEmbeddings
 
 
 def tensor(number):
@@ -13,7 +13,7 @@ def tensor(number):
 
 
 def sent(name, *, loads=(), fills=()):
-    return msgspec.msgpack.encode(RequestEmbeddings(name, dict(loads), dict(fills)))
+    return msgspec.msgpack.encode(EmbeddingPlan(name, dict(loads), dict(fills)))
 
 
 class World:

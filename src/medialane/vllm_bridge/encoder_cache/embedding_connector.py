@@ -30,7 +30,7 @@ from medialane.vllm_bridge.seams.encoder_cache import (
     tensor_parallel_rank,
 )
 
-#: The only key of `ec_transfer_params` in a request. Its value is a `RequestEmbeddings`, encoded.
+#: The only key of `ec_transfer_params` in a request. Its value is a `EmbeddingPlan`, encoded.
 KEY = "medialane"
 
 #: Settings of the connector: the directory of arenas.

@@ -1,6 +1,6 @@
 """The scheduler's side of the embedding connector: which embeddings a step loads, and which it is to save.
 
-Theory of operation. A request's embeddings arrive with it (`RequestEmbeddings`) and are registered the first time the
+Theory of operation. A request's embeddings arrive with it (`EmbeddingPlan`) and are registered the first time the
 scheduler considers the request, which is before it schedules the request's encoder inputs. An item with an embedding
 to load has no pixels, so it must never be scheduled for the encoder: it is known here as long as the request exists,
 and a request whose embedding cannot be read any more is failed before it is scheduled. Everything is a lookup in a dict
@@ -21,7 +21,7 @@ from medialane.core.tensor import TensorDescriptor
 logger = logging.getLogger(__name__)
 
 
-class RequestEmbeddings(msgspec.Struct, frozen=True, array_like=True):
+class EmbeddingPlan(msgspec.Struct, frozen=True, array_like=True):
     """The embeddings of one request by mm_hash, as sent to EngineCore: those to load, and those to save if the item is
     encoded. `request_id` is the request's id in the front end."""
 
@@ -30,7 +30,7 @@ class RequestEmbeddings(msgspec.Struct, frozen=True, array_like=True):
     fills: dict[str, TensorDescriptor]
 
 
-DECODER = msgspec.msgpack.Decoder(RequestEmbeddings)
+DECODER = msgspec.msgpack.Decoder(EmbeddingPlan)
 
 
 @dataclass
@@ -51,7 +51,7 @@ class EmbeddingSchedule:
         self._num_loaded = self._num_encoded = self._num_saved = self._num_failed = 0
         self._is_readable = is_readable
         self._refuse = refuse
-        self._requests: dict[str, tuple[RequestEmbeddings, int]] = {}
+        self._requests: dict[str, tuple[EmbeddingPlan, int]] = {}
         self._loads: dict[str, dict[str, TensorDescriptor]] = {}
         self._refused: set[str] = set()
         self._unusable: set[str] = set()
@@ -70,7 +70,7 @@ class EmbeddingSchedule:
     ) -> bool:
         """Return whether the request's embeddings can be loaded; if not, it is in `take_refused` next.
 
-        `sent` are its `RequestEmbeddings`; `ends` returns where each of its items ends in the prompt.
+        `sent` are its `EmbeddingPlan`; `ends` returns where each of its items ends in the prompt.
         """
         if request_id in self._refused:
             return False
@@ -85,7 +85,7 @@ class EmbeddingSchedule:
             return True
         return self._fail(request_id)
 
-    def _register(self, request_id: str, sent: bytes, ends: Mapping[str, int]) -> tuple[RequestEmbeddings, int] | None:
+    def _register(self, request_id: str, sent: bytes, ends: Mapping[str, int]) -> tuple[EmbeddingPlan, int] | None:
         try:
             embeddings = DECODER.decode(sent)
         except (msgspec.DecodeError, TypeError, ValueError):

@@ -10,7 +10,7 @@ from medialane.core.errors import HandoverFailed
 from medialane.core.feature import EmbeddingUse, MediaPayload
 from medialane.core.request import EncoderCard
 from medialane.core.tensor import TensorSpec
-from medialane.vllm_bridge.encoder_cache.embedding_schedule import RequestEmbeddings
+from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan
 from medialane.vllm_bridge.items.validation import placeholder_of
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -30,7 +30,7 @@ def request_embeddings(
     Otherwise raises HandoverFailed: the request can be sent with the item's tensors instead. One to be saved under
     those conditions is left out. Raises InvalidFeature for an item without a placeholder.
     """
-    found = RequestEmbeddings(request_id, {}, {})
+    found = EmbeddingPlan(request_id, {}, {})
     for feature, use in zip(features, uses, strict=True):
         fault = "" if use is None else _fault(feature, use, encoder, arenas)
         if use is not None and use.is_filled:

@@ -65,7 +65,7 @@ from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, ha
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.outputs import ended_by_front_end, has_error, to_deltas
 from medialane.vllm_bridge.engine.private_folder import PrivateFolder
-from medialane.vllm_bridge.engine_errors import REFUSED, mapped_errors
+from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
 from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder
 from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
 from medialane.vllm_bridge.items.settings import settings_of
@@ -317,7 +317,7 @@ class VllmEngine:
             async with self._new_encoder_after(call):
                 try:
                     result = await self._result_or_death(administration.begin(self._llm, call))
-                except (*REFUSED, EngineDeadError, MedialaneError):
+                except (*REQUEST_ERRORS, EngineDeadError, MedialaneError):
                     raise
                 except Exception as error:  # vLLM has no narrower type for a failed utility
                     raise GenerationFailed(str(error) or type(error).__name__) from error
@@ -366,7 +366,7 @@ class VllmEngine:
                     cut_short = cut_short or ended_by_front_end(output)
                     settled = output.finished and not cut_short
                     yield output
-        except REFUSED:
+        except REQUEST_ERRORS:
             settled = True
             raise
         finally:

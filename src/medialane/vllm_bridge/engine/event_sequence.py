@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Verdict(Enum):
+class BatchStatus(Enum):
     """What to do with a batch."""
 
     TAKE = "the next one"
@@ -25,20 +25,20 @@ class EventSequence:
         self.next = 0
         self._last_live = -1
 
-    def live(self, number: int) -> Verdict:
+    def live(self, number: int) -> BatchStatus:
         """Classify a live batch, and advance past it on TAKE. On RESTARTED, call again with the same batch."""
         if number <= self._last_live:
             self.next, self._last_live = 0, -1
-            return Verdict.RESTARTED
+            return BatchStatus.RESTARTED
         self._last_live = number
         return self.buffered(number)
 
-    def buffered(self, number: int) -> Verdict:
+    def buffered(self, number: int) -> BatchStatus:
         """Classify a batch from the buffer, and advance past it on TAKE."""
         if number == self.next:
             self.next += 1
-            return Verdict.TAKE
-        return Verdict.SEEN if number < self.next else Verdict.GAP
+            return BatchStatus.TAKE
+        return BatchStatus.SEEN if number < self.next else BatchStatus.GAP
 
     def skip_to(self, number: int) -> None:
         """Give up the missing batches before `number`."""

@@ -23,7 +23,7 @@ import zmq.asyncio
 from vllm.config import KVEventsConfig
 
 from medialane.core.kv_events import AllBlocksCleared, KvEvent, KvEventBatch
-from medialane.vllm_bridge.engine.event_sequence import EventSequence, Verdict
+from medialane.vllm_bridge.engine.event_sequence import BatchStatus, EventSequence
 
 logger = logging.getLogger(__name__)
 
@@ -172,18 +172,18 @@ class RankReader:
             self.lose("a batch cannot be read")
             return
         number, payload = int.from_bytes(frames[1], "big"), frames[2]
-        verdict = self._sequence.live(number)
-        if verdict is Verdict.RESTARTED:
+        status = self._sequence.live(number)
+        if status is BatchStatus.RESTARTED:
             self.lose("the publisher has restarted")
-            verdict = self._sequence.live(number)
-        if verdict is Verdict.GAP:
+            status = self._sequence.live(number)
+        if status is BatchStatus.GAP:
             self.num_gaps += 1
             await self._request_replay()
-            verdict = self._sequence.buffered(number)
-        if verdict is Verdict.GAP:
+            status = self._sequence.buffered(number)
+        if status is BatchStatus.GAP:
             self._skip_to(number)
-            verdict = self._sequence.buffered(number)
-        if verdict is Verdict.TAKE:
+            status = self._sequence.buffered(number)
+        if status is BatchStatus.TAKE:
             await self._notify(payload)
 
     def _skip_to(self, number: int) -> None:
@@ -209,7 +209,7 @@ class RankReader:
         number = int.from_bytes(frames[2], "big")
         if number > self._sequence.next:
             self._skip_to(number)
-        if self._sequence.buffered(number) is Verdict.TAKE:
+        if self._sequence.buffered(number) is BatchStatus.TAKE:
             await self._notify(frames[3])
 
     async def _notify(self, payload: bytes) -> None:
