@@ -25,7 +25,7 @@ async def host_store(address: str, arena: Arena, pool: PreparerPool | None = Non
     """Serve the store of `arena` at `address`. Without a `pool` only what is in the arena already can be used."""
     media = MediaConfig()
     preparers: Any = pool
-    async with Fetcher(media, bodies=EncodedStore(arena, media)) as fetcher:
+    async with Fetcher(media, open_body=EncodedStore(arena, media).open) as fetcher:
         aliases = Aliases(max_aliases=1, ttl_s=60)
         items = Items(arena=arena, pool=preparers, fetcher=fetcher, media=media, aliases=aliases)
 

@@ -13,7 +13,7 @@ import pytest
 from medialane.core.errors import InvalidRequest, InvalidVideo, TooManyFrames
 from medialane.core.media import FrameBatch
 from medialane.media import MediaConfig
-from medialane.media.container_type import sniff_video
+from medialane.media.container import sniff_video
 from medialane.media.video import open_video
 from medialane.vllm_bridge.items import frame_sampler
 from medialane.vllm_bridge.seams import multimodal

@@ -19,7 +19,7 @@ from medialane.core.media import Modality
 from medialane.gateway.intake import extract
 from medialane.gateway.references import References
 from medialane.media import MediaConfig, parse_data_url, probe, sniff
-from medialane.media.freshness import freshness_of
+from medialane.media.http_cache import freshness_of
 from medialane.media.image import decode_image
 from medialane.media.url_guard import UrlGuard
 

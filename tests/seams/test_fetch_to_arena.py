@@ -61,7 +61,7 @@ async def origin():
 @asynccontextmanager
 async def fetching(arena, **limits):
     config = MediaConfig(**LOCAL, **limits)
-    async with Fetcher(config, bodies=EncodedStore(arena, config)) as fetcher:
+    async with Fetcher(config, open_body=EncodedStore(arena, config).open) as fetcher:
         yield fetcher
 
 

@@ -103,7 +103,8 @@ class _Store:
         """
         config, arena = self._config, self._arena
         stack.push_async_callback(self._pool.close)
-        fetcher = await stack.enter_async_context(Fetcher(config.media, bodies=EncodedStore(arena, config.media)))
+        encoded = EncodedStore(arena, config.media)
+        fetcher = await stack.enter_async_context(Fetcher(config.media, open_body=encoded.open))
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
         own_movers = movers(config, arena.id)
         self._pulls = pulls = Pulls(arena, config.rpc, own_movers, max_streams=config.store.peer_streams)

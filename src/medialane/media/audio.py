@@ -21,9 +21,7 @@ from numpy.typing import NDArray
 from medialane.core.errors import AudioTooLong, InvalidAudio, UnsupportedMediaType
 from medialane.core.media import AudioSamples
 from medialane.media.config import MediaConfig
-from medialane.media.container_type import AudioType, sniff_audio
-from medialane.media.memory_file import MemoryFile
-from medialane.media.mp4_references import check_references
+from medialane.media.container import AudioType, MemoryFile, check_references, sniff_audio
 
 # Both are optional: images need neither. Imported here, before preparers are forked, so that all share their pages.
 try:

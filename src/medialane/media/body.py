@@ -1,14 +1,12 @@
 """Destinations for the body of a fetch while it is read.
 
 A body may be as large as a video and arrives in chunks. The caller of a fetch chooses their destination: shared memory
-in the store, which implements `Bodies`; the heap in processes without it, and in tests.
+in the store; the heap in processes without it, and in tests.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
-
-from medialane.core.media import Modality
 
 
 class Body(Protocol):
@@ -34,12 +32,6 @@ class Body(Protocol):
         ...
 
 
-class Bodies(Protocol):
-    """Creates bodies. At most `max_bytes` will be written; `salt` is the tenant's, as in `MediaRef`."""
-
-    def open(self, modality: Modality, salt: str, max_bytes: int) -> Body: ...
-
-
 class HeapBody:
     """A body on the heap."""
 
@@ -57,8 +49,3 @@ class HeapBody:
 
     def abandon(self) -> None:
         self._data = bytearray()
-
-
-class HeapBodies:
-    def open(self, modality: Modality, salt: str, max_bytes: int) -> HeapBody:
-        return HeapBody()

@@ -22,7 +22,7 @@ from medialane.core.media import AudioIo, Decoded, FrameSampler, Modality
 from medialane.core.modalities import MODALITIES
 from medialane.media.audio import check_audio, decode_audio
 from medialane.media.config import MediaConfig
-from medialane.media.container_type import sniff_audio, sniff_video
+from medialane.media.container import sniff_audio, sniff_video
 from medialane.media.image import check_image, decode_image
 from medialane.media.image_header import sniff_image
 from medialane.media.kinds import Kind, Kinds, Load, audio_kind, audio_kinds, image_kinds, load, video_kinds

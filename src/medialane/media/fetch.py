@@ -13,18 +13,20 @@ from aiohttp.abc import AbstractResolver
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef, Modality
 from medialane.core.single_flight import SingleFlight
-from medialane.media.body import Bodies, Body, HeapBodies
+from medialane.media.body import Body, HeapBody
 from medialane.media.config import MediaConfig
+from medialane.media.http_cache import KnownUrl, UrlCache, url_key
 from medialane.media.http_source import HttpSource, Received
 from medialane.media.local_files import LocalFiles
-from medialane.media.url_cache import KnownUrl, UrlCache, url_key
+
+OpenBody = Callable[[Modality, str, int], Body]
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """Content, identified by its blake3-256 hash in hex.
 
-    `data` is None if the hash was known without fetching, or if `Bodies` stores the bytes.
+    `data` is None if the hash was known without fetching, or if the body stores the bytes.
     """
 
     content_hash: str
@@ -41,16 +43,17 @@ class Fetcher:
         self,
         config: MediaConfig,
         *,
-        bodies: Bodies | None = None,
+        open_body: OpenBody = lambda *_: HeapBody(),
         resolver: AbstractResolver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bodies` determines where bodies are stored, by default on the heap.
+        """`open_body` determines where bodies are stored, by default on the heap. It gets the modality, the tenant's
+        salt as in `MediaRef`, and the most bytes that will be written.
 
         `resolver` replaces the system's; its results are validated all the same.
         """
         self._config = config
-        self._bodies = bodies or HeapBodies()
+        self._open_body = open_body
         self._resolver = resolver
         self._clock = clock
         self._urls = UrlCache(config.max_cached_urls)
@@ -73,7 +76,7 @@ class Fetcher:
         Concurrent callers for the same content share one fetch, which is cancelled with the last of them. They share
         the bytes, which must not be modified. Errors have no `param`. Raises InvalidMediaUrl, UnsupportedUrlScheme,
         MediaUrlForbidden, TooManyRedirects, MediaFetchFailed, MediaFetchTimeout, MediaTooLarge, EmptyMedia,
-        UnsupportedMediaType (unsupported modality), UpstreamFailed, and what `Bodies` raises.
+        UnsupportedMediaType (unsupported modality), UpstreamFailed, and what the body raises.
         """
         if ref.data is not None:
             return Fetched(content_hash(ref.data), ref.data)
@@ -104,7 +107,7 @@ class Fetcher:
         return Fetched(*await self._files.read(url, limits, open_body=lambda: self._body(ref)))
 
     def _body(self, ref: MediaRef) -> Body:
-        return self._bodies.open(ref.modality, ref.salt, self._config.fetch_limits(ref.modality).max_bytes)
+        return self._open_body(ref.modality, ref.salt, self._config.fetch_limits(ref.modality).max_bytes)
 
     def _remember(
         self, key: bytes, received: Received, *, content_hash: str, known: KnownUrl | None, requested_at: float

@@ -30,9 +30,8 @@ from medialane.core.errors import (
 from medialane.core.own_fault import raise_exhausted
 from medialane.media.body import Body, HeapBody
 from medialane.media.config import FetchLimits, MediaConfig
-from medialane.media.freshness import Freshness, freshness_of
+from medialane.media.http_cache import Freshness, Validators, freshness_of
 from medialane.media.http_session import open_session
-from medialane.media.url_cache import Validators
 from medialane.media.url_guard import UrlGuard
 
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))

@@ -10,15 +10,27 @@ from contextlib import ExitStack, contextmanager
 
 import av
 import numpy as np
+import pybase64
 from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 
-from medialane.core.errors import InvalidVideo, TooManyFrames, UnsupportedMediaType, VideoTooLarge, VideoTooLong
+from medialane.core.errors import (
+    EmptyMedia,
+    ImageTooLarge,
+    InvalidBase64,
+    InvalidImage,
+    InvalidVideo,
+    MediaTooLarge,
+    TooManyFrames,
+    UnsupportedMediaType,
+    VideoTooLarge,
+    VideoTooLong,
+)
 from medialane.core.media import Video, VideoSource
 from medialane.media.config import MediaConfig
+from medialane.media.container import check_references
 from medialane.media.image import decode_image
-from medialane.media.jpeg_list import split_jpeg_list
-from medialane.media.mp4_references import check_references
+from medialane.media.image_header import Sniffed, sniff_image
 from medialane.media.video_capture import UNOPENABLE, Capture, FrameTable, FrameTableMismatch, open_container
 
 _Pixels = NDArray[np.uint8]
@@ -38,7 +50,7 @@ def open_video(data: memoryview, media_type: str, config: MediaConfig) -> Iterat
     """Open an encoded video of the type returned by `sniff_video`; it is closed at the end of the block.
 
     Raises InvalidVideo, VideoTooLarge, VideoTooLong, UnsupportedMediaType; for a list of JPEG frames what
-    `split_jpeg_list` raises.
+    `JpegList` raises.
     """
     if media_type == "video/jpeg":
         yield JpegList(data, config)
@@ -56,10 +68,13 @@ def open_video(data: memoryview, media_type: str, config: MediaConfig) -> Iterat
 
 
 class JpegList:
-    """vLLM's list of JPEG frames (a `Video`). It has no frame rate: vLLM takes it from the request's options."""
+    """vLLM's list of JPEG frames, base64 strings joined by commas (a `Video`).
+
+    It has no frame rate: vLLM takes it from the request's options.
+    """
 
     def __init__(self, data: memoryview, config: MediaConfig) -> None:
-        self._frames = split_jpeg_list(data, config)
+        self._frames = _jpeg_frames(data, config)
         self._config = config
         self.data = data
         self.source = VideoSource(num_frames=len(self._frames), fps=0.0, duration_s=0.0)
@@ -73,6 +88,45 @@ class JpegList:
         if len({frame.shape for frame in frames}) > 1:
             raise InvalidVideo("the video's frames differ in size")
         return np.stack(frames), requested
+
+
+def _jpeg_frames(view: memoryview, config: MediaConfig) -> list[bytes]:
+    """Return the JPEG files of a list, after checking their number and headers against the limits.
+
+    Raises InvalidBase64, InvalidVideo, TooManyFrames, VideoTooLarge, UnsupportedMediaType.
+    """
+    parts = bytes(view).split(b",", config.max_sampled_frames)
+    if len(parts) > config.max_sampled_frames:
+        raise TooManyFrames(f"the video has more than {config.max_sampled_frames} frames")
+    frames = [_from_base64(part) for part in parts]
+    sizes = {(frame.width, frame.height) for frame in (_sniff_frame(data, config) for data in frames)}
+    if len(sizes) > 1:
+        raise InvalidVideo("the video's frames differ in size")
+    (width, height) = sizes.pop()
+    if len(frames) * width * height * 3 > config.max_video_decoded_bytes:
+        raise VideoTooLarge(f"{len(frames)} frames of {width}x{height} take too much memory")
+    return frames
+
+
+def _from_base64(text: bytes) -> bytes:
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise InvalidBase64("a frame of the video is not base64") from error
+
+
+def _sniff_frame(data: bytes, config: MediaConfig) -> Sniffed:
+    try:
+        sniffed = sniff_image(data, config)
+    except (EmptyMedia, InvalidImage) as error:
+        raise InvalidVideo("a frame of the video is not a valid JPEG") from error
+    except (ImageTooLarge, MediaTooLarge) as error:
+        raise VideoTooLarge("a frame of the video is too large") from error
+    if sniffed.media_type != "image/jpeg":
+        raise UnsupportedMediaType("a frame of the video is not a JPEG")
+    if sniffed.width * sniffed.height > config.max_video_pixels:
+        raise VideoTooLarge(f"a frame of the video has more than {config.max_video_pixels} pixels")
+    return sniffed
 
 
 class EncodedVideo:

@@ -27,7 +27,7 @@ from av.video.stream import VideoStream
 
 from medialane.core.errors import InvalidVideo, VideoTooLarge, VideoTooLong
 from medialane.media.config import MediaConfig
-from medialane.media.memory_file import MemoryFile
+from medialane.media.container import MemoryFile
 
 UNOPENABLE = "the video cannot be opened"
 

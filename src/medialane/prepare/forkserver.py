@@ -9,8 +9,7 @@ process does it once; every preparer is a fork of it, ready in milliseconds and 
 * No orphans. The kernel kills this process with the store's thread that started it, and each preparer with this
   process (PR_SET_PDEATHSIG); closing the control channel has the same effect on a process that still reads it.
 
-A *spare* is a fork of this process that waits on its own control channel. It costs the pages that it writes to (a few
-MB) and reduces the recovery time after the death of this process from 20 s to milliseconds.
+A *spare* is a fork of this process that waits on its own control channel (`forkservers` says why).
 
 The loop waits for requests on the control channel and for exits of children (one pidfd each, which a reused pid cannot
 confuse). It is the only place where preparers are reaped. The protocol is in `messages`.

@@ -1,7 +1,9 @@
 """The active fork server, and a spare that takes over when it dies.
 
-The spare is a fork of the active one: immediately warm, at the cost of the pages that it writes to. When the active one
-dies, the spare replaces it and forks its own spare. A processor is rebuilt only if both die at the same time.
+The spare is a fork of the active one. When that dies, the spare replaces it and forks its own spare; a processor is
+rebuilt only if both die at the same time. Measured with the tiny Qwen2.5-VL on two cores: importing, building and
+warming a processor takes 19 s, in which all media are refused; the spare forks its first preparer after 0.03 s. It is
+forked in 0.02 s and has 3 MB of memory of its own, the rest of its 580 MB is shared with the active one.
 """
 
 from __future__ import annotations

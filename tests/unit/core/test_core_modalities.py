@@ -33,7 +33,7 @@ ABOUT_ONE_MODALITY = {
     "gateway/store_features.py": "the budget of images",
     "store/items.py": "the budget of images",
     "store/encoded_store.py": "images published for RDMA reads",
-    "media/container_type.py": "what video and audio files have in common",
+    "media/container.py": "what video and audio files have in common",
     "media/published_image.py": "images published for RDMA reads",
     "cli/demo.py": "the demo's images",
     "cli/serve.py": "the example of a request",

@@ -12,14 +12,14 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig, container_type, probe, sniff
+from medialane.media import MediaConfig, container, probe, sniff
 
 CONFIG = MediaConfig()
 
 
 def sniff_audio(data, config):
     """As in stage `url`: the type by the first bytes, then a look into the file by the libraries that decode it."""
-    media_type = container_type.sniff_audio(data, config)
+    media_type = container.sniff_audio(data, config)
     probe(memoryview(data), "audio", media_type, config)
     return media_type
 

@@ -1,7 +1,7 @@
 import pytest
 from multidict import CIMultiDict
 
-from medialane.media.freshness import Freshness, freshness_of
+from medialane.media.http_cache import Freshness, freshness_of
 
 DATE = "Tue, 15 Nov 1994 08:12:31 GMT"
 LATER = "Tue, 15 Nov 1994 08:13:31 GMT"

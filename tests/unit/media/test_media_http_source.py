@@ -24,9 +24,8 @@ from medialane.core.errors import (
 from medialane.core.hashing import content_hash
 from medialane.media import FetchLimits, MediaConfig
 from medialane.media.body import HeapBody
-from medialane.media.freshness import Freshness
+from medialane.media.http_cache import Freshness, Validators
 from medialane.media.http_source import HttpSource, _mapped_errors, _RetryableFailure
-from medialane.media.url_cache import Validators
 from waiting import eventually
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",))

@@ -1,4 +1,4 @@
-from medialane.media.url_cache import KnownUrl, UrlCache, Validators, url_key
+from medialane.media.http_cache import KnownUrl, UrlCache, Validators, url_key
 
 HASH = "ab" * 32
 TAGGED = Validators("http://a/", '"1"', None)

@@ -16,7 +16,7 @@ from medialane.core.errors import (
     VideoTooLarge,
     VideoTooLong,
 )
-from medialane.media import container_type, probe
+from medialane.media import container, probe
 from medialane.media.config import MediaConfig
 from medialane.media.video import open_video
 from video_clips import clip, jpegs, remux
@@ -24,7 +24,7 @@ from video_clips import clip, jpegs, remux
 
 def sniff_video(data, config):
     """As in stage `url`: the type by the first bytes, then a look into the file by FFmpeg."""
-    media_type = container_type.sniff_video(data, config)
+    media_type = container.sniff_video(data, config)
     probe(memoryview(data), "video", media_type, config)
     return media_type
 

@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.prepare.work_estimate import INITIAL_S, WorkEstimate
+from medialane.prepare.job_queue import INITIAL_S, WorkEstimate
 
 
 def test_estimate_follows_the_items_of_each_modality():

@@ -1,18 +1,24 @@
-"""Detects the type of an encoded video or audio file from its first 64 bytes.
+"""The containers of encoded video and audio: their types, references to other files, and how decoders read them.
 
-Runs on the event loop, so it inspects only magic bytes. Demuxers follow references to other files and streams (HLS,
-DASH, SDP, concat lists), so only files with the magic bytes of a listed container reach one, and the demuxer is named
-explicitly instead of probed. Size, duration and tracks are read by FFmpeg and libsndfile inside a preparer (`probe`,
-`video`, `audio`).
+Types are detected on the event loop, from a file's first 64 bytes. Demuxers follow references to other files and
+streams (HLS, DASH, SDP, concat lists), so only files with the magic bytes of a listed container reach one, and the
+demuxer is named explicitly instead of probed. The rest runs inside a preparer, where FFmpeg and libsndfile read size,
+duration and tracks (`video`, `audio`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+import io
+import re
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
 
 from medialane.core.errors import EmptyMedia, MediaTooLarge, UnsupportedMediaType
 from medialane.media.config import MediaConfig
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 VideoType = Literal["video/mp4", "video/webm", "video/x-matroska", "video/jpeg"]
 
@@ -117,3 +123,68 @@ _AUDIO_TYPES: tuple[tuple[Callable[[bytes], bool], AudioType], ...] = (
     (lambda head: _is_matroska(head, b"webm"), "video/webm"),
     (lambda head: _is_matroska(head, b"matroska"), "video/x-matroska"),
 )
+
+
+_DREF = re.compile(rb"dref")
+
+#: Entry types, so that `dref` occurring by chance in media data causes no rejection.
+_REFERENCE_KINDS = (b"url ", b"urn ", b"alis", b"rsrc", b"imdt", b"snim")
+_SELF_CONTAINED = 1
+
+#: A track has one table of one entry. Further ones are not checked, which is safe: FFmpeg opens no references.
+_MAX_TABLES = 1024
+_MAX_REFERENCES = 64
+
+
+def check_references(data: memoryview) -> None:
+    """Raise UnsupportedMediaType if the MP4 references media in another file (`dref`, ISO/IEC 14496-12, 8.7.2).
+
+    FFmpeg, as built for PyAV and OpenCV, does not open such references: it reads the samples from the file itself, at
+    the other file's offsets, which gives garbage. The box is searched by its name, anywhere in the file.
+    """
+    for table in islice(_DREF.finditer(data), _MAX_TABLES):
+        if not all(flags & _SELF_CONTAINED for flags in _entries(data, table.end())):
+            raise UnsupportedMediaType("the video refers to another file")
+
+
+def _entries(data: memoryview, offset: int) -> Iterator[int]:
+    """Yield the flags of the entries of the `dref` whose content starts at `offset`."""
+    num_entries = int.from_bytes(data[offset + 4 : offset + 8], "big")
+    offset += 8
+    for _ in range(min(num_entries, _MAX_REFERENCES)):
+        size, kind = int.from_bytes(data[offset : offset + 4], "big"), bytes(data[offset + 4 : offset + 8])
+        if size < 12 or kind not in _REFERENCE_KINDS:
+            return
+        yield int.from_bytes(data[offset + 9 : offset + 12], "big")
+        offset += size
+
+
+class MemoryFile(io.RawIOBase):
+    """A file over bytes in memory, of which it copies only what is read; it ignores a `seek` to before the start.
+
+    Libraries seek to invalid offsets from damaged files; an exception inside their callbacks would be printed.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data = data
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        into = memoryview(buffer)
+        part = self._data[self._position : self._position + len(into)]
+        into[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._data)}[whence]
+        if start + offset >= 0:
+            self._position = start + offset
+        return self._position
