@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from prometheus_client import CollectorRegistry
@@ -38,7 +39,7 @@ from medialane.wire.config import RpcConfig
 from medialane.wire.framing import FrameReader
 from medialane.wire.protocol import decode_from_worker
 from medialane.worker.block_reports import BlockReports
-from medialane.worker.gateway_link.pending_work_relay import GatewayGroup
+from medialane.worker.gateway_link.pending_work_relay import PendingWorkRelay
 from medialane.worker.gateway_link.session_reports import SessionReports
 from simulated_hosts import Host, num_bytes
 from simulated_media import MediaPath
@@ -216,28 +217,20 @@ class _Link:
         self.same_host = same_host
         self.name = f"w{worker.number}"
         self.to_worker, self.to_gateway = _Wire(cluster), _Wire(cluster)
-        self.client = ClientReports(lambda message: self.to_worker.send(lambda: self._received(message)))
-        self.client.open(worker.card)
+        self._reports = ClientReports(lambda message: self.to_worker.send(lambda: self._received(message)))
+        self._reports.open(worker.card)
+        #: Of an RpcClient, what `Routes` uses.
+        self.client = SimpleNamespace(reports=self._reports)
         self._card = worker.card
-        this = cast("Any", self)
-        routes.joined(this)
-        receive: Callable[[Any], None] = self.client.received
-        apply: Callable[[Any], None] = lambda change: routes.changed(this, change)  # noqa: E731 - may be measured
+        routed: Any = routes.joined(cast("Any", self))
+        receive: Callable[[Any], None] = self._reports.received
         if cluster.meter is not None:
-            receive, apply = cluster.meter.receiving(receive), cluster.meter.applying(apply)
-        self.client.watch(
-            on_blocks=apply,
-            on_loads=lambda loads: routes.reported(this, loads),
-            on_pending=lambda number, work: routes.announced(this, number, work),
-            on_pending_ended=lambda number, is_computed: routes.announcement_ended(
-                this, number, is_computed=is_computed
-            ),
-            on_encoder_cleared=None,  # no trace resets caches
-        )
+            receive, routed.changed = cluster.meter.receiving(receive), cluster.meter.applying(routed.changed)
+        self._reports.watch(routed)
         self._session = SessionReports(
             cast("Any", worker),
             cast("Any", _Connection(self.to_gateway, receive)),
-            group=worker.group,
+            relay=worker.relay,
             max_frame_bytes=_RPC.max_frame_bytes,
             max_pending=_RPC.max_in_flight,
         )
@@ -267,7 +260,7 @@ class _Gateway:
         pool = cast("Any", self)  # of WorkerPool, Routes uses only `listen`
         self._routes = Routes(self.router, pool, Metrics(CollectorRegistry()))
 
-    def listen(self, listener: Routes) -> None:
+    def listen(self, listener: object) -> None:
         """Reports reach the listener through its links."""
 
     def connect(self, worker: _Worker) -> None:
@@ -319,7 +312,7 @@ class _Worker:
         self.number = number
         self.card = card
         self.host = cluster.host(number)
-        self.group = GatewayGroup()
+        self.relay = PendingWorkRelay()
         self._cluster = cluster
         self._scheduler = simulated_scheduler(cluster.simulated)
         self._blocks = BlockReports(card)
@@ -357,7 +350,7 @@ class _Worker:
         )
         self._requests[sequence] = request
         self._scheduler.add(sequence)
-        self.group.load_changed()
+        self.relay.load_changed()
         if not self._stepping:
             self._step()
 
@@ -406,7 +399,7 @@ class _Worker:
         del self._token_s[sequence]
         request.link.to_gateway.send(request.route.routed.release)
         self._cluster.num_unfinished -= 1
-        self.group.load_changed()
+        self.relay.load_changed()
         self._cluster.finished(request.turn.session)
 
 

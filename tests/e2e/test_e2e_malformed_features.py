@@ -95,7 +95,7 @@ class Sender:
             temperature=0, max_tokens=BODY["max_tokens"], ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
         (encoded,) = MsgpackEncoder().encode(params)
-        remote = self.client.submit(EngineRequest(secrets.token_hex(8), prompt, bytes(encoded)))
+        remote = self.client.requests.submit(EngineRequest(secrets.token_hex(8), prompt, bytes(encoded)))
         return [token async for delta in remote for token in delta.completions[0].token_ids]
 
 
@@ -119,7 +119,7 @@ async def sender(serve, worker_addresses, processor):
     async with asyncio.timeout(30):
         await store.ready()
     client = await RpcClient.connect(worker_addresses[0], Hello(gateway_id=secrets.token_hex(16)), config)
-    await eventually(lambda: client.arena == store.arena, "the worker has mapped the store's arena")
+    await eventually(lambda: client.reports.arena == store.arena, "the worker has mapped the store's arena")
     sender = Sender(client, store, processor)
     yield sender
     await client.close()

@@ -186,7 +186,7 @@ async def test_late_encoder_gets_no_more_items_until_it_has_released_the_late_on
     assert host.outcomes() == {"late": 1}
     host.encoder._encode_s = 0
     await eventually(lambda: host.encoder.num_reading == 0)
-    await eventually(lambda: host.parts.links.of_role("encoder")[0].client.num_in_flight == 0)
+    await eventually(lambda: not host.parts.links.of_role("encoder")[0].client.requests)
     await host.answer(png(seed=2))
     assert host.outcomes() == {"late": 1, "encoded": 1}
 

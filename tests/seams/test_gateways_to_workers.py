@@ -69,7 +69,7 @@ async def open_host(stack, arena, preparers, **config):
     first = await stack.enter_async_context(Parts(arena, preparers, workers, config=settings))
     second = await stack.enter_async_context(Parts(arena, preparers, workers, config=settings, beside=first))
     clients = [link.client for parts in (first, second) for link in parts.links.links.values()]
-    await eventually(lambda: all(client.num_gateways == 2 for client in clients))
+    await eventually(lambda: all(client.reports.num_gateways == 2 for client in clients))
     return Host([first, second], workers)
 
 
@@ -140,7 +140,7 @@ async def test_lost_worker_and_lost_gateway_end_what_was_announced(host):
         await link.client.close()
     await eventually(lambda: host.num_queued(1) == 0)
     await asyncio.gather(*tasks, return_exceptions=True)
-    await eventually(lambda: all(link.client is not None and link.client.num_gateways == 2 for link in links))
+    await eventually(lambda: all(link.client is not None and link.client.reports.num_gateways == 2 for link in links))
     task, _ = await host.start(1, text(9))
     await eventually(lambda: host.num_queued(0) == 1)
     for worker in host.workers:
@@ -152,10 +152,10 @@ async def test_lost_worker_and_lost_gateway_end_what_was_announced(host):
 async def test_a_gateway_alone_announces_nothing(host, monkeypatch):
     await host.gateways[1].__aexit__()
     clients = [link.client for link in host.gateways[0].links.links.values()]
-    await eventually(lambda: all(client.num_gateways == 1 for client in clients))
+    await eventually(lambda: all(client.reports.num_gateways == 1 for client in clients))
     announced = []
     for client in clients:
-        monkeypatch.setattr(client, "announce", announced.append)
+        monkeypatch.setattr(client.reports, "announce", announced.append)
     task, _ = await host.start(0, text(0, token_s=0.0))
     await task
     assert announced == []

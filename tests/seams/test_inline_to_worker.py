@@ -100,7 +100,7 @@ async def test_sending_a_large_tensor_does_not_block_the_event_loop(arena, store
         given, worker.engine.generate = worker.engine.generate, generate
         wanted = inline_request(arena, stored)
         watch = LoopWatch()
-        remote = client.submit(wanted)
+        remote = client.requests.submit(wanted)
         assert [delta async for delta in remote]
         held_s = watch.stop()
     ((data,),) = found
@@ -110,9 +110,9 @@ async def test_sending_a_large_tensor_does_not_block_the_event_loop(arena, store
 
 async def test_other_requests_proceed_while_a_large_tensor_is_sent(arena, stored):
     async with connected(arena) as (worker, client):
-        large = client.submit(inline_request(arena, stored))
+        large = client.requests.submit(inline_request(arena, stored))
         await asyncio.sleep(0)
-        small = client.submit(request("small", [1, 2], max_tokens=2))
+        small = client.requests.submit(request("small", [1, 2], max_tokens=2))
         assert sum([len(delta.completions[0].token_ids) async for delta in small]) == 2
         assert worker.engine.num_requests == 1, "the large one has not arrived"
         assert [delta async for delta in large]
@@ -121,7 +121,7 @@ async def test_other_requests_proceed_while_a_large_tensor_is_sent(arena, stored
 async def test_worker_lost_during_a_transfer_leaves_no_open_view(arena, stored):
     async with connected(arena) as (worker, client):
         wanted = inline_request(arena, stored)
-        remote = client.submit(wanted)
+        remote = client.requests.submit(wanted)
         await asyncio.sleep(0)
         worker.drop_connections()
         with pytest.raises(WorkerLost):
@@ -136,7 +136,7 @@ async def test_expanded_and_source_prompts_with_inline_features_give_equal_outpu
         wanted = request("r", [1, 2], max_tokens=1)
         item = MediaPayload("image", "h", b"", (handed,), placeholder=PlaceholderRange(1, 1))
         sent = type(wanted)("r", ExpandedPrompt([1, 2], (item,)), wanted.sampling_params)
-        one = [delta async for delta in client.submit(sent)]
+        one = [delta async for delta in client.requests.submit(sent)]
         other = type(wanted)("s", SourcePrompt([1, 2], (item,)), wanted.sampling_params)
-        assert [d.completions for d in one] == [[*d.completions] async for d in client.submit(other)]
+        assert [d.completions for d in one] == [[*d.completions] async for d in client.requests.submit(other)]
         assert worker.engine.num_reading == 0

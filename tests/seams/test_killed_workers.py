@@ -41,7 +41,7 @@ class Cluster:
 
     def num_in_flight(self, name):
         client = self.parts.links.links[self._addresses[name]].client
-        return client.num_in_flight if client is not None else 0
+        return len(client.requests) if client is not None else 0
 
     @property
     def num_ready(self):

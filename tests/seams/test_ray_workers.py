@@ -189,7 +189,7 @@ async def test_workers_of_a_node_have_one_store_which_survives_kills(cluster, ga
 def arenas(gateway):
     """The arenas that connected workers have mapped."""
     clients = [gateway.pool.links[name].client for name in gateway.ready]
-    return [client.arena for client in clients if client is not None and client.arena is not None]
+    return [client.reports.arena for client in clients if client is not None and client.reports.arena is not None]
 
 
 def uses_another(gateway, arena, number=2):

@@ -302,7 +302,7 @@ async def test_worker_joins_a_gateway_once_through_two_addresses(cluster):
     worker = await cluster.worker("w", gateway.port, proxy.port)
     await eventually(lambda: gateway.ready == {"w"})
     client = gateway.pool.links["w"].client
-    assert await tokens(client.submit(request())) == [1, 2, 3]
+    assert await tokens(client.requests.submit(request())) == [1, 2, 3]
     assert (worker.num_gateways, gateway.pool.links["w"].client) == (1, client)
 
 

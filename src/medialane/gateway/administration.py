@@ -56,7 +56,7 @@ async def _result(link: WorkerLink, call: AdminCall, timeout_s: float) -> AdminR
     if client is None:
         return NoWorkerReady("not connected")
     try:
-        return await client.administer(call, timeout_s)
+        return await client.calls.administer(call, timeout_s)
     except MedialaneError as error:
         return error
 

@@ -46,29 +46,29 @@ class ConnectedWorker:
     @property
     def same_host(self) -> bool:
         """Whether the worker has mapped the arena that this gateway's media are in."""
-        return self.client.arena is not None and self.client.arena == self.own_arena()
+        return self.client.reports.arena is not None and self.client.reports.arena == self.own_arena()
 
     @property
     def can_pull(self) -> bool:
         """Whether the worker has a store on another host, which may copy from ours."""
-        return self.client.arena is not None and not self.same_host and self.can_grant()
+        return self.client.reports.arena is not None and not self.same_host and self.can_grant()
 
     def endpoint(self, rank: int) -> Endpoint:
         """Return one of its data-parallel ranks, with its last reported load."""
-        card, loads = self.client.welcome.card, self.client.loads
+        card, loads = self.client.welcome.card, self.client.reports.loads
         return Endpoint(
             self.name,
             self.name,
             ready=True,
             load=loads[rank] if loads else WorkerLoad(),
-            num_in_flight=self.client.num_in_flight,
+            num_in_flight=len(self.client.requests),
             rank=rank,
             num_ranks=max(1, card.data_parallel_size),
             same_host=self.same_host,
             card=card,
             can_pull=self.can_pull,
             role=card.role,
-            stalled=self.client.is_stalled,
+            stalled=self.client.reports.is_stalled,
         )
 
 

@@ -164,7 +164,7 @@ class Encoders:
         late, client = self._suspended.get(link.name), link.client
         if late is None:
             return False
-        if late is client and client.num_in_flight:
+        if late is client and len(client.requests):
             return True
         del self._suspended[link.name]  # it has released everything, or is another one
         return False
@@ -172,15 +172,15 @@ class Encoders:
     def _of_others_ms(self, link: WorkerLink, item: NewItem) -> float:
         """Return the expected work of other gateways at an encoder, if their items are like this one."""
         client = link.client
-        if client is None or client.num_gateways == 1:
+        if client is None or client.reports.num_gateways == 1:
             return 0.0
-        total = sum(load.num_running + load.num_waiting for load in client.loads)
-        return max(0, total - client.num_in_flight) * self._costs.encode_ms(item)
+        total = sum(load.num_running + load.num_waiting for load in client.reports.loads)
+        return max(0, total - len(client.requests)) * self._costs.encode_ms(item)
 
     def _num_bytes(self, placed: PlacedFeature, digest: str) -> int:
         """Return the size of an item's embedding."""
         for link in self._ready(digest):
-            card = link.client.encoder if link.client is not None else None
+            card = link.client.reports.encoder if link.client is not None else None
             if card is not None:
                 shape = (placed.placeholder.num_embeds, card.widths.get(placed.feature.modality, 0))
                 return TensorSpec(card.dtype, shape).nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -14,24 +14,21 @@ from opentelemetry import trace
 from medialane.core.block_hash import prompt_block_ids, token_array
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
-from medialane.core.kv_events import BlockIds, KvChange
-from medialane.core.pending_work import PendingWork
-from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision, WorkerLoad
+from medialane.core.kv_events import BlockIds
+from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision
 from medialane.core.stats import RoutingStats
 from medialane.gateway.embedding_outcome import EmbeddingOutcome, embedding_outcome
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import routing_report
+from medialane.gateway.routed_worker import RoutedWorker
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.routing import DecisionRecord, RoutingRequest
 
 if TYPE_CHECKING:  # imported lazily: processes that only parse settings do not pay for numba
-    from medialane.routing import AnnouncedReservation, RoutedRequest, Router
+    from medialane.routing import RoutedRequest, Router
 
 logger = logging.getLogger(__name__)
-
-#: Most requests of other gateways that are counted at one worker.
-_MAX_ANNOUNCED = 4096
 
 
 class Known(NamedTuple):
@@ -59,11 +56,8 @@ class Routes:
         self._workers = workers
         self._metrics = metrics
         self._expansions = Expansions()
-        self._slots: dict[str, list[int]] = {}
-        self._announced: dict[str, dict[int, AnnouncedReservation]] = {}
-        self._event_lag_s: dict[str, float] = {}
         self._encoder: str | None = None  # of all workers; None: not known yet
-        workers.listen(self)
+        workers.listen(self.joined)
 
     @property
     def encoder(self) -> str:
@@ -74,54 +68,12 @@ class Routes:
             self._encoder = found.pop() if len(found) == 1 else ""
         return self._encoder
 
-    def joined(self, link: WorkerLink) -> None:
+    def joined(self, link: WorkerLink) -> RoutedWorker:
+        self._forget_encoder()
+        return RoutedWorker(self._router, link, self._forget_encoder)
+
+    def _forget_encoder(self) -> None:
         self._encoder = None
-        self._announced[link.name] = {}
-        slots = self._slots[link.name] = []
-        for endpoint in link.endpoints():
-            slots.append(self._router.join(endpoint))  # noqa: PERF401 - `left` must find these slots if a later join raises
-
-    def left(self, link: WorkerLink) -> None:
-        self._encoder = None
-        self._event_lag_s.pop(link.name, None)
-        self._announced.pop(link.name, None)
-        for slot in self._slots.pop(link.name, ()):
-            self._router.leave(slot)
-
-    def reported(self, link: WorkerLink, loads: Sequence[WorkerLoad]) -> None:
-        for slot, load in zip(self._slots[link.name], loads, strict=True):
-            self._router.report(slot, load)
-
-    def changed(self, link: WorkerLink, change: KvChange) -> None:
-        slots = self._slots[link.name]
-        if change.rank < len(slots):
-            self._router.change(slots[change.rank], change)
-        if change.age_s:
-            self._event_lag_s[link.name] = change.age_s
-
-    def announced(self, link: WorkerLink, number: int, work: PendingWork) -> None:
-        found, slots = self._announced[link.name], self._slots[link.name]
-        if number not in found and len(found) < _MAX_ANNOUNCED and work.rank < len(slots):
-            found[number] = self._router.announced(slots[work.rank], work)
-
-    def announcement_ended(self, link: WorkerLink, number: int, *, is_computed: bool) -> None:
-        found = self._announced[link.name].pop(number, None)
-        if found is not None:
-            found.end(is_computed=is_computed)
-
-    def moved(self, link: WorkerLink) -> None:
-        self._encoder = None
-        for slot in self._slots.get(link.name, ()):  # none if joining has failed and the connection is being closed
-            self._router.move(slot, same_host=link.same_host)
-
-    def stall_changed(self, link: WorkerLink) -> None:
-        for slot in self._slots[link.name]:
-            self._router.drain(slot, draining=link.is_stalled)
-
-    def encoder_cleared(self, link: WorkerLink) -> None:
-        self._encoder = None
-        for slot in self._slots[link.name]:
-            self._router.clear_encoder(slot)
 
     def choose(
         self, request: EngineRequest, prepared: PreparedPrompt | None, excluded: frozenset[str] = frozenset()
@@ -171,8 +123,8 @@ class Routes:
         if not route.routed.begin(is_sent=is_sent):
             return
         client = route.link.client
-        if client is not None and client.num_gateways > 1:
-            route.routed.announce(client.announce)
+        if client is not None and client.reports.num_gateways > 1:
+            route.routed.announce(client.reports.announce)
         decision = route.routed.decision
         logger.debug("%s is routed to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
         _annotate_span(decision)
@@ -216,7 +168,7 @@ class Routes:
 
     def stats(self) -> RoutingStats:
         index, counts = self._router.index, self._router.predictions
-        gaps = {link.name: link.client.num_block_gaps for link in self._workers.links.values() if link.client}
+        reports = {link.name: link.client.reports for link in self._workers.links.values() if link.client}
         return RoutingStats(
             num_blocks=index.num_blocks,
             num_entries=index.num_entries,
@@ -224,8 +176,8 @@ class Routes:
             num_unexplained=counts.num_unexplained,
             num_never_stored=counts.num_never_stored,
             num_unsent=self._router.num_unsent,
-            event_lag_s=dict(self._event_lag_s),
-            num_event_gaps=gaps,
+            event_lag_s={name: each.event_lag_s for name, each in reports.items() if each.event_lag_s},
+            num_event_gaps={name: each.num_block_gaps for name, each in reports.items()},
         )
 
     def _block_ids(self, request: EngineRequest, known: Known) -> dict[int, BlockIds]:

@@ -45,13 +45,13 @@ class WorkerScrape:
             if self._clock() - self._refreshed_at < MIN_INTERVAL_S:
                 return
             clients = [link.client for link in self._workers.links.values()]
-            await gather_or_cancel([client.read_metrics(TIMEOUT_S) for client in clients if client is not None])
+            await gather_or_cancel([client.calls.read_metrics(TIMEOUT_S) for client in clients if client is not None])
             self._refreshed_at = self._clock()
 
     def mirrors(self) -> dict[str, MetricMirror]:
         """Return the metrics of the connected workers, by address."""
         clients = {link.name: link.client for link in self._workers.links.values()}
-        return {address: client.metrics for address, client in clients.items() if client is not None}
+        return {address: client.calls.metrics for address, client in clients.items() if client is not None}
 
 
 class ScrapeMiddleware:

@@ -13,19 +13,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
 from medialane.core.backoff import Backoff
 from medialane.core.errors import AlreadyJoined, MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
-from medialane.core.kv_events import KvChange
-from medialane.core.pending_work import PendingWork
 from medialane.core.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerLoad, WorkerRole
 from medialane.core.retry_after import Outage
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.connected_worker import ConnectedWorker, check_same_model, disagreements, lost_endpoint
 from medialane.gateway.worker_link.client import RpcClient
+from medialane.gateway.worker_link.client_reports import ReportListener
 from medialane.gateway.worker_link.remote_request import RemoteRequest
 from medialane.observability.metrics import Metrics
 from medialane.wire.config import RpcConfig
@@ -33,49 +31,9 @@ from medialane.wire.protocol import Hello, Join
 
 logger = logging.getLogger(__name__)
 
-_STALLED = (logging.ERROR, "worker %s is stalled: it gets no requests")
-_RESUMED = (logging.WARNING, "worker %s is no longer stalled")
-
-
-class WorkerListener(Protocol):
-    """Callbacks about workers, implemented by the router's side. Called on the event loop; must not block.
-
-    All but `joined` and `left` are called only between `joined` and `left`; `left` discards the worker's state. It is
-    called in the same iteration of the event loop in which the connection is lost, so no request is routed in between.
-    If `joined` raises, `left` follows. Not called for encoders, to which no request is routed.
-    """
-
-    def joined(self, link: WorkerLink) -> None:
-        """The worker is ready; `link.endpoints()` are its ranks. Its caches count as empty until it reports them."""
-        ...
-
-    def left(self, link: WorkerLink) -> None: ...
-
-    def reported(self, link: WorkerLink, loads: Sequence[WorkerLoad]) -> None:
-        """The worker has reported the load of each of its ranks."""
-        ...
-
-    def stall_changed(self, link: WorkerLink) -> None:
-        """`link.is_stalled` has changed."""
-        ...
-
-    def changed(self, link: WorkerLink, change: KvChange) -> None: ...
-
-    def announced(self, link: WorkerLink, number: int, work: PendingWork) -> None:
-        """Another gateway has sent a request to the worker; `number` identifies it until `announcement_ended`."""
-        ...
-
-    def announcement_ended(self, link: WorkerLink, number: int, *, is_computed: bool) -> None:
-        """That request has its first token (`is_computed`), or has ended without one. The number may be unknown."""
-        ...
-
-    def encoder_cleared(self, link: WorkerLink) -> None:
-        """An administrative call of any gateway has emptied the encoder caches of the worker's engine."""
-        ...
-
-    def moved(self, link: WorkerLink) -> None:
-        """`link.same_host` may have changed."""
-        ...
+#: Called when a worker is ready: `endpoints()` of its link are its ranks. Its caches count as empty until it reports
+#: them to the result. If this raises, the connection is closed. Not called for encoders, to which no request is routed.
+JoinListener = Callable[["WorkerLink"], ReportListener]
 
 
 class WorkerLink:
@@ -107,14 +65,13 @@ class WorkerLink:
         self._worker: ConnectedWorker | None = None
         #: As of the last connection.
         self.role: WorkerRole = "worker"
-        self._joined = False
+        self._reports: ReportListener | None = None  # of the worker that is connected, or was last
         self._in_use = asyncio.Lock()
-        self.listener: WorkerListener | None = None
+        self.listener: JoinListener | None = None
         #: Called with the card of a worker or encoder that has become ready.
         self.on_ready: Callable[[ModelCard], None] = lambda _card: None
         #: Called when `is_ready` may have changed, and with each report of a worker that is stalled.
         self.on_change: Callable[[], None] = lambda: None
-        self._was_stalled = False
         self.refusal: MedialaneError | None = None
         self._failure: Exception | None = None
 
@@ -127,13 +84,13 @@ class WorkerLink:
     def is_stalled(self) -> bool:
         """Whether the worker is connected, and its engine hangs."""
         client = self.client
-        return client is not None and client.is_stalled
+        return client is not None and client.reports.is_stalled
 
     @property
     def has_unknown_blocks(self) -> bool:
         """Whether the worker is connected, and requests are routed to it without regard to its KV cache."""
         client = self.client
-        return client is not None and client.has_unknown_blocks
+        return client is not None and client.reports.has_unknown_blocks
 
     @property
     def is_ready(self) -> bool:
@@ -159,13 +116,14 @@ class WorkerLink:
         worker = self._live
         if worker is None or worker.disagreements or not (worker.same_host or worker.can_pull):
             return ""
-        return "" if worker.client.encoder is None else worker.client.encoder.digest
+        card = worker.client.reports.encoder
+        return "" if card is None else card.digest
 
     @property
     def encoder_card(self) -> EncoderCard | None:
         """As `encoder`."""
         client = self.client
-        return client.encoder if client is not None and self.encoder else None
+        return client.reports.encoder if client is not None and self.encoder else None
 
     @property
     def store_client(self) -> str:
@@ -190,17 +148,17 @@ class WorkerLink:
         client = self.client
         if client is None:
             raise WorkerLost("the worker's connection was lost before the request was sent")
-        return client.submit(request)
+        return client.requests.submit(request)
 
     def fail_unanswered(self) -> None:
         """Abort the requests that the worker has not begun to answer: they raise WorkerLost."""
         if (client := self.client) is not None:
-            client.fail_unanswered(WorkerLost("the worker's engine is stalled"))
+            client.requests.fail_unanswered(WorkerLost("the worker's engine is stalled"))
 
     def arena_changed(self) -> None:
-        """Called when the worker has mapped another arena, or this gateway has another store."""
-        if self._joined and self.listener is not None:
-            self.listener.moved(self)
+        """Called when this gateway has another store."""
+        if self._live is not None and self._reports is not None:
+            self._reports.host_changed()
 
     async def run(self) -> None:
         """Stay connected until cancelled, whatever fails."""
@@ -251,7 +209,7 @@ class WorkerLink:
     async def _serve(self, client: RpcClient) -> None:
         try:
             self._use(client)
-            await client.wait_closed()
+            await client.closed.wait()
             self._report_loss()
         finally:
             await self._disconnect(client)
@@ -283,39 +241,15 @@ class WorkerLink:
         self._failure = None
 
     def _join(self, client: RpcClient) -> None:
-        listener = self.listener
-        if listener is None or client.closed.is_set() or self.role == "encoder":
+        if self.listener is None or client.closed.is_set() or self.role == "encoder":
             return
-        self._joined, self._was_stalled = True, client.is_stalled
-        listener.joined(self)
-        client.watch(
-            on_blocks=lambda change: listener.changed(self, change),
-            on_loads=lambda loads: self._reported(listener, loads),
-            on_pending=lambda number, work: listener.announced(self, number, work),
-            on_pending_ended=lambda number, computed: listener.announcement_ended(self, number, is_computed=computed),
-            on_encoder_cleared=lambda: listener.encoder_cleared(self),
-            on_arena=self.arena_changed,
-            on_lost=self._leave,
-        )
-
-    def _reported(self, listener: WorkerListener, loads: Sequence[WorkerLoad]) -> None:
-        listener.reported(self, loads)
-        if self.is_stalled != self._was_stalled:
-            self._was_stalled = self.is_stalled
-            logger.log(*(_STALLED if self.is_stalled else _RESUMED), self.name)
-            listener.stall_changed(self)
-        self.on_change()
-
-    def _leave(self) -> None:
-        if self._joined and self.listener is not None:
-            self._joined = False
-            self.listener.left(self)
-            self.on_change()
+        self._reports = self.listener(self)
+        client.reports.watch(self._reports)
+        client.on_change = self.on_change
 
     async def _disconnect(self, client: RpcClient) -> None:
-        self._worker = None
+        self._worker = self._reports = None
         await client.close()
-        self._leave()
 
     def _report_refusal(self, error: MedialaneError) -> None:
         logger.error("worker %s refuses this gateway: %s", self.name, error.message)
@@ -356,7 +290,7 @@ class WorkerPool:
         self._new_link = new_link
         self._processor = processor or {}
         self._config = config or GatewayConfig()
-        self._listener: WorkerListener | None = None
+        self._listener: JoinListener | None = None
         #: The names of workers that have joined, and when lost ones are forgotten.
         self._joined: set[str] = set()
         self._forgetting: dict[str, asyncio.TimerHandle] = {}
@@ -391,7 +325,7 @@ class WorkerPool:
             self._card = card
             self._has_card.set()
 
-    def listen(self, listener: WorkerListener) -> None:
+    def listen(self, listener: JoinListener) -> None:
         """Register `listener` with all links. Called once, before `run`."""
         self._listener = listener
         for link in self.links.values():
@@ -404,8 +338,8 @@ class WorkerPool:
 
     def endpoints(self) -> list[Endpoint]:
         """Return one endpoint per worker, with the total load of its ranks."""
-        ranks = [link.endpoints() for link in self.links.values()]
-        return [msgspec.structs.replace(found[0], load=_total(found)) for found in ranks]
+        of_links = [link.endpoints() for link in self.links.values()]
+        return [msgspec.structs.replace(ranks[0], load=_total(ranks)) for ranks in of_links]
 
     def of_role(self, role: WorkerRole) -> list[WorkerLink]:
         """Return the links of all workers or of all encoders. One that has never been connected counts as a worker."""

@@ -223,20 +223,9 @@ class UnreadableSubmit(msgspec.Struct, frozen=True, array_like=True, tag="Submit
 ReportRequest = ResyncBlocks | Pending | PendingEnded
 ToWorker = Hello | Refused | Submit | Payload | DropPayload | Abort | Ping | Administer | ReadMetrics | ReportRequest
 
-Report = LoadReport | KvBlocks | Pending | PendingEnded | Gateways | EncoderCleared
+Report = LoadReport | ArenaMapped | KvBlocks | Pending | PendingEnded | Gateways | EncoderCleared
 FromWorker = (
-    Join
-    | Welcome
-    | Refused
-    | Output
-    | Failed
-    | Released
-    | ArenaMapped
-    | Pong
-    | AdminDone
-    | AdminFailed
-    | MetricValues
-    | Report
+    Join | Welcome | Refused | Output | Failed | Released | Pong | AdminDone | AdminFailed | MetricValues | Report
 )
 
 #: Exceptions of msgspec for malformed messages; RecursionError for an unknown field nested too deeply.

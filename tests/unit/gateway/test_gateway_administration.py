@@ -1,6 +1,7 @@
 """Administrative calls go to every worker and complete when all have completed."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,14 +20,14 @@ from medialane.gateway import WorkerPool
 from medialane.gateway.administration import MAX_NAMED, administer
 
 
-class Client:
+class Calls:
     def __init__(self, answer):
         self.answer = answer
-        self.calls = []
+        self.made = []
 
     async def administer(self, call, timeout_s):
         assert timeout_s == 7
-        self.calls.append(call)
+        self.made.append(call)
         await asyncio.sleep(0)
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -40,7 +41,7 @@ class Link:
 
     def __init__(self, number, answer, *, lost=False):
         self.name = f"unix:/w{number}"
-        self.client = None if lost else Client(answer)
+        self.client = None if lost else SimpleNamespace(calls=Calls(answer))
 
 
 LOST = object()
@@ -56,7 +57,7 @@ class Workers:
 
     @property
     def calls(self):
-        return [link.client.calls for link in self.links if link.client is not None]
+        return [link.client.calls.made for link in self.links if link.client is not None]
 
 
 async def test_every_worker_is_called_and_results_are_in_order():

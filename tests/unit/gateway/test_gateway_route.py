@@ -16,14 +16,16 @@ from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, Mode
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.gateway import WorkerPool
 from medialane.gateway.route import Routes
+from medialane.gateway.worker_link.client_reports import ClientReports
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
+from medialane.wire.protocol import KvBlocks
 
 
 def link_to(name, *, block_size=16, same_host=True, encoder="", role="worker"):
     card = ModelCard("m", 4096, block_size, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
     endpoint = Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, same_host=same_host, card=card)
-    client = SimpleNamespace(num_block_gaps=0, num_gateways=1)
+    client = SimpleNamespace(reports=ClientReports(list))
     return SimpleNamespace(
         name=name, client=client, endpoints=lambda: [endpoint], same_host=same_host, encoder=encoder, role=role
     )
@@ -35,7 +37,7 @@ def make_routes():
         routes = Routes(Router(seed=1), WorkerPool(links), Metrics(CollectorRegistry()))
         for link in links:
             if link.role == "worker":
-                routes.joined(link)
+                link.reports = link.listener(link)
         return routes
 
     return make
@@ -79,7 +81,7 @@ def test_request_is_counted_once_at_its_worker_when_sent(make_routes):
 def test_removed_worker_is_not_chosen(make_routes):
     first, second = link_to("w0"), link_to("w1")
     routes = make_routes(first, second)
-    routes.left(first)
+    first.reports.left()
     assert {routes.choose(*left_to_worker(n)).link.name for n in range(4)} == {"w1"}
 
 
@@ -88,7 +90,7 @@ def test_worker_that_maps_the_arena_later_counts_as_of_this_host(make_routes):
     routes = make_routes(near, far)
     for near.same_host, far.same_host in ((False, True), (True, False)):
         for link in (near, far):
-            routes.moved(link)
+            link.reports.host_changed()
         chosen = {routes.choose(*with_large_media(number)).link.name for number in range(4)}
         assert chosen == {"w0" if near.same_host else "w1"}
 
@@ -113,9 +115,10 @@ def test_worker_failing_to_join_can_leave_and_rejoin(make_routes):
     other.endpoints = lambda: [*link_to("w1").endpoints(), *link_to("w0").endpoints()]
     with pytest.raises(ValueError, match="has joined already"):
         routes.joined(other)
-    routes.left(other)
-    routes.left(other)
     other.endpoints = link_to("w1").endpoints
+    reports = routes.joined(other)
+    reports.left()
+    reports.left()
     routes.joined(other)
 
 
@@ -125,7 +128,7 @@ def test_prompt_goes_to_the_worker_that_has_cached_it_at_its_own_block_size(make
     routes = make_routes(*links.values())
     tokens = list(range(200))
     ids = prompt_block_ids(tokens, block_size=16 if name == "w0" else 32)
-    routes.changed(links[name], KvChange(0, 0, ids.astype("<u8").tobytes(), b""))
+    links[name].reports.changed(KvChange(0, 0, ids.astype("<u8").tobytes(), b""))
     route = routes.choose(EngineRequest("r0", ExpandedPrompt(tokens), b""), None)
     routes.begin(route, "r0")
     assert route.link is links[name]
@@ -137,7 +140,7 @@ def test_request_that_reads_no_prefix_cache_counts_no_cached_tokens(make_routes)
     routes = make_routes(link)
     tokens = list(range(200))
     ids = prompt_block_ids(tokens, block_size=16)
-    routes.changed(link, KvChange(0, 0, ids.astype("<u8").tobytes(), b""))
+    link.reports.changed(KvChange(0, 0, ids.astype("<u8").tobytes(), b""))
     for reads, cached in ((True, 192), (False, 0)):
         wanted = EngineRequest(f"r{reads}", ExpandedPrompt(tokens), b"", reads_prefix_cache=reads)
         route = routes.choose(wanted, None)
@@ -150,8 +153,9 @@ def test_lag_of_events_does_not_depend_on_the_clock_of_the_workers_host(make_rou
     """The worker measures it. A snapshot has none, and leaves the last one."""
     link = link_to("w0")
     routes = make_routes(link)
-    routes.changed(link, KvChange(0, 0, b"", b"", age_s=0.25))
-    routes.changed(link, KvChange(0, 1, b"", b"", snapshot=True))
+    link.client.reports.open(link.endpoints()[0].card)
+    link.client.reports.received(KvBlocks(KvChange(0, 0, b"", b"", age_s=0.25)))
+    link.client.reports.received(KvBlocks(KvChange(0, 1, b"", b"", snapshot=True)))
     assert routes.stats().event_lag_s == {"w0": 0.25}
 
 
@@ -178,17 +182,6 @@ def test_decisions_do_not_contain_request_ids(make_routes):
     assert b"resp_secret" not in routes.decisions({})
 
 
-def test_arena_of_a_worker_whose_joining_has_failed_may_change(make_routes):
-    routes, link = make_routes(), link_to("w0")
-    routes.moved(link)
-    link.endpoints = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        routes.joined(link)
-    routes.moved(link)
-    routes.left(link)
-    routes.moved(link)
-
-
 def test_load_of_a_rank_counts_only_at_that_rank(make_routes):
     link = link_to("w0")
     (endpoint,) = link.endpoints()
@@ -197,7 +190,7 @@ def test_load_of_a_rank_counts_only_at_that_rank(make_routes):
     routes = make_routes(link)
     for busy in (0, 1, 0):
         loads = [WorkerLoad(8, 40, 0.9) if rank == busy else WorkerLoad() for rank in range(2)]
-        routes.reported(link, loads)
+        link.reports.reported(loads)
         request, prepared = left_to_worker(busy)
         assert routes.choose(request, prepared).data_parallel_rank == 1 - busy
 
@@ -223,15 +216,17 @@ def test_encoder_workers_with_another_encoder_change_nothing_for_the_others(make
     assert make_routes(link_to("e0", encoder="e", role="encoder")).encoder == ""
 
 
-@pytest.mark.parametrize("change", ["joined", "left", "moved", "encoder_cleared"])
+@pytest.mark.parametrize("change", ["joined", "left", "host_changed", "encoder_cleared"])
 def test_encoder_follows_the_workers(make_routes, change):
     link = link_to("w0", encoder="d")
     routes = make_routes(link)
     assert routes.encoder == "d"
     link.encoder = "e"
     if change == "joined":
-        routes.left(link)
-    getattr(routes, change)(link)
+        link.reports.left()
+        routes.joined(link)
+    else:
+        getattr(link.reports, change)()
     assert routes.encoder == "e"
 
 

@@ -1,6 +1,7 @@
 """Scrapes of the gateway query its workers."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,7 @@ from medialane.gateway.scrape import MIN_INTERVAL_S
 from waiting import eventually
 
 
-class Client:
+class Calls:
     def __init__(self):
         self.metrics = object()
         self.num_reads = 0
@@ -23,8 +24,8 @@ class Client:
 
 
 class Link:
-    def __init__(self, name, client):
-        self.name, self.client = name, client
+    def __init__(self, name, calls):
+        self.name, self.client = name, None if calls is None else SimpleNamespace(calls=calls)
 
 
 class Clock:
@@ -41,7 +42,7 @@ def clock():
 
 @pytest.fixture
 def links():
-    return [Link("unix:/w0", Client()), Link("unix:/w1", Client()), Link("unix:/lost", None)]
+    return [Link("unix:/w0", Calls()), Link("unix:/w1", Calls()), Link("unix:/lost", None)]
 
 
 @pytest.fixture
@@ -50,13 +51,13 @@ def scrape(links, clock):
 
 
 def num_reads(links):
-    return [link.client.num_reads for link in links if link.client is not None]
+    return [link.client.calls.num_reads for link in links if link.client is not None]
 
 
 async def test_every_connected_worker_is_scraped(scrape, links):
     await scrape.refresh()
     assert num_reads(links) == [1, 1]
-    assert scrape.mirrors() == {link.name: link.client.metrics for link in links[:2]}
+    assert scrape.mirrors() == {link.name: link.client.calls.metrics for link in links[:2]}
 
 
 async def test_metrics_of_a_removed_worker_disappear(scrape, links):
@@ -74,12 +75,12 @@ async def test_frequent_scrapes_are_limited_to_the_interval(scrape, links, clock
 
 
 async def test_cancelled_scrape_does_not_affect_the_next(scrape, links):
-    links[0].client.answers.clear()
+    links[0].client.calls.answers.clear()
     given_up = asyncio.create_task(scrape.refresh())
     await eventually(lambda: num_reads(links) == [1, 1])
     given_up.cancel()
     await asyncio.wait([given_up])
-    links[0].client.answers.set()
+    links[0].client.calls.answers.set()
     await scrape.refresh()
     assert num_reads(links) == [2, 2]
 

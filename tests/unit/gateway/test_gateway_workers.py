@@ -44,17 +44,17 @@ class Net:
         self._stack.push_async_callback(server.close)
         return server
 
-    def link(self, listener=None, *, config=None, **hello):
+    def link(self, listener=None, *, config=None, rpc=RPC, **hello):
         config = config or GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.02)
         link = WorkerLink(
             self.address,
             Hello(gateway_id="g", **hello),
-            rpc=RPC,
+            rpc=rpc,
             config=config,
             metrics=self._metrics,
             own_arena=lambda: self.own_arena,
         )
-        link.listener = listener
+        link.listener = None if listener is None else listener.joined
         running = asyncio.create_task(link.run())
         self._stack.push_async_callback(self._end, running)
         return link
@@ -115,7 +115,7 @@ async def test_unserialisable_request_leaves_nothing_in_flight(net):
     link = await net.connected()
     with pytest.raises(OverflowError):
         link.submit(request(priority=1 << 70))
-    assert link.client.num_in_flight == 0
+    assert len(link.client.requests) == 0
 
 
 async def test_duplicate_request_id_is_refused_and_the_first_continues(net):
@@ -125,7 +125,7 @@ async def test_duplicate_request_id_is_refused_and_the_first_continues(net):
     with pytest.raises(GenerationFailed):
         link.submit(request())
     assert await num_tokens(remote) == 3
-    await eventually(lambda: link.client.num_in_flight == 0)
+    await eventually(lambda: len(link.client.requests) == 0)
 
 
 async def test_lost_worker_is_counted(net):
@@ -180,7 +180,7 @@ async def test_same_host_requires_that_both_have_mapped_one_arena(net, own, thei
     await net.serve(handler)
     heard = Heard()
     link = net.link(heard)
-    await eventually(lambda: heard.held is not None and (theirs is None or link.client.arena == theirs))
+    await eventually(lambda: heard.held is not None and (theirs is None or link.client.reports.arena == theirs))
     assert (link.same_host, link.endpoint().same_host) == (is_same, is_same)
     assert link.same_processor
 
@@ -240,13 +240,12 @@ async def test_pool_waits_for_the_card_of_the_first_worker(net):
 
 async def test_full_worker_rejects(net):
     await net.serve(FakeHandler(delay_s=0.01, token_ids=range(1000)))
-    link = await net.connected()
-    link.client._requests._config = RpcConfig(max_in_flight=1)
+    link = await net.connected(rpc=RpcConfig(max_in_flight=1))
     link.submit(request("a"))
     remote = link.submit(request("b"))
     with pytest.raises(NoWorkerReady):
         await anext(remote)
-    assert link.client.num_in_flight == 1
+    assert len(link.client.requests) == 1
 
 
 class Heard:
@@ -258,24 +257,26 @@ class Heard:
         self.held = None
 
     def joined(self, link):
+        self.link = link
         self.calls.append(("joined", [(e.rank, e.num_ranks, e.ready) for e in link.endpoints()]))
         self.held = set()
+        return self
 
-    def left(self, link):
-        self.calls.append(("left", link.name))
+    def left(self):
+        self.calls.append(("left", self.link.name))
         self.held = None
 
-    def reported(self, link, loads):
+    def reported(self, loads):
         if self.calls[-1][0] != "reported":
             self.calls.append(("reported", *[load.num_running for load in loads]))
 
-    def stall_changed(self, link):
-        self.calls.append(("stall_changed", link.is_stalled))
+    def stall_changed(self, *, is_stalled):
+        self.calls.append(("stall_changed", is_stalled))
 
-    def moved(self, link):
-        self.moves.append(link.same_host)
+    def host_changed(self):
+        self.moves.append(self.link.same_host)
 
-    def changed(self, link, change):
+    def changed(self, change):
         known = set() if change.snapshot else self.held - ids(change.removed)
         self.held = known | ids(change.stored)
 
@@ -341,7 +342,7 @@ async def test_encoder_is_connected_but_neither_a_candidate_nor_ready_for_reques
     link = net.link(heard)
     pool = WorkerPool([link])
     await eventually(lambda: link.client is not None)
-    await eventually(lambda: link.client.loads)  # all that a worker reports at once has arrived
+    await eventually(lambda: link.client.reports.loads)  # all that a worker reports at once has arrived
     assert (pool.num_ready, pool.of_role("worker"), pool.of_role("encoder")) == (0, [], [link])
     assert (link.endpoint().role, link.endpoint().ready) == ("encoder", True)
     await server.close()
@@ -411,6 +412,7 @@ class Flawed(Heard):
         if self.num_failures:
             self.num_failures -= 1
             raise ValueError("no room for another")
+        return self
 
 
 async def test_failing_link_is_logged_once_and_retried(net, caplog):
@@ -421,7 +423,7 @@ async def test_failing_link_is_logged_once_and_retried(net, caplog):
     assert link.client is None
     await eventually(lambda: link.client is not None and not heard.num_failures)
     assert not link.is_failing
-    assert [what for what, _ in heard.calls if what != "reported"] == ["joined", "left"] * 3 + ["joined"]
+    assert [what for what, _ in heard.calls if what != "reported"] == ["joined"] * 4
     assert written_lines(caplog.records).count("its link failed and is restarted") == 1
     assert "no room for another" in caplog.text
 
@@ -485,11 +487,10 @@ async def test_router_drops_a_worker_in_the_iteration_of_its_connection_loss(net
     heard, server = Heard(), await net.serve(FakeHandler())
     link = net.link(heard)
     await eventually(lambda: link.client is not None and heard.held is not None)
-    seen = []
-    heard.left = lambda left: seen.append(left._worker.client.closed.is_set())
-    link.client._connection._transport.abort()
-    client = link._worker.client
-    await client.wait_closed()
+    client, seen = link.client, []
+    heard.left = lambda: seen.append(client.closed.is_set())
+    client.connection.end(WorkerLost("the network is broken"))
+    await client.closed.wait()
     assert seen == [True]
     await server.close()
 

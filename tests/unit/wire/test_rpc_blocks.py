@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 import numpy as np
 import pytest
+from rpc_reports import Reported
 from rpc_requests import engine_request, tokens_of
 
 from medialane.core.errors import ProtocolViolation
@@ -18,17 +19,15 @@ from waiting import eventually
 MANY = dict.fromkeys(range(60 * PIECE_BLOCKS))
 
 
-class View:
-    """What a watcher knows."""
+class View(Reported):
+    """What a gateway knows of the blocks."""
 
     def __init__(self, client):
         self.held = set()
-        self.changes = []
-        self.loads = []
-        client.watch(on_blocks=self.on_blocks, on_loads=self.loads.append)
+        super().__init__(client)
 
-    def on_blocks(self, change):
-        self.changes.append(change)
+    def changed(self, change):
+        super().changed(change)
         stored, removed = (np.frombuffer(data, "<u8").tolist() for data in (change.stored, change.removed))
         self.held = (set() if change.snapshot else self.held - set(removed)) | set(stored)
 
@@ -62,7 +61,7 @@ async def test_updates_before_the_first_watcher_are_kept(net, handler):
     handler.change_blocks([1])
     client = await net.connect()
     handler.change_blocks([2])
-    assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
+    assert await tokens_of(client.requests.submit(engine_request("r"))) == [1, 2, 3]
     view = View(client)
     await eventually(lambda: view.held == {1, 2})
 
@@ -101,7 +100,7 @@ async def test_many_blocks_do_not_block_either_event_loop(net, handler):
             asyncio.get_running_loop().call_soon(tick)
 
     tick()
-    client.watch(on_blocks=lambda change: seen.append((rounds, len(change.stored) // 8)), on_loads=lambda _loads: None)
+    Reported(client).changed = lambda change: seen.append((rounds, len(change.stored) // 8))
     await eventually(lambda: sum(count for _, count in seen) == len(MANY))
     assert max(count for _, count in seen) == PIECE_BLOCKS
     assert len({when for when, _ in seen}) == len(seen)
@@ -111,9 +110,8 @@ async def test_many_blocks_do_not_block_either_event_loop(net, handler):
 async def test_outputs_are_not_delayed_by_many_blocks(net, handler):
     handler.blocks = MANY
     client = await net.connect()
-    changes = []
-    client.watch(on_blocks=changes.append, on_loads=lambda _loads: None)
-    assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
+    changes = Reported(client).changes
+    assert await tokens_of(client.requests.submit(engine_request("r"))) == [1, 2, 3]
     assert len(changes) < 60
     await client.close()
 
@@ -131,15 +129,14 @@ async def test_gap_is_repaired(net, handler, monkeypatch):
     client = await net.connect()
     view = View(client)
     await eventually(lambda: view.changes)
-    receive = client._reports._blocks.receive
     lost = []
-    monkeypatch.setattr(client._reports._blocks, "receive", lambda change: lost.append(change) or True)
-    handler.change_blocks([1])
-    await eventually(lambda: lost)
-    monkeypatch.setattr(client._reports._blocks, "receive", receive)
+    with monkeypatch.context() as patched:
+        patched.setattr(client.reports, "received", lost.append)
+        handler.change_blocks([1])
+        await eventually(lambda: any(isinstance(message, KvBlocks) for message in lost))
     handler.change_blocks([2])
     await eventually(lambda: view.held == {1, 2})
-    assert client.num_block_gaps == 1
+    assert client.reports.num_block_gaps == 1
 
 
 @pytest.mark.parametrize("change", [KvChange(3, 0, b"", b""), KvChange(0, 0, b"1234567", b"")])
@@ -147,9 +144,9 @@ async def test_invalid_blocks_close_the_connection(net, handler, change):
     client = await net.connect()
     view = View(client)
     await eventually(lambda: view.changes)
-    client._reports.receive_blocks(view.changes[0])
+    client.reports.received(KvBlocks(view.changes[0]))
     with pytest.raises(ProtocolViolation, match="KV blocks"):
-        client._reports.receive_blocks(change)
+        client.reports.received(KvBlocks(change))
 
 
 async def test_load_reports_reach_the_gateway(net, handler):

@@ -1,6 +1,7 @@
 """Administrative calls and metrics over a connection."""
 
 import asyncio
+import threading
 
 import pytest
 from prometheus_client import Counter
@@ -20,7 +21,7 @@ from medialane.wire.protocol import (
     decode_to_worker,
 )
 from medialane.worker.gateway_link.session_calls import MAX_CALLS
-from waiting import eventually
+from waiting import DEADLINE_S, eventually
 
 
 @pytest.fixture
@@ -34,13 +35,13 @@ async def handler(net):
 async def test_call_is_executed_by_the_handler_and_returns(net, handler, result):
     handler.admin_result = result
     client = await net.connect()
-    assert await client.administer(Sleep(2, "wait"), 5) is result
+    assert await client.calls.administer(Sleep(2, "wait"), 5) is result
     assert handler.calls == [Sleep(2, "wait")]
 
 
 @pytest.mark.parametrize("call", [ResetPrefixCache(True, True), AddLora(b"\x93\0\1\2"), IsSleeping()])
 async def test_call_arguments_round_trip(net, handler, call):
-    await (await net.connect()).administer(call, 5)
+    await (await net.connect()).calls.administer(call, 5)
     assert handler.calls == [call]
 
 
@@ -48,16 +49,16 @@ async def test_call_arguments_round_trip(net, handler, call):
 async def test_medialane_error_round_trips(net, handler, error):
     handler.admin_result = error
     with pytest.raises(type(error), match=error.message):
-        await (await net.connect()).administer(IsSleeping(), 5)
+        await (await net.connect()).calls.administer(IsSleeping(), 5)
 
 
 async def test_unexpected_error_fails_only_its_call(net, handler):
     handler.admin_result = ZeroDivisionError("at 0x7f00")
     client = await net.connect()
     with pytest.raises(GenerationFailed) as failed:
-        await client.administer(IsSleeping(), 5)
+        await client.calls.administer(IsSleeping(), 5)
     assert "0x7f00" not in failed.value.message
-    assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
+    assert await tokens_of(client.requests.submit(engine_request("r"))) == [1, 2, 3]
 
 
 async def test_call_times_out_and_a_late_result_is_ignored(net):
@@ -65,8 +66,8 @@ async def test_call_times_out_and_a_late_result_is_ignored(net):
     await net.serve(handler)
     client = await net.connect()
     with pytest.raises(Unavailable, match="no response within"):
-        await client.administer(Sleep(), 0.01)
-    assert await client.administer(IsSleeping(), 5) is None
+        await client.calls.administer(Sleep(), 0.01)
+    assert await client.calls.administer(IsSleeping(), 5) is None
     assert handler.calls == [Sleep(), IsSleeping()]
     assert not client.closed.is_set()
 
@@ -77,8 +78,8 @@ async def test_requests_proceed_during_a_slow_call(net):
     handler.administer = lambda _call: done.wait()
     await net.serve(handler)
     client = await net.connect()
-    call = asyncio.create_task(client.administer(Sleep(), 10))
-    assert await tokens_of(client.submit(engine_request("r"))) == [1, 2, 3]
+    call = asyncio.create_task(client.calls.administer(Sleep(), 10))
+    assert await tokens_of(client.requests.submit(engine_request("r"))) == [1, 2, 3]
     assert not call.done()
     done.set()
     assert await call is True
@@ -98,7 +99,7 @@ async def test_call_is_cancelled_when_its_gateway_disconnects(net):
     handler.administer = administer
     await net.serve(handler)
     client = await net.connect()
-    call = asyncio.create_task(client.administer(Sleep(), 10))
+    call = asyncio.create_task(client.calls.administer(Sleep(), 10))
     await started.wait()
     await client.close()
     with pytest.raises(WorkerLost):
@@ -107,7 +108,7 @@ async def test_call_is_cancelled_when_its_gateway_disconnects(net):
         await cancelled.wait()
     await net.connect()  # the next session waits for all of the last one
     with pytest.raises(WorkerLost):
-        await client.administer(Sleep(), 10)
+        await client.calls.administer(Sleep(), 10)
 
 
 async def test_calls_in_flight_are_bounded(net, raw):
@@ -141,8 +142,8 @@ async def test_metrics_are_current_at_every_read(net, handler):
     counter = Counter("vllm:a", "A", registry=handler.registry)
     client = await net.connect()
     for expected in (0, 3):
-        assert await client.read_metrics(5)
-        assert [v for _, s, v in client.metrics.samples() if s.name == "vllm:a_total"] == [expected]
+        assert await client.calls.read_metrics(5)
+        assert [v for _, s, v in client.calls.metrics.samples() if s.name == "vllm:a_total"] == [expected]
         counter.inc(3)
 
 
@@ -157,7 +158,7 @@ async def test_concurrent_reads_share_one_call(net, handler):
 
     handler.metrics = lambda: counted
     client = await net.connect()
-    assert await asyncio.gather(*(client.read_metrics(5) for _ in range(3))) == [True] * 3
+    assert await asyncio.gather(*(client.calls.read_metrics(5) for _ in range(3))) == [True] * 3
     assert num_reads == 1
 
 
@@ -165,28 +166,32 @@ async def test_every_connection_starts_with_all_metrics(net, handler):
     Counter("vllm:a", "A", registry=handler.registry).inc()
     for gateway in ("g1", "g2"):
         client = await net.connect(gateway_id=gateway)
-        assert await client.read_metrics(5)
-        assert len(client.metrics) == 2
+        assert await client.calls.read_metrics(5)
+        assert len(client.calls.metrics) == 2
 
 
 async def test_unresponsive_worker_keeps_its_last_values(net):
-    handler = FakeHandler()
+    handler, responds = FakeHandler(), threading.Event()
+    responds.set()
+    read = handler.metrics()
+    handler.metrics = lambda: lambda: (responds.wait(DEADLINE_S), read())[1]
     await net.serve(handler)
     Counter("vllm:a", "A", registry=handler.registry).inc()
     client = await net.connect()
-    assert await client.read_metrics(5)
-    client._calls._send = lambda _message: None
-    assert not await client.read_metrics(0.01)
-    assert len(client.metrics) == 2
+    assert await client.calls.read_metrics(5)
+    responds.clear()
+    assert not await client.calls.read_metrics(0.01)
+    assert len(client.calls.metrics) == 2
+    responds.set()
     await client.close()
-    assert not await client.read_metrics(5)
+    assert not await client.calls.read_metrics(5)
 
 
 async def test_unreadable_registry_gives_a_result_without_changes(net, handler):
     handler.metrics = lambda: lambda: 1 / 0
     client = await net.connect()
-    assert await client.read_metrics(5)
-    assert len(client.metrics) == 0
+    assert await client.calls.read_metrics(5)
+    assert len(client.calls.metrics) == 0
 
 
 async def test_concurrent_metrics_requests_close_the_connection(net, handler, raw):
@@ -200,11 +205,11 @@ async def test_concurrent_metrics_requests_close_the_connection(net, handler, ra
 async def test_unsolicited_result_closes_the_connection(net, handler, answer):
     client = await net.connect()
     with pytest.raises(ProtocolViolation):
-        client._calls.received(answer)
+        client.calls.received(answer)
 
 
 async def test_invalid_metrics_close_the_connection(net, handler):
     handler.metrics = lambda: lambda: [MetricChanges(ids=bytes(4), values=bytes(8))]
     client = await net.connect()
-    assert not await client.read_metrics(5)
+    assert not await client.calls.read_metrics(5)
     await eventually(client.closed.is_set)

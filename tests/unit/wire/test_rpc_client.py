@@ -2,9 +2,11 @@
 
 import asyncio
 import socket
+from unittest.mock import Mock
 
 import msgspec
 import pytest
+from rpc_reports import Reported
 from rpc_requests import engine_request, raw_frame, tokens_of
 
 from medialane.core.errors import (
@@ -19,9 +21,12 @@ from medialane.core.errors import (
 from medialane.core.request import WorkerLoad
 from medialane.gateway.worker_link.client import RpcClient
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
+from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
+from medialane.wire.dial import dial
 from medialane.wire.framing import append_frame
 from medialane.wire.protocol import ArenaMapped, Hello, LoadReport, Refused, Released, Welcome
+from medialane.wire.security import Security
 from waiting import eventually
 
 HOUR_S = 3600.0
@@ -88,11 +93,7 @@ async def test_card_with_impossible_sizes_closes_the_connection(scripted_worker,
 async def test_loss_is_reported_in_the_same_loop_iteration(scripted_worker):
     client = await RpcClient.connect(await scripted_worker(frames(WELCOME)), HELLO, QUICK)
     notifications = []
-    client.watch(
-        on_blocks=notifications.append,
-        on_loads=notifications.append,
-        on_lost=lambda: notifications.append(client.closed.is_set()),
-    )
+    Reported(client).left = lambda: notifications.append(client.closed.is_set())
     client.closed.set = lambda real=client.closed.set: (notifications.append("closing"), real())
     await client.close()
     assert notifications == ["closing", True]
@@ -145,7 +146,7 @@ async def test_load_of_unknown_ranks_closes_the_connection(scripted_worker, capl
     address = await scripted_worker(frames(WELCOME, LoadReport((WorkerLoad(), WorkerLoad()))))
     client = await RpcClient.connect(address, HELLO, QUICK)
     async with asyncio.timeout(5):
-        await client.wait_closed()
+        await client.closed.wait()
     assert "the load of 2 ranks from a worker with 1" in caplog.text
 
 
@@ -166,18 +167,18 @@ async def test_heartbeats_keep_an_idle_connection_alive(net):
     await net.serve(FakeHandler([1]), quick)
     client = await net.connect(quick)
     await asyncio.sleep(0.6)  # time: three timeouts without a request
-    assert await tokens_of(client.submit(engine_request("r"))) == [1]
+    assert await tokens_of(client.requests.submit(engine_request("r"))) == [1]
 
 
 async def test_silent_worker_is_lost_at_the_heartbeat_timeout(scripted_worker):
     client = await RpcClient.connect(await scripted_worker(frames(WELCOME), *[b""] * 100), HELLO, QUICK)
-    remote = client.submit(engine_request("r"))
+    remote = client.requests.submit(engine_request("r"))
     started = asyncio.get_running_loop().time()
     with pytest.raises(WorkerLost):
         await tokens_of(remote)
     assert 0.2 < asyncio.get_running_loop().time() - started < 2
-    assert client.num_in_flight == 0
-    await client.wait_closed()
+    assert len(client.requests) == 0
+    await client.closed.wait()
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ async def test_silent_worker_is_lost_at_the_heartbeat_timeout(scripted_worker):
 )
 async def test_violation_by_the_worker_closes_the_connection_and_its_requests(scripted_worker, answer):
     client = await RpcClient.connect(await scripted_worker(frames(WELCOME), answer, b"", b""), HELLO, RpcConfig())
-    remote = client.submit(engine_request("r"))
+    remote = client.requests.submit(engine_request("r"))
     with pytest.raises(WorkerLost):
         await tokens_of(remote)
     assert client.closed.is_set()
@@ -197,9 +198,9 @@ async def test_request_is_in_flight_until_the_worker_has_released_it(net):
     handler = FakeHandler([1], release_s=0.05)
     await net.serve(handler)
     client = await net.connect()
-    await tokens_of(client.submit(engine_request("r")))
-    assert (client.num_in_flight, handler.num_active) == (1, 1)
-    await eventually(lambda: client.num_in_flight == 0)
+    await tokens_of(client.requests.submit(engine_request("r")))
+    assert (len(client.requests), handler.num_active) == (1, 1)
+    await eventually(lambda: len(client.requests) == 0)
     assert handler.num_active == 0
 
 
@@ -208,34 +209,34 @@ async def test_request_on_a_lost_connection_fails_at_once(net):
     client = await net.connect()
     await client.close()
     with pytest.raises(WorkerLost):
-        await tokens_of(client.submit(engine_request("r")))
-    assert client.num_in_flight == 0
+        await tokens_of(client.requests.submit(engine_request("r")))
+    assert len(client.requests) == 0
 
 
 async def test_request_beyond_max_in_flight_fails_and_the_others_go_on(net):
     await net.serve(FakeHandler([1], delay_s=0.05))
     client = await net.connect(RpcConfig(max_in_flight=2))
-    first, second, third = [client.submit(engine_request(f"r{i}")) for i in range(3)]
+    first, second, third = [client.requests.submit(engine_request(f"r{i}")) for i in range(3)]
     with pytest.raises(NoWorkerReady):
         await tokens_of(third)
     assert [await tokens_of(first), await tokens_of(second)] == [[1], [1]]
-    await eventually(lambda: client.num_in_flight == 0)
-    assert await tokens_of(client.submit(engine_request("r4"))) == [1]
+    await eventually(lambda: len(client.requests) == 0)
+    assert await tokens_of(client.requests.submit(engine_request("r4"))) == [1]
 
 
 async def test_request_larger_than_a_message_fails_and_the_others_go_on(net):
     await net.serve(FakeHandler([1], delay_s=0.05))
     client = await net.connect(RpcConfig(max_frame_bytes=2000))
-    running = client.submit(engine_request("r"))
+    running = client.requests.submit(engine_request("r"))
     with pytest.raises(HandoverFailed):
-        await tokens_of(client.submit(engine_request("large", num_tokens=5000)))
+        await tokens_of(client.requests.submit(engine_request("large", num_tokens=5000)))
     assert await tokens_of(running) == [1]
 
 
 async def test_requests_to_a_worker_that_does_not_read_time_out(scripted_worker):
     address = await scripted_worker(frames(WELCOME))
     client = await RpcClient.connect(address, HELLO, RpcConfig(max_write_buffer_bytes=1_000_000))
-    remotes = [client.submit(engine_request(f"r{i}", num_tokens=100_000)) for i in range(40)]
+    remotes = [client.requests.submit(engine_request(f"r{i}", num_tokens=100_000)) for i in range(40)]
     refused = [remote for remote in remotes if remote._error is not None]
     assert 10 < len(refused) < 40
     with pytest.raises(NoWorkerReady, match="overloaded"):
@@ -247,9 +248,9 @@ async def test_duplicate_request_id_is_rejected_before_sending(net):
     handler = FakeHandler([1], delay_s=0.05)
     await net.serve(handler)
     client = await net.connect()
-    first = client.submit(engine_request("r"))
+    first = client.requests.submit(engine_request("r"))
     with pytest.raises(GenerationFailed):
-        client.submit(engine_request("r"))
+        client.requests.submit(engine_request("r"))
     assert await tokens_of(first) == [1]
     assert len(handler.requests) == 1
 
@@ -258,8 +259,8 @@ async def test_slow_consumer_is_aborted_at_its_buffer_limit(net):
     handler = FakeHandler(range(100_000))
     await net.serve(handler)
     client = await net.connect(RpcConfig(max_queued_bytes=10_000))
-    slow = client.submit(engine_request("slow"))
-    await eventually(lambda: client.num_in_flight == 0)
+    slow = client.requests.submit(engine_request("slow"))
+    await eventually(lambda: len(client.requests) == 0)
     assert handler.num_cancelled == 1
     with pytest.raises(GenerationFailed, match="too slowly"):
         await tokens_of(slow)
@@ -269,39 +270,43 @@ async def test_close_fails_what_is_in_flight_and_is_idempotent(net):
     handler = FakeHandler([1], delay_s=HOUR_S)
     await net.serve(handler)
     client = await net.connect()
-    reading = asyncio.create_task(tokens_of(client.submit(engine_request("r"))))
+    reading = asyncio.create_task(tokens_of(client.requests.submit(engine_request("r"))))
     await eventually(lambda: handler.num_active == 1)
     await client.close()
     await client.close()
     with pytest.raises(WorkerLost):
         await reading
-    assert client.num_in_flight == 0
+    assert len(client.requests) == 0
 
 
 async def test_tcp_sends_small_messages_immediately(tcp_net):
     await tcp_net.serve(FakeHandler())
-    client = await tcp_net.connect()
-    sock = client._connection._transport.get_extra_info("socket")
+    protocol = Mock(asyncio.Protocol)
+    authentication = Security.load(tcp_net.config).authentication("rpc", Role.GATEWAY, Role.WORKER)
+    await dial(tcp_net.address, protocol, authentication)
+    (transport,) = protocol.connection_made.call_args.args
+    sock = transport.get_extra_info("socket")
+    transport.abort()
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 async def test_outputs_of_finished_requests_outlive_the_connection(net):
     server = await net.serve(FakeHandler([1, 2]))
     client = await net.connect()
-    remote = client.submit(engine_request("r"))
-    await eventually(lambda: client.num_in_flight == 0)
+    remote = client.requests.submit(engine_request("r"))
+    await eventually(lambda: len(client.requests) == 0)
     await server.close()
     await eventually(client.closed.is_set)
     assert await tokens_of(remote) == [1, 2]
 
 
 async def test_workers_mapped_arena_and_its_changes_are_reported(net):
-    handler, seen = FakeHandler(), []
+    handler = FakeHandler()
     handler.map_arena("first")
     await net.serve(handler)
     client = await net.connect()
-    await eventually(lambda: client.arena == "first")
-    client.watch(on_blocks=_ignore, on_loads=_ignore, on_arena=lambda: seen.append(client.arena))
+    await eventually(lambda: client.reports.arena == "first")
+    seen = Reported(client).arenas
     for arena in (None, "second"):
         handler.map_arena(arena)
     await eventually(lambda: seen == [None, "second"])
@@ -315,17 +320,13 @@ async def test_arena_is_reported_to_every_gateway_until_it_leaves(net):
     await first.close()
     await eventually(lambda: len(handler.arena_listeners) == 1)
     handler.map_arena("x")
-    await eventually(lambda: second.arena == "x")
-    assert first.arena is None
+    await eventually(lambda: second.reports.arena == "x")
+    assert first.reports.arena is None
 
 
 async def test_malformed_arena_report_closes_the_connection(scripted_worker):
     client = await RpcClient.connect(await scripted_worker(frames(WELCOME), frames(ArenaMapped(7))), HELLO, RpcConfig())
     with pytest.raises(WorkerLost):
-        await tokens_of(client.submit(engine_request("r")))
+        await tokens_of(client.requests.submit(engine_request("r")))
     assert client.closed.is_set()
-    assert client.arena is None
-
-
-def _ignore(_):
-    """No subject of these tests."""
+    assert client.reports.arena is None

@@ -45,7 +45,7 @@ class Gateway:
             raise self.refusal
         await client.register(self.hello)
         self.clients.append(client)
-        await client.wait_closed()
+        await client.closed.wait()
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_worker_that_joins_serves_requests_of_the_gateway(gateway, worker)
     joining = asyncio.create_task(worker.join(gateway.address, JOIN, on_hello=hellos.append))
     await eventually(lambda: gateway.clients)
     (client,) = gateway.clients
-    assert await tokens_of(client.submit(engine_request("r"))) == [0, 1, 2]
+    assert await tokens_of(client.requests.submit(engine_request("r"))) == [0, 1, 2]
     assert gateway.joins == [JOIN]
     assert [hello.join_ports for hello in hellos] == [[1, 2]]
     assert worker.num_gateways == 1

@@ -31,14 +31,14 @@ async def test_address_in_use_is_rejected_without_affecting_its_owner(net, tcp_n
         await one.serve(FakeHandler([1]))
         with pytest.raises(StartupFailed, match="in use"):
             await RpcServer(FakeHandler(), RpcConfig()).serve(one.address)
-        assert await tokens_of((await one.connect()).submit(engine_request("r"))) == [1]
+        assert await tokens_of((await one.connect()).requests.submit(engine_request("r"))) == [1]
 
 
 async def test_socket_of_a_dead_worker_is_replaced(net):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(net.path)
     await net.serve(FakeHandler([1]))
-    assert await tokens_of((await net.connect()).submit(engine_request("r"))) == [1]
+    assert await tokens_of((await net.connect()).requests.submit(engine_request("r"))) == [1]
 
 
 async def test_non_socket_file_is_left_alone(net):

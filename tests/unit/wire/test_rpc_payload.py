@@ -207,11 +207,11 @@ async def test_large_tensors_arrive_intact_along_with_other_requests(unix_or_tls
     await unix_or_tls_net.serve(handler)
     client = await unix_or_tls_net.connect()
     datas = {f"r{n}": [[os.urandom(MIB + n), b"", os.urandom(7)]] for n in range(4)}
-    remotes = [client.submit(request_with(*items, request_id=name)) for name, items in datas.items()]
-    texts = [client.submit(engine_request(f"t{n}")) for n in range(4)]
+    remotes = [client.requests.submit(request_with(*items, request_id=name)) for name, items in datas.items()]
+    texts = [client.requests.submit(engine_request(f"t{n}")) for n in range(4)]
     assert await asyncio.gather(*map(tokens_of, remotes + texts)) == [[1, 2]] * 8
     assert {name: handler.seen[name] for name in datas} == datas
-    await eventually(lambda: client.num_in_flight == 0)
+    await eventually(lambda: len(client.requests) == 0)
 
 
 async def test_abort_during_tensor_sending_stops_and_the_next_request_arrives(net):
@@ -219,25 +219,25 @@ async def test_abort_during_tensor_sending_stops_and_the_next_request_arrives(ne
     await net.serve(handler)
     client = await net.connect()
     large, second = bytearray(20 * MIB), bytearray(MIB)
-    remote = client.submit(request_with((large,), request_id="large"))
-    waiting = client.submit(request_with((second,), request_id="waiting"))
+    remote = client.requests.submit(request_with((large,), request_id="large"))
+    waiting = client.requests.submit(request_with((second,), request_id="waiting"))
     await asyncio.sleep(0)
     for one in (remote, waiting):
         one.abort()
-    assert not client._requests._outgoing, "aborted, but their tensors are still read"
+    assert client.requests.num_unsent_bytes == 0, "aborted, but their tensors are still read"
     with pytest.raises(GenerationFailed):
         await tokens_of(remote)
-    assert await tokens_of(client.submit(request_with((b"abc",), request_id="small"))) == [1, 2, 3]
+    assert await tokens_of(client.requests.submit(request_with((b"abc",), request_id="small"))) == [1, 2, 3]
     assert handler.seen == {"small": [[b"abc"]]}
-    await eventually(lambda: client.num_in_flight == 0)
+    await eventually(lambda: len(client.requests) == 0)
 
 
 async def test_lost_connection_stops_sending(net):
     server = await net.serve(FakeHandler())
     client = await net.connect()
-    remote = client.submit(request_with((bytes(20 * MIB),)))
+    remote = client.requests.submit(request_with((bytes(20 * MIB),)))
     await client.close()
-    assert not client._requests._outgoing
+    assert client.requests.num_unsent_bytes == 0
     with pytest.raises(WorkerLost):
         await tokens_of(remote)
     await eventually(lambda: server.num_in_flight == 0)
@@ -247,7 +247,7 @@ async def test_queued_tensors_for_a_slow_worker_are_bounded(net):
     config = RpcConfig(max_write_buffer_bytes=2 * MIB, max_frame_bytes=8 * MIB)
     await net.serve(FakeHandler())
     client = await net.connect(config)
-    first = [client.submit(request_with((bytes(MIB),), request_id=f"r{n}")) for n in range(4)]
+    first = [client.requests.submit(request_with((bytes(MIB),), request_id=f"r{n}")) for n in range(4)]
     with pytest.raises(NoWorkerReady):
         await tokens_of(first[3])
     assert await asyncio.gather(*map(tokens_of, first[:3])) == [[1, 2, 3]] * 3
@@ -256,10 +256,10 @@ async def test_queued_tensors_for_a_slow_worker_are_bounded(net):
 async def test_tensors_exceeding_the_message_limit_fail_the_hand_over(net):
     await net.serve(FakeHandler())
     client = await net.connect(RpcConfig(max_frame_bytes=MIB))
-    remote = client.submit(request_with((bytes(MIB),)))
+    remote = client.requests.submit(request_with((bytes(MIB),)))
     with pytest.raises(HandoverFailed):
         await tokens_of(remote)
-    assert (client.num_in_flight, client._requests._outgoing) == (0, {})
+    assert (len(client.requests), client.requests.num_unsent_bytes) == (0, 0)
 
 
 async def test_request_with_missing_tensors_fails_alone(net, raw):

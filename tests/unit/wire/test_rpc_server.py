@@ -34,7 +34,7 @@ async def test_reconnecting_gateway_is_registered_after_its_requests_are_release
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.2)
     await net.serve(handler)
     first = await net.connect()
-    first.submit(engine_request("r"))
+    first.requests.submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
     await net.connect()
     assert handler.num_active == 0
@@ -45,7 +45,7 @@ async def test_other_gateway_is_registered_immediately(net):
     handler = FakeHandler([1], delay_s=HOUR_S)
     await net.serve(handler)
     first = await net.connect()
-    first.submit(engine_request("r"))
+    first.requests.submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
     await net.connect(gateway_id="other")
     assert handler.num_active == 1
@@ -55,7 +55,7 @@ async def test_other_gateway_is_registered_immediately(net):
 async def test_reconnection_is_rejected_while_requests_are_unreleased(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.6)
     await net.serve(handler, RpcConfig(release_timeout_s=0.1))
-    (await net.connect()).submit(engine_request("r"))
+    (await net.connect()).requests.submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
     with pytest.raises(WorkerLost, match="have not been released"):
         await net.connect()
@@ -113,7 +113,7 @@ async def test_registration_is_cancelled_when_its_gateway_disconnects(net):
 )
 async def test_unregistered_peer_is_disconnected_without_affecting_others(net, raw, noise):
     await net.serve(FakeHandler([1, 2], delay_s=0.05))
-    running = (await net.connect()).submit(engine_request("r"))
+    running = (await net.connect()).requests.submit(engine_request("r"))
     other = await raw(hello=False)
     other.write(noise)
     assert await other.is_disconnected()
@@ -157,7 +157,7 @@ async def test_server_keeps_listening_while_a_request_is_unreleased(net, caplog)
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.6)
     server = await net.serve(handler, RpcConfig(release_timeout_s=0.1))
     client = await net.connect()
-    client.submit(engine_request("r"))
+    client.requests.submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
     await server.stop()
     assert "1 requests have not been released" in caplog.text
@@ -173,12 +173,12 @@ async def test_close_fails_and_releases_requests_in_flight(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.05)
     server = await net.serve(handler)
     client = await net.connect()
-    remote = client.submit(engine_request("r"))
+    remote = client.requests.submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
     await server.close()
     with pytest.raises(WorkerLost, match="shutting down"):
         await tokens_of(remote)
-    assert client.num_in_flight == 0
+    assert len(client.requests) == 0
     assert client.closed.is_set()
     assert handler.num_active == 0
 
@@ -186,7 +186,7 @@ async def test_close_fails_and_releases_requests_in_flight(net):
 async def test_listener_stays_until_everything_is_released(net):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=0.2)
     server = await net.serve(handler)
-    (await net.connect()).submit(engine_request("r"))
+    (await net.connect()).requests.submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
     closing = asyncio.create_task(server.close())
     await eventually(lambda: handler.num_cancelled == 1)
@@ -201,7 +201,7 @@ async def test_listener_stays_until_everything_is_released(net):
 async def test_close_returns_despite_an_unreleased_request(net, caplog):
     handler = FakeHandler([1], delay_s=HOUR_S, release_s=HOUR_S)
     server = await net.serve(handler, RpcConfig(release_timeout_s=0.1))
-    (await net.connect()).submit(engine_request("r"))
+    (await net.connect()).requests.submit(engine_request("r"))
     await eventually(lambda: handler.num_active == 1)
     async with asyncio.timeout(5):
         await server.close()

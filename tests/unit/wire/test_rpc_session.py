@@ -27,13 +27,13 @@ HOUR_S = 3600.0
 async def test_output_streams_to_the_gateway(net):
     await net.serve(FakeHandler([5, 6, 7]))
     client = await net.connect()
-    assert await tokens_of(client.submit(engine_request("r"))) == [5, 6, 7]
+    assert await tokens_of(client.requests.submit(engine_request("r"))) == [5, 6, 7]
 
 
 async def test_output_streams_over_tcp(tcp_net):
     await tcp_net.serve(FakeHandler([5, 6, 7]))
     client = await tcp_net.connect()
-    assert await tokens_of(client.submit(engine_request("r"))) == [5, 6, 7]
+    assert await tokens_of(client.requests.submit(engine_request("r"))) == [5, 6, 7]
 
 
 async def test_thousand_concurrent_requests_complete_and_are_released(net):
@@ -41,11 +41,11 @@ async def test_thousand_concurrent_requests_complete_and_are_released(net):
     client = await net.connect()
     asked = []
     for i in range(1000):
-        asked.append(asyncio.create_task(tokens_of(client.submit(engine_request(f"r{i}")))))
+        asked.append(asyncio.create_task(tokens_of(client.requests.submit(engine_request(f"r{i}")))))
         if i % 50 == 49:  # in debug mode a task costs a millisecond: the loop is not to be held for all of them
             await asyncio.sleep(0)
     assert await asyncio.gather(*asked) == [[1, 2, 3]] * 1000
-    await eventually(lambda: (client.num_in_flight, server.num_in_flight) == (0, 0))
+    await eventually(lambda: (len(client.requests), server.num_in_flight) == (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -54,36 +54,36 @@ async def test_thousand_concurrent_requests_complete_and_are_released(net):
 async def test_medialane_error_reaches_the_gateway_unchanged(net, shown):
     await net.serve(FakeHandler(error=shown, fail_at=1))
     client = await net.connect()
-    remote = client.submit(engine_request("r"))
+    remote = client.requests.submit(engine_request("r"))
     with pytest.raises(type(shown), match=shown.message) as caught:
         await tokens_of(remote)
     assert (caught.value.param, caught.value.retry_after_s) == (shown.param, shown.retry_after_s)
-    await eventually(lambda: client.num_in_flight == 0)
+    await eventually(lambda: len(client.requests) == 0)
 
 
 async def test_foreign_error_is_logged_and_not_exposed(net, caplog):
     await net.serve(FakeHandler(error=ZeroDivisionError("secret detail")))
     client = await net.connect()
-    remote = client.submit(engine_request("r"))
+    remote = client.requests.submit(engine_request("r"))
     with pytest.raises(GenerationFailed) as caught:
         await tokens_of(remote)
     assert "secret" not in caught.value.message
     assert "secret detail" in caplog.text
-    await eventually(lambda: client.num_in_flight == 0)
+    await eventually(lambda: len(client.requests) == 0)
 
 
 async def test_failing_request_does_not_affect_others(net):
     await net.serve(FakeHandler([1, 2], delay_s=0.02))
     client = await net.connect()
-    good = client.submit(engine_request("good"))
-    bad = client.submit(engine_request("bad"))
+    good = client.requests.submit(engine_request("good"))
+    bad = client.requests.submit(engine_request("bad"))
     bad.abort()
     assert await tokens_of(good) == [1, 2]
 
 
 async def test_output_ending_unfinished_is_a_failure(net):
     await net.serve(FakeHandler([]))
-    remote = (await net.connect()).submit(engine_request("r"))
+    remote = (await net.connect()).requests.submit(engine_request("r"))
     with pytest.raises(GenerationFailed, match="before it was finished"):
         await tokens_of(remote)
 
@@ -97,19 +97,19 @@ async def test_step_larger_than_a_message_fails_only_its_request(net):
     await net.serve(Talkative(), RpcConfig(max_frame_bytes=4096))
     client = await net.connect()
     with pytest.raises(GenerationFailed, match="message size limit"):
-        await tokens_of(client.submit(engine_request("large")))
-    assert await tokens_of(client.submit(engine_request("small"))) == [1]
+        await tokens_of(client.requests.submit(engine_request("large")))
+    assert await tokens_of(client.requests.submit(engine_request("small"))) == [1]
 
 
 async def test_abort_cancels_the_generator_and_is_confirmed_by_released(net):
     handler = FakeHandler(range(1000), delay_s=0.005, release_s=0.05)
     await net.serve(handler)
     client = await net.connect()
-    remote = client.submit(engine_request("r"))
+    remote = client.requests.submit(engine_request("r"))
     await anext(remote)
     remote.abort()
     assert handler.num_active == 1
-    await eventually(lambda: client.num_in_flight == 0)
+    await eventually(lambda: len(client.requests) == 0)
     assert (handler.num_active, handler.num_cancelled) == (0, 1)
 
 
@@ -147,7 +147,7 @@ async def test_nothing_that_a_request_has_read_is_kept_when_it_has_ended(net, en
     gc.collect()
     gc.disable()
     try:
-        remote = client.submit(engine_request("r"))
+        remote = client.requests.submit(engine_request("r"))
         await eventually(lambda: handler.read)
         if end == "abort":
             remote.abort()
@@ -164,10 +164,10 @@ async def test_release_comes_after_the_generator_has_released(net):
     handler = FakeHandler([1], release_s=0.1)
     await net.serve(handler)
     client = await net.connect()
-    remote = client.submit(engine_request("r"))
+    remote = client.requests.submit(engine_request("r"))
     assert await tokens_of(remote) == [1]
     assert handler.num_active == 1
-    await eventually(lambda: client.num_in_flight == 0)
+    await eventually(lambda: len(client.requests) == 0)
     assert handler.num_active == 0
 
 
@@ -220,7 +220,7 @@ async def test_lost_gateway_closes_its_generators(net):
     server = await net.serve(handler)
     client = await net.connect()
     for i in range(10):
-        client.submit(engine_request(f"r{i}"))
+        client.requests.submit(engine_request(f"r{i}"))
     await eventually(lambda: handler.num_active == 10)
     await client.close()
     await eventually(lambda: server.num_in_flight == 0)
@@ -309,8 +309,8 @@ async def test_load_is_reported_on_change_and_by_heartbeat(net):
     handler = FakeHandler([1], delay_s=HOUR_S)
     await net.serve(handler)
     client = await net.connect()
-    client.submit(engine_request("r"))
-    await eventually(lambda: sum(load.num_running for load in client.loads) == 1)
+    client.requests.submit(engine_request("r"))
+    await eventually(lambda: sum(load.num_running for load in client.reports.loads) == 1)
     handler.num_active = 5  # a change that no request of this gateway made
-    await eventually(lambda: sum(load.num_running for load in client.loads) == 5)
+    await eventually(lambda: sum(load.num_running for load in client.reports.loads) == 5)
     handler.num_active = 1

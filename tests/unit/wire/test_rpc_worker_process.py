@@ -46,7 +46,7 @@ async def worker(request, tmp_path):
 
 
 async def streams(client, number):
-    remotes = [client.submit(engine_request(f"r{i}")) for i in range(number)]
+    remotes = [client.requests.submit(engine_request(f"r{i}")) for i in range(number)]
     for remote in remotes:
         await anext(remote)
     return remotes
@@ -58,7 +58,7 @@ async def seconds_until_lost(client, remotes) -> float:
     for remote in remotes:
         with pytest.raises(WorkerLost):
             await tokens_of(remote)
-    assert client.num_in_flight == 0
+    assert len(client.requests) == 0
     assert client.closed.is_set()
     return loop.time() - started
 

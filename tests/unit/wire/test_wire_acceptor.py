@@ -48,7 +48,7 @@ async def served(tcp_net, config):
     tcp_net.config = config
     tcp_net.handler = FakeHandler([1, 2, 3], delay_s=0.05)
     tcp_net.server = await tcp_net.serve(tcp_net.handler)
-    running = (await tcp_net.connect(gateway_id="good")).submit(engine_request("good"))
+    running = (await tcp_net.connect(gateway_id="good")).requests.submit(engine_request("good"))
     yield tcp_net
     assert await tokens_of(running) == [1, 2, 3]
     assert [hello.gateway_id for hello in tcp_net.handler.hellos if hello.gateway_id != "late"] == ["good"]

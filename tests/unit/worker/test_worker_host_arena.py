@@ -93,7 +93,7 @@ async def test_gateways_find_a_worker_when_it_has_mapped_the_arena(arena, tmp_pa
     await eventually(listening.exists)
     hello = Hello(gateway_id="g", processor=FAKE_CARD.processor)
     client = await RpcClient.connect(f"unix:{listening}", hello, RpcConfig())
-    await eventually(lambda: client.arena == arena.id)
+    await eventually(lambda: client.reports.arena == arena.id)
     await client.close()
     os.kill(os.getpid(), signal.SIGTERM)
     assert await serving == 0

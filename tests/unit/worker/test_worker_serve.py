@@ -47,7 +47,7 @@ async def num_tokens(remote):
 async def test_gateway_gets_its_output(address):
     serving = Serving(FakeEngine(), address)
     client = await serving.connect()
-    assert await num_tokens(client.submit(request())) == 3
+    assert await num_tokens(client.requests.submit(request())) == 3
     await client.close()
     os.kill(os.getpid(), signal.SIGTERM)
     assert await serving.task == 0
@@ -58,7 +58,7 @@ async def test_signal_stops_the_worker_after_the_engine_has_released(address, nu
     engine = FakeEngine(release_s=0.05)
     serving = Serving(engine, address)
     client = await serving.connect()
-    remote = client.submit(request(10_000, token_s=0.001))
+    remote = client.requests.submit(request(10_000, token_s=0.001))
     await anext(aiter(remote))
     os.kill(os.getpid(), number)
     with pytest.raises(WorkerLost):
@@ -74,7 +74,7 @@ async def test_lost_engine_ends_the_worker_with_a_distinct_exit_status(address):
     engine = FakeEngine()
     serving = Serving(engine, address)
     client = await serving.connect()
-    remote = client.submit(request(10_000, token_s=0.001))
+    remote = client.requests.submit(request(10_000, token_s=0.001))
     await anext(aiter(remote))
     engine.die()
     with pytest.raises(WorkerLost):
@@ -99,7 +99,7 @@ async def test_worker_listens_until_unreleased_requests_end_with_the_engine(addr
     engine = Slow(release_s=3600.0)
     serving = Serving(engine, address, RpcConfig(release_timeout_s=0.1))
     client = await serving.connect()
-    remote = client.submit(request(10_000, token_s=0.001))
+    remote = client.requests.submit(request(10_000, token_s=0.001))
     await anext(aiter(remote))
     os.kill(os.getpid(), signal.SIGTERM)
     assert await serving.task == 0
@@ -114,12 +114,12 @@ async def test_failed_request_does_not_stop_the_worker(address):
     serving = Serving(engine, address)
     client = await serving.connect()
     engine.die(GenerationFailed("once"))
-    remote = client.submit(request())
+    remote = client.requests.submit(request())
     with pytest.raises(GenerationFailed):
         async for _ in remote:
             pass
     engine.recover()
-    again = client.submit(msgspec.structs.replace(request(), request_id="again"))
+    again = client.requests.submit(msgspec.structs.replace(request(), request_id="again"))
     assert await num_tokens(again) == 3
     await client.close()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -37,7 +37,7 @@ async def test_workers_of_one_process_serve_every_gateway(tmp_path):
         asked = EngineRequest(
             "r", ExpandedPrompt([1, 2, 3]), msgspec.msgpack.encode({"max_tokens": 2, "output_kind": 1})
         )
-        assert sum([len(delta.completions[0].token_ids) async for delta in client.submit(asked)]) == 2
+        assert sum([len(delta.completions[0].token_ids) async for delta in client.requests.submit(asked)]) == 2
         await client.close()
     os.kill(os.getpid(), signal.SIGTERM)
     assert await serving == 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -16,6 +16,7 @@ from medialane.core.pending_work import PendingWork
 from medialane.core.request import EncoderCard, ModelCard, WorkerLoad
 from medialane.gateway.worker_link.block_inbox import BlockInbox
 from medialane.wire.protocol import (
+    ArenaMapped,
     EncoderCleared,
     Gateways,
     KvBlocks,
@@ -32,30 +33,72 @@ _MAX_RANKS: Final = 1 << 12
 _MAX_KV_BLOCKS: Final = 1 << 32
 
 
+class ReportListener(Protocol):
+    """Callbacks about one connected worker. Called on the event loop; must not block.
+
+    `left` is the last one. It is called in the same iteration of the event loop in which the connection is lost, so no
+    request is routed in between.
+    """
+
+    def reported(self, loads: Sequence[WorkerLoad]) -> None:
+        """The worker has reported the load of each of its ranks."""
+        ...
+
+    def stall_changed(self, *, is_stalled: bool) -> None:
+        """Whether the worker's engine hangs."""
+        ...
+
+    def changed(self, change: KvChange) -> None:
+        """The worker's KV blocks have changed: first all of them, then changes in order, one per iteration of the event
+        loop."""
+        ...
+
+    def announced(self, number: int, work: PendingWork) -> None:
+        """Another gateway has sent a request to the worker; `number` identifies it until `announcement_ended`."""
+        ...
+
+    def announcement_ended(self, number: int, *, is_computed: bool) -> None:
+        """That request has its first token (`is_computed`), or has ended without one. The number may be unknown."""
+        ...
+
+    def encoder_cleared(self) -> None:
+        """An administrative call of any gateway has emptied the encoder caches of the worker's engine."""
+        ...
+
+    def host_changed(self) -> None:
+        """The worker has mapped another arena, or none."""
+        ...
+
+    def left(self) -> None: ...
+
+
 class ClientReports:
-    """The latest load of each rank (`loads`, empty before the first report), the engine's `encoder`, the number of
-    gateways registered with the worker, and changes of KV blocks, delivered to the callbacks of `watch`, one change per
-    iteration of the event loop. Changes are queued until there is a callback."""
+    """The latest load of each rank (`loads`, empty before the first report), the engine's `encoder`, the `arena` that
+    the worker has mapped, the number of gateways registered with the worker, and what a listener is called for."""
 
     def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
         self._send = send
         self._blocks = BlockInbox()
         self._num_ranks = 0
-        self._on_blocks: Callable[[KvChange], None] | None = None
-        self._on_loads: Callable[[Sequence[WorkerLoad]], None] | None = None
-        self._on_pending: Callable[[int, PendingWork], None] | None = None
-        self._on_pending_ended: Callable[[int, bool], None] | None = None
-        self._on_encoder_cleared: Callable[[], None] | None = None
+        self._listener: ReportListener | None = None
         self._numbers = count()
         self._delivery: asyncio.Handle | None = None
         self.loads: Sequence[WorkerLoad] = ()
+        #: Whether the engine hangs.
         self.is_stalled = False
+        #: Whether the worker's KV blocks cannot be compared with prompts.
         self.has_unknown_blocks = False
+        #: None if its embeddings are not kept.
         self.encoder: EncoderCard | None = None
+        self.arena: str | None = None
+        #: The age of the last change of KV blocks when the worker sent it, if known.
+        self.event_lag_s = 0.0
+        #: Including this one.
         self.num_gateways = 1
 
     @property
     def num_block_gaps(self) -> int:
+        """How often changes of KV blocks were missing, so that snapshots were requested."""
         return self._blocks.num_gaps
 
     def open(self, card: ModelCard) -> None:
@@ -65,83 +108,83 @@ class ClientReports:
         self.encoder = card.encoder
         self._blocks = BlockInbox(num_blocks=card.num_kv_blocks * self._num_ranks)
 
-    def watch(
-        self,
-        *,
-        on_blocks: Callable[[KvChange], None],
-        on_loads: Callable[[Sequence[WorkerLoad]], None],
-        on_pending: Callable[[int, PendingWork], None] | None,
-        on_pending_ended: Callable[[int, bool], None] | None,
-        on_encoder_cleared: Callable[[], None] | None,
-    ) -> None:
-        self._on_blocks, self._on_loads = on_blocks, on_loads
-        self._on_pending, self._on_pending_ended = on_pending, on_pending_ended
-        self._on_encoder_cleared = on_encoder_cleared
+    def watch(self, listener: ReportListener) -> None:
+        """Call `listener` until the connection is closed, also about changes of KV blocks that were received before.
+        Call once, on an open connection."""
+        self._listener = listener
         self._deliver_soon()
 
     def received(self, message: Report) -> None:
         """Raises ProtocolViolation."""
         match message:
-            case LoadReport(loads, is_stalled, has_unknown_blocks):
-                self.is_stalled, self.has_unknown_blocks = is_stalled, has_unknown_blocks
-                self.receive_loads(loads)
+            case LoadReport():
+                self._receive_loads(message)
             case KvBlocks(change):
-                self.receive_blocks(change)
+                self._receive_blocks(change)
+            case ArenaMapped(arena):
+                self.arena = arena
             case EncoderCleared(encoder):
                 self.encoder = encoder
-                if self._on_encoder_cleared is not None:
-                    self._on_encoder_cleared()
-            case Gateways(count):
-                self.num_gateways = count
-            case Pending(number, work):
-                # A rank that the worker does not have is another gateway's fault.
-                if self._on_pending is not None and work.rank < self._num_ranks:
-                    self._on_pending(number, work)
-            case PendingEnded(number, is_computed):
-                if self._on_pending_ended is not None:
-                    self._on_pending_ended(number, is_computed)
-
-    def receive_loads(self, loads: Sequence[WorkerLoad]) -> None:
-        """Raises ProtocolViolation."""
-        if len(loads) != self._num_ranks:
-            raise ProtocolViolation(f"the load of {len(loads)} ranks from a worker with {self._num_ranks}")
-        self.loads = loads
-        if self._on_loads is not None:
-            self._on_loads(loads)
+            case Gateways(number):
+                self.num_gateways = number
+        if self._listener is not None:
+            self._notify(self._listener, message)
 
     def announce(self, work: PendingWork) -> Callable[[bool], None]:
         """Announce pending work to the worker's other gateways. Call the returned function once, when it ends, with
-        whether it was computed."""
+        whether it was computed. Pointless unless `num_gateways` is above 1."""
         number = next(self._numbers)
         self._send(Pending(number, work))
         return lambda is_computed: self._send(PendingEnded(number, is_computed))
 
-    def receive_blocks(self, change: KvChange) -> None:
-        """Raises ProtocolViolation."""
+    def lost(self) -> None:
+        """The connection is closed."""
+        if self._delivery is not None:
+            self._delivery.cancel()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.left()
+
+    def _notify(self, listener: ReportListener, message: Report) -> None:
+        match message:
+            case ArenaMapped():
+                listener.host_changed()
+            case EncoderCleared():
+                listener.encoder_cleared()
+            case Pending(number, work) if work.rank < self._num_ranks:  # another rank is that gateway's fault
+                listener.announced(number, work)
+            case PendingEnded(number, is_computed):
+                listener.announcement_ended(number, is_computed=is_computed)
+
+    def _receive_loads(self, report: LoadReport) -> None:
+        if len(report.loads) != self._num_ranks:
+            raise ProtocolViolation(f"the load of {len(report.loads)} ranks from a worker with {self._num_ranks}")
+        was_stalled, self.is_stalled = self.is_stalled, report.is_stalled
+        self.has_unknown_blocks, self.loads = report.has_unknown_blocks, report.loads
+        if self._listener is not None:
+            self._listener.reported(report.loads)
+            if report.is_stalled != was_stalled:
+                self._listener.stall_changed(is_stalled=report.is_stalled)
+
+    def _receive_blocks(self, change: KvChange) -> None:
         if len(change.stored) % 8 or len(change.removed) % 8:
             raise ProtocolViolation("KV blocks with incomplete ids")
         if change.rank not in range(self._num_ranks):
             raise ProtocolViolation("KV blocks of an unknown rank")
+        self.event_lag_s = change.age_s or self.event_lag_s
         if not self._blocks.receive(change):
             self._send(ResyncBlocks())
         self._deliver_soon()
 
-    def lost(self) -> None:
-        """Stop deliveries: the connection is closed."""
-        self._on_blocks = self._on_loads = self._on_pending = self._on_pending_ended = None
-        self._on_encoder_cleared = None
-        if self._delivery is not None:
-            self._delivery.cancel()
-
     def _deliver_soon(self) -> None:
-        if self._delivery is None and self._on_blocks is not None and len(self._blocks):
+        if self._delivery is None and self._listener is not None and len(self._blocks):
             self._delivery = asyncio.get_running_loop().call_soon(self._deliver)
 
     def _deliver(self) -> None:
         self._delivery = None
         change = self._blocks.take()
-        if change is not None and self._on_blocks is not None:
-            self._on_blocks(change)
+        if change is not None and self._listener is not None:
+            self._listener.changed(change)
             self._deliver_soon()
 
 

@@ -39,8 +39,21 @@ class ClientRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Bytes of inline tensors that are still to be sent."""
+        return sum(outgoing.num_bytes_left for outgoing in self._outgoing.values())
+
     def submit(self, request: EngineRequest) -> RemoteRequest:
-        """See `RpcClient.submit`."""
+        """Send a request. Errors are raised by its iteration. If it cannot be sent, these are
+
+        * WorkerLost: the connection is closed;
+        * NoWorkerReady: `max_in_flight` or `max_write_buffer_bytes` is reached;
+        * HandoverFailed: with its inline tensors it exceeds the message size limit.
+
+        The caller holds the inline tensors until the iteration has ended or `abort` was called. Raises
+        GenerationFailed, with no effect, if a request with this id is in flight.
+        """
         request_id = request.request_id
         if request_id in self._requests:
             raise GenerationFailed("a request with this id is already running")
@@ -103,8 +116,7 @@ class ClientRequests:
         if len(self._requests) >= self._config.max_in_flight:
             message = "the worker has reached its limit of concurrent requests"
             raise NoWorkerReady(message, retry_after_s=self._places.promise())
-        num_unsent_bytes = sum(outgoing.num_bytes_left for outgoing in self._outgoing.values())
-        if self._connection.num_buffered_bytes + num_unsent_bytes > self._config.max_write_buffer_bytes:
+        if self._connection.num_buffered_bytes + self.num_unsent_bytes > self._config.max_write_buffer_bytes:
             raise NoWorkerReady("the worker is overloaded", retry_after_s=self._places.promise())
 
     def _send(self, request: EngineRequest) -> None:

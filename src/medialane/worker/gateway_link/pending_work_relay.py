@@ -27,7 +27,7 @@ class Member(Protocol):
         ...
 
 
-class GatewayGroup:
+class PendingWorkRelay:
     """Used on the event loop."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from medialane.wire.pending import PendingConnections
 from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Join
 from medialane.wire.security import Authentication, Security
 from medialane.worker.gateway_link.handler import Handler
-from medialane.worker.gateway_link.pending_work_relay import GatewayGroup
+from medialane.worker.gateway_link.pending_work_relay import PendingWorkRelay
 from medialane.worker.gateway_link.session import Session
 
 logger = logging.getLogger(__name__)
@@ -37,13 +37,13 @@ class RpcServer:
         self._unidentified = PendingConnections(_end_unidentified)
         self._gateway_ids: dict[Session, str] = {}  # of the identified ones
         self._request_ids: set[str] = set()
-        self._group = GatewayGroup()
+        self._relay = PendingWorkRelay()
         self._stopped = False
 
     @property
     def num_gateways(self) -> int:
         """Registered gateways."""
-        return len(self._group)
+        return len(self._relay)
 
     @property
     def num_in_flight(self) -> int:
@@ -113,7 +113,7 @@ class RpcServer:
             self._handler,
             self._config,
             request_ids=self._request_ids,
-            group=self._group,
+            relay=self._relay,
             on_open=self._admit,
             identify=self._identify,
             join=join,

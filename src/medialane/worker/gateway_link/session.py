@@ -36,7 +36,7 @@ from medialane.wire.protocol import (
     decode_to_worker,
 )
 from medialane.worker.gateway_link.handler import Handler
-from medialane.worker.gateway_link.pending_work_relay import GatewayGroup
+from medialane.worker.gateway_link.pending_work_relay import PendingWorkRelay
 from medialane.worker.gateway_link.session_calls import SessionCalls
 from medialane.worker.gateway_link.session_reports import SessionReports
 from medialane.worker.gateway_link.session_requests import SessionRequests
@@ -48,7 +48,7 @@ MAX_HELLO_BYTES = 64 * 1024
 
 
 class Session:
-    """`group` has the worker's registered gateways. `join` is sent first if this worker connects to the gateway;
+    """`relay` has the worker's registered gateways. `join` is sent first if this worker connects to the gateway;
     `on_hello` is called when it has registered. `on_open` is called when the connection has opened, and starts
     `run` as a task or calls `end`. `identify` checks the gateway's Hello and returns when its earlier sessions have
     ended; it raises MedialaneError to refuse it."""
@@ -59,7 +59,7 @@ class Session:
         config: RpcConfig,
         *,
         request_ids: set[str],
-        group: GatewayGroup,
+        relay: PendingWorkRelay,
         on_open: Callable[[Session], None],
         identify: Callable[[Session, Hello], Awaitable[None]],
         join: Join | None = None,
@@ -67,7 +67,7 @@ class Session:
     ) -> None:
         self._handler = handler
         self._config = config
-        self._group = group
+        self._relay = relay
         self._on_open = on_open
         self._identify = identify
         self._join = join
@@ -80,11 +80,11 @@ class Session:
         self._tasks = asyncio.TaskGroup()
         max_hello_bytes = min(MAX_HELLO_BYTES, config.max_frame_bytes)
         self.connection = Connection(self, config, max_frame_bytes=max_hello_bytes)
-        self._calls = SessionCalls(handler, self.connection.send, self._tasks, on_encoder_cleared=group.encoder_cleared)
+        self._calls = SessionCalls(handler, self.connection.send, self._tasks, on_encoder_cleared=relay.encoder_cleared)
         self._reports = SessionReports(
             handler,
             self.connection,
-            group=group,
+            relay=relay,
             max_frame_bytes=config.max_frame_bytes,
             max_pending=config.max_in_flight,
         )
@@ -222,7 +222,7 @@ class Session:
         self._on_hello(hello)
 
     def _requests_changed(self) -> None:
-        self._group.load_changed()
+        self._relay.load_changed()
         self._disconnect_if_drained()
 
     def _disconnect_if_drained(self) -> None:

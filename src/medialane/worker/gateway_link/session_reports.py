@@ -12,21 +12,27 @@ from medialane.wire.connection import Connection
 from medialane.wire.protocol import ArenaMapped, LoadReport, Pending, PendingEnded, ReportRequest, ResyncBlocks
 from medialane.worker.gateway_link.block_feed import BlockFeed
 from medialane.worker.gateway_link.handler import Handler
-from medialane.worker.gateway_link.pending_work_relay import GatewayGroup
+from medialane.worker.gateway_link.pending_work_relay import PendingWorkRelay
 
 #: Changes of load within this time are reported together.
 LOAD_REPORT_DELAY_S = 0.02
 
 
 class SessionReports:
-    """Reports from `start` until `stop`, during which the gateway is a member of `group`. Used on the event loop."""
+    """Reports from `start` until `stop`, during which the gateway is a member of `relay`. Used on the event loop."""
 
     def __init__(
-        self, handler: Handler, connection: Connection, *, group: GatewayGroup, max_frame_bytes: int, max_pending: int
+        self,
+        handler: Handler,
+        connection: Connection,
+        *,
+        relay: PendingWorkRelay,
+        max_frame_bytes: int,
+        max_pending: int,
     ) -> None:
         self._handler = handler
         self._connection = connection
-        self._group = group
+        self._relay = relay
         self._max_pending = max_pending
         self._pending: dict[int, int] = {}  # the gateway's numbers -> those at the other gateways
         self._feed = BlockFeed(handler.held_blocks, max_frame_bytes=max_frame_bytes)
@@ -50,11 +56,11 @@ class SessionReports:
                 self._handler.watch_blocks(self._blocks_changed),
             ]
             self._send_blocks()
-            self._group.join(self)
+            self._relay.join(self)
 
     def stop(self) -> None:
         """Stop reporting: the connection is closed."""
-        self._group.leave(self)
+        self._relay.leave(self)
         for number in list(self._pending):
             self._end_pending(number, is_computed=False)
         while self._unwatch:
@@ -79,13 +85,13 @@ class SessionReports:
             case Pending(number, work):
                 # Beyond the limit it is not relayed: the others then know it from the load alone.
                 if number not in self._pending and len(self._pending) < self._max_pending:
-                    self._pending[number] = self._group.relay(self, work)
+                    self._pending[number] = self._relay.relay(self, work)
             case PendingEnded(number, is_computed):
                 if number in self._pending:
                     self._end_pending(number, is_computed=is_computed)
 
     def _end_pending(self, number: int, *, is_computed: bool) -> None:
-        self._group.relay_end(self, self._pending.pop(number), is_computed=is_computed)
+        self._relay.relay_end(self, self._pending.pop(number), is_computed=is_computed)
 
     def _report_changed_load(self) -> None:
         self._reporting = None

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 import msgspec
 import pytest
+from rpc_reports import Reported
 from rpc_requests import engine_request, tokens_of
 
 from medialane.core.admin import (
@@ -26,35 +27,16 @@ from waiting import eventually
 WORK = PendingWork(0, bytes(16), (("hash", 10),), 5.0)
 
 
-class Seen:
-    """What a gateway gets of the others."""
-
-    def __init__(self, client):
-        self.client = client
-        self.begun, self.ended, self.loads = {}, {}, []
-        self.num_cleared = 0
-        client.watch(
-            on_blocks=lambda _change: None,
-            on_loads=self.loads.append,
-            on_pending=self.begun.__setitem__,
-            on_pending_ended=self.ended.__setitem__,
-            on_encoder_cleared=self._count_cleared,
-        )
-
-    def _count_cleared(self):
-        self.num_cleared += 1
-
-
 async def connected(net, count, config=None):
-    seen = [Seen(await net.connect(config, gateway_id=f"g{number}")) for number in range(count)]
-    await eventually(lambda: all(one.client.num_gateways == count for one in seen))
+    seen = [Reported(await net.connect(config, gateway_id=f"g{number}")) for number in range(count)]
+    await eventually(lambda: all(one.client.reports.num_gateways == count for one in seen))
     return seen
 
 
 async def test_work_of_one_gateway_reaches_the_others_until_it_ends(net):
     await net.serve(FakeHandler())
     first, *others = await connected(net, 3)
-    ends = [first.client.announce(WORK) for _ in range(2)]
+    ends = [first.client.reports.announce(WORK) for _ in range(2)]
     await eventually(lambda: all(list(other.begun.values()) == [WORK, WORK] for other in others))
     for end, is_computed in zip(ends, (True, False), strict=True):
         end(is_computed)
@@ -71,9 +53,9 @@ KEEPS = [ResetPrefixCache(), Sleep(0), PauseGeneration("keep"), PauseGeneration(
 async def test_every_gateway_learns_that_one_has_emptied_the_encoder_caches(net, call, empties):
     await net.serve(FakeHandler())
     first, second = await connected(net, 2)
-    await first.client.administer(call, 5)
+    await first.client.calls.administer(call, 5)
     assert first.num_cleared == empties, "before the call's result"
-    await second.client.administer(IsSleeping(), 5)  # what was sent before it has arrived
+    await second.client.calls.administer(IsSleeping(), 5)  # what was sent before it has arrived
     assert second.num_cleared == empties
 
 
@@ -84,7 +66,7 @@ async def test_failed_call_leaves_the_encoder_caches(net):
     first, second = await connected(net, 2)
     for one in (first, second):
         with pytest.raises(GenerationFailed):
-            await one.client.administer(ResetEncoderCache(), 5)
+            await one.client.calls.administer(ResetEncoderCache(), 5)
     assert (first.num_cleared, second.num_cleared) == (0, 0)
 
 
@@ -92,7 +74,7 @@ async def test_call_of_a_gateway_that_disconnects_may_have_emptied_the_encoder_c
     handler = FakeHandler(delay_s=30)
     await net.serve(handler)
     first, second = await connected(net, 2)
-    call = asyncio.create_task(first.client.administer(ResetEncoderCache(), 5))
+    call = asyncio.create_task(first.client.calls.administer(ResetEncoderCache(), 5))
     await eventually(lambda: handler.calls)
     await first.client.close()
     await eventually(lambda: second.num_cleared == 1)
@@ -107,7 +89,7 @@ async def test_every_gateway_learns_that_a_call_has_replaced_the_encoder(net, er
     handler = FakeHandler(card=cards[0])
     await net.serve(handler)
     first, second = await connected(net, 2)
-    assert [one.client.encoder for one in (first, second)] == [encoders[0]] * 2
+    assert [one.client.reports.encoder for one in (first, second)] == [encoders[0]] * 2
     administer = handler.administer
 
     async def replacing(call):
@@ -118,16 +100,16 @@ async def test_every_gateway_learns_that_a_call_has_replaced_the_encoder(net, er
 
     handler.administer = replacing
     with suppress(GenerationFailed):
-        await first.client.administer(IsSleeping(), 5)
-    await eventually(lambda: [one.client.encoder for one in (first, second)] == [encoders[1]] * 2)
+        await first.client.calls.administer(IsSleeping(), 5)
+    await eventually(lambda: [one.client.reports.encoder for one in (first, second)] == [encoders[1]] * 2)
     assert (first.num_cleared, second.num_cleared) == (1, 1)
 
 
 async def test_numbers_of_two_gateways_do_not_collide_at_a_third(net):
     await net.serve(FakeHandler())
     first, second, third = await connected(net, 3)
-    first.client.announce(WORK)(True)
-    second.client.announce(WORK)
+    first.client.reports.announce(WORK)(True)
+    second.client.reports.announce(WORK)
     await eventually(lambda: len(third.begun) == 2 and len(third.ended) == 1)
     await eventually(lambda: len(first.begun) == 1)
     assert first.ended == {}
@@ -136,10 +118,10 @@ async def test_numbers_of_two_gateways_do_not_collide_at_a_third(net):
 async def test_lost_gateway_ends_its_pending_work_as_not_computed(net):
     await net.serve(FakeHandler())
     first, second = await connected(net, 2)
-    first.client.announce(WORK)
+    first.client.reports.announce(WORK)
     await eventually(lambda: len(second.begun) == 1)
     await first.client.close()
-    await eventually(lambda: list(second.ended.values()) == [False] and second.client.num_gateways == 1)
+    await eventually(lambda: list(second.ended.values()) == [False] and second.client.reports.num_gateways == 1)
 
 
 async def test_pending_work_of_a_gateway_is_bounded_and_repeated_numbers_are_ignored(net, raw):
@@ -162,15 +144,15 @@ async def test_invalid_work_closes_the_connection_of_its_sender_only(net, raw):
     invalid = PendingWork(0, b"", (), 1.0)
     msgspec.structs.force_setattr(invalid, "work_ms", -1.0)
     gateway.send(Pending(1, invalid))
-    await eventually(lambda: seen.client.num_gateways == 1)
+    await eventually(lambda: seen.client.reports.num_gateways == 1)
     assert seen.begun == {}
-    assert await tokens_of(seen.client.submit(engine_request("r"))) == [1, 2, 3]
+    assert await tokens_of(seen.client.requests.submit(engine_request("r"))) == [1, 2, 3]
 
 
 async def test_work_of_an_unknown_rank_is_ignored(net):
     await net.serve(FakeHandler())
     first, second = await connected(net, 2)
-    first.client.announce(PendingWork(5, b"", (), 0.0))(True)
+    first.client.reports.announce(PendingWork(5, b"", (), 0.0))(True)
     await eventually(lambda: second.ended)
     assert second.begun == {}
 
@@ -180,7 +162,7 @@ async def test_changed_load_is_reported_to_all_gateways_before_the_next_heartbea
     config = RpcConfig(heartbeat_interval_s=60, heartbeat_timeout_s=120)
     await net.serve(FakeHandler(delay_s=0.1), config)
     seen = await connected(net, 2, config)
-    assert await tokens_of(seen[sender].client.submit(engine_request("r"))) == [1, 2, 3]
+    assert await tokens_of(seen[sender].client.requests.submit(engine_request("r"))) == [1, 2, 3]
     for one in seen:
         await eventually(
             lambda one=one: [load.num_running for (load,) in one.loads][-2:] == [1, 0],

@@ -1,0 +1,81 @@
+"""One connected worker as the router knows it: a slot for each of its ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from medialane.core.kv_events import KvChange
+from medialane.core.pending_work import PendingWork
+from medialane.core.request import WorkerLoad
+from medialane.gateway.workers import WorkerLink
+
+if TYPE_CHECKING:  # imported lazily: processes that only parse settings do not pay for numba
+    from medialane.routing import AnnouncedReservation, Router
+
+logger = logging.getLogger(__name__)
+
+#: Most requests of other gateways that are counted at one worker.
+_MAX_ANNOUNCED = 4096
+
+
+class RoutedWorker:
+    """Reports a worker to the router, until it has `left` (a `ReportListener`). `on_encoder` is called when the encoder
+    whose embeddings it loads may have changed."""
+
+    def __init__(self, router: Router, link: WorkerLink, on_encoder: Callable[[], None]) -> None:
+        self._router = router
+        self._link = link
+        self._on_encoder = on_encoder
+        self._slots: list[int] = []
+        self._announced: dict[int, AnnouncedReservation] = {}
+        try:
+            for endpoint in link.endpoints():
+                self._slots.append(router.join(endpoint))
+        except BaseException:
+            self.left()
+            raise
+
+    def left(self) -> None:
+        """Idempotent."""
+        self._on_encoder()
+        slots, self._slots = self._slots, []
+        for slot in slots:
+            self._router.leave(slot)
+
+    def reported(self, loads: Sequence[WorkerLoad]) -> None:
+        for slot, load in zip(self._slots, loads, strict=True):
+            self._router.report(slot, load)
+
+    def stall_changed(self, *, is_stalled: bool) -> None:
+        if is_stalled:
+            logger.error("worker %s is stalled: it gets no requests", self._link.name)
+        else:
+            logger.warning("worker %s is no longer stalled", self._link.name)
+        for slot in self._slots:
+            self._router.drain(slot, draining=is_stalled)
+
+    def changed(self, change: KvChange) -> None:
+        if change.rank < len(self._slots):
+            self._router.change(self._slots[change.rank], change)
+
+    def announced(self, number: int, work: PendingWork) -> None:
+        reservations, slots = self._announced, self._slots
+        if number not in reservations and len(reservations) < _MAX_ANNOUNCED and work.rank < len(slots):
+            reservations[number] = self._router.announced(slots[work.rank], work)
+
+    def announcement_ended(self, number: int, *, is_computed: bool) -> None:
+        reservation = self._announced.pop(number, None)
+        if reservation is not None:
+            reservation.end(is_computed=is_computed)
+
+    def host_changed(self) -> None:
+        self._on_encoder()
+        for slot in self._slots:
+            self._router.move(slot, same_host=self._link.same_host)
+
+    def encoder_cleared(self) -> None:
+        self._on_encoder()
+        for slot in self._slots:
+            self._router.clear_encoder(slot)
