@@ -204,7 +204,7 @@ class Parts:
         if isinstance(self.fetcher, ScriptedFetcher):
             self.fetcher.bodies = EncodedStore(arena, MEDIA)
         self.store = beside.store if beside else HostStore(arena, preparers, self.fetcher, media=MEDIA, mover=mover)
-        self._workers = workers
+        self.workers = workers
         self._max_tokens = max_tokens
         self._routing = routing
         self._transports = transports
@@ -224,7 +224,7 @@ class Parts:
                     own_arena=lambda: link.arena,
                     can_grant=lambda: link.can_grant,
                 )
-                for w in self._workers
+                for w in self.workers
             ]
         )
         link.watch(lambda _: self.links.arena_changed())
@@ -232,7 +232,7 @@ class Parts:
         shm = ShmTransport(HoldPasser(link, retention_s=0.0))
         pull = PullTransport(StoreGrants(link), transfer.mover)
         inline = InlineTransport(link.tensor, transfer.max_inline_bytes)
-        router = Router(self._routing)
+        router = self.router = Router(self._routing)
         self.gateway = Gateway(
             config=config,
             transports=Transports([*self._transports, shm, pull, inline], transfer.transport),
@@ -262,7 +262,7 @@ class Parts:
             running = asyncio.create_task(self.links.run())
             stack.push_async_callback(_cancelled, running)
             await eventually(lambda: all(found.client is not None for found in self.links.links.values()))
-            mapping = {w.address for w in self._workers if w.attaches}
+            mapping = {w.address for w in self.workers if w.attaches}
             await eventually(lambda: all(self._has_mapped(address) for address in mapping))
             self._stack = stack.pop_all()
         return self

@@ -49,11 +49,11 @@ async def answer(parts, seed, suffix=()):
     params = msgspec.msgpack.encode({"max_tokens": 1, "output_kind": 1})
     with open_scope():
         await parts.generate(EngineRequest(f"r{seed}", ExpandedPrompt(tokens), params), None)
-    return parts.gateway.routes._router.decisions(1)[0]
+    return parts.router.decisions(1)[0]
 
 
 async def test_prompts_return_to_the_worker_that_caches_them_at_its_block_size(parts):
-    sizes = {worker.address: size for worker, size in zip(parts._workers, SIZES, strict=True)}
+    sizes = {worker.address: size for worker, size in zip(parts.workers, SIZES, strict=True)}
     first = [await answer(parts, seed) for seed in range(6)]
     used = [sizes[found.decision.worker_id] for found in first]
     assert set(used) == set(SIZES)
@@ -63,5 +63,5 @@ async def test_prompts_return_to_the_worker_that_caches_them_at_its_block_size(p
         found = await answer(parts, seed, suffix=range(900_000, 900_100))
         assert found.decision.worker_id == first[seed].decision.worker_id
         assert found.decision.cached_tokens == NUM_TOKENS // used[seed] * used[seed] == found.reported_cached_tokens
-    counts = parts.gateway.routes._router.predictions
+    counts = parts.router.predictions
     assert (counts.num_unexplained, counts.num_fewer) == (0, 0)

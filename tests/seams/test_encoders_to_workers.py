@@ -124,7 +124,7 @@ async def test_url_is_fetched_once_for_encoder_and_worker(host):
 async def test_items_of_a_prompt_are_encoded_side_by_side_and_each_once(host):
     await host.start(encoders=2)
     for encoder in host.encoders:
-        encoder.engine._encode_s = 0.2
+        encoder.engine.encode_s = 0.2
     await host.answer(png(seed=0), png(seed=1), png(seed=0))
     assert [encoder.engine.num_encoded for encoder in host.encoders] == [1, 1]
     assert host.worker.num_encoded == 0
@@ -141,7 +141,7 @@ async def test_only_the_unknown_image_of_two_is_encoded(host):
 
 async def test_requests_with_the_same_new_image_wait_for_one_encode_request(host):
     await host.start(workers=2)
-    host.encoder._encode_s = 0.1
+    host.encoder.encode_s = 0.1
     answers = await asyncio.gather(*(host.answer(png(), request_id=f"r{n}") for n in range(4)))
     assert len(set(map(tuple, answers))) == 1
     assert (host.encoder.num_requests, host.encoder.num_encoded) == (1, 1)
@@ -167,7 +167,7 @@ async def test_encoder_that_fails_leaves_the_item_to_the_worker(host, error):
 
 async def test_encoder_that_is_lost_while_it_encodes_leaves_the_item_to_the_worker(host):
     await host.start()
-    host.encoder._encode_s = 30
+    host.encoder.encode_s = 30
     answering = asyncio.create_task(host.answer(png()))
     await eventually(lambda: host.encoder.num_reading == 1)
     await host.encoders[0].close()
@@ -179,12 +179,12 @@ async def test_encoder_that_is_lost_while_it_encodes_leaves_the_item_to_the_work
 
 async def test_late_encoder_gets_no_more_items_until_it_has_released_the_late_one(host):
     await host.start(timeout_s=0.1)
-    host.encoder._encode_s, host.encoder._release_s = 30, 0.5
+    host.encoder.encode_s, host.encoder.release_s = 30, 0.5
     assert await host.answer(png())
     assert (host.worker.num_encoded, host.outcomes()) == (1, {"late": 1})
     await host.answer(png(seed=1))
     assert host.outcomes() == {"late": 1}
-    host.encoder._encode_s = 0
+    host.encoder.encode_s = 0
     await eventually(lambda: host.encoder.num_reading == 0)
     await eventually(lambda: not host.parts.links.of_role("encoder")[0].client.requests)
     await host.answer(png(seed=2))
@@ -205,7 +205,7 @@ async def test_encoder_that_returns_is_used_again(host):
 
 async def test_cancelled_client_aborts_the_encode_request(host):
     await host.start()
-    host.encoder._encode_s = 30
+    host.encoder.encode_s = 30
     answering = asyncio.create_task(host.answer(png()))
     await eventually(lambda: host.encoder.num_reading == 1)
     answering.cancel()
@@ -216,7 +216,7 @@ async def test_cancelled_client_aborts_the_encode_request(host):
 
 async def test_cancelled_client_does_not_end_the_encode_request_of_another(host):
     await host.start()
-    host.encoder._encode_s = 0.3
+    host.encoder.encode_s = 0.3
     first = asyncio.create_task(host.answer(png()))
     await eventually(lambda: host.encoder.num_reading == 1)
     second = asyncio.create_task(host.answer(png(), request_id="second"))
@@ -230,7 +230,7 @@ async def test_cancelled_client_does_not_end_the_encode_request_of_another(host)
 async def test_burst_while_encoders_are_killed_ends_each_request_once(host):
     await host.start(workers=2, encoders=2, timeout_s=1.0)
     for encoder in host.encoders:
-        encoder.engine._encode_s = 0.05
+        encoder.engine.encode_s = 0.05
     datas = [png(seed=seed) for seed in range(10)]
     answering = [asyncio.create_task(host.answer(datas[n % 10], request_id=f"r{n}")) for n in range(30)]
     await eventually(lambda: host.encoder.num_reading > 0)

@@ -29,7 +29,7 @@ class Host:
         self.gateways, self.workers = gateways, workers
 
     def slots(self, number):
-        return list(self.gateways[number].gateway.routes._router._slots)
+        return list(self.gateways[number].router._slots)
 
     def num_queued(self, number):
         return sum(slot.num_queued for slot in self.slots(number))
@@ -37,15 +37,15 @@ class Host:
     async def start(self, number, wanted, prepared=None):
         """Send a request by a gateway, at which it stays without a token; return its task and the worker's address."""
         gateway = self.gateways[number]
-        before = len(gateway.gateway.routes._router.decisions())
+        before = len(gateway.router.decisions())
 
         async def answer():
             with open_scope():
                 return await gateway.generate(wanted, prepared)
 
         task = asyncio.create_task(answer())
-        await eventually(lambda: len(gateway.gateway.routes._router.decisions()) > before)
-        return task, gateway.gateway.routes._router.decisions(1)[0].decision.worker_id
+        await eventually(lambda: len(gateway.router.decisions()) > before)
+        return task, gateway.router.decisions(1)[0].decision.worker_id
 
 
 def text(seed, token_s=LONG_S):

@@ -74,7 +74,7 @@ class Cluster:
         tasks = [asyncio.create_task(self.answer(seed, max_tokens=NUM_TOKENS)) for seed in range(number)]
         await eventually(lambda: self._num_begun == number)
         assert all(map(self.num_in_flight, NAMES))
-        last = self.parts.gateway.routes._router.decisions  # without a token, a request would be sent to another worker
+        last = self.parts.router.decisions  # without a token, a request would be sent to another worker
         await eventually(lambda: all(found.first_token_ms is not None for found in last(number)))
         return tasks
 

@@ -65,7 +65,7 @@ async def test_request_without_a_token_is_answered_by_another_worker(open_parts,
         first.drop_connections()
     assert await task == expected
     assert parts.count("medialane_rerouted_requests_total") == 1
-    decisions = parts.gateway.routes._router.decisions(2)
+    decisions = parts.router.decisions(2)
     workers_tried = [found.decision.worker_id for found in decisions]
     assert all(found.is_sent for found in decisions), "both were sent, the first in vain"
     assert set(workers_tried) == {worker.address for worker in workers}
@@ -87,7 +87,7 @@ async def test_choice_of_a_worker_that_is_lost_before_the_request_is_sent_is_rec
 
     monkeypatch.setattr(WorkerLink, "submit", lost_at_first)
     await image_answer(parts)
-    router = parts.gateway.routes._router
+    router = parts.router
     found = [(record.decision.worker_id, record.is_sent) for record in reversed(router.decisions(2))]
     assert found == [(tried[0], False), (tried[1], True)]
     assert router.num_unsent == 1
@@ -109,10 +109,10 @@ async def test_choice_of_a_request_that_is_cancelled_before_it_is_sent_is_record
     await begun.wait()
     task.cancel()
     await asyncio.wait([task])
-    router = parts.gateway.routes._router
+    router = parts.router
     assert [record.is_sent for record in router.decisions()] == [False]
     assert router.num_unsent == 1
-    assert all(slot.num_in_flight == 0 for slot in router._slots)
+    assert router.mean_sequences == 0
 
 
 async def test_request_with_a_token_is_not_repeated(open_parts):
@@ -142,7 +142,7 @@ async def test_request_that_ends_every_engine_reaches_two_workers_once_each(open
         worker.engine.die()
     with pytest.raises(WorkerLost), open_scope():
         await parts.generate(request("r", [1, 2, 3]), None)
-    tried = [found.decision.worker_id for found in parts.gateway.routes._router.decisions()]
+    tried = [found.decision.worker_id for found in parts.router.decisions()]
     assert len(tried) == len(set(tried)) == 2
 
 

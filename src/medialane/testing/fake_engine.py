@@ -97,7 +97,7 @@ class FakeEngine:
         self.card = card
         self.num_encoded = 0
         self.num_loaded = 0
-        self._encode_s = encode_s
+        self.encode_s = encode_s
         self._memory = memory
         self.num_reading = 0
         self.num_requests = 0
@@ -110,7 +110,7 @@ class FakeEngine:
         self.listener: Callable[[KvEventBatch], None] | None = None
         self._pool = BlockPool(NUM_BLOCKS)
         self.attaches = attaches
-        self._release_s = release_s
+        self.release_s = release_s
         self._failure: MedialaneError | None = None
         self._steps = asyncio.Event()
         self._steps.set()
@@ -181,7 +181,7 @@ class FakeEngine:
                 yield _delta(request, number, token, num_cached, finished=finished)
         finally:
             try:
-                await asyncio.sleep(self._release_s)
+                await asyncio.sleep(self.release_s)
                 await self._steps.wait()
             finally:
                 self.num_reading -= 1
@@ -234,7 +234,7 @@ class FakeEngine:
             if use is not None and use.is_filled:
                 self.num_loaded += 1
                 continue
-            await asyncio.sleep(self._encode_s)
+            await asyncio.sleep(self.encode_s)
             self.num_encoded += 1
             if use is not None and self._memory is not None:
                 await self._memory.write(use.tensor, _embedding(_digest(datas), use.tensor.spec.nbytes))

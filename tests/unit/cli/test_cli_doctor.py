@@ -14,10 +14,10 @@ IMPORTS = '{"torch": [true, "2.13.0"], "torchvision": [false, "RuntimeError: ope
 @pytest.fixture
 def light(monkeypatch):
     """Replaces the processes that load libraries by immediate results."""
-    monkeypatch.setattr(doctor, "_IMPORTS", f"print({IMPORTS!r})")
-    monkeypatch.setattr(doctor, "_KINDS", """print('["image (jpeg png)", []]')""")
-    monkeypatch.setattr(doctor, "_SANDBOX", "print('[]')")
-    monkeypatch.setattr(doctor, "_SEAMS", """print('["vLLM 0.32.0: 64 private seams, all found", true]')""")
+    monkeypatch.setattr(doctor, "IMPORTS", f"print({IMPORTS!r})")
+    monkeypatch.setattr(doctor, "KINDS", """print('["image (jpeg png)", []]')""")
+    monkeypatch.setattr(doctor, "SANDBOX", "print('[]')")
+    monkeypatch.setattr(doctor, "SEAMS", """print('["vLLM 0.32.0: 64 private seams, all found", true]')""")
 
 
 @pytest.mark.usefixtures("light")
@@ -38,7 +38,7 @@ def model(tmp_path):
 
 
 def model_findings(monkeypatch, capsys, script, model):
-    monkeypatch.setattr(doctor, "_MODEL", script)
+    monkeypatch.setattr(doctor, "MODEL", script)
     main(["doctor", model, "--json", "--port", "0", "--", "--max-model-len", "99"])
     found = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
     return {name: found[name] for name in ("model", "stage", "embeddings") if name in found}
@@ -107,14 +107,14 @@ def test_findings_are_shown_as_a_table(capsys):
 
 
 def test_build_that_crashes_python_is_a_finding(monkeypatch):
-    monkeypatch.setattr(doctor, "_IMPORTS", "import os; os.abort()")
-    monkeypatch.setattr(doctor, "_KINDS", "import os; os.abort()")
-    ((_, finding),) = doctor._imports()
-    assert finding.verdict == doctor._media().verdict == "fail"
+    monkeypatch.setattr(doctor, "IMPORTS", "import os; os.abort()")
+    monkeypatch.setattr(doctor, "KINDS", "import os; os.abort()")
+    ((_, finding),) = doctor.check_imports()
+    assert finding.verdict == doctor.check_media().verdict == "fail"
 
 
 def test_private_seams_of_vllm_are_counted(light):
-    finding = doctor._seams()
+    finding = doctor.check_seams()
     assert (finding.verdict, finding.advice) == ("ok", "")
     assert finding.text == "vLLM 0.32.0: 64 private seams, all found"
 
@@ -126,28 +126,28 @@ from medialane.vllm_bridge.seams import probe as module, table
 seam = table.Seam("json:no_such_name", "read")
 module.GROUPS = (dataclasses.replace(table.GROUPS[0], seams=(seam,)),)
 """
-    monkeypatch.setattr(doctor, "_SEAMS", broken + doctor._SEAMS)
-    finding = doctor._seams()
+    monkeypatch.setattr(doctor, "SEAMS", broken + doctor.SEAMS)
+    finding = doctor.check_seams()
     assert finding.verdict == "fail"
     assert "json:no_such_name" in finding.text
     assert "docs/upgrading-vllm.md" in finding.advice
 
 
 def test_vllm_that_cannot_be_imported_is_a_finding(monkeypatch):
-    monkeypatch.setattr(doctor, "_SEAMS", "import os; os.abort()")
-    assert doctor._seams().verdict == "fail"
+    monkeypatch.setattr(doctor, "SEAMS", "import os; os.abort()")
+    assert doctor.check_seams().verdict == "fail"
 
 
 def test_kinds_of_media_are_reported():
-    finding = doctor._media()
+    finding = doctor.check_media()
     assert finding.verdict == "ok"
     assert finding.text.startswith("image (jpeg png ")
 
 
 def test_unavailable_media_kind_is_a_warning_with_its_fix(monkeypatch):
     blocked = "import sys; sys.modules['av'] = None\n"
-    monkeypatch.setattr(doctor, "_KINDS", blocked + doctor._KINDS)
-    finding = doctor._media()
+    monkeypatch.setattr(doctor, "KINDS", blocked + doctor.KINDS)
+    finding = doctor.check_media()
     assert finding.verdict == "warn"
     assert "video/h264" in finding.text
     assert finding.advice == "pip install av"
@@ -155,21 +155,21 @@ def test_unavailable_media_kind_is_a_warning_with_its_fix(monkeypatch):
 
 @pytest.mark.parametrize("missing", [[], ["use the network (seccomp is not available)"]])
 def test_missing_preparer_confinement_is_a_warning(monkeypatch, missing):
-    monkeypatch.setattr(doctor, "_SANDBOX", f"import json; print(json.dumps({missing!r}))")
-    finding = doctor._sandbox()
+    monkeypatch.setattr(doctor, "SANDBOX", f"import json; print(json.dumps({missing!r}))")
+    finding = doctor.check_sandbox()
     assert finding.verdict == ("warn" if missing else "ok")
     assert all(part in finding.text for part in missing)
 
 
 def test_sandbox_is_tested_in_a_separate_process():
-    assert all(isinstance(missing, str) for missing in doctor._probe(doctor._SANDBOX, ""))
+    assert all(isinstance(missing, str) for missing in doctor.probe(doctor.SANDBOX, ""))
 
 
 def test_too_small_shared_memory_fails_with_advice_to_enlarge_it():
-    finding = doctor._shared_memory(load_config({"arena-size": "900TiB"}, environ={}))
+    finding = doctor.check_shared_memory(load_config({"arena-size": "900TiB"}, environ={}))
     assert finding.verdict == "fail"
     assert "--shm-size" in finding.advice
-    absent = doctor._shared_memory(load_config({"arena-directory": "/absent"}, environ={}))
+    absent = doctor.check_shared_memory(load_config({"arena-directory": "/absent"}, environ={}))
     assert absent.verdict == "fail"
 
 
@@ -177,7 +177,7 @@ def test_too_small_shared_memory_fails_with_advice_to_enlarge_it():
     ("release", "verdict"), [("5.13.19-x", "warn"), ("5.14.0", "ok"), ("6.1.0", "ok"), ("odd", "ok")]
 )
 def test_old_kernel_is_a_warning(release, verdict):
-    assert doctor._kernel(release).verdict == verdict
+    assert doctor.check_kernel(release).verdict == verdict
 
 
 def test_each_address_of_the_gateways_to_join_is_tried(monkeypatch):
@@ -191,7 +191,7 @@ def test_each_address_of_the_gateways_to_join_is_tried(monkeypatch):
             "getaddrinfo",
             lambda host, *rest, **more: found if host == "gateways" else look_up(host, *rest, **more),
         )
-        good, bad = doctor._gateways([TcpAddress("gateways", port)])
+        good, bad = doctor.check_gateways([TcpAddress("gateways", port)])
     assert (good.verdict, good.text) == ("ok", f"127.0.0.1:{port} accepts connections")
     assert (bad.verdict, bad.text) == ("fail", f"127.0.0.2:{port}")
     assert bad.advice.startswith("Connection refused")
@@ -202,5 +202,5 @@ def test_unknown_name_of_a_gateway_to_join_is_a_failure(monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    (finding,) = doctor._gateways([TcpAddress("gateways", 7100)])
+    (finding,) = doctor.check_gateways([TcpAddress("gateways", 7100)])
     assert (finding.verdict, finding.advice) == ("fail", "the name cannot be resolved: Name or service not known")

@@ -50,7 +50,7 @@ def address():
 async def test_store_of_a_model_without_media_ends_as_not_needed(config, address, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(store, "PROCESSOR_FACTORY", NO_PROCESSOR_FACTORY)
     async with asyncio.timeout(30):
-        assert await store._serve(config, str(tmp_path), [], address) == NOT_NEEDED
+        assert await store.serve(config, str(tmp_path), [], address) == NOT_NEEDED
     assert "this model takes no media" in caplog.text
 
 
@@ -86,7 +86,7 @@ async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(c
 
     monkeypatch.setattr(store, "PreparerPool", SlowPool)
     config = msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, stage="url"))
-    serving = asyncio.create_task(store._serve(config, "model", [], address))
+    serving = asyncio.create_task(store.serve(config, "model", [], address))
     link = StoreLink(address, rpc=RpcConfig(), arena_directory=config.arena.directory, wait_timeout_s=5)
     running = asyncio.create_task(link.run())
     await eventually(lambda: link.arena is not None and link.status is not None)
@@ -115,7 +115,7 @@ async def test_store_reads_published_images_if_the_operator_allows_it(config, ad
     monkeypatch.setattr(store, "NixlMover", FakedNixlMover)
     settings = {**SETTINGS, "stage": "url", "allow-media-rdma": "true", "peer-nixl": "on"}
     config = load_config({**settings, "arena-directory": config.arena.directory}, environ={})
-    serving = asyncio.create_task(store._serve(config, "model", [], address))
+    serving = asyncio.create_task(store.serve(config, "model", [], address))
     link = StoreLink(address, rpc=RpcConfig(), arena_directory=config.arena.directory, wait_timeout_s=5)
     running = asyncio.create_task(link.run())
     await asyncio.wait_for(link.ready(), 30)

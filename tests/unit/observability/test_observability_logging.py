@@ -1,5 +1,6 @@
 import io
 import logging
+from functools import partial
 
 import pytest
 
@@ -157,16 +158,14 @@ def test_line_with_wrong_arguments_does_not_raise(capsys):
     assert "Logging error" in capsys.readouterr().err
 
 
-def test_count_of_repetitions_does_not_have_the_id_of_another_request():
+def test_count_of_repetitions_does_not_have_the_id_of_another_request(monkeypatch, clock):
     stream = io.StringIO()
+    monkeypatch.setattr("medialane.observability.logging.LimitedHandler", partial(LimitedHandler, clock=clock))
     configure(LoggingConfig(), stream)
-    (handler,) = logging.getLogger().handlers
-    now = 0.0
-    handler._clock = lambda: now
     logger = logging.getLogger("medialane.test")
     for _ in range(2):
         logger.warning("lost")
-    now = 10.0
+    clock.now += 10
     token = request_id.set("chatcmpl-1")
     logger.warning("of a request")
     request_id.reset(token)

@@ -258,7 +258,7 @@ async def test_lost_store_fails_the_hand_over_so_that_another_path_is_tried(aren
 
 
 async def test_worker_holds_what_the_engine_reads_until_the_engine_has_released(arena, host, engine):
-    engine._release_s = 0.03
+    engine.release_s = 0.03
     sharing = make(engine, host, ping_interval_s=60.0)
     watching = asyncio.create_task(sharing.watch())
     await shared(sharing, host, arena)
