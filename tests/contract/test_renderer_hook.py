@@ -134,7 +134,7 @@ async def test_report_is_in_every_kind_of_response(server, path, stream):
     events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
     report = json.loads(events[-1] if stream else response.text)["medialane"]
     assert report["items"] == []
-    assert "lift" in report["times_ms"]
+    assert "intake" in report["times_ms"]
 
 
 async def test_prepared_prompt_reaches_generate_and_the_output_reaches_the_client(server):

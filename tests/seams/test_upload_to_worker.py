@@ -14,7 +14,7 @@ from medialane.core.errors import BodyMemoryExhausted, InvalidAudio, InvalidMedi
 from medialane.core.feature import MediaPrompt
 from medialane.core.wave import wave_bytes, wave_size
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.gateway.bodies import Budget, BudgetCharge
+from medialane.gateway.bodies import BodyMemory, BudgetCharge
 from medialane.gateway.intake import extract_files
 from medialane.media import MediaConfig
 from medialane.media.audio import decode_audio
@@ -52,8 +52,8 @@ async def transcribe(parts, data, budget=None):
     """Send a file as a client does; this stands in for vLLM: it cuts the samples into two clips."""
     with open_scope() as scope:
         scope.extracted = uploaded(data, scope.references)
-        scope.memory = BudgetCharge(budget or Budget(1 << 30))
-        scope.take(scope.memory)
+        scope.memory = BudgetCharge(budget or BodyMemory(1 << 30))
+        scope.defer(scope.memory.release)
         wave = await parts.gateway.decode_audio(scope.references.text(0), RATE)
         samples = np.frombuffer(wave, np.float32, offset=wave_size(0))
         clips = [await parts.gateway.audio(clip, RATE) for clip in np.array_split(samples, 2)]
@@ -98,7 +98,7 @@ async def test_content_of_a_file_is_never_taken_for_a_reference(arena, preparers
 
 async def test_samples_are_charged_to_the_memory_for_bodies(arena, preparers, worker):
     data = tone(440, 3.0)
-    budget = Budget(wave_size(3 * RATE) + 1000)
+    budget = BodyMemory(wave_size(3 * RATE) + 1000)
     async with Parts(arena, preparers, [worker]) as parts:
         with pytest.raises(BodyMemoryExhausted):
             await transcribe(parts, data, budget)

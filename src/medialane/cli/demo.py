@@ -31,7 +31,7 @@ _STOP_S = 30.0
 _MAX_TOKENS = 16
 
 #: Rows of the table of stages, in the order of execution.
-_STAGES = ("lift", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "total")
+_STAGES = ("intake", "fetch", "decode", "process", "assemble", "route", "handover", "queue", "prefill", "total")
 
 
 @dataclass(frozen=True)

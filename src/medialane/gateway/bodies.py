@@ -4,17 +4,20 @@ A body is copied once, from the server's chunks into a buffer of its declared le
 are reused: memory that grows while a body arrives has to be moved, and each new page costs the event loop a page fault.
 A buffer that still has exported views is not reused.
 
-All bodies share one memory budget. A request is charged for the bytes that it has sent, and after intake, until it
-ends, for its remaining body and the media extracted from it.
+All bodies share one memory budget, unused buffers included. A request is charged for the bytes that it has sent, and
+after intake, until it ends, for its remaining body and the media extracted from it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import mmap
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,53 +32,29 @@ Receive = Callable[[], Awaitable[Message]]
 
 #: Buffer sizes are powers of two, at least this.
 _MIN_BUFFER_BYTES = 64 << 10
-#: Unused buffers are kept up to this total: first use of a page costs microseconds, unmapping 10 MB costs 2 ms.
-_MAX_IDLE_BYTES = 512 << 20
+#: Share of the limit that unused buffers may have: first use of a page costs microseconds, unmapping 10 MB costs 2 ms.
+_IDLE_SHARE = 4
+#: Unused buffers are unmapped after this time.
+IDLE_S = 30.0
 
 logger = logging.getLogger(__name__)
 
 
-class Buffers:
-    """A pool of buffers for bodies. One per event loop."""
-
-    def __init__(self, max_idle_bytes: int = _MAX_IDLE_BYTES) -> None:
-        self._max_idle_bytes = max_idle_bytes
-        self._idle_bytes = 0
-        self._idle: dict[int, list[mmap.mmap]] = {}
-
-    def take(self, size: int) -> mmap.mmap:
-        """Return a buffer of at least `size` bytes, contents undefined. Raises BodyMemoryExhausted if out of memory."""
-        length = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
-        if idle := self._idle.get(length):
-            self._idle_bytes -= length
-            return idle.pop()
-        try:
-            # Private: a shared mapping, the default, takes half as long again for each page fault.
-            return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            logger.warning("no memory for a request body of %d bytes: %s", size, error)
-            raise BodyMemoryExhausted("out of memory for the request body") from error
-
-    def release(self, buffer: mmap.mmap) -> None:
-        try:
-            buffer.resize(len(buffer))  # raises BufferError while it has exported views
-        except BufferError:
-            return  # freed with its last view
-        if self._idle_bytes + len(buffer) > self._max_idle_bytes:
-            buffer.close()
-            return
-        self._idle_bytes += len(buffer)
-        self._idle.setdefault(len(buffer), []).append(buffer)
-
-
-class Budget:
-    """The limit on the bytes of all requests together."""
+class BodyMemory:
+    """The limit on the bytes of all requests together, and the buffers of their bodies: what is charged and what unused
+    buffers have is at most `max_bytes`. One per event loop."""
 
     def __init__(self, max_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
+        self._clock = clock
+        #: Charged.
         self.num_bytes = 0
         #: The charges that are not 0.
         self.places = Places(clock=clock)
+        self._idle_bytes = 0
+        #: Unused buffers, by their length, with the time since when, oldest first.
+        self._idle: dict[int, deque[tuple[mmap.mmap, float]]] = {}
+        self._trimming: asyncio.TimerHandle | None = None
 
     def charge(self, num_bytes: int) -> None:
         """Add bytes, or subtract if negative. Raises BodyMemoryExhausted if the limit would be exceeded."""
@@ -86,23 +65,81 @@ class Budget:
             message = "the memory budget for request bodies is exhausted"
             raise BodyMemoryExhausted(message, retry_after_s=self.places.promise())
         self.num_bytes += num_bytes
+        if self.num_bytes + self._idle_bytes > self._max_bytes:
+            self._unmap_idle(math.inf)
+
+    def take(self, size: int) -> mmap.mmap:
+        """Return a buffer of at least `size` bytes, contents undefined. Raises BodyMemoryExhausted if out of memory."""
+        length = max(_MIN_BUFFER_BYTES, 1 << (size - 1).bit_length())
+        if idle := self._idle.get(length):
+            self._idle_bytes -= length
+            return idle.pop()[0]
+        try:
+            # Private: a shared mapping, the default, takes half as long again for each page fault.
+            return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            logger.warning("no memory for a request body of %d bytes: %s", size, error)
+            raise BodyMemoryExhausted("out of memory for the request body") from error
+
+    def release(self, buffer: mmap.mmap) -> None:
+        """Take back a buffer, to be reused or unmapped."""
+        try:
+            buffer.resize(len(buffer))  # raises BufferError while it has exported views
+        except BufferError:
+            return  # freed with its last view
+        max_idle_bytes = min(self._max_bytes // _IDLE_SHARE, self._max_bytes - self.num_bytes)
+        if self._idle_bytes + len(buffer) > max_idle_bytes:
+            _unmap([buffer])
+            return
+        self._idle_bytes += len(buffer)
+        self._idle.setdefault(len(buffer), deque()).append((buffer, self._clock()))
+        if self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(IDLE_S, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming = None
+        self._unmap_idle(self._clock() - IDLE_S)
+        if self._idle:
+            self._trimming = asyncio.get_running_loop().call_later(IDLE_S, self._trim)
+
+    def _unmap_idle(self, before: float) -> None:
+        """Unmap the buffers that have not been used since `before`."""
+        old: list[mmap.mmap] = []
+        for length, idle in list(self._idle.items()):
+            while idle and idle[0][1] <= before:
+                old.append(idle.popleft()[0])
+                self._idle_bytes -= length
+            if not idle:
+                del self._idle[length]
+        _unmap(old)
+
+
+def _close(buffers: Sequence[mmap.mmap]) -> None:
+    for buffer in buffers:
+        buffer.close()
+
+
+def _unmap(buffers: Sequence[mmap.mmap]) -> None:
+    """Unmap buffers in a thread, which does not hold the GIL meanwhile: the loop would be blocked for milliseconds."""
+    if buffers:
+        asyncio.get_running_loop().run_in_executor(None, partial(_close, buffers))
 
 
 class BudgetCharge:
-    """A request's share of the budget. `release` is idempotent."""
+    """A request's share of the memory for bodies. `release` is idempotent."""
 
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
         self._num_bytes = 0
 
     def set(self, num_bytes: int) -> None:
         """Charge `num_bytes` instead of the previous amount, which stays charged if this raises BodyMemoryExhausted."""
-        self._budget.charge(num_bytes - self._num_bytes)
+        self._memory.charge(num_bytes - self._num_bytes)
         self._num_bytes = num_bytes
         if num_bytes:
-            self._budget.places.take(self)
+            self._memory.places.take(self)
         else:
-            self._budget.places.free(self)
+            self._memory.places.free(self)
 
     def add(self, num_bytes: int) -> None:
         """Charge more. Raises BodyMemoryExhausted."""
@@ -165,9 +202,9 @@ class Body:
     A buffer that is not released is freed with its last reference, which may be held by a thread after a cancellation.
     """
 
-    def __init__(self, buffers: Buffers, declared: int) -> None:
-        self._buffers = buffers
-        self.buffer = buffers.take(declared)
+    def __init__(self, memory: BodyMemory, declared: int) -> None:
+        self._memory = memory
+        self.buffer = memory.take(declared)
         self.size = 0
 
     async def read(self, receive: Receive, fairness: LoopFairness) -> bool:
@@ -186,18 +223,18 @@ class Body:
                 return True
 
     def release(self) -> None:
-        self._buffers.release(self.buffer)
+        self._memory.release(self.buffer)
 
     async def _grow(self, size: int, fairness: LoopFairness) -> None:
         """Move to a buffer for `size` bytes. Needed for bodies of undeclared length."""
-        old, new = self.buffer, self._buffers.take(size)
+        old, new = self.buffer, self._memory.take(size)
 
         def move() -> None:
             np.frombuffer(new, np.uint8, self.size)[:] = np.frombuffer(old, np.uint8, self.size)
 
         await fairness.run(self.size, move)
         self.buffer = new
-        self._buffers.release(old)
+        self._memory.release(old)
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -16,10 +16,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary, WeakSet
 
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import PlacedFeature, PlaceholderRange, PreparedPrompt
@@ -68,8 +68,10 @@ class Encoders:
         self._config = config
         self._metrics = metrics
         self._flights: SingleFlight[str, EncodeOutcome] = SingleFlight()
-        self._queue_ms: defaultdict[str, float] = defaultdict(float)  # expected work at each encoder, by its address
-        self._suspended: dict[str, RpcClient] = {}  # encoders that were late
+        #: Expected work at each encoder. What is known of an encoder goes with its link.
+        self._queue_ms: WeakKeyDictionary[WorkerLink, float] = WeakKeyDictionary()
+        #: Connections of encoders that were late.
+        self._suspended: WeakSet[RpcClient] = WeakSet()
         self._num_sent = 0
         self._gateway_id = secrets.token_hex(4)  # an encoder has several gateways
 
@@ -109,7 +111,7 @@ class Encoders:
 
     def _choose(self, item: NewItem, digest: str) -> WorkerLink | None:
         links = self._ready(digest)
-        queues = [EncoderQueue(self._queue_ms[link.name] + self._of_others_ms(link, item)) for link in links]
+        queues = [EncoderQueue(self._queue_ms.get(link, 0.0) + self._of_others_ms(link, item)) for link in links]
         if self._config.encode_at == "encoders":
             number = least_loaded(item, queues, self._costs)
         else:
@@ -132,7 +134,7 @@ class Encoders:
         except TimeoutError:
             logger.warning("encoder %s is late: it gets no items until it has released the others", link.name)
             if client is not None:
-                self._suspended[link.name] = client
+                self._suspended.add(client)
             return "late"
         except MedialaneError as error:
             return _failed(link, error)
@@ -161,13 +163,12 @@ class Encoders:
         ]
 
     def _is_suspended(self, link: WorkerLink) -> bool:
-        late, client = self._suspended.get(link.name), link.client
-        if late is None:
+        client = link.client
+        if client is None or client not in self._suspended:
             return False
-        if late is client and len(client.requests):
-            return True
-        del self._suspended[link.name]  # it has released everything, or is another one
-        return False
+        if not len(client.requests):  # it has released everything
+            self._suspended.discard(client)
+        return client in self._suspended
 
     def _of_others_ms(self, link: WorkerLink, item: NewItem) -> float:
         """Return the expected work of other gateways at an encoder, if their items are like this one."""
@@ -189,13 +190,11 @@ class Encoders:
     @contextmanager
     def _queued(self, link: WorkerLink, work_ms: float) -> Iterator[None]:
         """Count an item in the queue of its encoder."""
-        self._queue_ms[link.name] += work_ms
+        self._queue_ms[link] = self._queue_ms.get(link, 0.0) + work_ms
         try:
             yield
         finally:
-            self._queue_ms[link.name] -= work_ms
-            if self._queue_ms[link.name] <= 0:
-                del self._queue_ms[link.name]
+            self._queue_ms[link] -= work_ms
 
 
 def _failed(link: WorkerLink, error: MedialaneError) -> EncodeOutcome:

@@ -287,7 +287,7 @@ class Gateway:
         self.check_ready()
         with scope.timeline.measure("route"):
             route = self.routes.choose(request, prepared, excluded)
-            scope.take(route.routed)
+            scope.defer(route.routed.release)
             return _Call(request, prepared, route, scope), self._transfer_paths(route.link, prepared)
 
     async def _drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from medialane.core.errors import BodyTooLarge, MedialaneError
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway.access import given_key
-from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers, Message, Receive, replay
+from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge, Message, Receive, replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
@@ -79,8 +79,7 @@ class IntakeMiddleware:
         self._media = media
         self._config = config
         self._fairness = fairness
-        self._buffers = Buffers()
-        self._budget = Budget(config.max_bodies_bytes)
+        self._memory = BodyMemory(config.max_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,8 +90,8 @@ class IntakeMiddleware:
         limit = self._media.max_body_bytes if is_read_here else self._config.max_text_bytes
         request, form = current_scope(), error_form(scope)
         request.client = given_key(scope).hex()
-        request.take(charge := BudgetCharge(self._budget))
-        request.memory = charge
+        request.memory = charge = BudgetCharge(self._memory)
+        request.defer(charge.release)
         try:
             declared = _check_declared(scope, limit)
             incoming = BoundedReceive(receive, limit, charge, self._config)
@@ -121,7 +120,7 @@ class IntakeMiddleware:
     ) -> bytes | None:
         """Return the body without its media, which move to the request's scope. None if the client has disconnected."""
         request = current_scope()
-        body = Body(self._buffers, declared)
+        body = Body(self._memory, declared)
         if not await body.read(receive, self._fairness):
             body.release()
             return None
@@ -135,7 +134,7 @@ class IntakeMiddleware:
         return intake.body
 
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> Intake:
-        with request.timeline.measure("lift"):
+        with request.timeline.measure("intake"):
             if is_multipart(content_type):
                 return extract_files(
                     buffer, content_type, self._media, self._config, references=request.references, size=size

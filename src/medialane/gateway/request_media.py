@@ -94,7 +94,7 @@ class RequestMedia:
         except MedialaneError as error:
             logger.info("the embedding of an item is not found: %s", error.message)
             return item
-        self.scope.take(cached.hold)
+        self.scope.defer(cached.hold.release)
         if cached.value.embedding is None or cached.value.mm_hash != item.feature.mm_hash:
             return item
         return dataclasses.replace(item, feature=cached.value, hold=cached.hold)
@@ -109,7 +109,7 @@ class RequestMedia:
 async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
     features, timeline = request.features, request.scope.timeline
     cached = await features.processed(ref, request.source.options, timeline, budget, encoder=request.encoder)
-    request.scope.take(cached.hold)
+    request.scope.defer(cached.hold.release)
     await _count_hit(ref, cached, budget)
     timeline.num_embeddings += cached.value.embedding is not None
     return StagedItem(ref, cached.value, cached.hold, is_hit=cached.is_hit, content_hash=cached.content_hash)
@@ -117,7 +117,7 @@ async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) 
 
 async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
     cached = await request.features.decoded(ref, request.scope.timeline, budget)
-    request.scope.take(cached.hold)
+    request.scope.defer(cached.hold.release)
     await _count_hit(ref, cached, budget)
     key = request.features.key(ref, request.source.options, content=cached.content_hash)
     feature = msgspec.structs.replace(cached.value, mm_hash=key)
@@ -126,7 +126,7 @@ async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) ->
 
 async def _encoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
     cached = await request.features.encoded(ref, request.scope.timeline, budget)
-    request.scope.take(cached.hold)
+    request.scope.defer(cached.hold.release)
     encoded = cached.value
     key = request.features.key(ref, request.source.options, content=cached.content_hash)
     tensors = describe(encoded.range, (TensorSpec("uint8", (encoded.num_bytes,)),))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Protocol
 
 import msgspec
 
@@ -19,24 +18,13 @@ from medialane.core.errors import ErrorReport, InvalidBody, InvalidMediaUrl, Med
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef
 from medialane.core.remote_entry import MoverName
+from medialane.gateway.bodies import BudgetCharge
 from medialane.gateway.embedding_outcome import EmbeddingOutcome
 from medialane.gateway.references import References
 from medialane.gateway.report import MediaReport, Sent, media_report, request_report, with_outcome
 from medialane.observability.timeline import StageTimeline
 
 _NO_OUTCOMES: Mapping[str, EmbeddingOutcome] = MappingProxyType({})
-
-
-class Releasable(Protocol):
-    def release(self) -> None: ...
-
-
-class Memory(Protocol):
-    """The request's share of the memory for bodies (`bodies.BudgetCharge`)."""
-
-    def add(self, num_bytes: int) -> None:
-        """Charge more, until the request ends. Raises BodyMemoryExhausted."""
-        ...
 
 
 class ExtractedMedia(msgspec.Struct, frozen=True):
@@ -73,7 +61,7 @@ class RequestScope:
         self.client = ""
         self.extracted = ExtractedMedia()
         self.failure: Failure | None = None
-        self.memory: Memory | None = None
+        self.memory: BudgetCharge | None = None
         self._items: tuple[MediaReport, ...] = ()
         self._sent: Sent | None = None
         self._engine_cached_tokens: int | None = None
@@ -84,12 +72,8 @@ class RequestScope:
     def error_code(self) -> str | None:
         return None if self.failure is None else self.failure.error.code
 
-    def take(self, resource: Releasable) -> None:
-        """Own `resource` until the scope closes; if it is closed already, release it at once."""
-        self.defer(resource.release)
-
     def defer(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the scope closes; at once if it is closed already."""
+        """Call `callback`, which releases a resource, when the scope closes; at once if it is closed already."""
         if self._closed:
             callback()
         else:

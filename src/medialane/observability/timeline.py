@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 StepName = Literal[
-    "lift", "fetch", "decode", "process", "assemble", "encode", "route", "handover", "queue", "prefill", "first_token"
+    "intake", "fetch", "decode", "process", "assemble", "encode", "route", "handover", "queue", "prefill", "first_token"
 ]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
 

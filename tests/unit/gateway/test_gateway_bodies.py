@@ -7,9 +7,11 @@ import pytest
 from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
 from medialane.core.loop_fairness import SMALL_BYTES, LoopFairness
 from medialane.gateway import GatewayConfig
-from medialane.gateway.bodies import Body, BoundedReceive, Budget, BudgetCharge, Buffers
+from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge
+from waiting import eventually
 
 CONFIG = GatewayConfig()
+MEMORY = BodyMemory(CONFIG.max_bodies_bytes)
 
 
 def sender(*pieces, leaves=False):
@@ -34,13 +36,13 @@ def fairness():
 @pytest.mark.parametrize("declared", [0, 10, 300_000, 3_000_000])
 async def test_body_is_read_completely_whatever_its_content_length(fairness, declared):
     pieces = [bytes([n]) * 100_000 for n in range(30)]
-    body = Body(Buffers(), declared)
+    body = Body(MEMORY, declared)
     assert await body.read(sender(*pieces), fairness)
     assert body.buffer[: body.size] == b"".join(pieces)
 
 
 async def test_client_disconnect_is_reported(fairness):
-    assert not await Body(Buffers(), 100).read(sender(b"abc", leaves=True), fairness)
+    assert not await Body(MEMORY, 100).read(sender(b"abc", leaves=True), fairness)
 
 
 async def test_pieces_that_arrive_together_are_admitted_over_several_iterations(fairness):
@@ -48,7 +50,7 @@ async def test_pieces_that_arrive_together_are_admitted_over_several_iterations(
     ended = []
 
     async def read():
-        await Body(Buffers(), 0).read(sender(b"x" * (SMALL_BYTES // 2)), fairness)
+        await Body(MEMORY, 0).read(sender(b"x" * (SMALL_BYTES // 2)), fairness)
         ended.append(ticks)
 
     ticks, reading = 0, asyncio.gather(*(read() for _ in range(20)))
@@ -59,23 +61,22 @@ async def test_pieces_that_arrive_together_are_admitted_over_several_iterations(
 
 
 async def test_body_of_declared_length_is_never_reallocated(fairness):
-    buffers = Buffers()
-    body = Body(buffers, 1_000_000)
+    body = Body(MEMORY, 1_000_000)
     first = body.buffer
     assert await body.read(sender(*[b"x" * 100_000] * 10), fairness)
     assert body.buffer is first
 
 
-def test_buffer_is_reused():
-    buffers = Buffers()
+async def test_buffer_is_reused():
+    buffers = BodyMemory(16 << 20)
     first = buffers.take(1_000_000)
     buffers.release(first)
     assert buffers.take(900_000) is first
     assert buffers.take(900_000) is not first
 
 
-def test_buffer_with_live_views_is_not_reused():
-    buffers = Buffers()
+async def test_buffer_with_live_views_is_not_reused():
+    buffers = BodyMemory(16 << 20)
     first = buffers.take(1_000_000)
     view = memoryview(first)[10:20]
     buffers.release(first)
@@ -83,12 +84,38 @@ def test_buffer_with_live_views_is_not_reused():
     assert bytes(view) == bytes(10)
 
 
-def test_idle_buffers_are_bounded():
-    buffers = Buffers(max_idle_bytes=1 << 20)
-    taken = [buffers.take(1 << 19) for _ in range(5)]
+async def test_unused_buffers_are_bounded_by_a_share_of_the_budget():
+    memory = BodyMemory(4 << 20)
+    taken = [memory.take(1 << 19) for _ in range(5)]
     for buffer in taken:
-        buffers.release(buffer)
-    assert [buffer.closed for buffer in taken] == [False, False, True, True, True]
+        memory.release(buffer)
+    await eventually(lambda: [buffer.closed for buffer in taken] == [False, False, True, True, True])
+
+
+async def test_unused_buffers_and_charges_together_are_within_the_budget():
+    memory = BodyMemory(4 << 20)
+    unused = [memory.take(1 << 19) for _ in range(2)]
+    for buffer in unused:
+        memory.release(buffer)
+    charge = BudgetCharge(memory)
+    charge.set(3 << 20)
+    assert memory.take(1 << 19) is unused[1], "both fit"
+    memory.release(unused[1])
+    charge.set(4 << 20)
+    await eventually(lambda: unused[0].closed and unused[1].closed)
+    late = memory.take(1 << 19)
+    memory.release(late)
+    await eventually(lambda: late.closed)
+    charge.release()
+
+
+async def test_buffers_that_are_not_used_for_a_while_are_unmapped(monkeypatch):
+    monkeypatch.setattr("medialane.gateway.bodies.IDLE_S", 0.01)
+    memory = BodyMemory(CONFIG.max_bodies_bytes)
+    buffers = [memory.take(size) for size in (1 << 16, 1 << 19, 1 << 20)]
+    for buffer in buffers:
+        memory.release(buffer)
+    await eventually(lambda: all(buffer.closed for buffer in buffers))
 
 
 def test_out_of_memory_is_an_overload(monkeypatch):
@@ -97,12 +124,12 @@ def test_out_of_memory_is_an_overload(monkeypatch):
 
     monkeypatch.setattr("mmap.mmap", fail)
     with pytest.raises(BodyMemoryExhausted):
-        Buffers().take(1000)
+        BodyMemory(1 << 20).take(1000)
 
 
 def test_refused_body_is_sent_away_until_memory_is_expected_to_be_free():
     now = 0.0
-    budget = Budget(100, clock=lambda: now)
+    budget = BodyMemory(100, clock=lambda: now)
     charge = BudgetCharge(budget)
     charge.set(100)
     now = 30.0
@@ -114,7 +141,7 @@ def test_refused_body_is_sent_away_until_memory_is_expected_to_be_free():
 
 
 def test_budget_is_shared_and_released_once():
-    budget = Budget(100)
+    budget = BodyMemory(100)
     first, second = BudgetCharge(budget), BudgetCharge(budget)
     first.set(60)
     second.set(40)
@@ -129,7 +156,7 @@ def test_budget_is_shared_and_released_once():
 
 
 async def test_body_over_the_limit_is_rejected():
-    receive = BoundedReceive(sender(b"a" * 60, b"a" * 60), 100, BudgetCharge(Budget(1000)), CONFIG)
+    receive = BoundedReceive(sender(b"a" * 60, b"a" * 60), 100, BudgetCharge(BodyMemory(1000)), CONFIG)
     await receive()
     with pytest.raises(BodyTooLarge):
         await receive()
@@ -144,7 +171,7 @@ async def test_slow_client_times_out_by_its_data_rate():
             await asyncio.Event().wait()
         return messages.pop()
 
-    incoming = BoundedReceive(receive, 10_000, BudgetCharge(Budget(10_000)), config)
+    incoming = BoundedReceive(receive, 10_000, BudgetCharge(BodyMemory(10_000)), config)
     for _ in range(3):
         await incoming()
     started = asyncio.get_running_loop().time()
@@ -155,7 +182,7 @@ async def test_slow_client_times_out_by_its_data_rate():
 
 async def test_server_side_time_does_not_count_against_the_client():
     config = GatewayConfig(body_timeout_s=0.1)
-    incoming = BoundedReceive(sender(*[b"a"] * 4), 100, BudgetCharge(Budget(100)), config)
+    incoming = BoundedReceive(sender(*[b"a"] * 4), 100, BudgetCharge(BodyMemory(100)), config)
     for _ in range(4):
         assert (await incoming())["body"] == b"a"
         await asyncio.sleep(0.05)  # time: the server's, in all more than the timeout
@@ -171,6 +198,6 @@ async def test_waiting_for_a_disconnect_has_no_timeout():
         await asyncio.sleep(0.1)  # time: more than the timeout
         return {"type": "http.disconnect"}
 
-    incoming = BoundedReceive(receive, 100, BudgetCharge(Budget(100)), GatewayConfig(body_timeout_s=0.05))
+    incoming = BoundedReceive(receive, 100, BudgetCharge(BodyMemory(100)), GatewayConfig(body_timeout_s=0.05))
     await incoming()
     assert (await incoming())["type"] == "http.disconnect"

@@ -234,7 +234,7 @@ async def test_media_extraction_error_response_names_the_field():
 async def test_every_response_has_timings():
     exchange = await Exchange(App(status=500)).run(BODY)
     stages = [metric.split(";")[0] for metric in exchange.header(b"server-timing").split(", ")]
-    assert stages == ["lift", "cache", "copied", "total"]
+    assert stages == ["intake", "cache", "copied", "total"]
 
 
 async def test_scope_closes_when_the_app_raises():
@@ -246,7 +246,7 @@ async def test_scope_closes_when_the_app_raises():
 
     class Failing(App):
         async def __call__(self, scope, receive, send):
-            current_scope().take(Holding())
+            current_scope().defer(Holding().release)
             raise ZeroDivisionError
 
     exchange = Exchange(Failing())
@@ -308,7 +308,7 @@ async def test_requested_report_is_in_the_response():
         "mm_hash": "h",
         "num_tokens": 4,
     }
-    assert found["medialane"]["times_ms"].keys() == {"lift"}
+    assert found["medialane"]["times_ms"].keys() == {"intake"}
 
 
 async def test_response_without_requested_report_is_unchanged():

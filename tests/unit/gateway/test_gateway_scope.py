@@ -21,7 +21,7 @@ def test_resources_are_released_once_in_reverse_order():
     log = []
     with open_scope() as scope:
         for name in "abc":
-            scope.take(Resource(log, name))
+            scope.defer(Resource(log, name).release)
         scope.close()
     assert log == ["c", "b", "a"]
 
@@ -30,7 +30,7 @@ def test_late_resource_is_released_immediately():
     log = []
     with open_scope() as scope:
         pass
-    scope.take(Resource(log, "late"))
+    scope.defer(Resource(log, "late").release)
     assert log == ["late"]
 
 
@@ -44,7 +44,7 @@ def test_failing_release_does_not_prevent_others():
     def request():
         with open_scope() as scope:
             for resource in (Resource(log, "a"), Failing(), Resource(log, "b")):
-                scope.take(resource)
+                scope.defer(resource.release)
 
     with pytest.raises(RuntimeError):
         request()
@@ -56,7 +56,7 @@ def test_scope_closes_when_the_request_fails():
 
     def request():
         with open_scope() as scope:
-            scope.take(Resource(log, "a"))
+            scope.defer(Resource(log, "a").release)
             raise KeyError
 
     with pytest.raises(KeyError):
