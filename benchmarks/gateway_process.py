@@ -169,7 +169,9 @@ async def _serve(
 ) -> list[Any]:
     noted: list[Any] = []
     watching = asyncio.create_task(alongside(noted)) if alongside is not None else None
-    await gateway.serve(config, model, flags, peers=gateway.Peers([peers.worker], peers.store), sock=sock)
+    await gateway.serve(
+        config, model, flags, addresses=gateway.GatewayAddresses([peers.worker], peers.store), sock=sock
+    )
     if watching is not None:
         watching.cancel()
     return noted

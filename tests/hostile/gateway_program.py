@@ -128,7 +128,9 @@ async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: 
     try:
         async with _mapping(handler, config, store):
             with bind_http("127.0.0.1", port) as sock:
-                await gateway.serve(config, model, flags, peers=gateway.Peers([worker], store), sock=sock)
+                await gateway.serve(
+                    config, model, flags, addresses=gateway.GatewayAddresses([worker], store), sock=sock
+                )
     finally:
         await server.close()
 

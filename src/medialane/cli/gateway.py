@@ -30,7 +30,7 @@ from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
     Gateway,
-    GatewayGroup,
+    GatewayMetrics,
     IntakeMiddleware,
     ScopeMiddleware,
     ScrapeMiddleware,
@@ -78,10 +78,10 @@ class _Components:
     metrics: Metrics
 
 
-class Peers(NamedTuple):
-    """Addresses of the workers, with their names (`parse_named`), and of the store on this host, which a text-only
-    model does not need. If several gateways share a port: the paths of all their sockets (see `GatewayGroup`), and the
-    index of this one."""
+class GatewayAddresses(NamedTuple):
+    """The addresses that a gateway needs: of the workers, with their names (`parse_named`), and of the store on this
+    host, unless the model is text-only. If several gateways share a port: the paths of all their sockets (see
+    `GatewayMetrics`), and the index of this one."""
 
     workers: Sequence[str]
     store: str | None
@@ -89,7 +89,9 @@ class Peers(NamedTuple):
     gateway_index: int = 0
 
 
-def run(config: Config, model: str, vllm_args: Sequence[str], peers: Peers, *, listen_fd: int | None = None) -> int:
+def run(
+    config: Config, model: str, vllm_args: Sequence[str], addresses: GatewayAddresses, *, listen_fd: int | None = None
+) -> int:
     """Serve until SIGINT or SIGTERM (0), or until an essential task has ended (EXIT_FAILED), on the inherited socket
     `listen_fd` if given.
 
@@ -97,7 +99,7 @@ def run(config: Config, model: str, vllm_args: Sequence[str], peers: Peers, *, l
     """
     tune_process()
     with bind_http(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd) as sock:
-        return uvloop.run(serve(config, model, vllm_args, peers=peers, sock=sock))
+        return uvloop.run(serve(config, model, vllm_args, addresses=addresses, sock=sock))
 
 
 def inherited(listen_fd: int) -> socket.socket:
@@ -111,14 +113,16 @@ def inherited(listen_fd: int) -> socket.socket:
     return sock
 
 
-async def serve(config: Config, model: str, vllm_args: Sequence[str], *, peers: Peers, sock: socket.socket) -> int:
+async def serve(
+    config: Config, model: str, vllm_args: Sequence[str], *, addresses: GatewayAddresses, sock: socket.socket
+) -> int:
     """Implement `run` on a bound socket, in the main thread's event loop."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tasks = EssentialTasks(stop)
     async with AsyncExitStack() as stack:
-        starting = _start(config, model, vllm_args, peers=peers, stack=stack, tasks=tasks)
+        starting = _start(config, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks)
         started = await unless_set(stop, starting)
         if started is not None:
             frontend, app, group = started
@@ -140,23 +144,23 @@ async def _start(
     model: str,
     vllm_args: Sequence[str],
     *,
-    peers: Peers,
+    addresses: GatewayAddresses,
     stack: AsyncExitStack,
     tasks: EssentialTasks,
-) -> tuple[Frontend, Any, GatewayGroup | None]:
+) -> tuple[Frontend, Any, GatewayMetrics | None]:
     """Create all components, owned by `stack`; return vLLM's front end, the ASGI app that it serves, and the gateways
     that share its port."""
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, vllm_args, config.gateway.api_keys)
     keys = AccessKeys.load(config.gateway, frontend.api_keys)
-    shared = config.gateway.share(max(1, len(peers.gateways)), max_body_bytes=config.media.max_body_bytes)
+    shared = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
     gateway_config = _fit(shared, frontend)
     await asyncio.to_thread(warm_up)
-    fairness, metrics = LoopFairness(), Metrics(host=CollectorRegistry() if peers.gateways else None)
+    fairness, metrics = LoopFairness(), Metrics(host=CollectorRegistry() if addresses.gateways else None)
     stack.callback(fairness.close)
     store = StoreLink(
-        peers.store or "",
+        addresses.store or "",
         rpc=config.rpc,
         arena_directory=config.arena.directory,
         wait_timeout_s=config.store.wait_timeout_s,
@@ -164,13 +168,13 @@ async def _start(
         writable=True,
         scraped="gateway",
     )
-    links = _links(config, frontend, store=store, peers=peers, metrics=metrics)
+    links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics)
     components = _Components(config, gateway_config, frontend, keys, store, links, fairness, metrics)
     gateway = _gateway(components)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
     if frontend.takes_media:
-        if peers.store is None:
+        if addresses.store is None:
             raise StartupFailed("this model takes media: start `medialane store` on this host, and pass its --store")
         tasks.start(store.run(), "connecting to the media store")
         enter_phase("waiting for the media store")
@@ -178,36 +182,36 @@ async def _start(
     model_tasks = None
     if frontend.is_pooling:
         enter_phase("waiting for workers")
-        await _connect_to_workers(components, peers, stack, tasks)
+        await _connect_to_workers(components, addresses, stack, tasks)
         model_tasks = (await links.first_card()).tasks
     enter_phase("preparing the HTTP server")
-    app = await _app(components, gateway, peers, model_tasks)  # may take longer than a worker waits for a heartbeat
+    app = await _app(components, gateway, addresses, model_tasks)  # may take longer than a worker waits for a heartbeat
     if not frontend.is_pooling:
-        await _connect_to_workers(components, peers, stack, tasks)
+        await _connect_to_workers(components, addresses, stack, tasks)
     return frontend, *app
 
 
 async def _connect_to_workers(
-    components: _Components, peers: Peers, stack: AsyncExitStack, tasks: EssentialTasks
+    components: _Components, addresses: GatewayAddresses, stack: AsyncExitStack, tasks: EssentialTasks
 ) -> None:
     tasks.start(components.links.run(), "connecting to workers")
     if components.gateway_config.join_listen:
-        await _listen_for_workers(components, peers, stack)
+        await _listen_for_workers(components, addresses, stack)
 
 
-async def _listen_for_workers(components: _Components, peers: Peers, stack: AsyncExitStack) -> None:
+async def _listen_for_workers(components: _Components, addresses: GatewayAddresses, stack: AsyncExitStack) -> None:
     server = JoinServer(components.config.rpc, components.links.serve_joined)
     stack.push_async_callback(server.close)
-    addresses = _join_addresses(components.gateway_config, peers)
-    logger.info("workers join at %s", await server.serve(addresses[peers.gateway_index]))
+    join_at = _join_addresses(components.gateway_config, addresses)[addresses.gateway_index]
+    logger.info("workers join at %s", await server.serve(join_at))
 
 
-def _join_addresses(config: GatewayConfig, peers: Peers) -> list[str]:
+def _join_addresses(config: GatewayConfig, addresses: GatewayAddresses) -> list[str]:
     """Return the address at which workers join each gateway of this host; empty if they do not. Raises
     StartupFailed."""
     if not config.join_listen:
         return []
-    return consecutive_ports(config.join_listen, max(1, len(peers.gateways)), "--join-listen")
+    return consecutive_ports(config.join_listen, max(1, len(addresses.gateways)), "--join-listen")
 
 
 def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
@@ -229,12 +233,14 @@ def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
     return config
 
 
-def _links(config: Config, frontend: Frontend, *, store: StoreLink, peers: Peers, metrics: Metrics) -> WorkerPool:
+def _links(
+    config: Config, frontend: Frontend, *, store: StoreLink, addresses: GatewayAddresses, metrics: Metrics
+) -> WorkerPool:
     processor = frontend.processor_settings
     hello = Hello(
         gateway_id=secrets.token_hex(16),
         processor=processor,
-        join_ports=[int(address.rpartition(":")[2]) for address in _join_addresses(config.gateway, peers)],
+        join_ports=[int(address.rpartition(":")[2]) for address in _join_addresses(config.gateway, addresses)],
     )
 
     def link(name: str, address: str = "") -> WorkerLink:
@@ -250,7 +256,7 @@ def _links(config: Config, frontend: Frontend, *, store: StoreLink, peers: Peers
         )
 
     pool = WorkerPool(
-        [link(*parse_named(each, "--worker")) for each in peers.workers],
+        [link(*parse_named(each, "--worker")) for each in addresses.workers],
         new_link=link,
         processor=processor,
         config=config.gateway,
@@ -292,8 +298,8 @@ def _gateway(components: _Components) -> Gateway:
 
 
 async def _app(
-    components: _Components, gateway: Gateway, peers: Peers, model_tasks: tuple[str, ...] | None
-) -> tuple[Any, GatewayGroup | None]:
+    components: _Components, gateway: Gateway, addresses: GatewayAddresses, model_tasks: tuple[str, ...] | None
+) -> tuple[Any, GatewayMetrics | None]:
     """Build vLLM's app around the gateway, and register the metrics of all components."""
     metrics, links = components.metrics, components.links
     metrics.watch_store(lambda: status.stats if (status := components.store.status) is not None else None)
@@ -306,7 +312,9 @@ async def _app(
         return health_of(links, [components.store.problem] if components.frontend.takes_media else []).response()
 
     group = (
-        GatewayGroup(peers.gateways, peers.gateway_index, metrics=metrics, health=health) if peers.gateways else None
+        GatewayMetrics(addresses.gateways, addresses.gateway_index, metrics=metrics, health=health)
+        if addresses.gateways
+        else None
     )
 
     async def refresh() -> None:

@@ -90,8 +90,10 @@ def run(args: argparse.Namespace) -> int:
     probe.check("gateway")
     from medialane.cli import gateway  # vllm reads its environment when it is imported
 
-    peers = gateway.Peers(args.workers, _store(args.store), args.gateway_sockets or (), args.gateway_index or 0)
-    return gateway.run(config, args.model, args.vllm_args, peers, listen_fd=args.listen_fd)
+    addresses = gateway.GatewayAddresses(
+        args.workers, _store(args.store), args.gateway_sockets or (), args.gateway_index or 0
+    )
+    return gateway.run(config, args.model, args.vllm_args, addresses, listen_fd=args.listen_fd)
 
 
 def _check_addresses(config: Config, args: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 from medialane.gateway.access import AccessKeys, AccessMiddleware
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.gateway import Gateway
-from medialane.gateway.gateway_group import GatewayGroup
+from medialane.gateway.gateway_metrics import GatewayMetrics
 from medialane.gateway.health import Health, health_of
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.route import Routes
@@ -18,7 +18,7 @@ __all__ = [
     "ExtractedMedia",
     "Gateway",
     "GatewayConfig",
-    "GatewayGroup",
+    "GatewayMetrics",
     "Health",
     "IntakeMiddleware",
     "RequestScope",

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.gateway import GatewayGroup
-from medialane.gateway.gateway_group import merge
+from medialane.gateway import GatewayMetrics
+from medialane.gateway.gateway_metrics import merge
 from medialane.gateway.scrape import MIN_INTERVAL_S
 from medialane.observability.metrics import Metrics
 
@@ -32,7 +32,7 @@ class Member:
         worker = Endpoint("w0", "unix:/w0", ready=True, num_in_flight=index + 1, load=WorkerLoad(num_running=3))
         self.metrics.watch_workers(lambda: [worker])
         self.health = (200, b"")
-        self.group = GatewayGroup(sockets, index, metrics=self.metrics, health=lambda: self.health, clock=clock)
+        self.group = GatewayMetrics(sockets, index, metrics=self.metrics, health=lambda: self.health, clock=clock)
 
     async def scrape(self):
         await self.group.refresh()

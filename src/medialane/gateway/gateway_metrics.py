@@ -36,7 +36,7 @@ GATEWAY_LABEL = "gateway"
 _FAMILY = re.compile(rb"^(?=# HELP )", re.MULTILINE)
 
 
-class GatewayGroup:
+class GatewayMetrics:
     """One gateway's view of the group. `sockets` are the paths of all gateways' sockets, `index` is its own place
     there; `health` returns status and body of `/health`."""
 
