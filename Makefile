@@ -106,7 +106,7 @@ $(SERVING): requirements/$(EXTRA).txt pyproject.toml $(shell find packages -type
 	@$(if $(unhashed-$(EXTRA)),$(call pip,$(unhashed-$(EXTRA)),"PyPI has no CPU build of torch: docs/deployment.md#without-a-gpu"))
 	@$(call pip,--no-build-isolation -e . $(packages-$(EXTRA)))
 	@echo "  compiling"
-	@$(BIN)/python -c 'import medialane.gateway.intake.native_json; from medialane.routing.warm_up import warm_up; warm_up()' >> $(LOG) 2>&1 & \
+	@$(BIN)/python -c 'import medialane.gateway.intake.native_json' >> $(LOG) 2>&1 & \
 	  $(BIN)/python -m medialane.vllm_bridge.seams.probe >> $(LOG) 2>&1 || echo "medialane: vLLM is not as expected, see the end of $(LOG)"; wait
 	@touch $@
 

@@ -81,7 +81,6 @@ def _row(num_workers: int, num_gateways: int, turns: list[Turn], best: float) ->
     cluster.loop.call_at(_START_S / 2, meter.clear)
     outcome = cluster.run(turns)
     index = cluster.gateways[0].router.index
-    index_bytes = sum(array.nbytes for array in index._holders._now)
     per_request = 1 / len(turns) / num_gateways
     rate, trace_s = PER_WORKER_PER_S * num_workers, turns[-1].time_s - _START_S
     received_s = meter.received_s * per_request
@@ -96,7 +95,6 @@ def _row(num_workers: int, num_gateways: int, turns: list[Turn], best: float) ->
         "core share": received_s * rate,
         "limit requests/s": 1 / received_s,
         "index blocks": index.num_entries,
-        "index MiB": index_bytes / (1 << 20),
         "decision p50 us": harness.percentile(meter.decisions_s, 0.5) * 1e6,
         "decision p99 us": harness.percentile(meter.decisions_s, 0.99) * 1e6,
         "cached of oracle": outcome.cached / best,

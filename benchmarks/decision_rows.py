@@ -26,7 +26,7 @@ from medialane.core.media import MediaSize
 from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.gateway import Routes, WorkerLink, WorkerPool
-from medialane.gateway.route import Known, Route
+from medialane.gateway.route import PromptPrefix, Route
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.routing.config import RoutingConfig
@@ -95,7 +95,9 @@ class _HashedRoutes(Routes):
         super().__init__(router, workers, Metrics(CollectorRegistry()))
         self.router = router
 
-    def _block_ids(self, _request: EngineRequest, _known: Known) -> dict[int, NDArray[np.uint64]]:
+    def _block_ids(
+        self, _request: EngineRequest, _prefix: PromptPrefix, _known: dict[int, NDArray[np.uint64]]
+    ) -> dict[int, NDArray[np.uint64]]:
         return {BLOCK: self.ids}
 
 

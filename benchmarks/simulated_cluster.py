@@ -25,7 +25,7 @@ from medialane.core.block_hash import prompt_block_ids
 from medialane.core.feature import PlaceholderRange
 from medialane.core.kv_events import KvChange, KvEventBatch
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
-from medialane.gateway.route import Known, Route, Routes
+from medialane.gateway.route import PromptPrefix, Route, Routes
 from medialane.gateway.worker_link.client_reports import ClientReports
 from medialane.observability.metrics import Metrics
 from medialane.routing.config import RoutingConfig
@@ -278,8 +278,7 @@ class _Gateway:
         ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media)
         self.host.prepared(turn.media)
         request = RoutingRequest(
-            ids,
-            block_size,
+            {block_size: ids},
             len(turn.token_ids),
             turn.media,
             # On one host, the same for all workers.
@@ -290,7 +289,7 @@ class _Gateway:
         started = time.thread_time()
         routed = self.router.pick(request)
         link, worker = self._links[routed.worker_id]
-        sent = _Request(turn, arrived_s, Route(cast("Any", link), routed, Known([]), None), link)
+        sent = _Request(turn, arrived_s, Route(cast("Any", link), routed, PromptPrefix([]), None), link)
         self.host.hand_over(turn.media, worker.host, lambda: link.to_worker.send(lambda: worker.submit(sent)))
         self._routes.begin(sent.route, turn.session)
         if self._cluster.meter is not None:

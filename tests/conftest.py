@@ -38,11 +38,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(VLLM_TIMEOUT_S))
-    if "medialane.core.compiled" in sys.modules:
-        # A test uses the router or starts a process that does: exclude compilation from its time.
-        from medialane.routing.warm_up import warm_up
-
-        warm_up()
     if "medialane.gateway.intake" in sys.modules:  # as a gateway does when it starts
         from medialane.gateway.intake import json_scan
 

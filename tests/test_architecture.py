@@ -66,9 +66,8 @@ OWNERS = {
     "tokenizers": ("vllm_bridge/", "testing/tiny_model.py"),
     "nixl": ("peers/nixl/nixl_agent.py",),
     "ray": ("cluster/ray/ray_cluster.py",),
-    # Machine code for the scan of bodies and the choice of a worker; half a second to import: only gateways load it.
-    "numba": ("core/compiled.py", "gateway/intake/native_json.py", "routing/native_view.py"),
-    "llvmlite": ("routing/native_view.py",),
+    # Machine code for the scan of bodies; half a second to import: only gateways load it.
+    "numba": ("core/compiled.py", "gateway/intake/native_json.py"),
     # File locks, which show whether an owner is alive, and whether a range is being written.
     "fcntl": ("core/process/owner_lock.py", "arena/fill.py"),
     "cryptography": ("wire/certificate_authority.py",),

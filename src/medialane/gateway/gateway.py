@@ -29,6 +29,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.core.hashing import merged_options
+from medialane.core.kv_events import BlockIds
 from medialane.core.media import MediaRef, audio_io
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.stage import RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
@@ -230,8 +231,9 @@ class Gateway:
     async def _stream(
         self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
     ) -> AsyncGenerator[OutputDelta, None]:
-        prepared = await self._with_embeddings(request, prepared, scope)
-        call, paths = self._route(request, prepared, scope)
+        block_ids: dict[int, BlockIds] = {}
+        prepared = await self._with_embeddings(request, prepared, scope, block_ids)
+        call, paths = self._route(request, prepared, scope, block_ids=block_ids)
         lost: frozenset[str] = frozenset()
         started = False
         while True:
@@ -259,14 +261,19 @@ class Gateway:
                 return
 
     async def _with_embeddings(
-        self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt | None,
+        scope: RequestScope,
+        block_ids: dict[int, BlockIds],
     ) -> PreparedPrompt | None:
-        """Have encoders encode the items that no worker has, where that is best; their embeddings are then sent."""
+        """Have encoders encode the items that no worker has, where that is best; their embeddings are then sent. For
+        `block_ids` see `Routes.new_items`."""
         digest = self.routes.encoder
         if prepared is None or self._encoders is None or not self._encoders.is_ready(digest):
             return prepared
         new = [placed for placed in prepared.features if placed.feature.embedding is None and placed.feature.tensors]
-        if not new or not (hashes := self.routes.new_items(request, prepared)):
+        if not new or not (hashes := self.routes.new_items(request, prepared, block_ids)):
             return prepared
         new = [placed for placed in new if placed.feature.mm_hash in hashes]
         encoded = await self._encoders.encode(prepared, new, digest, scope.timeline)
@@ -282,11 +289,13 @@ class Gateway:
         prepared: PreparedPrompt | None,
         scope: RequestScope,
         excluded: frozenset[str] = frozenset(),
+        *,
+        block_ids: dict[int, BlockIds] | None = None,
     ) -> tuple[_Call, _Paths]:
         """Choose a worker, and the transfer paths to it in the order of preference. Raises NoWorkerReady."""
         self.check_ready()
         with scope.timeline.measure("route"):
-            route = self.routes.choose(request, prepared, excluded)
+            route = self.routes.choose(request, prepared, excluded, block_ids=block_ids)
             scope.defer(route.routed.release)
             return _Call(request, prepared, route, scope), self._transfer_paths(route.link, prepared)
 

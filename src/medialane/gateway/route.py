@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from opentelemetry import trace
@@ -23,15 +23,12 @@ from medialane.gateway.report import routing_report
 from medialane.gateway.routed_worker import RoutedWorker
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.routing import DecisionRecord, RoutingRequest
-
-if TYPE_CHECKING:  # imported lazily: processes that only parse settings do not pay for numba
-    from medialane.routing import RoutedRequest, Router
+from medialane.routing import DecisionRecord, RoutedRequest, Router, RoutingRequest
 
 logger = logging.getLogger(__name__)
 
 
-class Known(NamedTuple):
+class PromptPrefix(NamedTuple):
     """The known start of the prompt as the engine will see it; `unplaced_items` come somewhere after it."""
 
     token_ids: list[int]
@@ -44,7 +41,7 @@ class Route(NamedTuple):
 
     link: WorkerLink
     routed: RoutedRequest
-    known: Known
+    prefix: PromptPrefix
     data_parallel_rank: int | None
 
 
@@ -64,8 +61,8 @@ class Routes:
         """The digest of the encoder of all workers that load embeddings from our arena; empty if there is none, or if
         they have different ones."""
         if self._encoder is None:
-            found = {link.encoder for link in self._workers.of_role("worker")} - {""}
-            self._encoder = found.pop() if len(found) == 1 else ""
+            digests = {link.encoder for link in self._workers.of_role("worker")} - {""}
+            self._encoder = digests.pop() if len(digests) == 1 else ""
         return self._encoder
 
     def joined(self, link: WorkerLink) -> RoutedWorker:
@@ -76,45 +73,54 @@ class Routes:
         self._encoder = None
 
     def choose(
-        self, request: EngineRequest, prepared: PreparedPrompt | None, excluded: frozenset[str] = frozenset()
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt | None,
+        excluded: frozenset[str] = frozenset(),
+        *,
+        block_ids: dict[int, BlockIds] | None = None,
     ) -> Route:
         """Return the worker for a request, none of the addresses `excluded`. The router counts the request from `begin`
-        on. Raises NoWorkerReady."""
-        known = self._known(request, prepared)
-        routing_request = self._routing_request(request, prepared, known, excluded)
+        on. `block_ids` are those that `new_items` has computed of this prompt. Raises NoWorkerReady."""
+        prefix = self._prefix(request, prepared)
+        block_ids = self._block_ids(request, prefix, {} if block_ids is None else block_ids)
+        routing_request = self._routing_request(request, prepared, prefix, block_ids, excluded=excluded)
         started = time.perf_counter()
         routed = self._router.pick(routing_request)
         self._metrics.observe_routing(time.perf_counter() - started)
         rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
-        return Route(self._workers.links[routed.worker_id], routed, known, rank)
+        return Route(self._workers.links[routed.worker_id], routed, prefix, rank)
 
-    def new_items(self, request: EngineRequest, prepared: PreparedPrompt) -> frozenset[str]:
-        """Return the hashes of the items that every worker would have to encode."""
-        return self._router.new_items(self._routing_request(request, prepared, self._known(request, prepared)))
+    def new_items(
+        self, request: EngineRequest, prepared: PreparedPrompt, block_ids: dict[int, BlockIds]
+    ) -> frozenset[str]:
+        """Return the hashes of the items that every worker would have to encode. Adds the ids of the prompt's blocks to
+        `block_ids`, by block size, for `choose`."""
+        prefix = self._prefix(request, prepared)
+        block_ids |= self._block_ids(request, prefix, block_ids)
+        return self._router.new_items(self._routing_request(request, prepared, prefix, block_ids))
 
     def _routing_request(
         self,
         request: EngineRequest,
         prepared: PreparedPrompt | None,
-        known: Known,
+        prefix: PromptPrefix,
+        block_ids: dict[int, BlockIds],
+        *,
         excluded: frozenset[str] = frozenset(),
     ) -> RoutingRequest:
-        block_ids = self._block_ids(request, known)
         if not request.reads_prefix_cache:
             block_ids = {size: ids[:0] for size, ids in block_ids.items()}
-        block_size = next(iter(block_ids))
         return RoutingRequest(
-            block_ids=block_ids.pop(block_size),
-            block_size=block_size,
-            num_tokens=len(known.token_ids) + len(known.unplaced_items),  # each has at least one
-            media=known.media + known.unplaced_items,
+            block_ids=block_ids,
+            num_tokens=len(prefix.token_ids) + len(prefix.unplaced_items),  # each has at least one
+            media=prefix.media + prefix.unplaced_items,
             handover_bytes=_num_bytes(prepared),
             lora=request.lora_name,
             session_id=request.session_id,
             rank=request.data_parallel_rank,
             request_id=request.request_id,
             excluded=excluded,
-            other_block_ids=block_ids,
         )
 
     def begin(self, route: Route, request_id: str, *, is_sent: bool = True) -> None:
@@ -141,7 +147,7 @@ class Routes:
         decision = route.routed.decision
         num_tokens = len(first.prompt_token_ids) if first.prompt_token_ids is not None else decision.num_tokens
         self._metrics.count_prompt(num_tokens, routed_cached=decision.cached_tokens, engine_cached=num_cached)
-        for span in first.placed or (*route.known.media, *route.known.unplaced_items):
+        for span in first.placed or (*route.prefix.media, *route.prefix.unplaced_items):
             self._metrics.count_media(span.modality, is_cached=span.end <= (num_cached or 0))
         if prepared is not None and first.placed and first.prompt_token_ids is not None:
             self._expansions.learn(prepared.source.token_ids, first.prompt_token_ids, first.placed)
@@ -150,8 +156,8 @@ class Routes:
     def _embedding_outcomes(self, route: Route, first: OutputDelta) -> dict[str, EmbeddingOutcome]:
         if first.placed or not route.link.encoder:
             return {}
-        outcomes = {span.mm_hash: embedding_outcome(span, first) for span in route.known.media}
-        for span in {span.mm_hash: span for span in route.known.media}.values():
+        outcomes = {span.mm_hash: embedding_outcome(span, first) for span in route.prefix.media}
+        for span in {span.mm_hash: span for span in route.prefix.media}.values():
             outcome = outcomes[span.mm_hash]
             self._metrics.count_embeddings(outcome)
             if outcome == "loaded":
@@ -164,7 +170,9 @@ class Routes:
         limit = query.get("limit", "100")
         if not limit.isdecimal() or not limit.isascii() or int(limit[:9]) < 1:
             raise InvalidRequest("limit must be a whole number of at least 1", param="limit")
-        return msgspec.json.encode({"decisions": [_record(found) for found in self._router.decisions(int(limit[:9]))]})
+        return msgspec.json.encode(
+            {"decisions": [_record(record) for record in self._router.decisions(int(limit[:9]))]}
+        )
 
     def stats(self) -> RoutingStats:
         index, counts = self._router.index, self._router.predictions
@@ -180,36 +188,41 @@ class Routes:
             num_event_gaps={name: each.num_block_gaps for name, each in reports.items()},
         )
 
-    def _block_ids(self, request: EngineRequest, known: Known) -> dict[int, BlockIds]:
-        """Return the prompt's block ids by each block size of the workers."""
-        tokens = token_array(known.token_ids)
+    def _block_ids(
+        self, request: EngineRequest, prefix: PromptPrefix, known: dict[int, BlockIds]
+    ) -> dict[int, BlockIds]:
+        """Return the prompt's block ids by each block size of the workers, of which some may be `known`."""
+        sizes = self._router.block_sizes
+        if known.keys() >= set(sizes):
+            return {size: known[size] for size in sizes}
+        tokens = token_array(prefix.token_ids)
         return {
-            block_size: prompt_block_ids(
+            size: prompt_block_ids(
                 tokens,
-                block_size=block_size,
-                media=known.media,
+                block_size=size,
+                media=prefix.media,
                 lora=request.lora_name,
                 cache_salt=request.cache_salt,
             )
-            for block_size in self._router.block_sizes
+            for size in sizes
         }
 
-    def _known(self, request: EngineRequest, prepared: PreparedPrompt | None) -> Known:
+    def _prefix(self, request: EngineRequest, prepared: PreparedPrompt | None) -> PromptPrefix:
         """Return the prompt as the engine will see it, as far as that is known."""
         if prepared is None:
-            return Known(request.prompt.token_ids)
+            return PromptPrefix(request.prompt.token_ids)
         if prepared.encoder_token_ids is not None:
-            return Known(request.prompt.token_ids, (), _beside(prepared, len(request.prompt.token_ids)))
+            return PromptPrefix(request.prompt.token_ids, (), _beside(prepared, len(request.prompt.token_ids)))
         if prepared.features:
-            return Known(request.prompt.token_ids, tuple(map(_span, prepared.features)))
+            return PromptPrefix(request.prompt.token_ids, tuple(map(_span, prepared.features)))
         source = prepared.source
         items = [Item(mm_hash, ref.modality) for mm_hash, ref in zip(prepared.mm_hashes, source.items, strict=True)]
-        found = self._expansions.expand(source.token_ids, items)
-        placed = {span.mm_hash for span in found.media}
-        end = len(found.token_ids)
+        expansion = self._expansions.expand(source.token_ids, items)
+        placed = {span.mm_hash for span in expansion.media}
+        end = len(expansion.token_ids)
         # Their tokens are unknown, but a worker that is processing these items is the best one for them.
         unplaced_items = (MediaSpan(mm_hash, end, 0, modality) for mm_hash, modality in items if mm_hash not in placed)
-        return Known(found.token_ids, found.media, tuple(unplaced_items))
+        return PromptPrefix(expansion.token_ids, expansion.media, tuple(unplaced_items))
 
 
 def _span(placed: PlacedFeature) -> MediaSpan:
@@ -240,13 +253,13 @@ def _annotate_span(decision: RoutingDecision) -> None:
     span.set_attributes({"medialane.routing.worker": decision.worker_id, **attributes})
 
 
-def _record(found: DecisionRecord) -> dict[str, object]:
+def _record(record: DecisionRecord) -> dict[str, object]:
     return {
-        "number": found.number,
-        "time": found.time_s,
-        "request_id_sha256": hashlib.sha256(found.request_id.encode()).hexdigest(),  # an id fetches its response
-        "sent": found.is_sent,
-        "policy": found.decision.policy,
-        **routing_report(found.decision, found.reported_cached_tokens),
-        "first_token_ms": None if found.first_token_ms is None else round(found.first_token_ms, 2),
+        "number": record.number,
+        "time": record.time_s,
+        "request_id_sha256": hashlib.sha256(record.request_id.encode()).hexdigest(),  # an id fetches its response
+        "sent": record.is_sent,
+        "policy": record.decision.policy,
+        **routing_report(record.decision, record.reported_cached_tokens),
+        "first_token_ms": None if record.first_token_ms is None else round(record.first_token_ms, 2),
     }

@@ -1,247 +1,195 @@
-"""Maps KV blocks to the slots that hold them: as reported by workers, and pending from requests in flight.
+"""Maps KV blocks to the slots that hold them, as reported by workers, and finds which prefixes of a prompt they hold.
 
-A block maps to the set of its holders (`native_table.py`), in which a slot is a bit. A slot may hold a hundred thousand
-blocks, and removing it from all their sets would block the event loop for 10 ms. So a slot that loses all blocks at
-once is given another bit; the old one is swept in small steps, by later calls of `store` and `note`.
+Each block has a bit mask of the slots that hold it. A block's id identifies the whole prompt up to its end, and engines
+evict a prompt's blocks from its tail, so a slot that holds block i holds all blocks before it: the masks shrink along a
+prompt. Where they shrink is found by exponential search (prefixes of 1, 4, 16, ... blocks), then by bisection: some
+tens of look-ups for thousands of blocks and slots. A hole inside a prefix (an engine that evicts from the middle) is
+not noticed unless a look-up happens to hit it.
+
+A slot may hold a hundred thousand blocks, and clearing its bit in all their masks would block the event loop for some
+30 ms. So the blocks of a slot that loses all of them at once are swept in small steps, by later calls. Until that is
+done the masks are not trusted about this slot: its own table of blocks is bisected instead.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, NamedTuple
-
-import numpy as np
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
 
 from medialane.core.kv_events import BlockIds
-from medialane.routing.block_holders import BlockHolders
-from medialane.routing.native_match import LAYOUT, MAX_INTERVALS, NUM_WORK_ROWS, match
-from medialane.routing.native_view import Prefixes, View
-from medialane.routing.pending_blocks import PendingBlocks, PendingPrefix
 
-#: Bounds a match's time: enough to find a dozen different lengths exactly.
-MAX_PROBES: Final = 128
-#: One step of sweeping, in places inspected and in blocks changed: a few tenths of a millisecond.
-_SWEPT_PLACES: Final = 1 << 13
+#: Longest prefixes of a prompt by slot, longest first: a number of blocks (or tokens), and the slots that have it, as a
+#: bit mask. A slot is in one mask at most.
+Prefixes = list[tuple[int, int]]
+
+#: Look-ups by bisection per prompt. Enough to find a dozen different lengths exactly; further ones are too short.
+_MAX_BISECTIONS: Final = 128
+#: Blocks swept per step, at least: about 0.1 ms.
 _SWEPT_BLOCKS: Final = 256
-_FIRST_SLOTS: Final = 64
-#: A response may arrive before the KV events of its blocks: the worker collects those for 10 ms
-#: (`worker.block_reports`), and event loops under load lag. Long enough for that, and short compared with the turnover
-#: time of a cache.
-_EVENT_DELAY_S: Final = 0.5
-
-
-@dataclass(frozen=True)
-class MatchCounts:
-    """Totals of all matches. `num_holes`: slots that lacked a block inside their apparent prefix, where a probe
-    happened to see it; `num_bounded`: matches that ran out of probes, so that some of their lengths are lower
-    bounds."""
-
-    num_matches: int = 0
-    num_probes: int = 0
-    num_holes: int = 0
-    num_bounded: int = 0
-
-
-class Matches(NamedTuple):
-    """Longest prefixes by slot, in blocks; 0 for slots that are not candidates. `held`: reported by workers. `blocks`:
-    pending ones included. Both are overwritten by the next match."""
-
-    blocks: Prefixes
-    held: Prefixes
+#: Blocks are spread over this many dicts, since the growth of one with a million entries takes 50 ms.
+_NUM_SHARDS: Final = 16
+#: Most masks that are kept for sharing between blocks: there are few different ones, and with a thousand slots each
+#: takes 160 bytes.
+_MAX_SHARED_MASKS: Final = 1 << 14
 
 
 class BlockIndex:
-    """One index for all workers of one model. Slots are small ints, one per data-parallel rank of a worker. Ids must be
-    contiguous, writable arrays.
+    """One index for all workers of one model. Slots are small ints, one per data-parallel rank of a worker. Pure."""
 
-    Pure: one thread, no I/O, `clock` in seconds. `ttl_s` is the longest time that a pending prefix counts.
-    """
-
-    def __init__(
-        self, *, ttl_s: float = 60.0, clock: Callable[[], float] = time.monotonic, max_probes: int = MAX_PROBES
-    ) -> None:
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._holders = BlockHolders()
-        self._pending_blocks = PendingBlocks()
-        self._free = dict.fromkeys(range(self._holders.num_bits))
-        self._retired: list[int] = []
-        self._slot_of = np.full(self._holders.num_bits, -1, np.int64)
-        self._counts = np.array([0, 0, 0, 0, max_probes], np.int64)
-        self._spans = np.zeros((MAX_INTERVALS, 4), np.int64)
-        self._work = np.zeros((NUM_WORK_ROWS, 1), np.uint64)
-        self._bit_of = np.empty(0, np.int64)
-        self._plain = np.empty(0, np.uint64)
-        self.view = View(LAYOUT)
-        self.have_slots(_FIRST_SLOTS)
-
-    @property
-    def counts(self) -> MatchCounts:
-        return MatchCounts(*self._counts[:4].tolist())
+    def __init__(self) -> None:
+        self._holders: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        # Dicts without values instead of sets: the garbage collector does not visit them.
+        self._held: dict[int, dict[int, None]] = {}
+        self._lost: deque[tuple[int, dict[int, None]]] = deque()
+        self._unswept = 0  # the slots in `_lost`
+        self._shared_masks: dict[int, int] = {}
 
     @property
     def num_blocks(self) -> int:
         """Distinct blocks held by some slot, including those not swept yet."""
-        return self._holders.num_blocks
+        return sum(map(len, self._holders))
 
     @property
     def num_entries(self) -> int:
         """Blocks held, summed over slots."""
-        return self._holders.num_entries
+        return sum(map(len, self._held.values()))
 
     def num_held(self, slot: int) -> int:
         """Return the number of blocks that the slot holds."""
-        bit = self._bit(slot)
-        return self._holders.num_held(bit) if bit >= 0 else 0
+        return len(self._held.get(slot, ()))
 
     def holds(self, slot: int, block: int) -> bool:
         """Return whether the slot has reported this block."""
-        bit = self._bit(slot)
-        return bit >= 0 and self._holders.holds(bit, block)
+        return block in self._held.get(slot, ())
 
     def store(self, slot: int, ids: BlockIds) -> None:
         """Add blocks to those that the slot holds; those it holds already are ignored."""
-        self.sweep()
-        bit = self._bit(slot)
-        self._holders.store(bit if bit >= 0 else self._assign_bit(slot), ids)
+        # At least as many as are stored, or a slot that is replaced again and again would leave ever more to sweep.
+        self.sweep(max(_SWEPT_BLOCKS, len(ids)))
+        held, shards, bit = self._held.setdefault(slot, {}), self._holders, 1 << slot
+        before, after = -1, 0  # the last change of a mask: the next block mostly needs the same
+        for block in ids.tolist():
+            shard = shards[block % _NUM_SHARDS]
+            holders = shard.get(block, 0)
+            if holders != before:
+                before, after = holders, self._shared(holders | bit)
+            shard[block] = after
+            held[block] = None
 
     def remove(self, slot: int, ids: BlockIds) -> None:
         """Remove blocks from those that the slot holds; those it does not hold are ignored."""
-        bit = self._bit(slot)
-        if bit >= 0:
-            self._holders.remove(bit, ids)
+        held, others = self._held.get(slot, {}), ~(1 << slot)
+        for block in ids.tolist():
+            if block in held:
+                del held[block]
+                self._reduce(block, others)
 
     def clear(self, slot: int) -> None:
-        """Drop all blocks and pending prefixes of a slot that left or restarted."""
-        self._retire_bit(slot)
-        self._pending_blocks.clear(slot)
+        """Drop all blocks of a slot that left or restarted."""
+        held = self._held.pop(slot, None)
+        if held:
+            self._lost.append((slot, held))
+            self._unswept |= 1 << slot
 
     def replace(self, slot: int, ids: BlockIds) -> None:
-        """Set the blocks that the slot holds. Pending prefixes stay: those requests are still in flight."""
-        self._retire_bit(slot)
+        """Set the blocks that the slot holds."""
+        self.clear(slot)
         self.store(slot, ids)
 
-    def sweep(self) -> bool:
-        """Do one step of sweeping blocks of retired bits; `store` and `note` do one each. Return whether none are
-        left."""
-        if not self._retired:
+    def sweep(self, num_blocks: int = _SWEPT_BLOCKS) -> bool:
+        """Do one step of sweeping blocks of cleared slots, up to `num_blocks`. Return whether none are left."""
+        if not self._lost:
             return True
-        self._holders.sweep(_SWEPT_PLACES, _SWEPT_BLOCKS)
-        if not self._holders.num_stale:
-            self._collect()
-        return not self._retired
+        slot, lost = self._lost[0]
+        held, others = self._held.get(slot, {}), ~(1 << slot)
+        for _ in range(min(num_blocks, len(lost))):
+            block, _none = lost.popitem()
+            if block not in held:
+                self._reduce(block, others)
+        if not lost:
+            self._lost.popleft()
+            self._unswept = _mask(slot for slot, _ in self._lost)
+        return not self._lost
 
-    def note(self, slot: int, ids: BlockIds, *, is_sampled: bool = False) -> PendingPrefix:
-        """Register a request sent to the slot: its blocks, from the prompt's start on, are pending there. With
-        `is_sampled`, `ids` are those of another gateway's PendingPrefix.
+    def prefixes(self, ids: BlockIds, slots: int) -> Prefixes:
+        """Return the longest prefixes of `ids` that `slots` (a mask) hold, in blocks."""
+        unswept = slots & self._unswept
+        if not unswept:
+            return self._search(ids, slots)
+        return longest([*self._search(ids, slots ^ unswept), *self._search_each(ids, unswept)])
 
-        They count until `forget`, half a second after `fade`, the slot's `clear`, or `ttl_s` later. A block of several
-        pending prefixes is pending until the last of them ends.
-        """
-        now = self._clock()
-        self._pending_blocks.expire(now)
-        if self._retired:
-            self.sweep()
-        return self._pending_blocks.note(slot, ids, deadline=now + self._ttl_s, is_sampled=is_sampled)
+    def _search(self, ids: BlockIds, slots: int) -> Prefixes:
+        shards, num_blocks = self._holders, len(ids)
+        intervals = []  # of slots whose length is at least the first and below the second number
+        length, next_length = 0, 1
+        while slots and length < num_blocks:
+            block = ids.item(next_length - 1)
+            holders = slots & shards[block % _NUM_SHARDS].get(block, 0)
+            if holders != slots:
+                intervals.append((length, next_length, slots ^ holders))
+            slots, length, next_length = holders, next_length, min(4 * next_length, num_blocks)
+        whole = [(length, slots)] if slots and length else []
+        return whole + self._bisect(ids, intervals)
 
-    def forget(self, prefix: PendingPrefix) -> None:
-        """Drop a pending prefix. Idempotent."""
-        self._pending_blocks.forget(prefix)
+    def _bisect(self, ids: BlockIds, intervals: list[tuple[int, int, int]]) -> Prefixes:
+        """Bisect the intervals from the last, which is the longest, to the first."""
+        shards, found, num_left = self._holders, [], _MAX_BISECTIONS
+        while intervals:
+            low, high, slots = intervals.pop()
+            while high - low > 1 and num_left:
+                num_left -= 1
+                middle = (low + high) >> 1
+                block = ids.item(middle - 1)
+                holders = slots & shards[block % _NUM_SHARDS].get(block, 0)
+                if not holders:
+                    high = middle
+                    continue
+                if holders != slots:
+                    intervals.append((low, middle, slots ^ holders))
+                slots, low = holders, middle
+            if low:
+                found.append((low, slots))
+        return found
 
-    def fade(self, prefix: PendingPrefix, ids: BlockIds) -> None:
-        """Expire the pending prefix of a request that ended after its prefill: at once if the slot has reported its
-        last block, else after a delay, since the KV events may still be in transit."""
-        if len(ids) and not self.holds(prefix.slot, ids.item(-1)):
-            self._pending_blocks.fade(prefix, deadline=self._clock() + _EVENT_DELAY_S)
+    def _search_each(self, ids: BlockIds, slots: int) -> Iterator[tuple[int, int]]:
+        for slot in {slot for slot, _lost in self._lost}:
+            held = self._held.get(slot)
+            if held and slots >> slot & 1:
+                length = bisect_left(ids, True, key=lambda block, held=held: int(block) not in held)  # type: ignore[misc]
+                if length:
+                    yield length, 1 << slot
+
+    def _reduce(self, block: int, others: int) -> None:
+        """Reduce the block's holders to those among `others`."""
+        shard = self._holders[block % _NUM_SHARDS]
+        holders = shard.get(block, 0) & others
+        if holders:
+            shard[block] = self._shared(holders)
         else:
-            self._pending_blocks.forget(prefix)
+            shard.pop(block, None)
 
-    def match(self, ids: BlockIds, slots: int) -> Matches:
-        """Return the longest prefix of `ids` that each of `slots` (a mask) holds, or that is pending there.
+    def _shared(self, mask: int) -> int:
+        """Return the mask as an object that is shared by all blocks with equal ones."""
+        if len(self._shared_masks) >= _MAX_SHARED_MASKS:
+            self._shared_masks.clear()
+        return self._shared_masks.setdefault(mask, mask)
 
-        The arrays end at the highest of `slots`. Pending lengths are too short by at most a third.
-        """
-        num_slots = slots.bit_length()
-        self.have_slots(num_slots)
-        # A copy: native code is compiled for writable arrays only.
-        candidates = np.frombuffer(bytearray(slots.to_bytes(self._lengths.shape[1] // 8, "little")), np.uint64)
-        self._pending_blocks.expire(self._clock())
-        match(ids, candidates, self.view.addresses, len(ids))
-        return Matches(self._lengths[0, :num_slots], self._lengths[1, :num_slots])
 
-    def expire(self, now: float) -> None:
-        """Drop pending prefixes whose time has passed."""
-        self._pending_blocks.expire(now)
+def longest(prefixes: Prefixes) -> Prefixes:
+    """Return each slot's longest of several prefixes."""
+    found, known = [], 0
+    for length, slots in sorted(prefixes, reverse=True):
+        new = slots & ~known
+        if new:
+            found.append((length, new))
+            known |= new
+    return found
 
-    def have_slots(self, count: int) -> None:
-        """Grow the arrays indexed by slot to at least `count`, rounded up to a multiple of 64."""
-        old = len(self._bit_of)
-        if count > old:
-            new = (count + 63) // 64 * 64
-            self._bit_of = np.pad(self._bit_of, (0, new - old), constant_values=-1)
-            self._plain = np.pad(self._plain, (0, new // 64 - len(self._plain)))
-            self._lengths = np.zeros((2, new), np.int32)
-            self._update_view()
 
-    def _bit(self, slot: int) -> int:
-        """Return the slot's bit; -1 if it has never held anything."""
-        return self._bit_of.item(slot) if slot < len(self._bit_of) else -1
-
-    def _assign_bit(self, slot: int) -> int:
-        """Assign a bit to the slot: the one of its own number, which is the fastest to find, if free."""
-        self.have_slots(slot + 1)
-        if slot >= self._holders.num_bits:
-            self._widen(slot + 1)
-        if not self._free:
-            self._collect()
-        if not self._free:
-            self._widen(self._holders.num_bits + 1)
-        bit = slot if slot in self._free else next(iter(self._free))
-        del self._free[bit]
-        self._bit_of[slot] = bit
-        self._slot_of[bit] = slot
-        if bit == slot:
-            self._plain[slot >> 6] |= np.uint64(1 << (slot & 63))
-        return bit
-
-    def _retire_bit(self, slot: int) -> None:
-        bit = self._bit(slot)
-        if bit < 0 or not self._holders.num_held(bit):
-            return
-        self._holders.retire(bit)
-        self._retired.append(bit)
-        self._bit_of[slot] = self._slot_of[bit] = -1
-        self._plain[slot >> 6] &= ~np.uint64(1 << (slot & 63))
-
-    def _collect(self) -> None:
-        """Make fully swept bits available again."""
-        swept = {bit for bit in self._retired if not self._holders.num_held(bit)}
-        for bit in swept:
-            self._holders.reuse(bit)
-        self._retired = [bit for bit in self._retired if bit not in swept]
-        self._free.update(dict.fromkeys(swept))
-
-    def _widen(self, num_bits: int) -> None:
-        old = self._holders.num_bits
-        self._holders.widen(num_bits)
-        new = self._holders.num_bits
-        self._free.update(dict.fromkeys(range(old, new)))
-        self._slot_of = np.pad(self._slot_of, (0, new - old), constant_values=-1)
-        self._work = np.zeros((NUM_WORK_ROWS, new // 64), np.uint64)
-        self._update_view()
-
-    def _update_view(self) -> None:
-        """Update the view after arrays were replaced."""
-        self.view.show(
-            self._bit_of,
-            self._slot_of,
-            self._work,
-            self._spans,
-            self._counts,
-            self._lengths,
-            self._holders.view,
-            self._pending_blocks.view,
-            self._plain,
-        )
+def _mask(slots: Iterator[int]) -> int:
+    mask = 0
+    for slot in slots:
+        mask |= 1 << slot
+    return mask

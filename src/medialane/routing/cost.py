@@ -2,7 +2,7 @@
 
 Some parts depend on the worker alone (its queue, its sequences, its KV cache): `SlotTable` keeps their sum. The others
 are the cost of the request at a worker that has none of it cached, minus the savings by each worker's caches:
-`native_choice.py` computes them for all slots, with the rates defined here.
+`policies.py` computes them for all slots, with the rates defined here.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def encoder_items(media: Sequence[MediaSpan]) -> tuple[EncoderItem, ...]:
         return ()
     if len(media) == 1:
         return (_item(media[0]),)
-    found: dict[str, EncoderItem] = {}
+    items: dict[str, EncoderItem] = {}
     for span in media:
         item = _item(span)
-        known = found.get(item.mm_hash)
+        known = items.get(item.mm_hash)
         if known is None or known.end < item.end:
-            found[item.mm_hash] = item
-    return tuple(sorted(found.values(), key=attrgetter("end")))
+            items[item.mm_hash] = item
+    return tuple(sorted(items.values(), key=attrgetter("end")))
 
 
 def _item(span: MediaSpan) -> EncoderItem:
@@ -72,8 +72,10 @@ class ScoringInput(msgspec.Struct, frozen=True, eq=False):
 
 
 class Rates(NamedTuple):
-    """Rates of a slot's score besides its base cost, in the order of `native_choice`; the last two are those of an item
-    that a slot has in neither cache, of which native code gets the products."""
+    """Rates of a slot's score besides its initial score, in its unit: per request, per token that is not cached, per
+    byte transferred; on another host additionally per transfer and per byte; a bonus for the session's last slot; per
+    embedding of an item that a slot has in neither cache, or per byte of those in the arena. With a temperature a slot
+    is sampled with weight exp(-score / temperature)."""
 
     request: float = 0.0
     token: float = 0.0
@@ -85,9 +87,15 @@ class Rates(NamedTuple):
     embed: float = 0.0
     embedding_byte: float = 0.0
 
+    def item(self, item: EncoderItem) -> float:
+        """Return the cost of an item at a slot that has it in neither cache."""
+        if item.embedding_bytes:
+            return item.embedding_bytes * self.embedding_byte
+        return item.num_embeds * self.embed
+
 
 class SlotCost(NamedTuple):
-    """The cost of an offer at one slot, and the part of the prompt that is cached there."""
+    """The cost of a request at one slot, and the part of the prompt that is cached there."""
 
     cached_tokens: int
     needed: list[EncoderItem]
@@ -114,12 +122,12 @@ class CostModel:
             embedding_byte=config.load_ms_per_mib / _MIB * weight,
         )
 
-    def terms(self, offer: ScoringInput, slot: Slot, cached_tokens: int) -> SlotCost:
+    def terms(self, scoring_input: ScoringInput, slot: Slot, cached_tokens: int) -> SlotCost:
         """Return the cost breakdown of one slot, which has the first `cached_tokens` of the prompt."""
-        config, request = self._config, offer.request
+        config, request = self._config, scoring_input.request
         queue, running, kv_pressure = slot.parts
         needed, num_embeds, num_to_encode, load_bytes, num_to_load = [], 0, 0, 0, 0
-        for item, holders in zip(offer.items, offer.holders, strict=True):
+        for item, holders in zip(scoring_input.items, scoring_input.holders, strict=True):
             if item.end > cached_tokens:
                 needed.append(item)
                 if holders >> slot.number & 1:
@@ -146,6 +154,6 @@ class CostModel:
             kv_pressure=kv_pressure,
             handover=handover,
             contention=(prefill + encoder + load) * config.contention_weight,
-            session=-config.session_ms if offer.session_slot == slot.number else 0.0,
+            session=-config.session_ms if scoring_input.session_slot == slot.number else 0.0,
         )
         return SlotCost(cached_tokens, needed, num_to_encode, num_to_load, parts)

@@ -32,7 +32,10 @@ class EncoderCacheModel:
         self._on_drop = on_drop
         self._entries: dict[str, _Entry] = {}
         self._unpinned: OrderedDict[str, None] = OrderedDict()
-        self._num_embeds = 0
+        self.num_embeds = 0  # of all cached items
+
+    def __contains__(self, mm_hash: str) -> bool:
+        return mm_hash in self._entries
 
     def pin(self, mm_hash: str, num_embeds: int) -> bool:
         """Hold an item for a request until `unpin`. Return False if it is larger than the cache."""
@@ -41,7 +44,7 @@ class EncoderCacheModel:
         entry = self._entries.get(mm_hash)
         if entry is None:
             entry = self._entries[mm_hash] = _Entry(num_embeds)
-            self._num_embeds += num_embeds
+            self.num_embeds += num_embeds
         entry.num_pins += 1
         self._unpinned.pop(mm_hash, None)
         self._shrink()
@@ -70,12 +73,12 @@ class EncoderCacheModel:
             self._drop(mm_hash)
 
     def _shrink(self) -> None:
-        while self._num_embeds > self._capacity and self._unpinned:
+        while self.num_embeds > self._capacity and self._unpinned:
             mm_hash, _ = self._unpinned.popitem(last=False)
             self._drop(mm_hash)
 
     def _drop(self, mm_hash: str) -> None:
-        self._num_embeds -= self._entries.pop(mm_hash).num_embeds
+        self.num_embeds -= self._entries.pop(mm_hash).num_embeds
         self._on_drop(mm_hash)
 
 

@@ -9,7 +9,9 @@ from medialane.routing.policies import Choice
 from medialane.routing.slots import Slot
 
 
-def explain(offer: ScoringInput, choice: Choice, slot: Slot, terms: SlotCost, *, policy: PolicyName) -> RoutingDecision:
+def explain(
+    scoring_input: ScoringInput, choice: Choice, slot: Slot, terms: SlotCost, *, policy: PolicyName
+) -> RoutingDecision:
     """Describe the choice, with the state of the slot before the request counts there."""
     alternatives = tuple([Alternative(*other.place, score, tokens) for other, score, tokens in choice.alternatives])
     return RoutingDecision(
@@ -17,11 +19,11 @@ def explain(offer: ScoringInput, choice: Choice, slot: Slot, terms: SlotCost, *,
         rank=slot.place[1],
         num_ranks=slot.num_ranks,
         policy=policy,
-        reason=_reason(offer, choice, policy) if alternatives else "the only candidate",
-        num_tokens=offer.request.num_tokens,
+        reason=_reason(scoring_input, choice, policy) if alternatives else "the only candidate",
+        num_tokens=scoring_input.request.num_tokens,
         cached_tokens=terms.cached_tokens,
-        num_items=len(offer.items),
-        encoder_items_cached=len(offer.items) - terms.num_to_encode - terms.num_to_load,
+        num_items=len(scoring_input.items),
+        encoder_items_cached=len(scoring_input.items) - terms.num_to_encode - terms.num_to_load,
         encoder_items_loaded=terms.num_to_load,
         expected_ms=terms.parts.expected_ms,
         parts=terms.parts,
@@ -29,13 +31,13 @@ def explain(offer: ScoringInput, choice: Choice, slot: Slot, terms: SlotCost, *,
     )
 
 
-def _reason(offer: ScoringInput, choice: Choice, policy: PolicyName) -> str:
+def _reason(scoring_input: ScoringInput, choice: Choice, policy: PolicyName) -> str:
     if policy != "cost":
         return policy
     if choice.tokens < choice.longest:
         return "longer prefix elsewhere, but higher load"
     if choice.tokens:
         return "longest cached prefix"
-    if choice.slot == offer.session_slot:
+    if choice.slot == scoring_input.session_slot:
         return "worker of the session's last request"
     return "lowest load"

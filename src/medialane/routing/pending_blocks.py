@@ -1,82 +1,66 @@
 """Pending blocks: those of requests in flight, which a slot will hold soon but no KV event has reported yet.
 
-Every request registers a prefix of up to thousands of blocks, which must take microseconds. So only the ids at some
-lengths of the prompt are stored: 1, 2, 3, then growing by half each time, and the whole. A search probes the same
-lengths of another prompt. The prefix found is too short by at most a third, and exact for the same prompt.
+Every request adds a prefix of up to thousands of blocks, which must take microseconds. So only the ids at some lengths
+of the prompt are stored: 1, 2, 3, then growing by half each time, and the whole. A search looks up the same lengths of
+another prompt. The prefix that it finds is too short by at most a third, and exact for the same prompt.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Final
-
-import numpy as np
 
 from medialane.core.kv_events import BlockIds
-from medialane.core.pending_work import MAX_BLOCK_IDS
-from medialane.routing import native_match as native
-from medialane.routing.block_holders import BlockHolders
-from medialane.routing.native_view import View
-
-#: Most ids stored per prefix: growing by half each time, enough for any prompt.
-_MAX_STORED: Final = MAX_BLOCK_IDS
-_FIRST_LENGTH: Final = 256  # a prompt's ids fit in half of it
-#: Pending ids are counted per block and slot, under the key id + slot * constant. Two pairs collide with probability
-#: 2^-64, like block ids.
-_SLOT_STRIDE: Final = 0x9E3779B97F4A7C15
-_MASK: Final = (1 << 64) - 1
+from medialane.routing.block_index import Prefixes
 
 
 @dataclass(slots=True, eq=False)
 class PendingPrefix:
-    """A prompt that was sent to a slot: a handle for `PendingBlocks.forget`; expires at `deadline`. `ids` are those
-    stored, the last one is the prefix's last block."""
+    """A prompt that was sent to a slot; it counts until `deadline`. `ids` are those stored, the last one is the
+    prefix's last block."""
 
     slot: int
-    ids: BlockIds
+    ids: list[int]
     deadline: float
 
 
 class PendingBlocks:
     """Pending prefixes, and the slots that will hold their blocks. A block in two prefixes of a slot counts until both
-    are forgotten. Pure; all times are of one clock."""
+    are forgotten. Pure; `clock` is in seconds, a prefix counts for `ttl_s` at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ttl_s: float, clock: Callable[[], float]) -> None:
+        self._ttl_s = ttl_s
+        self._clock = clock
         self._prefixes: dict[PendingPrefix, None] = {}  # in order of creation, which is that of their initial deadlines
-        self._fading: deque[PendingPrefix] = deque()  # in order of their final deadlines
-        self._next_deadline = math.inf  # the earliest deadline is not before this
-        self._holders = BlockHolders()
-        self._counts = np.zeros((_FIRST_LENGTH, 2), np.uint64)
-        self._num_counts = 0
-        self._stored = np.empty(_MAX_STORED, np.uint64)
-        self._changed = np.empty(_MAX_STORED, np.uint64)
+        self._shortened: deque[PendingPrefix] = deque()  # in order of their final deadlines
+        self._next_deadline = math.inf  # the earliest initial deadline is not before this
+        self._holders: dict[int, int] = {}  # block -> bit mask of slots
+        self._repeats: dict[tuple[int, int], int] = {}  # block and slot -> prefixes with both, besides the first
 
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    @property
-    def view(self) -> View:
-        """The slots that will hold each block, for `native_match`: bits are slots."""
-        return self._holders.view
+    def add(self, slot: int, ids: BlockIds) -> PendingPrefix:
+        """Add a prompt that is sent to the slot: its blocks, from the prompt's start on."""
+        return self.add_stored(slot, [ids.item(place) for place in _stored_places(len(ids))])
 
-    def note(self, slot: int, ids: BlockIds, *, deadline: float, is_sampled: bool = False) -> PendingPrefix:
-        """Register a prompt sent to the slot; `ids` start at the prompt's start, or are the `ids` of another gateway's
-        PendingPrefix (`is_sampled`, at most MAX_BLOCK_IDS). Deadlines must not decrease."""
-        if 4 * (self._num_counts + _MAX_STORED) > 3 * len(self._counts):
-            self._grow()
-        num_stored, count = native.note(self._counts, ids, _offset(slot), self._stored, self._changed, is_sampled)
-        prefix = PendingPrefix(slot, self._stored[:num_stored].copy(), deadline)
+    def add_stored(self, slot: int, ids: list[int]) -> PendingPrefix:
+        """Add the prompt of another gateway's prefix, of which these are the `ids`."""
+        prefix = PendingPrefix(slot, ids, self._clock() + self._ttl_s)
         self._prefixes[prefix] = None
-        if deadline < self._next_deadline:
-            self._next_deadline = deadline
-        if slot >= self._holders.num_bits:
-            self._holders.widen(slot + 1)
-        self._num_counts += count
-        self._holders.store(slot, self._changed[:count])
+        self._next_deadline = min(self._next_deadline, prefix.deadline)
+        bit, holders = 1 << slot, self._holders
+        for block in ids:
+            known = holders.get(block, 0)
+            if known & bit:
+                self._repeats[block, slot] = self._repeats.get((block, slot), 0) + 1
+            else:
+                holders[block] = known | bit
         return prefix
 
     def forget(self, prefix: PendingPrefix) -> None:
@@ -84,20 +68,30 @@ class PendingBlocks:
         if prefix not in self._prefixes:
             return
         del self._prefixes[prefix]
-        count = native.count_down(self._counts, prefix.ids, _offset(prefix.slot), self._changed)
-        self._num_counts -= count
-        self._holders.remove(prefix.slot, self._changed[:count])
+        slot, holders, repeats = prefix.slot, self._holders, self._repeats
+        for block in prefix.ids:
+            count = repeats.get((block, slot), 0)
+            if count > 1:
+                repeats[block, slot] = count - 1
+            elif count:
+                del repeats[block, slot]
+            elif left := holders[block] & ~(1 << slot):
+                holders[block] = left
+            else:
+                del holders[block]
 
-    def fade(self, prefix: PendingPrefix, *, deadline: float) -> None:
-        """Bring the deadline forward. Deadlines passed here must not decrease."""
+    def shorten_deadline(self, prefix: PendingPrefix, delay_s: float) -> None:
+        """Let the prefix count for `delay_s` from now at most; the same in every call."""
+        deadline = self._clock() + delay_s
         if prefix in self._prefixes and deadline < prefix.deadline:
             prefix.deadline = deadline
-            self._fading.append(prefix)
+            self._shortened.append(prefix)
 
-    def expire(self, now: float) -> None:
+    def expire(self) -> None:
         """Drop the prefixes whose deadline has passed."""
-        while self._fading and self._fading[0].deadline <= now:
-            self.forget(self._fading.popleft())
+        now = self._clock()
+        while self._shortened and self._shortened[0].deadline <= now:
+            self.forget(self._shortened.popleft())
         if now < self._next_deadline:
             return
         while self._prefixes:
@@ -113,12 +107,31 @@ class PendingBlocks:
         for prefix in [prefix for prefix in self._prefixes if prefix.slot == slot]:
             self.forget(prefix)
 
-    def _grow(self) -> None:
-        counts = np.zeros((2 * len(self._counts), 2), np.uint64)
-        native.copy_entries(self._counts, counts)
-        self._counts = counts
+    def prefixes(self, ids: BlockIds, slots: int, *, beyond: int = 0) -> Prefixes:
+        """Return the longest pending prefixes of `ids` at `slots` (a mask), in blocks, of those of more than `beyond`
+        blocks; too short by at most a third."""
+        places = _stored_places(len(ids))
+        found, length = [], 0
+        for place in places[bisect_left(places, beyond) :]:
+            holders = slots & self._holders.get(ids.item(place), 0)
+            if holders != slots:
+                if length:
+                    found.append((length, slots ^ holders))
+                slots = holders
+                if not slots:
+                    break
+            length = place + 1
+        if slots and length:
+            found.append((length, slots))
+        found.reverse()
+        return found
 
 
 @lru_cache(maxsize=1024)
-def _offset(slot: int) -> np.uint64:
-    return np.uint64(_SLOT_STRIDE * slot & _MASK)
+def _stored_places(num_blocks: int) -> list[int]:
+    """Return the places of the blocks that are stored of a prompt."""
+    places, length = [], 1
+    while length < num_blocks:
+        places.append(length - 1)
+        length += max(1, length >> 1)
+    return [*places, num_blocks - 1] if num_blocks else []

@@ -3,152 +3,184 @@
 from __future__ import annotations
 
 import random
-import struct
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from medialane.routing.block_index import BlockIndex
+from medialane.routing.block_index import BlockIndex, Prefixes, longest
 from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, Rates, ScoringInput
-from medialane.routing.native_choice import (
-    BASE_COST,
-    FIRST_HOLDERS,
-    FLAT,
-    LAYOUT,
-    LONGEST,
-    NUM_BEST,
-    NUM_BEST_ROWS,
-    NUM_COLUMNS,
-    REPORTED,
-    SCORE,
-    SEQUENCES,
-    SLOT,
-    TOKENS,
-    choose,
-)
-from medialane.routing.native_view import View
-from medialane.routing.slots import Slot, SlotTable
+from medialane.routing.pending_blocks import PendingBlocks
+from medialane.routing.request import RoutingRequest
+from medialane.routing.slots import BASE_COST, NONE, SEQUENCES, Scores, Slot, SlotTable, bit_rows
 
-#: Initial capacity for items of a prompt.
-_FIRST_ITEMS: Final = 4
-_FIRST_SIZES: Final = 2
-#: Layouts of a row of items and of one of block sizes in `native_choice`.
-_ITEM: Final = struct.Struct("=2d")
-_SIZE: Final = struct.Struct("=2q")
+#: Scores are sums of floats in different orders: differences up to this count as equal (ms).
+_EQUAL: Final = 1e-6
+_NUM_ALTERNATIVES: Final = 3
+#: Initial scores and rates of the policies, besides "cost".
+_SCORES: Final = {
+    "prefix-only": (NONE, Rates(token=1.0)),
+    "least-loaded": (SEQUENCES, Rates()),
+    "round-robin": (NONE, Rates()),
+    "random": (NONE, Rates(temperature=1.0)),
+}
 
 
 class Choice(msgspec.Struct, frozen=True, eq=False):
-    """The selected slot, the next best (best first; they may leave before the request is sent), and the rows of `best`
-    in the layout of `native_choice`."""
+    """The selected slot, and its longest prefix in tokens; `is_reported`: by the worker, none of it is only pending.
+    `longest` is the longest prefix of all candidates. `alternatives` are the next best, best first: slot, score, tokens
+    of its prefix; they may leave before the request is sent."""
 
     slot: int
-    others: list[Slot]
-    rows: list[list[float]]
-
-    @property
-    def longest(self) -> int:
-        """The longest prefix of all candidates, in tokens."""
-        return int(self.rows[LONGEST][TOKENS])
-
-    @property
-    def tokens(self) -> int:
-        """The selected slot's prefix, in tokens."""
-        return int(self.rows[0][TOKENS])
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether the worker has reported the whole prefix; False if some of it is only pending."""
-        return self.rows[0][TOKENS] == self.rows[0][REPORTED]
-
-    @property
-    def alternatives(self) -> list[tuple[Slot, float, int]]:
-        """The next best, best first: slot, score, tokens of the prefix."""
-        rows = zip(self.others, self.rows[1:NUM_BEST], strict=False)
-        return [(slot, row[SCORE], int(row[TOKENS])) for slot, row in rows]
+    tokens: int
+    is_reported: bool
+    longest: int
+    alternatives: list[tuple[Slot, float, int]]
 
 
 class Policy:
-    """Scores slots and selects one. `begin` is the row of the slots' table with the initial scores, `rates` the other
-    terms; `seed` is for sampling."""
+    """Scores slots and selects one: the lowest score, or with a temperature at random. `initial` is the row of the
+    slots' table with the initial scores, `rates` the other terms; `seed` is for sampling."""
 
     def __init__(
-        self, slots: SlotTable, index: BlockIndex, begin: int, rates: Rates, *, seed: int | None = None
+        self,
+        initial: int,
+        rates: Rates,
+        *,
+        slots: SlotTable,
+        index: BlockIndex,
+        pending: PendingBlocks,
+        seed: int | None,
     ) -> None:
         self._slots = slots
         self._index = index
+        self._pending = pending
+        self._initial = initial
         self._rates = rates
-        self._native_rates = np.array(rates)
-        self._draws = rates.temperature > 0
         self._random = random.Random(seed)  # noqa: S311 - load balancing, not security
-        self._picked = np.array([begin, -1], np.int64)
-        self._best = np.empty((NUM_BEST_ROWS, NUM_COLUMNS))
-        self._view = View(LAYOUT)
-        self._allocate(_FIRST_ITEMS, _FIRST_SIZES)
+        self._last = -1  # the slot selected last
+        self._candidates = -1
+        self._excluded: Scores = np.empty(0)  # infinite for all but the last request's candidates
 
-    def _allocate(self, num_items: int, num_sizes: int) -> None:
-        """Reallocate for these numbers of items and block sizes, and all slots."""
-        self._table = self._slots.table
-        num_slots = self._table.shape[1]
-        self._index.have_slots(num_slots)
-        masks = np.zeros((FIRST_HOLDERS + num_items, num_slots // 64), np.uint64)
-        items, sizes = np.zeros((num_items, 2)), np.zeros((num_sizes, 2), np.int64)
-        self._num_items, self._num_sizes = num_items, num_sizes
-        self._mask_bytes = num_slots // 8
-        self._written = 0  # the candidates in `_masks`
-        self._masks, self._items, self._sizes = masks.data.cast("B"), items.data.cast("B"), sizes.data.cast("B")
-        self._view.show(self._table, masks, items, self._native_rates, self._picked, sizes, self._index.view)
-
-    def choose(self, offer: ScoringInput) -> Choice:
-        """Select one of the offer's candidates, of which there must be at least one."""
-        request, items, slots = offer.request, offer.items, self._slots
-        num_sizes = 1 + len(request.other_block_ids)
-        if slots.table is not self._table or len(items) > self._num_items or num_sizes > self._num_sizes:
-            self._allocate(max(len(items), self._num_items), max(num_sizes, self._num_sizes))
-        self._write(offer)
-        ids = request.block_ids
-        if num_sizes > 1:
-            ids = np.concatenate([ids, *request.other_block_ids.values()])
-        slot = choose(
-            ids,
-            self._view.addresses,
-            self._best,
-            offer.candidates == slots.open,
-            len(items),
-            request.num_tokens,
-            num_sizes,
-            request.handover_bytes,
-            -1 if offer.session_slot is None else offer.session_slot,
-            self._random.random() if self._draws else 0.0,
+    def choose(self, scoring_input: ScoringInput) -> Choice:
+        """Select one of the candidates, of which there must be at least one."""
+        cached, reported = self._prefixes(scoring_input.request, scoring_input.candidates)
+        scores = self.scores(scoring_input, cached)
+        slot = self._sample(scores) if self._rates.temperature else self._lowest(scores)
+        self._last = slot
+        tokens = _tokens(cached, slot)
+        return Choice(
+            slot,
+            tokens,
+            is_reported=tokens == _tokens(reported, slot),
+            longest=cached[0][0] if cached else 0,
+            alternatives=self._alternatives(scores, slot, cached),
         )
-        best = self._best.tolist()
-        return Choice(slot, [slots[int(row[SLOT])] for row in best[1:NUM_BEST] if row[SLOT] >= 0], best)
 
-    def _write(self, offer: ScoringInput) -> None:
-        """Write candidates, items and their holders, and block sizes into the arrays that native code reads."""
-        request, candidates, size = offer.request, offer.candidates, self._mask_bytes
-        _SIZE.pack_into(self._sizes, 0, request.block_size, len(request.block_ids))
-        if request.other_block_ids:
-            for number, (block_size, ids) in enumerate(request.other_block_ids.items(), 1):
-                _SIZE.pack_into(self._sizes, number * _SIZE.size, block_size, len(ids))
-        if candidates != self._written:
-            self._masks[:size] = candidates.to_bytes(size, "little")
-            self._written = candidates
-        for number, item in enumerate(offer.items):
-            loaded = item.embedding_bytes
-            cost = loaded * self._rates.embedding_byte if loaded else item.num_embeds * self._rates.embed
-            _ITEM.pack_into(self._items, number * _ITEM.size, item.end, cost)
-            start = size * (FIRST_HOLDERS + number)
-            self._masks[start : start + size] = offer.holders[number].to_bytes(size, "little")
+    def longest_prefix(self, request: RoutingRequest, slots: int) -> int:
+        """Return the longest usable prefix at any of `slots` (a mask), in tokens."""
+        cached, _reported = self._prefixes(request, slots)
+        return cached[0][0] if cached else 0
+
+    def _prefixes(self, request: RoutingRequest, slots: int) -> tuple[Prefixes, Prefixes]:
+        """Return the longest usable prefixes at `slots`, in tokens: with pending blocks, and as reported."""
+        reported: Prefixes = []
+        pending: Prefixes = []
+        for size, ids in request.block_ids.items():
+            usable = request.num_usable(size)
+            held = self._index.prefixes(ids[:usable], slots)
+            reported += [(length * size, holders) for length, holders in held]
+            longer = self._pending.prefixes(ids, slots, beyond=_shortest(held, slots))
+            pending += [(min(length, usable) * size, holders) for length, holders in longer]
+        if not pending and len(request.block_ids) == 1:
+            return reported, reported
+        return longest(reported + pending), reported
+
+    def scores(self, scoring_input: ScoringInput, cached: Prefixes) -> Scores:
+        """Return every slot's score, infinite for all but the candidates: its initial score, and the cost of the
+        request at a slot that has none of it cached, less what the slot's caches save."""
+        request, rates, candidates = scoring_input.request, self._rates, scoring_input.candidates
+        costs = [rates.item(item) for item in scoring_input.items]
+        uncached = rates.request + request.num_tokens * rates.token + sum(costs) + request.handover_bytes * rates.byte
+        masks, savings = [candidates], [-uncached]
+        for tokens, slots in cached:
+            masks.append(slots)
+            savings.append(tokens * rates.token)
+        for item, holders, cost in zip(scoring_input.items, scoring_input.holders, costs, strict=True):
+            masks.append(holders & candidates | _covering(cached, item.end))
+            savings.append(cost)
+        if request.handover_bytes:
+            masks.append(candidates & self._slots.remote)
+            savings.append(-rates.remote - request.handover_bytes * rates.remote_byte)
+        if scoring_input.session_slot is not None:
+            masks.append(1 << scoring_input.session_slot)
+            savings.append(rates.session)
+        saved: Scores = np.array(savings).dot(bit_rows(masks, self._slots.table.shape[1]))
+        scores: Scores = self._slots.table[self._initial] + self._excluded_except(candidates) - saved
+        return scores
+
+    def _excluded_except(self, candidates: int) -> Scores:
+        num_slots = self._slots.table.shape[1]
+        if candidates != self._candidates or len(self._excluded) != num_slots:
+            self._candidates = candidates
+            self._excluded = np.where(bit_rows([candidates], num_slots)[0] > 0, 0.0, np.inf)
+        return self._excluded
+
+    def _lowest(self, scores: Scores) -> int:
+        """Return the slot with the lowest score; ties are broken round-robin, starting after the last."""
+        (equal,) = (scores <= scores.item(scores.argmin()) + _EQUAL).nonzero()
+        return equal.item(equal.searchsorted(self._last, "right") % len(equal))
+
+    def _sample(self, scores: Scores) -> int:
+        """Sample a slot with weight exp(-score / temperature)."""
+        ends = np.exp((scores.min() - scores) / self._rates.temperature).cumsum()
+        return int(ends.searchsorted(self._random.random() * ends.item(-1), "right"))
+
+    def _alternatives(self, scores: Scores, chosen: int, cached: Prefixes) -> list[tuple[Slot, float, int]]:
+        """Return the lowest others. Overwrites their scores."""
+        alternatives: list[tuple[Slot, float, int]] = []
+        scores[chosen] = np.inf
+        while len(alternatives) < _NUM_ALTERNATIVES and (score := scores.item(slot := int(scores.argmin()))) != np.inf:
+            alternatives.append((self._slots[slot], score, _tokens(cached, slot)))
+            scores[slot] = np.inf
+        return alternatives
 
 
-def policy(name: PolicyName, *, costs: CostModel, slots: SlotTable, index: BlockIndex, seed: int | None) -> Policy:
+def policy(
+    name: PolicyName,
+    *,
+    costs: CostModel,
+    slots: SlotTable,
+    index: BlockIndex,
+    pending: PendingBlocks,
+    seed: int | None,
+) -> Policy:
     """Return the policy of this name; `seed` is for those that sample."""
-    if name == "cost":
-        return Policy(slots, index, BASE_COST, costs.rates, seed=seed)
-    if name == "prefix-only":
-        return Policy(slots, index, FLAT, Rates(token=1.0))
-    if name == "least-loaded":
-        return Policy(slots, index, SEQUENCES, Rates())
-    return Policy(slots, index, FLAT, Rates(temperature=0.0 if name == "round-robin" else 1.0), seed=seed)
+    initial, rates = _SCORES[name] if name != "cost" else (BASE_COST, costs.rates)
+    return Policy(initial, rates, slots=slots, index=index, pending=pending, seed=seed)
+
+
+def _covering(prefixes: Prefixes, num_tokens: int) -> int:
+    """Return the slots whose prefix has at least that many tokens, as a bit mask."""
+    covering = 0
+    for tokens, slots in prefixes:
+        if tokens < num_tokens:
+            break
+        covering |= slots
+    return covering
+
+
+def _shortest(prefixes: Prefixes, slots: int) -> int:
+    """Return the shortest prefix of `slots`; 0 if one has none."""
+    for _, holders in prefixes:
+        slots ^= holders
+    return prefixes[-1][0] if prefixes and not slots else 0
+
+
+def _tokens(prefixes: Prefixes, slot: int) -> int:
+    """Return the slot's prefix."""
+    for tokens, slots in prefixes:
+        if slots >> slot & 1:
+            return tokens
+    return 0

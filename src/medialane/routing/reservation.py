@@ -5,18 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from medialane.core.kv_events import BlockIds
 from medialane.core.pending_work import MAX_ITEMS, PendingWork
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.cost import SlotCost
 from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.pending_blocks import PendingPrefix
+from medialane.routing.pending_blocks import PendingBlocks, PendingPrefix
 from medialane.routing.prediction import Expectation, PredictionMonitor
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import Slot, SlotTable
+
+#: A response may arrive before the KV events of its blocks: the worker collects those for 10 ms
+#: (`worker.block_reports`), and event loops under load lag. Long enough for that, and short compared with the turnover
+#: time of a cache.
+_EVENT_DELAY_S: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class SlotState:
 
     slots: SlotTable
     index: BlockIndex
+    pending: PendingBlocks
     caches: EncoderCaches
     predictions: PredictionMonitor
 
@@ -32,28 +38,36 @@ class SlotState:
         """Count a request at a slot, which must not have left. `is_reported`: its cached prefix there was reported by
         the worker, not inferred from requests in flight."""
         work_ms = terms.parts.prefill + terms.parts.encoder + terms.parts.load
-        blocks = request.blocks_at(slot.card)
+        block_size, block_ids = request.blocks_at(slot.card)
         expected = self.predictions.sent(
             slot.number,
-            blocks.ids,
-            block_size=blocks.size,
-            num_usable=blocks.num_usable,
-            num_held=terms.cached_tokens // blocks.size,
+            block_ids,
+            block_size=block_size,
+            num_usable=min(len(block_ids), request.num_usable(block_size)),
+            num_held=terms.cached_tokens // block_size,
             is_reported=is_reported,
         )
-        prefix = self.index.note(slot.number, blocks.ids)
+        prefix = self.pending.add(slot.number, block_ids)
         items = [(item.mm_hash, item.num_embeds) for item in terms.needed]
         pinned = self.caches.pin(slot.number, items)
         self.slots.queue(slot, work_ms)
-        return Reservation(self, slot, blocks.ids, work_ms, expected, prefix, items, pinned)
+        return Reservation(self, slot, work_ms, expected, prefix, items, pinned)
 
     def reserve_announced(self, slot: Slot, work: PendingWork) -> AnnouncedReservation:
         """Count a request that another gateway has sent to the slot, which must not have left."""
-        ids = np.frombuffer(work.block_ids, "<u8").astype(np.uint64)
-        prefix = self.index.note(slot.number, ids, is_sampled=True)
+        self.pending.expire()
+        prefix = self.pending.add_stored(slot.number, np.frombuffer(work.block_ids, "<u8").tolist())
         pinned = self.caches.pin(slot.number, work.items)
         self.slots.queue(slot, work.work_ms, announced=True)
         return AnnouncedReservation(self, slot, work.work_ms, prefix, pinned)
+
+    def end_pending(self, prefix: PendingPrefix, *, is_computed: bool) -> None:
+        """End the pending prefix of a request. If it is computed, and the slot has not reported its last block yet, the
+        KV events may still be in transit: then it ends a little later."""
+        if is_computed and prefix.ids and not self.index.holds(prefix.slot, prefix.ids[-1]):
+            self.pending.shorten_deadline(prefix, _EVENT_DELAY_S)
+        else:
+            self.pending.forget(prefix)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,10 +92,7 @@ class AnnouncedReservation:
         state.slots.unqueue(slot, self._work_ms)
         state.slots.finish(slot, announced=True)
         state.caches.unpin(slot.number, self._pinned, computed=is_computed)
-        if is_computed:
-            state.index.fade(self._prefix, self._prefix.ids)
-        else:
-            state.index.forget(self._prefix)
+        state.end_pending(self._prefix, is_computed=is_computed)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +101,6 @@ class Reservation:
 
     _state: SlotState
     _slot: Slot
-    _block_ids: BlockIds
     _work_ms: float
     _expected: Expectation
     _prefix: PendingPrefix
@@ -104,7 +114,7 @@ class Reservation:
     def announce(self, send: Callable[[PendingWork], Callable[[bool], None]]) -> None:
         """Announce the request to other gateways by `send`, and its end by the function that it returns. To be called
         at most once, while the request is queued."""
-        ids, items = self._prefix.ids.astype("<u8", copy=False).tobytes(), tuple(self._items[:MAX_ITEMS])
+        ids, items = np.array(self._prefix.ids, "<u8").tobytes(), tuple(self._items[:MAX_ITEMS])
         self._on_dequeued = send(PendingWork(self._slot.place[1], ids, items, self._work_ms))
 
     def prefilled(self, num_cached_tokens: int | None) -> None:
@@ -123,10 +133,7 @@ class Reservation:
             self._state.predictions.drop(self._expected)
         if not self._state.slots.is_current(self._slot):
             return
-        if self._is_computed:
-            self._state.index.fade(self._prefix, self._block_ids)
-        else:
-            self._state.index.forget(self._prefix)
+        self._state.end_pending(self._prefix, is_computed=self._is_computed)
         self._state.slots.finish(self._slot)
 
     def _unqueue(self, *, computed: bool) -> None:

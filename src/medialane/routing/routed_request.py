@@ -20,7 +20,7 @@ from medialane.routing.reservation import Reservation, SlotState
 from medialane.routing.slots import Slot, WorkerRank
 
 
-class Begun(NamedTuple):
+class SentRequest(NamedTuple):
     """A request that was sent: the decision, the number of its record, and its reservation (None: the slot had
     left)."""
 
@@ -43,23 +43,25 @@ class RouterState:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
-    def begin(self, offer: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool) -> Begun:
+    def begin(self, scoring_input: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool) -> SentRequest:
         """Record a choice, and count the request at its slot."""
-        request = offer.request
-        terms, decision, record = self.record(offer, choice, slot, is_sent=is_sent)
+        request = scoring_input.request
+        terms, decision, record = self.record(scoring_input, choice, slot, is_sent=is_sent)
         if request.session_id is not None:
             self.sessions[request.session_id] = slot.place
         if not self.slots.slots.is_current(slot):
-            return Begun(decision, record, None)
-        return Begun(decision, record, self.slots.reserve(slot, request, terms, is_reported=choice.is_reported))
+            return SentRequest(decision, record, None)
+        return SentRequest(decision, record, self.slots.reserve(slot, request, terms, is_reported=choice.is_reported))
 
     def record(
-        self, offer: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool
+        self, scoring_input: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool
     ) -> tuple[SlotCost, RoutingDecision, int]:
         """Record a choice. Returns its cost and reason, and the number of the record."""
-        terms = self.costs.terms(offer, slot, choice.tokens)
-        decision = explain(offer, choice, slot, terms, policy=self.policy)
-        number = self.decisions.add(offer.request.request_id, decision, time_s=self.wall_clock(), is_sent=is_sent)
+        terms = self.costs.terms(scoring_input, slot, choice.tokens)
+        decision = explain(scoring_input, choice, slot, terms, policy=self.policy)
+        number = self.decisions.add(
+            scoring_input.request.request_id, decision, time_s=self.wall_clock(), is_sent=is_sent
+        )
         return terms, decision, number
 
 
@@ -76,23 +78,23 @@ class RoutedRequest:
     """
 
     def __init__(
-        self, state: RouterState, offer: ScoringInput, choice: Choice, slot: Slot, *, picked_at: float
+        self, state: RouterState, scoring_input: ScoringInput, choice: Choice, slot: Slot, *, picked_at: float
     ) -> None:
         self.slot = slot.number
         self.worker_id, self.rank = slot.place
         self.num_ranks = slot.num_ranks
         self._state = state
         self._picked_at = picked_at
-        self._pending: tuple[ScoringInput, Choice, Slot] | None = (offer, choice, slot)
-        self._begun: Begun | None = None
+        self._pending: tuple[ScoringInput, Choice, Slot] | None = (scoring_input, choice, slot)
+        self._sent: SentRequest | None = None
         self._is_sent = self._is_released = False
 
     @property
     def decision(self) -> RoutingDecision:
         """The choice and its reason. Raises RuntimeError before `begin`."""
-        if self._begun is None:
+        if self._sent is None:
             raise RuntimeError("the request has not begun")
-        return self._begun.decision
+        return self._sent.decision
 
     @property
     def is_sent(self) -> bool:
@@ -102,28 +104,28 @@ class RoutedRequest:
         """Record the choice and count the request at its slot, the first time, which returns True. With `is_sent` False
         it is about to be sent: call this again once it was."""
         if self._pending is not None:
-            self._begun = self._state.begin(*self._pending, is_sent=is_sent)
+            self._sent = self._state.begin(*self._pending, is_sent=is_sent)
             self._pending, self._is_sent = None, is_sent
             self._state.places.take(self)
             return True
-        if self._begun is not None and is_sent and not self._is_sent:
+        if self._sent is not None and is_sent and not self._is_sent:
             self._is_sent = True
-            self._state.decisions.sent(self._begun.record)
+            self._state.decisions.sent(self._sent.record)
         return False
 
     def announce(self, send: Callable[[PendingWork], Callable[[bool], None]]) -> None:
         """See `Reservation.announce`. To be called right after `begin`."""
-        if self._begun is not None and self._begun.reservation is not None and self._begun.reservation.is_queued:
-            self._begun.reservation.announce(send)
+        if self._sent is not None and self._sent.reservation is not None and self._sent.reservation.is_queued:
+            self._sent.reservation.announce(send)
 
     def prefilled(self, num_cached_tokens: int | None) -> None:
         """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them)."""
-        begun = self._begun
-        if begun is None or begun.reservation is None or not begun.reservation.is_queued:
+        sent = self._sent
+        if sent is None or sent.reservation is None or not sent.reservation.is_queued:
             return
-        begun.reservation.prefilled(num_cached_tokens)
+        sent.reservation.prefilled(num_cached_tokens)
         self._state.decisions.prefilled(
-            begun.record,
+            sent.record,
             reported_cached_tokens=num_cached_tokens,
             first_token_ms=(self._state.clock() - self._picked_at) * 1000,
         )
@@ -139,5 +141,5 @@ class RoutedRequest:
         if self._pending is not None:
             self._state.record(*self._pending, is_sent=False)
             self._pending = None
-        if self._begun is not None and self._begun.reservation is not None:
-            self._begun.reservation.release()
+        if self._sent is not None and self._sent.reservation is not None:
+            self._sent.reservation.release()

@@ -26,13 +26,13 @@ from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.decisions import DecisionRecord, Decisions
 from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.pending_blocks import PendingBlocks
 from medialane.routing.policies import policy
 from medialane.routing.prediction import PredictionCounts, PredictionMonitor
 from medialane.routing.request import RoutingRequest
 from medialane.routing.reservation import AnnouncedReservation, SlotState
 from medialane.routing.routed_request import RoutedRequest, RouterState
 from medialane.routing.slots import SlotTable, WorkerRank
-from medialane.routing.warm_up import warm_up
 
 _BLOCK_ID: Final = np.dtype("<u8")
 #: Until a worker has reported its own: vLLM's default on GPUs.
@@ -41,7 +41,7 @@ _BLOCK_SIZE: Final = 16
 
 class Router:
     """`clock` is monotonic, `wall_clock` returns the time since the epoch, both in seconds; `seed` is for policies that
-    sample. The first instance in a process may take a dozen seconds to create: native code is compiled."""
+    sample."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class Router:
         wall_clock: Callable[[], float] = time.time,
         seed: int | None = None,
     ) -> None:
-        warm_up()
         config = config or RoutingConfig()
         self.config = config
-        self.index = BlockIndex(clock=clock, ttl_s=config.pending_ttl_s)
+        self.index = BlockIndex()
+        self._pending = PendingBlocks(ttl_s=config.pending_ttl_s, clock=clock)
         self._slots = SlotTable(config)
         self._caches = EncoderCaches()
         self._predictions = PredictionMonitor(grace_s=config.store_grace_s, clock=clock)
@@ -65,14 +65,16 @@ class Router:
         self._state = RouterState(
             policy=config.router,
             costs=costs,
-            slots=SlotState(self._slots, self.index, self._caches, self._predictions),
+            slots=SlotState(self._slots, self.index, self._pending, self._caches, self._predictions),
             decisions=self._decisions,
             sessions=self._sessions,
             places=self._places,
             clock=clock,
             wall_clock=wall_clock,
         )
-        self._policy = policy(config.router, costs=costs, slots=self._slots, index=self.index, seed=seed)
+        self._policy = policy(
+            config.router, costs=costs, slots=self._slots, index=self.index, pending=self._pending, seed=seed
+        )
 
     @property
     def predictions(self) -> PredictionCounts:
@@ -115,14 +117,15 @@ class Router:
         """Remove a lost worker and all state about it. Raises KeyError for an unknown slot, like the other methods."""
         self._slots.leave(self._slots[slot])
         self.index.clear(slot)
+        self._pending.clear(slot)
         self._caches.leave(slot)
         self._predictions.leave(slot)
 
     def report(self, slot: int, load: WorkerLoad) -> None:
         """Update the worker's load, as reported by it."""
-        found = self._slots[slot]
-        found.load = load
-        self._slots.update(found)
+        changed = self._slots[slot]
+        changed.load = load
+        self._slots.update(changed)
 
     def change(self, slot: int, change: KvChange) -> None:
         """Apply a change of the worker's KV cache; changes must be passed in the order in which they were sent."""
@@ -144,9 +147,9 @@ class Router:
 
     def drain(self, slot: int, *, draining: bool) -> None:
         """Choose this slot for no further request, or again."""
-        found = self._slots[slot]
-        found.draining = draining
-        self._slots.update(found)
+        changed = self._slots[slot]
+        changed.draining = draining
+        self._slots.update(changed)
 
     def clear_encoder(self, slot: int) -> None:
         """Forget the worker's encoder cache contents: it was cleared."""
@@ -164,22 +167,22 @@ class Router:
         if not candidates:
             raise self._no_candidate(request)
         items = encoder_items(request.media)
-        offer = ScoringInput(
+        scoring_input = ScoringInput(
             request,
             items,
             tuple([self._caches.holders(item.mm_hash) for item in items]),
             candidates,
             self._session_slot(request.session_id, candidates) if request.session_id is not None else None,
         )
-        now = self._state.clock()
-        self.index.expire(now)
-        choice = self._policy.choose(offer)
-        return RoutedRequest(self._state, offer, choice, self._slots[choice.slot], picked_at=now)
+        self._pending.expire()
+        choice = self._policy.choose(scoring_input)
+        return RoutedRequest(
+            self._state, scoring_input, choice, self._slots[choice.slot], picked_at=self._state.clock()
+        )
 
     def new_items(self, request: RoutingRequest) -> frozenset[str]:
         """Return the hashes of the items that every worker would have to encode: without embedding, in no worker's
-        encoder cache, and beyond the longest prefix of the prompt in a KV cache. Prefixes in blocks of another than the
-        request's first size are not counted."""
+        encoder cache, and beyond the longest prefix of the prompt in a KV cache."""
         candidates = self._slots.candidates(request)
         items = [
             item
@@ -188,7 +191,7 @@ class Router:
         ]
         if not items:
             return frozenset()
-        longest = int(self.index.match(request.block_ids, candidates).blocks.max(initial=0)) * request.block_size
+        longest = self._policy.longest_prefix(request, candidates)
         return frozenset(item.mm_hash for item in items if item.end > longest)
 
     def _session_slot(self, session_id: str, candidates: int) -> int | None:
@@ -206,5 +209,4 @@ class Router:
 
 
 def _ids(packed: bytes) -> BlockIds:
-    """Copy the ids into a writable array: native code is compiled for writable arrays only."""
-    return np.frombuffer(packed, _BLOCK_ID).astype(np.uint64)
+    return np.frombuffer(packed, _BLOCK_ID)

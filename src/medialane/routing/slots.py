@@ -1,25 +1,29 @@
 """The router's view of the workers: one slot for each data-parallel rank of a worker.
 
 Costs that depend on a slot alone are kept in arrays indexed by slot and updated when the slot changes, so that a choice
-among a thousand slots is one call of native code.
+among a thousand slots is a few operations on arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
 from medialane.routing.config import RoutingConfig
-from medialane.routing.native_choice import BASE_COST, BLOCK_SIZE, FLAT, IS_REMOTE, NUM_ROWS, SEQUENCES
-from medialane.routing.native_view import Scores
 from medialane.routing.request import RoutingRequest
 
 #: worker_id and data-parallel rank: a worker that reconnects gets its sessions back.
 WorkerRank = tuple[str, int]
+
+#: Element i is slot i's.
+Scores = NDArray[np.float64]
+#: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies.
+BASE_COST, SEQUENCES, NONE, _NUM_ROWS = range(4)
 
 _FIRST_CAPACITY: Final = 64
 #: Weight of the newest request in the moving average of work per request: about the last fifty count.
@@ -68,7 +72,7 @@ class Slot:
 
 
 class SlotTable:
-    """Slots by number; numbers are reused. A number without a slot, draining or full has infinite scores."""
+    """Slots by number; numbers are reused. The scores of a number without a slot, draining or full are outdated."""
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
@@ -80,7 +84,8 @@ class SlotTable:
         #: Tokens per KV block, of all slots; changes only when a slot joins or leaves.
         self.block_sizes: tuple[int, ...] = ()
         self.open = 0  # bit mask of the slots that accept requests
-        self.table: Scores = _table(_FIRST_CAPACITY)  # rows as in `native_choice`
+        self.remote = 0  # bit mask of the slots on another host
+        self.table: Scores = np.zeros((_NUM_ROWS, _FIRST_CAPACITY))
 
     def __len__(self) -> int:
         """One more than the highest number used so far."""
@@ -118,7 +123,6 @@ class SlotTable:
         self._by_place[place] = slot
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
         self._serving.clear()
-        self.table[BLOCK_SIZE, number] = slot.card.block_size if slot.card is not None else 0
         self._find_block_sizes()
         self.move(slot, same_host=slot.same_host)
         self.update(slot)
@@ -126,7 +130,7 @@ class SlotTable:
 
     def move(self, slot: Slot, *, same_host: bool) -> None:
         slot.same_host = same_host
-        self.table[IS_REMOTE, slot.number] = not same_host
+        self.remote = self.remote & ~(1 << slot.number) | (not same_host) << slot.number
 
     def leave(self, slot: Slot) -> None:
         self._slots[slot.number] = None
@@ -137,14 +141,13 @@ class SlotTable:
             del self._by_worker[slot.place[0]]
         self._serving.clear()
         self._find_block_sizes()
-        self.table[(IS_REMOTE, BLOCK_SIZE), slot.number] = 0.0
-        self._close(slot.number)
+        self.open &= ~(1 << slot.number)
 
     def mean_sequences(self) -> float:
         """Return the mean number of sequences of the slots that accept requests; 0 if there is none."""
-        found = self.table[SEQUENCES]
-        found = found[np.isfinite(found)]
-        return float(found.mean()) if len(found) else 0.0
+        return (
+            float(self.table[SEQUENCES, bit_rows([self.open], self.table.shape[1])[0] > 0].mean()) if self.open else 0.0
+        )
 
     def is_current(self, slot: Slot) -> bool:
         """Whether the slot has not left."""
@@ -152,22 +155,22 @@ class SlotTable:
 
     def candidates(self, request: RoutingRequest) -> int:
         """Return the bit mask of the slots that accept the request."""
-        found = self.open & self.serving(request)
+        candidates = self.open & self.serving(request)
         for worker_id in request.excluded:
             for number in self._by_worker.get(worker_id, ()):
-                found &= ~(1 << number)
-        return found
+                candidates &= ~(1 << number)
+        return candidates
 
     def serving(self, request: RoutingRequest) -> int:
         """Return the bit mask of the slots that serve the model, the adapter and the rank, open or not."""
         asked = (request.model, request.lora is not None, request.rank)
-        found = self._serving.get(asked)
-        if found is None:
+        slots = self._serving.get(asked)
+        if slots is None:
             model, lora, rank = asked
-            found = sum(1 << s.number for s in self if rank in (None, s.place[1]) and s.serves(model, lora=lora))
-            if found:  # clients may request any name: cache only what is served, so that the cache is bounded
-                self._serving[asked] = found
-        return found
+            slots = sum(1 << s.number for s in self if rank in (None, s.place[1]) and s.serves(model, lora=lora))
+            if slots:  # clients may request any name: cache only what is served, so that the cache is bounded
+                self._serving[asked] = slots
+        return slots
 
     def queue(self, slot: Slot, work_ms: float, *, announced: bool = False) -> None:
         """Count a request of `work_ms` that is sent to the slot, by this gateway or by another that announced it."""
@@ -194,11 +197,9 @@ class SlotTable:
         """Update the slot's row of the table after a change."""
         number, limit, table = slot.number, self._config.max_in_flight, self.table
         if slot.draining or (limit and slot.num_in_flight - slot.num_announced >= limit):
-            self._close(number)
+            self.open &= ~(1 << number)
             return
-        if not self.open >> number & 1:
-            self.open |= 1 << number
-            table[FLAT, number] = 0.0
+        self.open |= 1 << number
         queue, running, kv_pressure = self.queue_ms(slot), self.running_ms(slot), self.kv_pressure_ms(slot.load)
         slot.parts = queue, running, kv_pressure
         table[SEQUENCES, number] = slot.num_sequences
@@ -232,19 +233,17 @@ class SlotTable:
                 return number
         self._slots.append(None)
         if len(self._slots) > self.table.shape[1]:
-            self.table = np.concatenate([self.table, _table(self.table.shape[1])], axis=1)
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)], axis=1)
         return len(self._slots) - 1
 
     def _find_block_sizes(self) -> None:
         sizes = dict.fromkeys(slot.card.block_size for slot in self if slot.card is not None)
         self.block_sizes = tuple(size for size in sizes if size)
 
-    def _close(self, number: int) -> None:
-        self.open &= ~(1 << number)
-        self.table[(BASE_COST, SEQUENCES, FLAT), number] = np.inf
 
-
-def _table(num_slots: int) -> Scores:
-    table = np.full((NUM_ROWS, num_slots), np.inf)
-    table[(IS_REMOTE, BLOCK_SIZE), :] = 0.0
-    return table
+def bit_rows(masks: Sequence[int], num_slots: int) -> Scores:
+    """Return an array with a row of zeros and ones for each bit mask, and a column for each slot. `num_slots` is a
+    multiple of 8."""
+    packed = b"".join([mask.to_bytes(num_slots // 8, "little") for mask in masks])
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+    return bits.reshape(len(masks), num_slots).astype(np.float64)

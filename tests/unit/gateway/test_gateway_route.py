@@ -238,8 +238,8 @@ def test_known_embedding_is_part_of_what_is_routed(make_routes):
     (placed,) = prepared.features
     feature = msgspec.structs.replace(placed.feature, tensors=(), embedding=embedding)
     known = msgspec.structs.replace(prepared, features=(msgspec.structs.replace(placed, feature=feature),))
-    assert [span.embedding_bytes for span in routes.choose(sent, prepared).known.media] == [0]
-    assert [span.embedding_bytes for span in routes.choose(sent, known).known.media] == [16]
+    assert [span.embedding_bytes for span in routes.choose(sent, prepared).prefix.media] == [0]
+    assert [span.embedding_bytes for span in routes.choose(sent, known).prefix.media] == [16]
 
 
 def test_item_of_an_encoders_prompt_has_no_place_in_the_prompt_that_is_routed(make_routes):
@@ -249,8 +249,8 @@ def test_item_of_an_encoders_prompt_has_no_place_in_the_prompt_that_is_routed(ma
     for features in ((placed,), ()):
         source = MediaPrompt([], (ref,), is_encoder_prompt=True)
         prepared = PreparedPrompt([], features, ("f" * 64,), source, None, [0] * 1500)
-        known = routes._known(EngineRequest("r", ExpandedPrompt([1, 2, 3]), b""), prepared)
-        assert (known.token_ids, known.media) == ([1, 2, 3], ())
-        (item,) = known.unplaced_items
+        prefix = routes.choose(EngineRequest("r", ExpandedPrompt([1, 2, 3]), b""), prepared).prefix
+        assert (prefix.token_ids, prefix.media) == ([1, 2, 3], ())
+        (item,) = prefix.unplaced_items
         assert (item.mm_hash, item.modality, item.offset, item.end) == ("f" * 64, "audio", 3, 3)
         assert item.num_embeds == (1500 if features else 0)

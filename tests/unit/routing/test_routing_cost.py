@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
-from medialane.routing.block_index import BlockIndex
+from medialane.routing.block_index import BlockIndex, longest
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, EncoderItem, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.native_choice import SCORES
+from medialane.routing.pending_blocks import PendingBlocks
 from medialane.routing.policies import policy
 from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
@@ -26,7 +26,7 @@ def span(name, offset, length, **kwargs):
 
 
 class World:
-    """Slots with caches, and offers to them."""
+    """Slots with caches, and requests to them."""
 
     def __init__(self, num_slots, *, remote=(), sizes=None, **config):
         self.config = RoutingConfig(**{"contention_weight": 0.0} | config)
@@ -34,7 +34,8 @@ class World:
         self.caches = EncoderCaches()
         self.model = CostModel(self.config)
         self.index = BlockIndex()
-        self.policy = policy("cost", costs=self.model, slots=self.slots, index=self.index, seed=None)
+        pending = PendingBlocks(ttl_s=60, clock=lambda: 0.0)
+        self.policy = policy("cost", costs=self.model, slots=self.slots, index=self.index, pending=pending, seed=None)
         for number in range(num_slots):
             card = msgspec.structs.replace(CARD, block_size=sizes[number] if sizes else BLOCK)
             endpoint = Endpoint(
@@ -42,12 +43,11 @@ class World:
             )
             self.caches.join(self.slots.join(endpoint).number, CARD.encoder_cache_tokens)
 
-    def offer(self, *, num_tokens=100, media=(), handover_bytes=0, prefixes=None, session_slot=None):
+    def scoring_input(self, *, num_tokens=100, media=(), handover_bytes=0, prefixes=None, session_slot=None):
         self.num_tokens = num_tokens
         sizes = dict.fromkeys([BLOCK, *self.slots.block_sizes])
         ids = {size: np.arange(size << 32, (size << 32) + num_tokens // size, dtype=np.uint64) for size in sizes}
-        others = {size: found for size, found in ids.items() if size != BLOCK}
-        request = RoutingRequest(ids[BLOCK], BLOCK, num_tokens, tuple(media), handover_bytes, other_block_ids=others)
+        request = RoutingRequest(ids, num_tokens, tuple(media), handover_bytes)
         self.prefixes = prefixes or [0] * len(self.slots)
         for slot, length in enumerate(self.prefixes):
             self.index.replace(slot, ids[self.slots[slot].card.block_size][:length])
@@ -55,9 +55,10 @@ class World:
         holders = tuple(self.caches.holders(item.mm_hash) for item in items)
         return ScoringInput(request, items, holders, self.slots.open, session_slot)
 
-    def costs(self, offer):
-        self.choice = self.policy.choose(offer)
-        return self.slots.table[SCORES, : len(self.slots)].copy()
+    def costs(self, scoring_input):
+        self.choice = self.policy.choose(scoring_input)
+        cached = longest([(self.cached_tokens(slot), 1 << slot.number) for slot in self.slots])
+        return self.policy.scores(scoring_input, cached)[: len(self.slots)]
 
     def cached_tokens(self, slot):
         size = slot.card.block_size
@@ -74,8 +75,9 @@ def test_items_are_distinguished_and_ordered_by_covering_prefix():
 
 def test_item_ending_at_a_block_boundary_is_covered():
     world = World(1)
-    world.choice = world.policy.choose(world.offer(media=[span("a", 0, 16)], prefixes=[1]))
-    assert world.model.terms(world.offer(media=[span("a", 0, 16)]), world.slots[0], world.choice.tokens).needed == []
+    scoring_input = world.scoring_input(media=[span("a", 0, 16)], prefixes=[1])
+    tokens = world.policy.choose(scoring_input).tokens
+    assert world.model.terms(scoring_input, world.slots[0], tokens).needed == []
 
 
 @pytest.mark.parametrize("known", [0, 1, 15, 16, 17])
@@ -87,28 +89,28 @@ def test_item_of_unknown_position_is_after_all_known_blocks(known):
 
 def test_cached_tokens_are_not_prefilled():
     world = World(2, prefill_ms_per_token=0.5, request_ms=0)
-    assert world.costs(world.offer(num_tokens=100, prefixes=[0, 4])).tolist() == pytest.approx([50, 50 - 32])
+    assert world.costs(world.scoring_input(num_tokens=100, prefixes=[0, 4])).tolist() == pytest.approx([50, 50 - 32])
 
 
 def test_item_in_the_encoder_cache_is_not_encoded():
     world = World(2, prefill_ms_per_token=0, encoder_ms_per_token=1.0, request_ms=0)
     world.hold(1, "a", 40)
-    assert world.costs(world.offer(media=[span("a", 0, 40), span("b", 40, 10)])).tolist() == [50, 10]
+    assert world.costs(world.scoring_input(media=[span("a", 0, 40), span("b", 40, 10)])).tolist() == [50, 10]
 
 
 def test_item_within_the_cached_prefix_is_never_encoded():
     world = World(2, prefill_ms_per_token=0, encoder_ms_per_token=1.0, request_ms=0)
     world.hold(1, "a", 40)
     media = [span("a", 0, 40), span("b", 40, 10)]
-    assert world.costs(world.offer(media=media, prefixes=[3, 3])).tolist() == [10, 10]
+    assert world.costs(world.scoring_input(media=media, prefixes=[3, 3])).tolist() == [10, 10]
 
 
 def test_item_with_embeddings_in_the_arena_costs_a_load_at_every_worker():
     world = World(3, prefill_ms_per_token=0, encoder_ms_per_token=1.0, load_ms_per_mib=0.5, request_ms=0)
     world.hold(1, "a", 40)
     media = [span("a", 0, 40, embedding_bytes=4 << 20), span("b", 40, 10)]
-    assert world.costs(world.offer(media=media, prefixes=[0, 0, 3])).tolist() == [12, 10, 10]
-    decided = world.model.terms(world.offer(media=media), world.slots[0], 0)
+    assert world.costs(world.scoring_input(media=media, prefixes=[0, 0, 3])).tolist() == [12, 10, 10]
+    decided = world.model.terms(world.scoring_input(media=media), world.slots[0], 0)
     assert (decided.num_to_encode, decided.num_to_load) == (1, 1)
     assert (decided.parts.encoder, decided.parts.load) == (10, 2)
 
@@ -116,15 +118,16 @@ def test_item_with_embeddings_in_the_arena_costs_a_load_at_every_worker():
 def test_embeddings_are_transferred_to_a_worker_of_another_host_besides_their_load():
     world = World(2, remote=[1], encoder_ms_per_token=1.0, load_ms_per_mib=0.5, remote_ms=2.0, remote_ms_per_mib=3.0)
     media = [span("a", 0, 40, embedding_bytes=4 << 20)]
-    local, remote = world.costs(world.offer(media=media, handover_bytes=4 << 20))
+    local, remote = world.costs(world.scoring_input(media=media, handover_bytes=4 << 20))
     assert remote - local == pytest.approx(2.0 + 4 * 3.0 - 4 * world.config.local_ms_per_mib)
-    parts = world.model.terms(world.offer(media=media), world.slots[1], 0).parts
+    parts = world.model.terms(world.scoring_input(media=media), world.slots[1], 0).parts
     assert (parts.encoder, parts.load) == (0, 2)
 
 
 def test_loads_delay_other_requests_as_encoding_does():
     world = World(1, load_ms_per_mib=0.5, request_ms=0, prefill_ms_per_token=0, contention_weight=2.0)
-    parts = world.model.terms(world.offer(media=[span("a", 0, 40, embedding_bytes=4 << 20)]), world.slots[0], 0).parts
+    scoring_input = world.scoring_input(media=[span("a", 0, 40, embedding_bytes=4 << 20)])
+    parts = world.model.terms(scoring_input, world.slots[0], 0).parts
     assert (parts.contention, parts.expected_ms) == (4, 2)
 
 
@@ -132,21 +135,21 @@ def test_item_held_by_many_slots_is_discounted_for_all():
     world = World(40, prefill_ms_per_token=0, encoder_ms_per_token=1.0, request_ms=0)
     for slot in range(0, 40, 2):
         world.hold(slot, "a", 30)
-    costs = world.costs(world.offer(media=[span("a", 0, 30)], prefixes=[2] * 4 + [0] * 36))
+    costs = world.costs(world.scoring_input(media=[span("a", 0, 30)], prefixes=[2] * 4 + [0] * 36))
     assert costs.tolist() == [0] * 4 + [0, 30] * 18
 
 
 def test_remote_host_costs_by_size():
     world = World(2, remote=[1], local_ms_per_mib=0.1, remote_ms=2.0, remote_ms_per_mib=3.0)
-    local, remote = world.costs(world.offer(handover_bytes=4 << 20))
+    local, remote = world.costs(world.scoring_input(handover_bytes=4 << 20))
     assert remote - local == pytest.approx(2.0 + 4 * 3.0 - 4 * 0.1)
-    local, remote = world.costs(world.offer())
+    local, remote = world.costs(world.scoring_input())
     assert remote == local
 
 
 def test_session_affinity_is_a_bonus():
     world = World(2, session_ms=3.0)
-    plain, last = world.costs(world.offer(session_slot=1))
+    plain, last = world.costs(world.scoring_input(session_slot=1))
     assert plain - last == pytest.approx(3.0)
 
 
@@ -187,7 +190,7 @@ def build(facts, spans, embedding_bytes, handover_bytes, session_slot):
         for name, offset, length in spans
     ]
     prefixes = [fact["prefix"] for fact in facts]
-    return world, world.offer(
+    return world, world.scoring_input(
         num_tokens=200, media=media, handover_bytes=handover_bytes, prefixes=prefixes, session_slot=session_slot
     )
 
@@ -196,11 +199,11 @@ def build(facts, spans, embedding_bytes, handover_bytes, session_slot):
     st.lists(slot_facts, min_size=1, max_size=80), items, embedded, st.integers(0, 1 << 24), st.sampled_from([None, 0])
 )
 def test_cost_terms_of_each_slot_sum_to_its_cost(facts, spans, embedding_bytes, handover_bytes, session_slot):
-    world, offer = build(facts, spans, embedding_bytes, handover_bytes, session_slot)
-    costs = world.costs(offer)
+    world, scoring_input = build(facts, spans, embedding_bytes, handover_bytes, session_slot)
+    costs = world.costs(scoring_input)
     for slot in world.slots:
         cached_tokens = world.cached_tokens(slot)
-        assert world.model.terms(offer, slot, cached_tokens).parts.total == pytest.approx(costs[slot.number])
+        assert world.model.terms(scoring_input, slot, cached_tokens).parts.total == pytest.approx(costs[slot.number])
     assert world.choice.longest == max(map(world.cached_tokens, world.slots))
     assert world.choice.tokens == world.cached_tokens(world.slots[world.choice.slot])
 
@@ -219,9 +222,8 @@ WORSE = [
 @given(slot_facts, items, embedded, st.integers(0, 1 << 24), st.sampled_from(WORSE))
 def test_cost_is_monotonic_in_cached_tokens_and_work(fact, spans, embedding_bytes, handover_bytes, change):
     name, worse = change
-    better, offer = build([fact], spans, embedding_bytes, handover_bytes, None)
-    poorer, poorer_offer = build([fact | {name: worse(fact[name])}], spans, embedding_bytes, handover_bytes, None)
-    # Queued work moves the mean by which others' requests are counted: compare with that of one world.
-    poorer.slots._request_ms = max(poorer.slots._request_ms, better.slots._request_ms)
-    poorer.slots.update(poorer.slots[0])
-    assert poorer.costs(poorer_offer)[0] >= better.costs(offer)[0] - 1e-6
+    costs = []
+    for each in (fact, fact | {name: worse(fact[name])}):
+        world, scoring_input = build([each], spans, embedding_bytes, handover_bytes, None)
+        costs.append(world.costs(scoring_input)[0])
+    assert costs[1] >= costs[0] - 1e-6

@@ -26,8 +26,8 @@ def encode(model, name, num_embeds):
 
 def test_item_counts_as_held_from_when_it_is_sent(model):
     assert model.pin("a", 40)
-    assert "a" in model._entries
-    assert model._num_embeds == 40
+    assert "a" in model
+    assert model.num_embeds == 40
 
 
 def test_least_recently_unpinned_item_is_evicted(model, dropped):
@@ -37,8 +37,8 @@ def test_least_recently_unpinned_item_is_evicted(model, dropped):
     model.unpin("a", computed=True)  # used again, so b is the oldest now
     encode(model, "c", 50)
     assert dropped == ["b"]
-    assert "a" in model._entries
-    assert "c" in model._entries
+    assert "a" in model
+    assert "c" in model
 
 
 def test_pinned_item_is_never_evicted(model, dropped):
@@ -61,7 +61,7 @@ def test_item_aborted_by_one_request_stays_for_the_other(model, dropped):
     model.unpin("a", computed=False)
     assert dropped == []
     model.unpin("a", computed=True)
-    assert "a" in model._entries
+    assert "a" in model
 
 
 def test_encoded_item_survives_a_later_abort(model, dropped):
@@ -73,14 +73,15 @@ def test_encoded_item_survives_a_later_abort(model, dropped):
 
 def test_item_larger_than_the_cache_is_not_held(model):
     assert not model.pin("a", 101)
-    assert len(model._entries) == 0
+    assert "a" not in model
+    assert model.num_embeds == 0
 
 
 def test_unpinning_an_absent_item_is_a_no_op(model):
     model.unpin("a", computed=True)
     encode(model, "a", 1)
     model.unpin("a", computed=False)
-    assert "a" in model._entries
+    assert "a" in model
 
 
 def test_clear_drops_everything(model, dropped):
@@ -88,7 +89,7 @@ def test_clear_drops_everything(model, dropped):
     model.pin("b", 10)
     model.clear()
     assert sorted(dropped) == ["a", "b"]
-    assert model._num_embeds == 0
+    assert model.num_embeds == 0
 
 
 names = st.sampled_from("abcdefgh")
@@ -101,28 +102,32 @@ def test_sequential_requests_leave_what_vllm_would_hold(sent):
     model = EncoderCacheModel(80, lambda name: None)
     theirs: OrderedDict[str, int] = OrderedDict()
     for name in sent:
-        assert (name in model._entries) == (name in theirs)
+        assert (name in model) == (name in theirs)
         encode(model, name, SIZES[name])
         theirs.pop(name, None)
         while sum(theirs.values()) + SIZES[name] > 80:
             theirs.popitem(last=False)
         theirs[name] = SIZES[name]
-        assert model._num_embeds == sum(theirs.values())
+        assert model.num_embeds == sum(theirs.values())
 
 
 @given(st.lists(st.tuples(names, st.booleans()), max_size=80))
 def test_holders_are_the_slots_whose_cache_model_has_the_item(steps):
     caches, pinned = EncoderCaches(), []
+    models = [EncoderCacheModel(60, lambda name: None) for _ in range(3)]
     for slot in range(3):
         caches.join(slot, 60)
     for number, (name, computed) in enumerate(steps):
         slot = number % 3
         pinned.append((slot, caches.pin(slot, [(name, SIZES[name])]), computed))
+        models[slot].pin(name, SIZES[name])
         if len(pinned) > 4:
             slot, names_, computed = pinned.pop(0)
             caches.unpin(slot, names_, computed=computed)
+            for name_ in names_:
+                models[slot].unpin(name_, computed=computed)
         for name_ in SIZES:
-            held = sum(1 << s for s, model in caches._models.items() if name_ in model._entries)
+            held = sum(1 << slot for slot, model in enumerate(models) if name_ in model)
             assert caches.holders(name_) == held
     for slot in range(3):
         caches.leave(slot)

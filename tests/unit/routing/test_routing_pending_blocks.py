@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from interned_sets import num_sets
 
-from medialane.routing.block_index import BlockIndex
 from medialane.routing.pending_blocks import PendingBlocks
 
 ALL = (1 << 8) - 1
@@ -16,13 +14,21 @@ def blocks(found):
     return np.array(list(found), np.uint64)
 
 
-def pending(notes, ids, slots=ALL):
-    """Matches of an index with these pending prefixes."""
-    index = BlockIndex(clock=lambda: 0.0)
-    index._pending_blocks = notes
-    index._update_view()
-    found = index.match(blocks(ids), slots).blocks.tolist()
-    return found + [0] * (8 - len(found))
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def pending_blocks(clock=None):
+    return PendingBlocks(ttl_s=5, clock=clock or Clock())
+
+
+def pending(added, ids, slots=ALL):
+    """The pending prefix of each slot."""
+    prefixes = added.prefixes(blocks(ids), slots)
+    return [sum(length for length, held in prefixes if held >> slot & 1) for slot in range(8)]
 
 
 def chain(name, length):
@@ -32,16 +38,16 @@ def chain(name, length):
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 100, 511, 8192])
 def test_equal_prompt_matches_completely(length):
-    notes = PendingBlocks()
-    notes.note(3, blocks(range(length)), deadline=1)
-    assert pending(notes, range(length)) == [0, 0, 0, length, 0, 0, 0, 0]
+    added = pending_blocks()
+    added.add(3, blocks(range(length)))
+    assert pending(added, range(length)) == [0, 0, 0, length, 0, 0, 0, 0]
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000))
 def test_ids_of_a_prefix_match_at_another_gateway_as_the_prompt_does_here(length, shared):
-    here, there = PendingBlocks(), PendingBlocks()
-    prefix = here.note(2, blocks(range(length)), deadline=1)
-    again = there.note(2, prefix.ids, deadline=1, is_sampled=True)
+    here, there = pending_blocks(), pending_blocks()
+    prefix = here.add(2, blocks(range(length)))
+    again = there.add_stored(2, prefix.ids)
     other = [*range(shared), *range(5000, 5100)]
     assert pending(there, other) == pending(here, other)
     there.forget(again)
@@ -51,67 +57,98 @@ def test_ids_of_a_prefix_match_at_another_gateway_as_the_prompt_does_here(length
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 300))
 def test_shared_prefix_match_is_at_least_two_thirds_and_never_too_long(one, other, shared):
     shared = min(one, other, shared)
-    notes = PendingBlocks()
-    notes.note(0, blocks(range(one)), deadline=1)
-    found = pending(notes, [*range(shared), *range(1000, 1000 + other - shared)])[0]
+    added = pending_blocks()
+    added.add(0, blocks(range(one)))
+    found = pending(added, [*range(shared), *range(1000, 1000 + other - shared)])[0]
     assert shared * 2 / 3 - 1 < found <= shared
 
 
 def test_slots_are_distinguished_and_non_candidates_omitted():
-    notes = PendingBlocks()
-    notes.note(1, blocks(range(100)), deadline=1)
-    notes.note(2, blocks([*range(9), *range(500, 550)]), deadline=1)
-    assert pending(notes, range(100)) == [0, 100, 9, 0, 0, 0, 0, 0]
-    assert pending(notes, range(100), slots=0b100) == [0, 0, 9, 0, 0, 0, 0, 0]
+    added = pending_blocks()
+    added.add(1, blocks(range(100)))
+    added.add(2, blocks([*range(9), *range(500, 550)]))
+    assert pending(added, range(100)) == [0, 100, 9, 0, 0, 0, 0, 0]
+    assert pending(added, range(100), slots=0b100) == [0, 0, 9, 0, 0, 0, 0, 0]
 
 
 def test_blocks_of_two_pending_prefixes_count_until_both_end():
-    notes = PendingBlocks()
-    first, second = (notes.note(0, blocks(range(20)), deadline=1) for _ in range(2))
-    notes.forget(first)
-    notes.forget(first)
-    assert pending(notes, range(20))[0] == 20
-    notes.forget(second)
-    assert pending(notes, range(20))[0] == 0
-    assert len(notes) == 0
+    added = pending_blocks()
+    first, second = (added.add(0, blocks(range(20))) for _ in range(2))
+    added.forget(first)
+    added.forget(first)
+    assert pending(added, range(20))[0] == 20
+    added.forget(second)
+    assert pending(added, range(20))[0] == 0
+    assert len(added) == 0
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 300), st.integers(0, 300))
+def test_search_beyond_a_length_finds_the_longer_ones(one, other, shared, beyond):
+    added = pending_blocks()
+    shared = min(one, other, shared)
+    added.add(0, blocks(range(one)))
+    added.add(1, blocks([*range(shared), *range(1000, 1000 + other - shared)]))
+    whole = added.prefixes(blocks(range(one)), ALL)
+    assert added.prefixes(blocks(range(one)), ALL, beyond=beyond) == [each for each in whole if each[0] > beyond]
 
 
 def test_pending_prefixes_expire():
-    notes = PendingBlocks()
-    notes.note(0, blocks(range(20)), deadline=5)
-    later = notes.note(1, blocks(range(20)), deadline=6)
-    notes.expire(4.9)
-    assert len(notes) == 2
-    notes.expire(5)
-    assert pending(notes, range(20))[:2] == [0, 20]
-    notes.expire(6)
-    notes.forget(later)
-    assert len(notes) == 0
+    clock = Clock()
+    added = pending_blocks(clock)
+    added.add(0, blocks(range(20)))
+    clock.now = 1
+    later = added.add(1, blocks(range(20)))
+    clock.now = 4.9
+    added.expire()
+    assert len(added) == 2
+    clock.now = 5
+    added.expire()
+    assert pending(added, range(20))[:2] == [0, 20]
+    clock.now = 6
+    added.expire()
+    added.forget(later)
+    assert len(added) == 0
+
+
+def test_shortened_deadlines_are_kept_and_never_prolonged():
+    clock = Clock()
+    added = pending_blocks(clock)
+    early, late = added.add(0, blocks(range(20))), added.add(1, blocks(range(20)))
+    clock.now = 4.8
+    added.shorten_deadline(early, 0.5)
+    clock.now = 1
+    added.shorten_deadline(late, 0.5)
+    clock.now = 1.5
+    added.expire()
+    assert pending(added, range(20))[:2] == [20, 0]
+    clock.now = 5
+    added.expire()
+    assert len(added) == 0
 
 
 def test_clear_drops_one_slots_pending_prefixes_and_later_release_is_allowed():
-    notes = PendingBlocks()
-    gone, stays = notes.note(0, blocks(range(20)), deadline=5), notes.note(1, blocks(range(20)), deadline=5)
-    notes.clear(0)
-    assert pending(notes, range(20))[:2] == [0, 20]
-    again = notes.note(0, blocks(range(20)), deadline=5)  # the next worker with this slot number
-    notes.forget(gone)
-    assert pending(notes, range(20))[:2] == [20, 20]
-    notes.forget(again)
-    notes.forget(stays)
-    assert pending(notes, range(20))[:2] == [0, 0]
+    added = pending_blocks()
+    gone, stays = added.add(0, blocks(range(20))), added.add(1, blocks(range(20)))
+    added.clear(0)
+    assert pending(added, range(20))[:2] == [0, 20]
+    again = added.add(0, blocks(range(20)))  # the next worker with this slot number
+    added.forget(gone)
+    assert pending(added, range(20))[:2] == [20, 20]
+    added.forget(again)
+    added.forget(stays)
+    assert pending(added, range(20))[:2] == [0, 0]
 
 
 def test_prompt_without_full_blocks_adds_no_pending_prefix():
-    notes = PendingBlocks()
-    notes.forget(notes.note(0, blocks([]), deadline=1))
-    assert pending(notes, []) == [0] * 8
-    assert len(notes) == 0
+    added = pending_blocks()
+    added.forget(added.add(0, blocks([])))
+    assert pending(added, []) == [0] * 8
+    assert len(added) == 0
 
 
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("note"), st.integers(0, 3), st.sampled_from(["", "a", "ab", "b"]), st.integers(0, 9)),
+        st.tuples(st.just("add"), st.integers(0, 3), st.sampled_from(["", "a", "ab", "b"]), st.integers(0, 9)),
         st.tuples(st.just("forget"), st.integers(0, 20)),
         st.tuples(st.just("clear"), st.integers(0, 3)),
     ),
@@ -121,39 +158,37 @@ operations = st.lists(
 
 @given(operations)
 def test_ended_pending_prefixes_leave_no_state(steps):
-    """Against fresh notes of what is still noted."""
-    notes, made, alive = PendingBlocks(), [], {}
+    """Against fresh ones of what is still pending."""
+    added, made, alive = pending_blocks(), [], {}
     for step in steps:
         match step:
-            case "note", slot, name, length:
-                note = notes.note(slot, blocks(chain(name, length)), deadline=1)
-                made.append(note)
-                alive[note] = (slot, chain(name, length))
+            case "add", slot, name, length:
+                prefix = added.add(slot, blocks(chain(name, length)))
+                made.append(prefix)
+                alive[prefix] = (slot, chain(name, length))
             case "forget", number if made:
-                note = made[number % len(made)]
-                notes.forget(note)
-                alive.pop(note, None)
+                prefix = made[number % len(made)]
+                added.forget(prefix)
+                alive.pop(prefix, None)
             case "clear", slot:
-                notes.clear(slot)
-                alive = {note: sent for note, sent in alive.items() if sent[0] != slot}
-    fresh = PendingBlocks()
+                added.clear(slot)
+                alive = {prefix: sent for prefix, sent in alive.items() if sent[0] != slot}
+    fresh = pending_blocks()
     for slot, ids in alive.values():
-        fresh.note(slot, blocks(ids), deadline=1)
-    assert len(notes) == len(fresh)
+        fresh.add(slot, blocks(ids))
+    assert len(added) == len(fresh)
     for name in ("", "a", "ab", "b"):
-        assert pending(notes, chain(name, 9)) == pending(fresh, chain(name, 9))
-    for note in list(alive):
-        notes.forget(note)
-    assert (notes._num_counts, notes._holders.num_blocks, num_sets(notes._holders)) == (0, 0, 0)
-    assert not notes._counts[:, 1].any()
+        assert pending(added, chain(name, 9)) == pending(fresh, chain(name, 9))
+    for prefix in list(alive):
+        added.forget(prefix)
+    assert all(pending(added, chain(name, 9)) == [0] * 8 for name in ("", "a", "ab", "b"))
 
 
 def test_pending_prefixes_of_many_requests_all_end():
-    notes = PendingBlocks()
-    made = [
-        notes.note(n % 8, blocks([*range(9), *range(1000 * n + 1000, 1000 * n + 1300)]), deadline=1) for n in range(400)
-    ]
-    assert pending(notes, [*range(9), *range(4000, 4300)]) == [9, 9, 9, 309, 9, 9, 9, 9]
-    for note in made:
-        notes.forget(note)
-    assert (len(notes), notes._num_counts, notes._holders.num_blocks) == (0, 0, 0)
+    added = pending_blocks()
+    made = [added.add(n % 8, blocks([*range(9), *range(1000 * n + 1000, 1000 * n + 1300)])) for n in range(400)]
+    assert pending(added, [*range(9), *range(4000, 4300)]) == [9, 9, 9, 309, 9, 9, 9, 9]
+    for prefix in made:
+        added.forget(prefix)
+    assert len(added) == 0
+    assert pending(added, range(9)) == [0] * 8

@@ -9,13 +9,15 @@ from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.pending_blocks import PendingBlocks
 from medialane.routing.prediction import PredictionMonitor
 from medialane.routing.request import RoutingRequest
 from medialane.routing.reservation import SlotState
 from medialane.routing.slots import SlotTable
 
 CARD = ModelCard("m", 4096, 16, {}, encoder_cache_tokens=1000)
-REQUEST = RoutingRequest(np.arange(6, dtype=np.uint64), 16, 100, (MediaSpan("a", 0, 40),))
+IDS = np.arange(6, dtype=np.uint64)
+REQUEST = RoutingRequest({16: IDS}, 100, (MediaSpan("a", 0, 40),))
 
 
 class World:
@@ -24,7 +26,8 @@ class World:
         self.now = 0.0
         self.state = SlotState(
             SlotTable(config),
-            BlockIndex(clock=lambda: self.now),
+            BlockIndex(),
+            PendingBlocks(ttl_s=60, clock=lambda: self.now),
             EncoderCaches(),
             PredictionMonitor(grace_s=1, clock=lambda: self.now),
         )
@@ -40,7 +43,8 @@ class World:
 
     def taken(self):
         """In flight, queued, pending blocks, holders of the item."""
-        pending = self.state.index.match(REQUEST.block_ids, 1).blocks.tolist()
+        self.state.pending.expire()
+        pending = sum(length for length, _ in self.state.pending.prefixes(IDS, 1))
         return self.slot.num_in_flight, self.slot.num_queued, pending, self.state.caches.holders("a")
 
 
@@ -51,7 +55,7 @@ def world():
 
 def test_request_is_counted_in_queue_in_flight_and_both_caches(world):
     world.reserve()
-    assert world.taken() == (1, 1, [6], 1)
+    assert world.taken() == (1, 1, 6, 1)
     assert world.slot.queued_ms > 0
 
 
@@ -59,13 +63,13 @@ def test_first_token_ends_queueing_and_release_ends_the_rest(world):
     reservation = world.reserve()
     for _ in range(2):
         reservation.prefilled(0)
-        assert world.taken() == (1, 0, [6], 1)
+        assert world.taken() == (1, 0, 6, 1)
     assert world.slot.queued_ms == 0
     for _ in range(2):
         reservation.release()
         assert (world.slot.num_in_flight, world.state.caches.holders("a")) == (0, 1)
     world.now += 1  # its events may have been late
-    assert world.taken() == (0, 0, [0], 1)
+    assert world.taken() == (0, 0, 0, 1)
 
 
 def test_request_ended_before_its_first_token_leaves_no_state(world):
@@ -73,7 +77,7 @@ def test_request_ended_before_its_first_token_leaves_no_state(world):
     for _ in range(2):
         reservation.release()
         reservation.prefilled(0)
-        assert world.taken() == (0, 0, [0], 0)
+        assert world.taken() == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("is_computed", [True, False])
@@ -82,7 +86,7 @@ def test_announced_request_counts_at_another_gateway_until_its_first_token(world
     reservation = world.reserve()
     reservation.announce(lambda work: sent.append(work) or ended.append)
     announced = there.state.reserve_announced(there.slot, *sent)
-    assert there.taken() == world.taken() == (1, 1, [6], 1)
+    assert there.taken() == world.taken() == (1, 1, 6, 1)
     assert there.slot.queued_ms == world.slot.queued_ms
     if is_computed:
         reservation.prefilled(0)
@@ -90,16 +94,16 @@ def test_announced_request_counts_at_another_gateway_until_its_first_token(world
     assert ended == [is_computed]
     for _ in range(2):
         announced.end(is_computed=is_computed)
-        assert there.taken() == (0, 0, [6 * is_computed], int(is_computed))
+        assert there.taken() == (0, 0, 6 * is_computed, int(is_computed))
     there.now += 1  # its events may have been late
-    assert there.taken() == (0, 0, [0], int(is_computed))
+    assert there.taken() == (0, 0, 0, int(is_computed))
 
 
 def test_removed_slot_is_not_updated_even_if_its_number_is_reused(world):
     reservation = world.reserve()
     state = world.state
     state.slots.leave(world.slot)
-    state.index.clear(0)
+    state.pending.clear(0)
     state.caches.leave(0)
     state.predictions.leave(0)
     other = state.slots.join(Endpoint("v", "", True, WorkerLoad(), 0, same_host=True, card=CARD))
@@ -109,4 +113,4 @@ def test_removed_slot_is_not_updated_even_if_its_number_is_reused(world):
     world.reserve()
     reservation.prefilled(0)
     reservation.release()
-    assert world.taken() == (1, 1, [6], 1)
+    assert world.taken() == (1, 1, 6, 1)

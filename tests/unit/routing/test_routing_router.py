@@ -1,6 +1,7 @@
 """The router as a whole: inputs, choices, and state that ends with a request."""
 
 import logging
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -45,7 +46,11 @@ def change(*, stored=(), removed=(), snapshot=False):
 
 def request(tokens, *, media=(), **kwargs):
     ids = prompt_block_ids(tokens, block_size=BLOCK, media=media)
-    return RoutingRequest(ids, BLOCK, len(tokens), tuple(media), **kwargs)
+    return RoutingRequest({BLOCK: ids}, len(tokens), tuple(media), **kwargs)
+
+
+def ids_of(asked):
+    return asked.block_ids[BLOCK]
 
 
 def begin(router, asked):
@@ -74,11 +79,18 @@ def make(clock):
     return make
 
 
+def cached_tokens(router, asked):
+    """What a worker is expected to have cached of the prompt now."""
+    routed = begin(router, asked)
+    routed.release()
+    return routed.decision.cached_tokens
+
+
 def serve(router, asked):
     """A whole request whose worker reports its blocks."""
     routed = begin(router, asked)
     routed.prefilled(routed.decision.cached_tokens)
-    router.change(routed.slot, change(stored=asked.block_ids))
+    router.change(routed.slot, change(stored=ids_of(asked)))
     routed.release()
     return routed
 
@@ -112,7 +124,7 @@ def test_removed_blocks_are_not_matched(make):
     router = make(1)
     asked = request(text(1))
     serve(router, asked)
-    router.change(0, change(removed=asked.block_ids[2:]))
+    router.change(0, change(removed=ids_of(asked)[2:]))
     assert begin(router, request(text(1))).decision.cached_tokens == 32
 
 
@@ -120,7 +132,7 @@ def test_snapshot_replaces_known_blocks(make):
     router = make(1)
     old, new = request(text(1)), request(text(2))
     serve(router, old)
-    router.change(0, change(stored=new.block_ids, snapshot=True))
+    router.change(0, change(stored=ids_of(new), snapshot=True))
     assert begin(router, new).decision.cached_tokens == 96
     assert begin(router, old).decision.cached_tokens == 0
 
@@ -144,10 +156,9 @@ def test_pending_blocks_stay_half_a_second_after_the_output(make, clock):
     routed = begin(router, asked)
     routed.prefilled(0)
     routed.release()
-    for seconds, num_blocks in ((0.4, 6), (0.2, 0)):
+    for seconds, num_tokens in ((0.4, 96), (0.2, 0)):
         clock.now += seconds
-        assert router.index.match(asked.block_ids, 1).blocks[0] == num_blocks
-    assert len(router.index._pending_blocks) == 0
+        assert cached_tokens(router, asked) == num_tokens
 
 
 def test_removal_arriving_with_an_output_is_applied(make):
@@ -155,9 +166,9 @@ def test_removal_arriving_with_an_output_is_applied(make):
     asked = request(text(1))
     routed = begin(router, asked)
     routed.prefilled(0)
-    router.change(0, change(stored=asked.block_ids))
+    router.change(0, change(stored=ids_of(asked)))
     routed.release()
-    router.change(0, change(removed=asked.block_ids))
+    router.change(0, change(removed=ids_of(asked)))
     assert begin(router, asked).decision.cached_tokens == 0
 
 
@@ -216,7 +227,7 @@ def test_items_that_no_worker_has_are_new(make):
     begin(router, request(text(1, 500), media=[cached]))
     asked = request(text(2, 700), media=[within, cached, new, stored])
     assert router.new_items(asked) == {"within", "new"}
-    router.change(1, change(stored=asked.block_ids[:10]))
+    router.change(1, change(stored=ids_of(asked)[:10]))
     assert router.new_items(asked) == {"new"}
     assert router.new_items(request(text(2, 700))) == frozenset()
 
@@ -255,7 +266,7 @@ def test_item_of_unknown_length_attracts_equal_items_to_its_worker(make):
 def test_item_within_the_cached_prefix_counts_as_cached(make):
     router = make(1)
     asked = request(text(1, 500), media=[MediaSpan("cat", 40, 400)])
-    router.change(0, change(stored=asked.block_ids))
+    router.change(0, change(stored=ids_of(asked)))
     assert begin(router, asked).decision.encoder_items_cached == 1
 
 
@@ -379,19 +390,24 @@ def test_session_returns_with_its_worker(make):
     router.leave(1)
     assert begin(router, request(text(1, 10), session_id="t")).slot != 1
     router.join(endpoint("w1"))
-    begin(router, request(text(2, 10), session_id="s"))
-    assert len(router._sessions) == 2
+    assert begin(router, request(text(2, 10), session_id="s")).slot == 1
 
 
 def test_session_is_forgotten_when_it_expires_or_there_are_too_many(make, clock):
     router = make(2, session_ttl_s=10.0, max_sessions=2)
+
+    def is_remembered(name):
+        routed = router.pick(request(text(1, 10), session_id=name))
+        routed.release()
+        return router.decisions(1)[0].decision.parts.session < 0
+
     for name in ("a", "b", "a", "c"):
         begin(router, request(text(1, 10), session_id=name)).release()
-    assert set(router._sessions) == {"a", "c"}, "the least recently used one is dropped"
+    assert [is_remembered(name) for name in "abc"] == [True, False, True], "the least recently used one is dropped"
     clock.now += 9
     begin(router, request(text(1, 10), session_id="c")).release()
     clock.now += 2
-    assert set(router._sessions) == {"c"}
+    assert [is_remembered(name) for name in "ac"] == [False, True]
 
 
 def test_reported_load_sends_requests_elsewhere(make):
@@ -450,29 +466,33 @@ def test_worker_caching_as_predicted_is_not_reported(make, clock):
 
 def test_pick_changes_no_router_state_before_begin(make):
     router = make(2)
-    routed = router.pick(request(text(1), session_id="s"))
+    asked = request(text(1), session_id="s")
+    routed = router.pick(asked)
     assert (routed.worker_id, routed.rank, routed.num_ranks) == ("w0", 0, 1)
-    assert (router.decisions(), len(router.index._pending_blocks), len(router._sessions)) == ([], 0, 0)
+    assert (router.decisions(), router.mean_sequences) == ([], 0)
     with pytest.raises(RuntimeError, match="not begun"):
         _ = routed.decision
+    assert router.pick(asked).slot == 1, "no block is pending, no session has a worker"
     routed.begin()
     routed.begin()
     assert [record.decision for record in router.decisions()] == [routed.decision]
-    assert (len(router.index._pending_blocks), len(router._sessions)) == (1, 1)
-    assert router._slots[0].num_in_flight == 1
+    assert router.mean_sequences == 1 / 2
+    again = begin(router, asked)
+    assert (again.slot, again.decision.cached_tokens, again.decision.parts.session < 0) == (0, 96, True)
 
 
 def test_request_that_never_began_is_only_recorded_as_not_sent(make):
     router = make(1)
-    routed = router.pick(request(text(1), media=[MediaSpan("cat", 0, 64)], request_id="r1", session_id="s"))
+    asked = request(text(1), media=[MediaSpan("cat", 0, 64)], request_id="r1", session_id="s")
+    routed = router.pick(asked)
     routed.prefilled(0)
     for _ in range(2):
         routed.release()
     assert not routed.begin()
-    assert [(found.request_id, found.is_sent) for found in router.decisions()] == [("r1", False)]
-    assert router.num_unsent == 1
-    assert (len(router._sessions), len(router.index._pending_blocks), router.num_encoder_items) == (0, 0, 0)
-    assert router._slots[0].num_in_flight == 0
+    assert [(record.request_id, record.is_sent) for record in router.decisions()] == [("r1", False)]
+    assert (router.num_unsent, router.num_encoder_items, router.mean_sequences) == (1, 0, 0)
+    decision = begin(router, asked).decision
+    assert (decision.cached_tokens, decision.parts.session, decision.parts.queue) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
@@ -511,7 +531,8 @@ def test_request_whose_worker_left_before_it_began_leaves_no_state(make):
     assert routed.decision.worker_id == "w0"
     routed.prefilled(0)
     routed.release()
-    assert (len(router.index._pending_blocks), router._slots[0].num_in_flight) == (0, 0)
+    assert router.mean_sequences == 0
+    assert cached_tokens(router, request(text(1))) == 0
 
 
 @pytest.fixture
@@ -525,11 +546,11 @@ def mixed(clock):
 
 def request_by_sizes(tokens, *, media=(), **kwargs):
     ids = {size: prompt_block_ids(tokens, block_size=size, media=media) for size in (16, 32)}
-    return RoutingRequest(ids[16], 16, len(tokens), tuple(media), other_block_ids={32: ids[32]}, **kwargs)
+    return RoutingRequest(ids, len(tokens), tuple(media), **kwargs)
 
 
 def ids_at(asked, name):
-    return asked.block_ids if name == "w0" else asked.other_block_ids[32]
+    return asked.block_ids[16 if name == "w0" else 32]
 
 
 def test_block_sizes_are_those_of_the_workers_that_have_joined(mixed):
@@ -619,10 +640,21 @@ def test_worker_whose_block_size_the_request_lacks_is_chosen_without_a_prefix(mi
     routed.release()
 
 
-@pytest.mark.parametrize("ids", [np.arange(4, dtype=np.int64), np.arange(8, dtype=np.uint64)[::2]])
-def test_block_ids_of_uncompiled_types_are_rejected(ids):
-    with pytest.raises(ValueError, match="block_ids"):
-        RoutingRequest(ids, BLOCK, 100)
+class Routed:
+    """A request at an instance of a worker."""
+
+    is_prefilled = is_released = False
+
+    def __init__(self, routed, instance):
+        self.routed, self.instance, self.decision = routed, instance, routed.decision
+
+    def prefilled(self, num_tokens):
+        self.is_prefilled = True
+        self.routed.prefilled(num_tokens)
+
+    def release(self):
+        self.is_released = True
+        self.routed.release()
 
 
 class Bookkeeping(RuleBasedStateMachine):
@@ -633,23 +665,25 @@ class Bookkeeping(RuleBasedStateMachine):
         self.clock = Clock()
         self.router = Router(clock=self.clock, seed=1)
         self.routed = []
-        self.joined = {}
+        self.joined = {}  # slot, and a number that tells a worker from those of its name before
+        self.instances = count()
 
     @rule(name=st.sampled_from("abc"))
     def join(self, name):
         if name not in self.joined:
-            self.joined[name] = self.router.join(endpoint(name))
+            self.joined[name] = (self.router.join(endpoint(name)), next(self.instances))
 
     @rule(name=st.sampled_from("abc"))
     def leave(self, name):
         if name in self.joined:
-            self.router.leave(self.joined.pop(name))
+            self.router.leave(self.joined.pop(name)[0])
 
     @rule(seed=st.integers(0, 4), image=st.sampled_from([None, "x", "y"]))
     def pick(self, seed, image):
         media = [MediaSpan(image, 10, 300)] if image else []
         if self.joined:
-            self.routed.append(begin(self.router, request(text(seed, 400), media=media, session_id=str(seed))))
+            routed = begin(self.router, request(text(seed, 400), media=media, session_id=str(seed)))
+            self.routed.append(Routed(routed, self.joined[routed.worker_id]))
 
     @rule(place=st.integers(0, 50), tokens=st.sampled_from([None, 0, 160]))
     def prefill(self, place, tokens):
@@ -667,37 +701,46 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 4), name=st.sampled_from("abc"), snapshot=st.booleans(), gone=st.booleans())
     def tell(self, seed, name, snapshot, gone):
         if name in self.joined:
-            ids = request(text(seed, 400)).block_ids
+            ids = ids_of(request(text(seed, 400)))
             update = change(removed=ids) if gone else change(stored=ids, snapshot=snapshot)
-            self.router.change(self.joined[name], update)
+            self.router.change(self.joined[name][0], update)
 
     @rule(seconds=st.sampled_from([1, 20, 70]))
     def wait(self, seconds):
         self.clock.now += seconds
 
+    def at_worker(self, name):
+        """The requests that have begun there and are not released."""
+        return [routed for routed in self.routed if self.joined.get(name) == routed.instance and not routed.is_released]
+
     @invariant()
     def queues_are_those_of_the_requests(self):
-        begun = [routed._begun for routed in self.routed]
-        for slot in self.router._slots:
-            mine = [b.reservation for b in begun if b.reservation is not None and b.reservation._slot is slot]
-            assert slot.num_in_flight == sum(not r._is_released for r in mine)
-            assert slot.num_queued == sum(r.is_queued for r in mine)
-            assert slot.queued_ms == pytest.approx(sum(r._work_ms for r in mine if r.is_queued))
+        if self.joined:
+            in_flight = sum(len(self.at_worker(name)) for name in self.joined)
+            assert self.router.mean_sequences == pytest.approx(in_flight / len(self.joined))
+        for name in self.joined:
+            queued = [routed.decision.parts for routed in self.at_worker(name) if not routed.is_prefilled]
+            work_ms = sum(parts.prefill + parts.encoder + parts.load for parts in queued)
+            assert self.probe(name, 99).parts.queue == pytest.approx(work_ms)
+
+    def probe(self, name, seed):
+        """The decision about another request at this worker."""
+        routed = begin(self.router, request(text(seed, 400), excluded=frozenset("abc") - {name}))
+        routed.release()
+        return routed.decision
 
     def teardown(self):
         for routed in self.routed:
             routed.release()
         self.clock.now += 1000
-        self.router._predictions.look()
-        for slot in self.router._slots:
-            assert (slot.num_in_flight, slot.num_queued, slot.queued_ms) == (0, 0, 0)
-            watched = self.router._predictions._slots[slot.number]
-            assert not watched.by_last
-            assert not watched.by_prefix
-        self.router.index.expire(self.clock.now)
-        assert len(self.router.index._pending_blocks) == 0
-        for name in list(self.joined):
-            self.router.leave(self.joined.pop(name))
+        for name, (slot, _) in self.joined.items():
+            self.router.change(slot, change(snapshot=True))
+            assert [self.probe(name, seed).cached_tokens for seed in range(5)] == [0] * 5
+            assert self.probe(name, 99).parts.queue == 0
+        if self.joined:
+            assert self.router.mean_sequences == 0
+        for slot, _ in self.joined.values():
+            self.router.leave(slot)
         assert self.router.num_encoder_items == 0
         assert self.router.index.num_entries == 0
 
@@ -712,7 +755,7 @@ def test_worker_without_a_prefix_cache_is_never_expected_to_hold_a_prefix(clock)
     without, other = router.join(of_block_size("without", 0)), router.join(of_block_size("other", BLOCK))
     assert router.block_sizes == (BLOCK,)
     asked = request(text(1))
-    router.change(other, change(stored=asked.block_ids))
+    router.change(other, change(stored=ids_of(asked)))
     begin(router, asked)
     router.leave(other)
     for _ in range(2):
