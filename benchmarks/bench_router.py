@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -45,7 +45,7 @@ LOST_BLOCKS, SWEPT_BLOCKS, SNAPSHOT_PART_BLOCKS = 100_000, 256, PIECE_BLOCKS
 
 HASHING_MS, EVENTS_PER_S, ENTRY_BYTES = 1.5, 500_000, 200
 #: By slots, indexed blocks, and blocks of the prompt.
-DECISION_US = {(64, 100_000, 512): 75, (1000, 1_000_000, 512): 130, (1000, 1_000_000, 8192): 180}
+DECISION_US: Mapping[object, int] = {(64, 100_000, 512): 75, (1000, 1_000_000, 512): 130, (1000, 1_000_000, 8192): 180}
 #: Longest time that one step may block the event loop.
 LOOP_MS = 10
 
@@ -204,8 +204,7 @@ def _decisions(report: Report, clusters: tuple[tuple[int, int], ...], rounds: in
         rows += decision_rows(num_slots=num_slots, num_blocks=num_blocks, lengths=PROMPT_BLOCKS, rounds=rounds)
     report.tables["decision"] = rows
     for row in rows:
-        size = row["slots"], row["blocks indexed"], row["prompt blocks"]
-        limit = DECISION_US.get(size)  # type: ignore[call-overload]
+        limit = DECISION_US.get((row["slots"], row["blocks indexed"], row["prompt blocks"]))
         if limit is not None:
-            what = "{} slots, {} blocks indexed, prompt of {} blocks".format(*size)
+            what = f"{row['prompt blocks']} blocks, {row['slots']} slots, {row['blocks indexed']} blocks indexed"
             report.bars.append(Bar(f"choose + begin: {what}, p50 us", float(str(row["both p50 us"])), limit, "at most"))

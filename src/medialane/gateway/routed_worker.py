@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import WorkerLoad
 from medialane.gateway.workers import WorkerLink
-
-if TYPE_CHECKING:  # imported lazily: processes that only parse settings do not pay for numba
-    from medialane.routing import AnnouncedReservation, Router
+from medialane.routing import AnnouncedReservation, Router
 
 logger = logging.getLogger(__name__)
 
