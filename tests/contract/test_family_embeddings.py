@@ -116,7 +116,7 @@ async def case(request, family_renderer):
     arena = Arena.create(ArenaConfig(size_bytes=64 << 20))
     try:
         await engine.learn_encoder()
-        assert engine.encode_cache_reason == ""
+        assert engine.card.no_embeddings == ""
         assert await engine.attach_arena(arena.id, arena.nonce)
         yield Case(engine, Halves(family, family_renderer(family.name)), arena)
     finally:

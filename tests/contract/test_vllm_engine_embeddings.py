@@ -222,7 +222,7 @@ async def test_saved_bytes_are_those_of_vllms_own_connector(vllm_engine, maker, 
     engine = start_engine(tiny_model, f"--ec-transfer-config={msgspec.json.encode(settings).decode()}", limits)
     try:
         await engine.learn_encoder()
-        assert (engine.card.encoder, engine.encode_cache_reason) == (None, "--ec-transfer-config is set")
+        assert (engine.card.encoder, engine.card.no_embeddings) == (None, "--ec-transfer-config is set")
         assert await answer(engine, prompt) == expected
     finally:
         await engine.close()

@@ -6,7 +6,8 @@ from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
 from vllm.v1.metrics.stats import SchedulerStats
 
 from medialane.core.request import WorkerLoad
-from medialane.vllm_bridge.engine.engine import LoadRecorder, VllmEngine
+from medialane.vllm_bridge.engine.engine import LoadRecorder
+from medialane.vllm_bridge.seams.engine import num_unfinished_by_rank
 
 
 def logger_of(recorder, engine_indexes):
@@ -26,30 +27,29 @@ def test_load_is_tracked_per_rank():
     logger.record(stats(3, 0.5), None, engine_idx=0)
     logger.record(stats(1, 0.25), None, engine_idx=1)
     logger.record(None, None, engine_idx=1)
-    assert [(found.num_running_reqs, found.kv_cache_usage) for found in recorder.stats] == [(3, 0.5), (1, 0.25)]
+    assert recorder.loads([4, 1]) == [WorkerLoad(3, 1, 0.5), WorkerLoad(1, 0, 0.25)]
 
 
 def test_ranks_not_starting_at_zero_are_ordered():
     recorder = LoadRecorder()
     logger = logger_of(recorder, [2, 3])
     logger.record(stats(3, 0.5), None, engine_idx=3)
-    assert [found.num_running_reqs for found in recorder.stats] == [0, 3]
+    assert recorder.loads([1, 4]) == [WorkerLoad(0, 1, 0.0), WorkerLoad(3, 1, 0.5)]
 
 
-def engine_over(recorder, requests, identities):
-    """An engine with one rank per entry of `identities`; `requests` assigns requests to ranks."""
-    engine = VllmEngine.__new__(VllmEngine)
+def unfinished(requests, identities):
+    """The requests of each rank of an engine with these identities; `requests` assigns them to ranks."""
     core = SimpleNamespace(core_engines=identities, reqs_in_flight=requests)
     states = dict.fromkeys([*requests, "not sent yet"])
-    engine._llm = SimpleNamespace(engine_core=core, output_processor=SimpleNamespace(request_states=states))
-    engine._recorder = recorder
-    engine.card = SimpleNamespace(data_parallel_size=len(identities))
-    return engine
+    llm = SimpleNamespace(engine_core=core, output_processor=SimpleNamespace(request_states=states))
+    return num_unfinished_by_rank(llm)
 
 
 def test_requests_are_counted_without_vllms_statistics():
-    engine = engine_over(LoadRecorder(), {"a": b"0", "b": b"1"}, [b"0", b"1"])
-    assert engine.loads() == [WorkerLoad(0, 1, 0.0), WorkerLoad(0, 1, 0.0)]
+    assert LoadRecorder().loads(unfinished({"a": b"0", "b": b"1"}, [b"0", b"1"])) == [
+        WorkerLoad(0, 1, 0.0),
+        WorkerLoad(0, 1, 0.0),
+    ]
 
 
 def test_requests_are_counted_at_their_rank():
@@ -57,5 +57,5 @@ def test_requests_are_counted_at_their_rank():
     logger = logger_of(recorder, [0, 1, 2])
     logger.record(stats(2, 0.5), None, engine_idx=0)
     logger.record(stats(7, 0.75), None, engine_idx=2)  # of its last step: it has none left
-    engine = engine_over(recorder, {"a": b"0", "b": b"0", "c": b"0", "d": b"1"}, [b"0", b"1", b"2"])
-    assert engine.loads() == [WorkerLoad(2, 1, 0.5), WorkerLoad(0, 1, 0.0), WorkerLoad()]
+    counts = unfinished({"a": b"0", "b": b"0", "c": b"0", "d": b"1"}, [b"0", b"1", b"2"])
+    assert recorder.loads(counts) == [WorkerLoad(2, 1, 0.5), WorkerLoad(0, 1, 0.0), WorkerLoad()]

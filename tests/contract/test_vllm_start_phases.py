@@ -1,4 +1,4 @@
-"""What `vllm_bridge.start_phases` leans on: vLLM counts the files of weights by tqdm, and runs the model by methods of
+"""What `engine_core.report_phases` leans on: vLLM counts the files of weights by tqdm, and runs the model by methods of
 its executor."""
 
 import pytest
@@ -9,7 +9,7 @@ from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.executor.abstract import Executor
 
 from medialane.core.process.phase import Phase, PhaseFile
-from medialane.vllm_bridge.engine import start_phases
+from medialane.vllm_bridge.engine.engine_core import report_phases
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def phases(tmp_path, monkeypatch):
         (MultiModalBudget, "get_dummy_encoder_profile_inputs"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    start_phases.install()
-    start_phases.install()
+    report_phases()
+    report_phases()
     return seen
 
 

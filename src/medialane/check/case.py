@@ -70,11 +70,11 @@ class Answer:
         """The text of an error in any form that vLLM has; empty if it is none."""
         if self.succeeded:
             return ""
-        found = self.document
+        reason = self.document
         for name in ("error", "message", "detail"):
-            if isinstance(found, dict) and name in found:
-                found = found[name]
-        return " ".join(str(found).split())
+            if isinstance(reason, dict) and name in reason:
+                reason = reason[name]
+        return " ".join(str(reason).split())
 
 
 def whole_document(answer: Answer) -> Any:

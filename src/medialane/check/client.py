@@ -119,15 +119,15 @@ def _answer(response: aiohttp.ClientResponse, raw: str, seconds: float) -> Answe
 
 def _timed(response: aiohttp.ClientResponse) -> dict[str, Any]:
     """Return what Server-Timing says of a form, which cannot ask for a report."""
-    found = _CACHE.search(response.headers.get("Server-Timing", ""))
-    return {"items": [{"cache": found[1]}]} if found and found[1] != "none" else {}
+    cache = _CACHE.search(response.headers.get("Server-Timing", ""))
+    return {"items": [{"cache": cache[1]}]} if cache and cache[1] != "none" else {}
 
 
 def _streamed(status: int, raw: str, seconds: float) -> Answer:
-    found = [line.removeprefix(_DATA) for line in raw.split("\n") if line.startswith(_DATA)]
-    if _DONE not in found:
+    lines = [line.removeprefix(_DATA) for line in raw.split("\n") if line.startswith(_DATA)]
+    if _DONE not in lines:
         return Answer(0, "the stream broke off", seconds=seconds)
-    events = [json.loads(event) for event in found if event != _DONE]
+    events = [json.loads(line) for line in lines if line != _DONE]
     reports = [event["medialane"] for event in events if "medialane" in event]
     kept = tuple(event for event in events if "medialane" not in event)
     return Answer(status, None, kept, reports[-1] if reports else {}, seconds)

@@ -34,11 +34,11 @@ class Difference:
 def compare(ours: Any, plain: Any) -> Difference:
     """Compare two JSON values except for volatile members."""
     largest, first = 0.0, ""
-    for found in _differences(ours, plain, ""):
-        if isinstance(found, str):
-            first = first or found.removeprefix(".")
+    for difference in _differences(ours, plain, ""):
+        if isinstance(difference, str):
+            first = first or difference.removeprefix(".")
         else:
-            largest = max(largest, found)
+            largest = max(largest, difference)
     return Difference(largest, first)
 
 

@@ -39,6 +39,6 @@ async def learn_limits(post: Callable[[Request], Awaitable[Answer]], kind: Endpo
             missing.append(f"no {modality}: plain vLLM answers {answer.status}: {answer.error}")
             continue
         answer = await post(kind.ask([*[least] * _MANY, media.text("What are they?")]))
-        found = _LIMIT.search(answer.error)
-        limits[modality] = int(found[1]) if found else _MANY
+        limit = _LIMIT.search(answer.error)
+        limits[modality] = int(limit[1]) if limit else _MANY
     return limits, missing

@@ -69,12 +69,7 @@ class CheckReport(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def stages(self) -> dict[str, int]:
         """How many cases were served in each stage and transport."""
-        found: dict[str, int] = {}
-        for result in self.results:
-            if result.stage:
-                name = f"{result.stage} ({result.transport})"
-                found[name] = found.get(name, 0) + 1
-        return found
+        return dict(Counter(f"{result.stage} ({result.transport})" for result in self.results if result.stage))
 
     @property
     def embeddings(self) -> dict[str, int]:
@@ -118,19 +113,19 @@ def _verdict(kind: EndpointKind, ours: Answer, plain: Answer, tolerance: float) 
     if not plain.succeeded:
         other = "" if ours.error == plain.error else f"; medialane: {ours.error}"
         return "refused", 0.0, f"{plain.status}: {plain.error}{other}"
-    found = compare(kind.compared(ours), kind.compared(plain))
-    if found.first:
-        return "differs", found.largest, found.first
-    if found.largest > tolerance:
-        return "differs", found.largest, f"numbers differ by up to {found.largest:.3g}"
-    return ("close" if found.largest else "equal"), found.largest, ""
+    difference = compare(kind.compared(ours), kind.compared(plain))
+    if difference.first:
+        return "differs", difference.largest, difference.first
+    if difference.largest > tolerance:
+        return "differs", difference.largest, f"numbers differ by up to {difference.largest:.3g}"
+    return ("close" if difference.largest else "equal"), difference.largest, ""
 
 
 def _same(kind: EndpointKind, plain: Answer, varied: Answer | None) -> bool:
     if varied is None or not (plain.succeeded and varied.succeeded):
         return False
-    found = compare(kind.compared(plain), kind.compared(varied))
-    return found.first == "" and found.largest == 0
+    difference = compare(kind.compared(plain), kind.compared(varied))
+    return difference.first == "" and difference.largest == 0
 
 
 def _has_failed(plain: Answer) -> bool:
@@ -152,8 +147,8 @@ _MAX_WARNINGS = 10
 def logged_notes(log: str) -> Iterator[str]:
     """Name what medialane has warned of, such as a stage that it does not use, and why. For people: no verdict depends
     on it."""
-    found = dict.fromkeys(match[1] for line in log.splitlines() if (match := _WARNING.match(line)))
-    for message in list(found)[:_MAX_WARNINGS]:
+    messages = dict.fromkeys(match[1] for line in log.splitlines() if (match := _WARNING.match(line)))
+    for message in list(messages)[:_MAX_WARNINGS]:
         yield f"medialane logged: {message}"
 
 

@@ -25,17 +25,8 @@ class RevivedServer:
     """Use it in `async with RevivedServer.opened(...)`. Not for concurrent requests. `client` is connected to the last
     start."""
 
-    def __init__(
-        self,
-        name: str,
-        start: Start,
-        progress: CheckProgress,
-        *,
-        asks_again: bool,
-    ) -> None:
-        self._name = name
-        self._start = start
-        self._progress = progress
+    def __init__(self, name: str, start: Start, progress: CheckProgress, *, asks_again: bool) -> None:
+        self._name, self._start, self._progress = name, start, progress
         self._asks_again = asks_again
         self._running = AsyncExitStack()
         self._num_starts = 0
@@ -44,12 +35,7 @@ class RevivedServer:
     @classmethod
     @asynccontextmanager
     async def opened(
-        cls,
-        name: str,
-        start: Start,
-        progress: CheckProgress,
-        *,
-        asks_again: bool = False,
+        cls, name: str, start: Start, progress: CheckProgress, *, asks_again: bool = False
     ) -> AsyncIterator[RevivedServer]:
         """`start` runs the server and connects to it; `asks_again`: a request at which it fails is sent once more."""
         server = cls(name, start, progress, asks_again=asks_again)

@@ -108,10 +108,10 @@ async def _learn(plain: RevivedServer, setup: Setup, progress: CheckProgress) ->
     for kind in KINDS:
         if kind.route not in routes:
             continue
-        found, reasons = await learn_limits(plain.post, kind)
-        limits |= found
+        kind_limits, reasons = await learn_limits(plain.post, kind)
+        limits |= kind_limits
         missing += reasons
-        cases = tuple(case for case in kind.cases(found) if _is_wanted(case, setup))
+        cases = tuple(case for case in kind.cases(kind_limits) if _is_wanted(case, setup))
         matrices.append(_Matrix(kind, cases))
     learned = _Learned(tuple(matrices), limits, tuple(missing))
     if not learned.num_cases:
@@ -139,8 +139,8 @@ async def _ask_all(
         for case in matrix.cases:
             progress.case(len(answers) + 1, learned.num_cases, f"{' and '.join(servers)}: {case.name}")
             request = await asyncio.to_thread(case.make)
-            found = await asyncio.gather(*(server.post(request) for server in servers.values()))
-            answers[matrix.kind.name, case.name] = dict(zip(servers, found, strict=True))
+            responses = await asyncio.gather(*(server.post(request) for server in servers.values()))
+            answers[matrix.kind.name, case.name] = dict(zip(servers, responses, strict=True))
     return answers
 
 
@@ -148,6 +148,6 @@ def _judged(learned: _Learned, answers: Mapping[_Key, _Answers], tolerance: floa
     for matrix in learned.matrices:
         kind = matrix.kind
         for case in matrix.cases:
-            found = answers[kind.name, case.name]
+            both = answers[kind.name, case.name]
             varied = answers.get((kind.name, case.varies), {}).get("plain")
-            yield judge(kind, case, found["ours"], found["plain"], varied=varied, tolerance=tolerance)
+            yield judge(kind, case, both["ours"], both["plain"], varied=varied, tolerance=tolerance)

@@ -52,8 +52,8 @@ from medialane.observability.metrics import Metrics
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.store import HoldPasser, StoreGrants, StoreLink
-from medialane.vllm_bridge.engine.encode_params import encode_params
 from medialane.vllm_bridge.frontend.app import Frontend
+from medialane.vllm_bridge.frontend.engine_client import encode_params
 from medialane.wire.address import consecutive_ports, parse_named
 from medialane.wire.listener import bind_http
 from medialane.wire.protocol import Hello

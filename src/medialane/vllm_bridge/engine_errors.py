@@ -35,10 +35,10 @@ REQUEST_ERRORS = (VLLMClientError, GracefulHTTPError)
 def engine_fault(error: BaseException) -> BaseException | None:
     """Return the exception, `error` or one of its causes, for which no request is to blame; None if there is none. vLLM
     wraps whatever a Hugging Face processor raises in a ValueError."""
-    found = own_fault(error, *_OWN)
-    if found is None and any(_CPU_ALLOCATOR in str(one) for one in (error, error.__cause__) if one is not None):
+    fault = own_fault(error, *_OWN)
+    if fault is None and any(_CPU_ALLOCATOR in str(one) for one in (error, error.__cause__) if one is not None):
         return MemoryError(str(error))
-    return found
+    return fault
 
 
 @contextmanager

@@ -5,50 +5,42 @@ from types import SimpleNamespace
 import pytest
 
 from medialane.core.errors import GenerationFailed
-from medialane.vllm_bridge.engine.engine import VllmEngine
+from medialane.vllm_bridge.engine.engine_embeddings import accepted_embeds
 
-FOUND = {"fields": ["image_embeds", "image_grid_thw"], "width": 128, "fault": ""}
-
-
-class Engine(VllmEngine):
-    """Without an engine: records what it is asked, and what its requests' reader is told."""
-
-    takes_media = True
-
-    def __init__(self, *, is_on, answer=FOUND):
-        self._llm = SimpleNamespace(
-            model_config=SimpleNamespace(
-                multimodal_config=SimpleNamespace(enable_mm_embeds=is_on), runner_type="generate"
-            )
-        )
-        self.asked, self.accepted, self._answer = [], [], answer
-        self._reader = SimpleNamespace(accept_embeds=self.accepted.append)
-        self._embeddings = SimpleNamespace(learn=self._learned)
-
-    async def _learned(self, _ask):
-        pass
-
-    def _renew_card(self):
-        pass
-
-    async def _ask(self, name, *_args, timeout_s):
-        self.asked.append(name)
-        if self._answer is None:
-            raise GenerationFailed("there is no such utility")
-        return [[self._answer]]
+ACCEPTED = {"fields": ["image_embeds", "image_grid_thw"], "width": 128, "fault": ""}
+REFUSED = {"fields": [], "width": 0, "fault": "it asserts that there are none"}
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-async def test_model_is_tried_if_clients_may_send_embeddings(is_on):
-    engine = Engine(is_on=is_on)
-    await engine.learn_encoder()
-    assert (engine.asked, engine.accepted) == ((["medialane_try_embeds"], [FOUND]) if is_on else ([], []))
+def config(*, is_on=True, takes_media=True):
+    media = SimpleNamespace(enable_mm_embeds=is_on)
+    return SimpleNamespace(multimodal_config=media, supports_multimodal_inputs=takes_media)
 
 
-@pytest.mark.parametrize("answer", [None, {"fields": [], "width": 0, "fault": "it asserts that there are none"}])
-async def test_reason_why_none_are_accepted_is_logged(caplog, answer):
+def asked(answer):
+    async def ask(name, *, timeout_s):
+        assert (name, timeout_s > 60) == ("medialane_try_embeds", True)
+        if isinstance(answer, Exception):
+            raise answer
+        return [[answer]]
+
+    return ask
+
+
+async def test_model_is_tried_if_clients_may_send_embeddings():
+    assert await accepted_embeds(config(), asked(ACCEPTED)) == ACCEPTED
+
+
+@pytest.mark.parametrize("settings", [{"is_on": False}, {"takes_media": False}])
+async def test_model_is_not_tried_otherwise(settings):
+    assert await accepted_embeds(config(**settings), asked(AssertionError("tried"))) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(GenerationFailed("there is no such utility"), "there is no such utility"), (REFUSED, REFUSED["fault"])],
+)
+async def test_reason_why_none_are_accepted_is_logged(caplog, answer, why):
     caplog.set_level("WARNING", "medialane")  # a library of vLLM's app raises the level of all
-    engine = Engine(is_on=True, answer=answer)
-    await engine.learn_encoder()
+    await accepted_embeds(config(), asked(answer))
     (record,) = caplog.records
-    assert ("there is no such utility" if answer is None else answer["fault"]) in record.getMessage()
+    assert why in record.getMessage()

@@ -30,7 +30,7 @@ from medialane.vllm_bridge.seams.encoder_cache import (
     tensor_parallel_rank,
 )
 
-#: The only key of `ec_transfer_params` in a request. Its value is a `EmbeddingPlan`, encoded.
+#: The only key of `ec_transfer_params` in a request. Its value is an `EmbeddingPlan`, encoded.
 KEY = "medialane"
 
 #: Settings of the connector: the directory of arenas.
@@ -97,8 +97,8 @@ class EmbeddingConnector(ECConnectorBase):  # type: ignore[misc]
         return StepMetadata(step)
 
     def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
-        if isinstance(found := connector_output.ec_connector_worker_meta, CopiedMetadata):
-            done = found.copied
+        if isinstance(worker_meta := connector_output.ec_connector_worker_meta, CopiedMetadata):
+            done = worker_meta.copied
             with self.clock.measure():
                 self.schedule.report(num_saved=done.num_saved, num_failed=done.num_failed, unusable=done.unusable)
 

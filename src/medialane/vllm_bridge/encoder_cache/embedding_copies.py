@@ -98,8 +98,8 @@ class EmbeddingCopies:
 
     def take_copied(self) -> Copied | None:
         """Return what was done since the last call; None if nothing."""
-        found, self._copied = self._copied, Copied(0, 0, [])
-        return found if found != Copied(0, 0, []) else None
+        copied, self._copied = self._copied, Copied(0, 0, [])
+        return copied if copied != Copied(0, 0, []) else None
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The scheduler's side of the embedding connector: which embeddings a step loads, and which it is to save.
+"""Which embeddings a request has, and, in the scheduler, which of them a step loads and which it is to save.
 
 Theory of operation. A request's embeddings arrive with it (`EmbeddingPlan`) and are registered the first time the
 scheduler considers the request, which is before it schedules the request's encoder inputs. An item with an embedding
@@ -10,13 +10,16 @@ or in mapped memory: the scheduler is never blocked.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from medialane.core.request import EmbeddingCounts
-from medialane.core.tensor import TensorDescriptor
+from medialane.core.errors import HandoverFailed
+from medialane.core.feature import EmbeddingUse, MediaPayload
+from medialane.core.request import EmbeddingCounts, EncoderCard
+from medialane.core.tensor import TensorDescriptor, TensorSpec
+from medialane.vllm_bridge.items.validation import placeholder_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,48 @@ class EmbeddingPlan(msgspec.Struct, frozen=True, array_like=True):
     fills: dict[str, TensorDescriptor]
 
 
-DECODER = msgspec.msgpack.Decoder(EmbeddingPlan)
+_DECODER = msgspec.msgpack.Decoder(EmbeddingPlan)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def request_embeddings(
+    request_id: str,
+    features: Sequence[MediaPayload],
+    uses: Sequence[EmbeddingUse | None],
+    *,
+    encoder: EncoderCard | None,
+    arenas: Container[str],
+) -> bytes | None:
+    """Return the plan of a request as EngineCore gets it; None if it has no embeddings. What is wrong is found here, in
+    the front end: EngineCore would end.
+
+    One to be loaded must be an output of this engine's encoder for its item, in an arena that the engine has mapped.
+    Otherwise raises HandoverFailed: the request can be sent with the item's tensors instead. One to be saved under
+    those conditions is left out. Raises InvalidFeature for an item without a placeholder.
+    """
+    plan = EmbeddingPlan(request_id, {}, {})
+    for feature, use in zip(features, uses, strict=True):
+        fault = "" if use is None else _fault(feature, use, encoder, arenas)
+        if use is not None and use.is_filled:
+            if fault:
+                raise HandoverFailed(f"{feature.modality}: {fault}")
+            plan.loads[feature.mm_hash] = use.tensor
+        elif use is not None and not fault:
+            plan.fills[feature.mm_hash] = use.tensor
+    for mm_hash in plan.loads:  # of two equal items, one may have been encoded meanwhile
+        plan.fills.pop(mm_hash, None)
+    return _ENCODER.encode(plan) if plan.loads or plan.fills else None
+
+
+def _fault(feature: MediaPayload, use: EmbeddingUse, encoder: EncoderCard | None, arenas: Container[str]) -> str:
+    """Return why the engine does not load such an embedding; empty if it does."""
+    width = None if encoder is None else encoder.widths.get(feature.modality)
+    if encoder is None or width is None:
+        return "this engine does not load embeddings"
+    expected = TensorSpec(encoder.dtype, (placeholder_of(feature).num_embeds, width))
+    if use.tensor.spec != expected:
+        return f"the embedding is {use.tensor.spec} instead of {expected}"
+    return "" if use.tensor.range.arena in arenas else "the engine has not mapped the arena of the embedding"
 
 
 @dataclass
@@ -74,20 +118,23 @@ class EmbeddingSchedule:
         """
         if request_id in self._refused:
             return False
-        found = self._requests.get(request_id)
-        if found is None and sent is not None:
-            found = self._register(request_id, sent, ends())
-            if found is None:
+        registered = self._requests.get(request_id)
+        if registered is None and sent is not None:
+            registered = self._register(request_id, sent, ends())
+            if registered is None:
                 return self._fail(request_id)
         if self._unusable and not self._unusable.isdisjoint(ends()):
             return self._fail(request_id)
-        if found is None or num_computed_tokens >= found[1] or all(map(self._is_readable, found[0].loads.values())):
+        if registered is None:
+            return True
+        plan, end = registered
+        if num_computed_tokens >= end or all(map(self._is_readable, plan.loads.values())):
             return True
         return self._fail(request_id)
 
     def _register(self, request_id: str, sent: bytes, ends: Mapping[str, int]) -> tuple[EmbeddingPlan, int] | None:
         try:
-            embeddings = DECODER.decode(sent)
+            embeddings = _DECODER.decode(sent)
         except (msgspec.DecodeError, TypeError, ValueError):
             logger.exception("the embeddings of a request cannot be read; it is rejected")
             return None
@@ -95,13 +142,13 @@ class EmbeddingSchedule:
             self._loads.setdefault(mm_hash, {})[request_id] = tensor
         if embeddings.fills:
             self._step.fills[request_id] = dict(embeddings.fills)
-        found = embeddings, max((ends.get(mm_hash, 0) for mm_hash in embeddings.loads), default=0)
-        self._requests[request_id] = found
-        return found
+        end = max((ends.get(mm_hash, 0) for mm_hash in embeddings.loads), default=0)
+        self._requests[request_id] = embeddings, end
+        return embeddings, end
 
     def _fail(self, request_id: str) -> bool:
-        if (found := self._requests.get(request_id)) is not None:
-            self._refuse(found[0].request_id)
+        if (registered := self._requests.get(request_id)) is not None:
+            self._refuse(registered[0].request_id)
         logger.warning("an embedding of request %s cannot be loaded", request_id)
         self._refused.add(request_id)
         self._num_failed += 1
@@ -110,8 +157,8 @@ class EmbeddingSchedule:
 
     def take_refused(self) -> set[str]:
         """Return the requests that must fail, once."""
-        found, self._refused = self._refused, set()
-        return found
+        refused, self._refused = self._refused, set()
+        return refused
 
     def allocated(self, mm_hash: str) -> None:
         """The scheduler has allocated memory for an item, which is loaded or encoded in this step."""
@@ -126,10 +173,10 @@ class EmbeddingSchedule:
 
     def end(self, request_id: str) -> None:
         """The request has ended: nothing of it is read or written any more. Idempotent."""
-        found = self._requests.pop(request_id, None)
-        if found is None:
+        registered = self._requests.pop(request_id, None)
+        if registered is None:
             return
-        embeddings, _ = found
+        embeddings, _ = registered
         for mm_hash in embeddings.loads:
             tensors = self._loads[mm_hash]
             tensors.pop(request_id, None)
@@ -153,8 +200,8 @@ class EmbeddingSchedule:
         self._unusable.difference_update(freed)
         if not runs_model:
             return StepEmbeddings()
-        found, self._step = self._step, StepEmbeddings()
-        return found
+        step, self._step = self._step, StepEmbeddings()
+        return step
 
     def report(self, *, num_saved: int, num_failed: int, unusable: Sequence[str]) -> None:
         """Record what the model's processes have done. `unusable` are items that are in the encoder cache, but could

@@ -68,7 +68,7 @@ def encoder_digest(config: VllmConfig) -> str:
             "tensor parallel": parallel.tensor_parallel_size,
             "compiled": bool(config.compilation_config.compile_mm_encoder),
             "device": str(current_platform.get_device_name()),
-            "versions": [str(found.__version__) for found in (vllm, torch, transformers)],
+            "versions": [str(module.__version__) for module in (vllm, torch, transformers)],
             **settings,
         }
     )
@@ -77,7 +77,7 @@ def encoder_digest(config: VllmConfig) -> str:
 def _media_settings(media: Any) -> list[str]:
     """Return the names of settings that change the encoder: its attention, its parallelism, where pixels are
     normalised. Not whether the engine has a language model: that of an encoder is equal to that of the workers."""
-    names = [found.name for found in fields(media)]
+    names = [field.name for field in fields(media)]
     return [name for name in names if _is_of_encoder(name)]
 
 
@@ -99,8 +99,8 @@ def _weights(config: VllmConfig) -> str:
     folder = Path(model.model)
     if folder.is_dir():
         return digest({"files": _files(folder)})
-    found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    commit = Path(found).parent.name if isinstance(found, str) else ""
+    path = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    commit = Path(path).parent.name if isinstance(path, str) else ""
     if not commit:
         raise UnknownEncoder("the commit of the model's weights is unknown")
     return f"{model.model}@{commit}"

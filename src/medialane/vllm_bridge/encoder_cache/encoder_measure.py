@@ -24,20 +24,20 @@ class Measured(TypedDict):
 
 def measure(worker: Any) -> Measured:
     """Return the measurements of this process. Never raises: an engine works without them."""
-    found: Measured = {"widths": {}, "dtypes": {}, "faults": {}}
+    measured: Measured = {"widths": {}, "dtypes": {}, "faults": {}}
     try:
         samples = sample_inputs(worker)
     except Exception as error:  # noqa: BLE001 - the model's own code; the reason is logged by the caller
-        found["faults"]["media"] = _reason(error)
-        return found
+        measured["faults"]["media"] = _reason(error)
+        return measured
     for modality, sample in samples.items():
         try:
             spec = _measured(worker, modality, sample)
         except Exception as error:  # noqa: BLE001 - as above
-            found["faults"][modality] = _reason(error)
+            measured["faults"][modality] = _reason(error)
         else:
-            found["widths"][modality], found["dtypes"][modality] = spec
-    return found
+            measured["widths"][modality], measured["dtypes"][modality] = spec
+    return measured
 
 
 def _measured(worker: Any, modality: str, sample: Any) -> tuple[int, str]:

@@ -59,7 +59,7 @@ from medialane.core.request import (
 from medialane.vllm_bridge.engine import administration
 from medialane.vllm_bridge.engine.adapters import LoadedAdapters
 from medialane.vllm_bridge.engine.engine_core import install
-from medialane.vllm_bridge.engine.engine_embeddings import MEASURE_TIMEOUT_S, EngineEmbeddings
+from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, has_arena_items, placed_media
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
@@ -67,7 +67,6 @@ from medialane.vllm_bridge.engine.outputs import ended_by_front_end, has_error, 
 from medialane.vllm_bridge.engine.private_folder import PrivateFolder
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
 from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder
-from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
 from medialane.vllm_bridge.items.settings import settings_of
 from medialane.vllm_bridge.seams.engine import (
     SchedulerStats,
@@ -154,10 +153,11 @@ class LoadRecorder:
     def __init__(self) -> None:
         self._loggers: dict[int, _RankRecorder] = {}
 
-    @property
-    def stats(self) -> list[SchedulerStats]:
-        """Statistics of the data-parallel ranks, by rank."""
-        return [logger.stats for _, logger in sorted(self._loggers.items())]
+    def loads(self, num_unfinished: Sequence[int]) -> list[WorkerLoad]:
+        """Return the load of each rank, in order, given its number of unfinished requests."""
+        latest = [logger.stats for _, logger in sorted(self._loggers.items())]
+        latest = latest or [SchedulerStats()] * len(num_unfinished)  # none with --disable-log-stats
+        return [_load(total, stats) for total, stats in zip(num_unfinished, latest, strict=True)]
 
     def factory(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
         """Create the logger of one rank; vLLM calls this once per rank."""
@@ -173,6 +173,11 @@ class _RankRecorder(StatLoggerBase):  # type: ignore[misc]  # vllm is not typed
 
     def log_engine_initialized(self) -> None:
         """vLLM's own loggers log it."""
+
+
+def _load(num_unfinished: int, stats: SchedulerStats) -> WorkerLoad:
+    running = min(num_unfinished, stats.num_running_reqs)
+    return WorkerLoad(running, num_unfinished - running, stats.kv_cache_usage if num_unfinished else 0.0)
 
 
 class VllmEngine:
@@ -222,11 +227,6 @@ class VllmEngine:
         """As of the last `ping`."""
         return self._embeddings.longest_step_s
 
-    @property
-    def encode_cache_reason(self) -> str:
-        """Why embeddings are not kept; empty if they are, and until `learn_encoder`."""
-        return self._embeddings.reason
-
     async def learn_encoder(self) -> None:
         """Complete the card: what the encoder's embeddings look like, if they are kept; the tasks of a pooling model.
 
@@ -242,19 +242,9 @@ class VllmEngine:
             tasks = tuple(await self._result_or_death(self._llm.get_supported_tasks()))
             self.card = msgspec.structs.replace(self.card, tasks=tasks)
         self._renew_card()
-        await self._learn_embeds()
-
-    async def _learn_embeds(self) -> None:
-        """Find out in which form the model accepts embeddings of clients, if they may send any."""
-        media = self._llm.model_config.multimodal_config
-        if media is None or not media.enable_mm_embeds or not self.takes_media:
-            return
-        with self._warned("whether the model accepts image_embeds is unknown"):
-            engines = await self._ask("medialane_try_embeds", timeout_s=MEASURE_TIMEOUT_S)
-            accepted: AcceptedEmbeds = engines[0][0]
-            self._reader.accept_embeds(accepted)
-            if accepted["fault"]:
-                logger.warning("image_embeds are refused, as the model does not accept them: %s", accepted["fault"])
+        accepted = await accepted_embeds(self._llm.model_config, self._ask)
+        if accepted is not None:
+            self._reader.sources.accept_embeds(accepted)
 
     def loads(self) -> list[WorkerLoad]:
         """Return the load of each rank: unfinished requests as of now, running ones as of the last step (an idle engine
@@ -263,25 +253,24 @@ class VllmEngine:
             counts = [self._llm.get_num_unfinished_requests()]
         else:
             counts = num_unfinished_by_rank(self._llm)
-        latest = self._recorder.stats or [SchedulerStats()] * len(counts)  # none with --disable-log-stats
-        return [_load(total, stats) for total, stats in zip(counts, latest, strict=True)]
+        return self._recorder.loads(counts)
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
         self._events.start(self._llm.get_kv_event_sources(), listener)
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         try:
-            found = await self._ask(
+            mapped = await self._ask(
                 "medialane_attach", arena, self._arena_directory, nonce.hex(), timeout_s=ATTACH_TIMEOUT_S
             )
         except GenerationFailed as error:
             logger.warning("EngineCore cannot map arenas (VLLM_PLUGINS?), features are copied: %s", error.message)
             return False
-        if all(found):
+        if all(mapped):
             self._arenas.add(arena)
             with self._warned("the engine's processes have not mapped an arena"):
                 await self._embeddings.attach(self._ask, arena, self._arena_directory, nonce)
-        return all(found)
+        return all(mapped)
 
     async def detach_arena(self, arena: str) -> None:
         self._arenas.discard(arena)  # perhaps absent: EngineCore also maps it if `attach_arena` has timed out
@@ -464,11 +453,6 @@ class VllmEngine:
         """Raise HandoverFailed if a request failed because EngineCore could not read its items from the arenas."""
         if any(await self._ask("medialane_refused", request_id, timeout_s=self._release_timeout_s)):
             raise HandoverFailed("the engine could not read the features from the arena")
-
-
-def _load(num_unfinished: int, stats: SchedulerStats) -> WorkerLoad:
-    running = min(num_unfinished, stats.num_running_reqs)
-    return WorkerLoad(running, num_unfinished - running, stats.kv_cache_usage if num_unfinished else 0.0)
 
 
 def _card(llm: AsyncLLM) -> ModelCard:

@@ -15,21 +15,28 @@ from msgspec.structs import astuple
 
 from medialane.core.errors import InvalidFeature
 from medialane.core.process.parent_death import signal_on_parent_death
+from medialane.core.process.phase import Phase, enter_phase, report_phase
 from medialane.vllm_bridge.encoder_cache.embedding_connector import EmbeddingConnector
 from medialane.vllm_bridge.encoder_cache.encoder_measure import measure
-from medialane.vllm_bridge.engine import start_phases
 from medialane.vllm_bridge.items.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.items.embeds_trial import try_embeds
 from medialane.vllm_bridge.seams import engine_core, rendezvous
 from medialane.vllm_bridge.seams.encoder_cache import connector_of, on_every_rank
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest
+from medialane.vllm_bridge.seams.start_phases import watch
 
 T = TypeVar("T")
+
+_REMEDY = (
+    "vLLM measures the memory of the largest request that its settings allow. Smaller limits take less time: after a"
+    """ lone `--`, --limit-mm-per-prompt '{"image": 4, "video": 0}' and --max-model-len 8192, for example;"""
+    " --skip-mm-profiling leaves out the media, --enforce-eager the compilation"
+)
 
 
 def install() -> None:
     """Patch EngineCore in this process, or before it is forked from it. Idempotent."""
-    start_phases.install()
+    report_phases()
     rendezvous.use_socket_folder()
     engine_core.change(
         ArenaDecoder,
@@ -46,8 +53,18 @@ def install() -> None:
             "medialane_encoder": lambda engine: on_every_rank(engine, measure),
             "medialane_try_embeds": lambda engine: on_every_rank(engine, try_embeds),
             "medialane_embeddings": lambda engine: _embeddings(engine, _totals),
-            "medialane_drop_fills": lambda engine: _embeddings(engine, lambda found: found.schedule.drop_fills()),
+            "medialane_drop_fills": lambda engine: _embeddings(engine, lambda c: c.schedule.drop_fills()),
         },
+    )
+
+
+def report_phases() -> None:
+    """Report what the engine does until it is ready, in this process or one forked from it: its log has it in words,
+    and only some. Idempotent."""
+    watch(
+        loading=lambda number, total: report_phase(Phase("loading the weights", number, total)),
+        profiling=lambda what: report_phase(Phase(f"profiling{what and f' the largest {what}'}", remedy=_REMEDY)),
+        warming_up=lambda: enter_phase("warming up"),
     )
 
 

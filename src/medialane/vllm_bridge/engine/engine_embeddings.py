@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 
 from medialane.core.errors import GenerationFailed
 from medialane.core.hashing import content_hash
 from medialane.core.request import EmbeddingCounts, EncoderCard, WorkerRole
 from medialane.vllm_bridge.encoder_cache.encoder_card import UnknownEncoder, encoder_card
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, checked
+from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,23 @@ class EngineEmbeddings:
     async def refresh(self, ask: Ask, *, timeout_s: float) -> None:
         """Update `counts` and `longest_step_s`."""
         if self.card is not None:
-            found = [totals for totals in await ask("medialane_embeddings", timeout_s=timeout_s) if totals]
-            self.counts = EmbeddingCounts(*map(sum, zip(*(counts for counts, _ in found), strict=True)))
-            self.longest_step_s = max((longest_s for _, longest_s in found), default=0.0)
+            totals_of_ranks = [totals for totals in await ask("medialane_embeddings", timeout_s=timeout_s) if totals]
+            self.counts = EmbeddingCounts(*map(sum, zip(*(counts for counts, _ in totals_of_ranks), strict=True)))
+            self.longest_step_s = max((longest_s for _, longest_s in totals_of_ranks), default=0.0)
+
+
+async def accepted_embeds(config: ModelConfig, ask: Ask) -> AcceptedEmbeds | None:
+    """Have the engine find out in which form its model accepts embeddings of clients; None if they may send none, or
+    it is unknown."""
+    media = config.multimodal_config
+    if media is None or not media.enable_mm_embeds or not config.supports_multimodal_inputs:
+        return None
+    try:
+        engines = await ask("medialane_try_embeds", timeout_s=MEASURE_TIMEOUT_S)
+    except GenerationFailed as error:
+        logger.warning("whether the model accepts image_embeds is unknown: %s", error.message)
+        return None
+    accepted: AcceptedEmbeds = engines[0][0]
+    if accepted["fault"]:
+        logger.warning("image_embeds are refused, as the model does not accept them: %s", accepted["fault"])
+    return accepted

@@ -35,21 +35,21 @@ def engine_args(
     if envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
         raise StartupFailed("VLLM_ALLOW_INSECURE_SERIALIZATION is set: workers do not accept pickles, unset it")
     parsed = parse_vllm_args(model, vllm_args)
-    found = AsyncEngineArgs.from_cli_args(parsed)
+    args = AsyncEngineArgs.from_cli_args(parsed)
     if _is_given(vllm_args, "--mm-processor-cache-gb") and parsed.mm_processor_cache_gb:
         raise StartupFailed("--mm-processor-cache-gb must be 0 in a worker: processed media are cached in the arena")
     if _is_given(vllm_args, "--kv-events-config"):
         # vLLM has one publisher per engine, whose events contain every prompt: it is not shared.
         raise StartupFailed("--kv-events-config cannot be set in a worker: it reads its engine's events itself")
     _check_hash_algorithm(vllm_args, parsed)
-    found.mm_processor_cache_gb = 0
+    args.mm_processor_cache_gb = 0
     # `enable_prefix_caching` is left to vLLM: results of some models would change with it, others would not start.
-    found.prefix_caching_hash_algo = HASH_ALGORITHM
-    found.kv_events_config = kv_events if role == "worker" else None
-    found.mm_encoder_only = found.mm_encoder_only or role == ENCODER
-    if current_platform.is_cpu() and found.distributed_executor_backend is None and _is_single(found):
-        found.distributed_executor_backend = cpu_executor.QUALIFIED_NAME
-    return found
+    args.prefix_caching_hash_algo = HASH_ALGORITHM
+    args.kv_events_config = kv_events if role == "worker" else None
+    args.mm_encoder_only = args.mm_encoder_only or role == ENCODER
+    if current_platform.is_cpu() and args.distributed_executor_backend is None and _is_single(args):
+        args.distributed_executor_backend = cpu_executor.QUALIFIED_NAME
+    return args
 
 
 def check_prefix_cache(config: VllmConfig) -> None:

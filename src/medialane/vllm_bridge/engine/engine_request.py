@@ -20,11 +20,10 @@ from medialane.core.feature import EmbeddingUse, MediaPayload, MediaSpan
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import TensorDescriptor
 from medialane.vllm_bridge.encoder_cache import embedding_connector
-from medialane.vllm_bridge.encoder_cache.embedding_use import request_embeddings
+from medialane.vllm_bridge.encoder_cache.embedding_schedule import request_embeddings
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.items.arena_encoder import ArenaItem
-from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
 from medialane.vllm_bridge.items.features import decode_item, decode_item_without_tensors, decode_small_fields
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.prepared_input import decoder_input, to_vllm_range
@@ -44,7 +43,8 @@ _FOR_CONNECTOR = "ec_transfer_params"
 
 
 class RequestReader:
-    """Reads requests for one engine, and validates what vLLM would trust. The owner calls `close`."""
+    """Reads requests for one engine, and validates what vLLM would trust. `sources` renders those that are processed
+    here. The owner calls `close`."""
 
     def __init__(self, llm: AsyncLLM, arenas: Container[str], embeddings: EngineEmbeddings) -> None:
         """`arenas` is the live set of arenas that EngineCore has mapped."""
@@ -58,14 +58,10 @@ class RequestReader:
             if unfit := unfit_reasons(processor):
                 logger.warning("this worker processes %s of its requests: %s", " and ".join(unfit), summary(unfit))
             expand_marks(processor)
-        self._sources = SourceRenderer(llm.renderer, llm.model_config, self._checker)
+        self.sources = SourceRenderer(llm.renderer, llm.model_config, self._checker)
         self._params = MsgpackDecoder(SamplingParams)
         self._pooling_params = MsgpackDecoder(PoolingParams)
         self._lora = MsgpackDecoder(LoRARequest)
-
-    def accept_embeds(self, accepted: AcceptedEmbeds) -> None:
-        """See `SourceRenderer.accept_embeds`."""
-        self._sources.accept_embeds(accepted)
 
     def arguments(self, request: EngineRequest) -> dict[str, Any]:
         """Return keyword arguments of `AsyncLLM.generate`, or `encode` for pooling. Raises PromptRejected."""
@@ -130,7 +126,7 @@ class RequestReader:
         """
         prompt = request.prompt
         if isinstance(prompt, SourcePrompt):
-            return await self._sources.render(request, prompt, tensors)
+            return await self.sources.render(request, prompt, tensors)
         if not prompt.features:
             return tokens_input(prompt.token_ids, prompt=request.prompt_text, cache_salt=request.cache_salt)
         is_loaded = [use is not None and use.is_filled for use in embeddings or [None] * len(prompt.features)]
@@ -189,7 +185,7 @@ class RequestReader:
         return decode_item(feature.header, datas)
 
     def close(self) -> None:
-        self._sources.close()
+        self.sources.close()
 
 
 def has_arena_items(engine_input: Mapping[str, Any]) -> bool:
@@ -204,12 +200,12 @@ def placed_media(engine_input: Mapping[str, Any]) -> list[MediaSpan]:
     if engine_input["type"] == "enc_dec":
         return []
     hashes = engine_input.get("mm_hashes") or {}
-    found = [
+    spans = [
         MediaSpan(mm_hash, place.offset, place.length, modality, place.get_num_embeds())
         for modality, places in (engine_input.get("mm_placeholders") or {}).items()
         for mm_hash, place in zip(hashes[modality], places, strict=True)
     ]
-    return sorted(found, key=lambda span: span.offset)
+    return sorted(spans, key=lambda span: span.offset)
 
 
 def clamp(params: SamplingParams, engine_input: Mapping[str, Any], max_model_len: int) -> None:

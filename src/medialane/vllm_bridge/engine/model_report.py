@@ -30,15 +30,15 @@ def model_report(model: str, vllm_args: Sequence[str]) -> ModelReport:
     config = engine_args(model, vllm_args, kv_events=KVEventsConfig()).create_engine_config(
         UsageContext.UNKNOWN_CONTEXT
     )
-    found = ModelReport(
+    report = ModelReport(
         architecture=config.model_config.architecture,
         takes_media=config.model_config.supports_multimodal_inputs,
         limits={},
         no_features="",
         no_embeddings=encoder_cache.unfit_reason(config),
     )
-    if found["takes_media"]:
+    if report["takes_media"]:
         processor = new_processor(config.model_config)
-        found["limits"] = dict(processor.info.allowed_mm_limits)
-        found["no_features"] = summary(unfit_reasons(processor))
-    return found
+        report["limits"] = dict(processor.info.allowed_mm_limits)
+        report["no_features"] = summary(unfit_reasons(processor))
+    return report

@@ -121,7 +121,7 @@ class SourceRenderer:
         if prompt.encoder_token_ids is not None:  # vLLM may have added a start token, as the gateway's may have not
             decoder["prompt_token_ids"] = prompt.token_ids
         if media:
-            decoder["mm_hashes"] = {m: self._in_order(found, hashes[m]) for m, found in decoder["mm_hashes"].items()}
+            decoder["mm_hashes"] = {m: self._in_order(theirs, hashes[m]) for m, theirs in decoder["mm_hashes"].items()}
         return rendered
 
     async def _rendered(self, given: Mapping[str, Any], *, has_embeds: bool) -> Any:
@@ -138,16 +138,16 @@ class SourceRenderer:
             raise PromptRejected(message) from error
         return rendered
 
-    def _in_order(self, found: Sequence[str], ours: list[str]) -> list[str]:
-        """Return our hashes of one modality in the order of vLLM's items, whose hashes are `found`.
+    def _in_order(self, theirs: Sequence[str], ours: list[str]) -> list[str]:
+        """Return our hashes of one modality in the order of vLLM's items, whose hashes are `theirs`.
 
         They are the same, but a family may have another order for its items (Jina-VL's is reversed). If there are
         options, vLLM hashes a uuid again; ours includes them, as in stage `features`, and replaces it if the family
         keeps the order.
         """
-        is_known = sorted(found) == sorted(ours)
+        is_known = sorted(theirs) == sorted(ours)
         keeps_order = not is_known and processes_items_apart(processor_of(self._renderer))
-        return ours if keeps_order else list(found)
+        return ours if keeps_order else list(theirs)
 
     async def _media(
         self, prompt: SourcePrompt, tensors: Sequence[Sequence[memoryview]]

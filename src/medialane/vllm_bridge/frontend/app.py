@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import BaseRenderer, renderer_from_config
 from vllm.tool_parsers import ToolParserManager
@@ -34,7 +34,6 @@ from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, failing_fast, i
 from medialane.vllm_bridge.frontend.http_server import ServerFactory, check_http, serve_http
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.frontend.routes import RouteOf, refuse_unsupported, replace_authentication
-from medialane.vllm_bridge.frontend.tasks import supported_tasks
 from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.image_tokens import ImageTokens
 from medialane.vllm_bridge.items.media_options import check_model_io
@@ -162,7 +161,7 @@ class Frontend:
         tokenize_without_media(self.renderer)
         if self.takes_media:
             renderer_hook.install(self.renderer, backend)
-        tasks = tasks or supported_tasks(self.config.model_config)
+        tasks = tasks or _supported_tasks(self.config.model_config)
         client = RoutedEngineClient(self.config, self.renderer, backend, tasks)
         with middleware_stack_not_built(), failing_fast(), unchanged_levels():
             app = build_app(self.args, tasks, self.config.model_config)
@@ -177,10 +176,10 @@ class Frontend:
 
         app.add_exception_handler(MedialaneError, record_error)
         for path, page in (pages or {}).items():
-            app.add_api_route(path, _json(_serving(page)), **_described(page))
+            app.add_api_route(path, _page_handler(page), **_described(page))
         for path, action in (actions or {}).items():
             summary = (action.__doc__ or "").partition("\n")[0]
-            app.add_api_route(path, _json(_doing(action)), methods=["POST"], tags=["medialane"], summary=summary)
+            app.add_api_route(path, _action_handler(action), methods=["POST"], tags=["medialane"], summary=summary)
         refuse_unsupported(app)
         app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
         if health is not None:
@@ -228,28 +227,21 @@ class _NoAssembler:
         return None
 
 
-Answer = Callable[[Request], Awaitable[bytes]]
+RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
-def _serving(page: Page) -> Answer:
-    async def answer(request: Request) -> bytes:
-        return page(request.query_params)
+def _page_handler(page: Page) -> RouteHandler:
+    async def respond(request: Request) -> Response:
+        return Response(page(request.query_params), media_type="application/json")
 
-    return answer
-
-
-def _doing(action: Action) -> Answer:
-    async def answer(request: Request) -> bytes:
-        return await action()
-
-    return answer
+    return respond
 
 
-def _json(produce: Answer) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        return Response(await produce(request), media_type="application/json")
+def _action_handler(action: Action) -> RouteHandler:
+    async def respond(_request: Request) -> Response:
+        return Response(await action(), media_type="application/json")
 
-    return answer
+    return respond
 
 
 def _add_health(app: Any, probe: Probe) -> None:
@@ -304,6 +296,18 @@ def _described(page: Page) -> dict[str, Any]:
             ]
         },
     }
+
+
+def _supported_tasks(config: ModelConfig) -> tuple[str, ...]:
+    """Return the tasks of a model that generates, as an engine would that had loaded it.
+
+    Transcription in real time is not among them: its WebSocket bypasses intake.
+    """
+    if not config.registry.is_transcription_model(config.architectures, config):
+        return ("generate",)
+    if config.registry.is_transcription_only_model(config.architectures, config):
+        return ("transcription",)
+    return ("generate", "transcription")
 
 
 def _import_plugins(args: Namespace) -> None:

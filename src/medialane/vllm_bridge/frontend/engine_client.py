@@ -300,6 +300,16 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         """No-op: the gateway closes its resources itself."""
 
 
+def encode_params() -> bytes:
+    """Return the parameters of a request to an encoder, in the engine's encoding.
+
+    An encode-only engine samples nothing: it ends the request, with finish reason `stop`, once its items are encoded.
+    """
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    (encoded,) = MsgpackEncoder().encode(params)
+    return bytes(encoded)
+
+
 def _unsupported(what: str) -> NoReturn:
     raise NotImplementedError(f"{what} is not supported: this gateway has several engines")
 

@@ -45,12 +45,12 @@ def is_large(body: object) -> bool:
     """Return whether a parsed JSON body is validated in the thread."""
     if not isinstance(body, dict):
         return False
-    found: list[object] = [body]
-    for value in found:
+    values: list[object] = [body]
+    for value in values:
         if isinstance(value, dict | list):
-            if len(found) + len(value) > _LARGE_NUM_VALUES:
+            if len(values) + len(value) > _LARGE_NUM_VALUES:
                 return True
-            found += value.values() if isinstance(value, dict) else value
+            values += value.values() if isinstance(value, dict) else value
     return False
 
 

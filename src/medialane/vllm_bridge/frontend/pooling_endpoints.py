@@ -98,8 +98,8 @@ class _AsyncRendering:
         # The thread needs the request's scope, to resolve the media of a query or document.
         in_context = contextvars.copy_context().run
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._executor, in_context, self._render, params)
-        return {**found, "prompts": await found["prompts"]()}
+        rendered = await loop.run_in_executor(self._executor, in_context, self._render, params)
+        return {**rendered, "prompts": await rendered["prompts"]()}
 
 
 class _Responses:
@@ -119,7 +119,7 @@ class _Responses:
         request = context.request
         if isinstance(request, RerankRequest):
             documents = request.documents if isinstance(request.documents, list) else [request.documents]
-            context.request = request.model_copy(update={"documents": [self._original(found) for found in documents]})
+            context.request = request.model_copy(update={"documents": list(map(self._original, documents))})
         return self._postprocess(io_processor, context)
 
     def _original(self, document: Any) -> Any:
@@ -129,8 +129,8 @@ class _Responses:
         return {**document, "content": [self._original_part(part) for part in document.get("content", ())]}
 
     def _original_part(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = dict(part)
+        original = dict(part)
         for name, value in part.items():
             if isinstance(value, Mapping) and isinstance(url := value.get("url"), str):
-                found[name] = {**value, "url": self._backend.original_url(url)}
-        return found
+                original[name] = {**value, "url": self._backend.original_url(url)}
+        return original

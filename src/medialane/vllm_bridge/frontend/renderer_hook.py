@@ -9,7 +9,7 @@ second is an attribute of the renderer instance; `tests/contract/test_renderer_h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
 
@@ -49,6 +49,18 @@ from medialane.vllm_bridge.seams.vision_chunk import ChunkSource, chunk_sources,
 CONNECTOR = "medialane"
 
 
+def _resolving(modality: Modality) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return a connector's methods that fetch media of a modality. vLLM's options do not matter: nothing is fetched."""
+
+    def fetch(self: ReferenceConnector, url: str, **_options: Any) -> Any:
+        return self.ref(modality, url)
+
+    async def fetch_async(self: ReferenceConnector, url: str, **_options: Any) -> Any:
+        return self.ref(modality, url)
+
+    return fetch, fetch_async
+
+
 class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
     """Leaves fetching to the gateway: a URL in the body is already a reference. vLLM creates a connector per request,
     of the subclass that `install` registers.
@@ -58,25 +70,9 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
 
     hook: ClassVar[RendererHook]
 
-    async def fetch_image_async(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
-        return self._ref("image", image_url)
-
-    async def fetch_video_async(
-        self, video_url: str, *, image_mode: str | None = "RGB", video_processor: str | None = None
-    ) -> Any:
-        return self._ref("video", video_url)
-
-    async def fetch_audio_async(self, audio_url: str) -> Any:
-        return self._ref("audio", audio_url)
-
-    def fetch_image(self, image_url: str, *, image_mode: str | None = "RGB") -> Any:
-        return self._ref("image", image_url)
-
-    def fetch_video(self, video_url: str, *, image_mode: str | None = "RGB", video_processor: str | None = None) -> Any:
-        return self._ref("video", video_url)
-
-    def fetch_audio(self, audio_url: str) -> Any:
-        return self._ref("audio", audio_url)
+    fetch_image, fetch_image_async = _resolving("image")
+    fetch_video, fetch_video_async = _resolving("video")
+    fetch_audio, fetch_audio_async = _resolving("audio")
 
     def _refuse_embeddings(self, data: str) -> None:
         """Reject embeddings that intake has not extracted: vLLM's connector would unpickle them in this process."""
@@ -95,7 +91,7 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
     async def load_from_url_async(self, url: str, *_args: Any, **_kwargs: Any) -> None:
         self.load_from_url(url)
 
-    def _ref(self, modality: Modality, url: str) -> MediaRef | ChunkSource:
+    def ref(self, modality: Modality, url: str) -> MediaRef | ChunkSource:
         ref = self.hook.reference(modality, url, self.media_io_kwargs)
         return ChunkSource(ref) if self.hook.takes_chunks else ref
 
@@ -162,8 +158,8 @@ class RendererHook:
             options = canonical_options(mm_processor_kwargs or {})
             items = await self._references(mm_data, mm_uuids or {}, media_io_kwargs)
             try:
-                found = MediaPrompt(list(prompt), items, options, self._has_encoder_prompt)
-                return engine_input(await self.backend.prepare(found))
+                media_prompt = MediaPrompt(list(prompt), items, options, self._has_encoder_prompt)
+                return engine_input(await self.backend.prepare(media_prompt))
             except PromptTooLong as error:  # the response is that of vLLM for a complete prompt
                 raise VLLMValidationError(error.message) from error
 
@@ -183,16 +179,14 @@ class RendererHook:
     ) -> tuple[MediaRef, ...]:
         """Return the references that vLLM's renderer has collected. Raises InvalidRequest, UnknownMediaUuid, and
         TooManyMediaItems for one that is repeated: intake has counted it once."""
-        found = []
+        refs = []
         for name, value in mm_data.items():
             given = [value] if is_audio(value) or not isinstance(value, list | tuple) else value
             modality, items = chunk_sources(name, given)
             uuids = mm_uuids.get(modality) or [None] * len(items)
-            found += [
-                await self._one(modality, item, uuid, request_io) for item, uuid in zip(items, uuids, strict=True)
-            ]
-        _check_not_repeated(found)
-        return tuple(found)
+            refs += [await self._one(modality, item, uuid, request_io) for item, uuid in zip(items, uuids, strict=True)]
+        _check_not_repeated(refs)
+        return tuple(refs)
 
     async def _one(self, modality: str, item: Any, uuid: str | None, request_io: Mapping[str, Any] | None) -> MediaRef:
         if isinstance(item, MediaRef):

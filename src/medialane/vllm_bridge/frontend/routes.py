@@ -44,22 +44,25 @@ UNSUPPORTED = {
 
 def replace_authentication(app: Any, access: Callable[[RouteOf], Middleware]) -> None:
     """Put `access` where vLLM's authentication is, if it has keys: outside of CORS, and inside of the user's."""
-    found = [each for each in app.user_middleware if each.cls is not AuthenticationMiddleware]
-    place = next(number for number, each in enumerate(found) if each.cls is CORSMiddleware)
-    app.user_middleware = [*found[:place], access(_route_of(app)), *found[place:]]
+    middleware = [each for each in app.user_middleware if each.cls is not AuthenticationMiddleware]
+    place = next(number for number, each in enumerate(middleware) if each.cls is CORSMiddleware)
+    app.user_middleware = [*middleware[:place], access(_route_of(app)), *middleware[place:]]
 
 
 def _route_of(app: Any) -> RouteOf:
     """Return a function that finds the route for a request, as Starlette's router does."""
 
     @lru_cache(_MAX_PATHS)  # 60 regular expressions are as expensive as all other middleware together
-    def found(kind: str, method: str, path: str, root_path: str) -> str | None:
+    def matching_path(kind: str, method: str, path: str, root_path: str) -> str | None:
         scope = {"type": kind, "method": method, "path": path, "root_path": root_path, "headers": []}
         matching = (route for route in app.router.routes if route.matches(scope)[0] is Match.FULL)
         route: Any = next(matching, None)
         return None if route is None else str(route.path)
 
-    return lambda scope: found(scope["type"], scope.get("method", ""), scope["path"], scope.get("root_path", ""))
+    def path_of(scope: MutableMapping[str, Any]) -> str | None:
+        return matching_path(scope["type"], scope.get("method", ""), scope["path"], scope.get("root_path", ""))
+
+    return path_of
 
 
 def refuse_unsupported(app: Any) -> None:

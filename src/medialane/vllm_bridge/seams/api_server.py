@@ -42,8 +42,8 @@ def count_media_tokens_by(expected: Callable[[Any], dict[str, int] | None]) -> N
     count = getattr(serving._get_mm_token_counts, "__wrapped__", serving._get_mm_token_counts)
 
     def counted(engine_input: Any) -> Any:
-        found = expected(engine_input)
-        return count(engine_input) if found is None else found
+        num_tokens = expected(engine_input)
+        return count(engine_input) if num_tokens is None else num_tokens
 
     counted.__wrapped__ = count  # type: ignore[attr-defined]
     serving._get_mm_token_counts = counted

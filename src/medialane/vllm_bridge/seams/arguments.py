@@ -16,5 +16,5 @@ __all__ = ["FlexibleArgumentParser", "make_arg_parser", "parser_actions", "valid
 
 def parser_actions(parser: FlexibleArgumentParser) -> list[Action]:
     """Return all actions of a parser; argparse has no public interface for that."""
-    found: list[Action] = parser._actions
-    return found
+    actions: list[Action] = parser._actions
+    return actions

@@ -146,13 +146,13 @@ def tensor_parallel_rank() -> int:
 def sample_inputs(worker: Any) -> dict[str, Any]:
     """Return a processed prompt with one small item for each modality that requests may contain."""
     processor = new_processor(worker.vllm_config.model_config)
-    found = {}
+    samples = {}
     for modality, limit in processor.info.allowed_mm_limits.items():
         if limit and modality in _SAMPLES:
             options = MultiModalDummyOptions({modality: _SAMPLES[modality]})
             inputs = processor.get_dummy_inputs(seq_len=_SAMPLE_TOKENS, mm_counts={modality: 1}, mm_options=options)
-            found[modality] = processor.apply(inputs, TimingContext(enabled=False))
-    return found
+            samples[modality] = processor.apply(inputs, TimingContext(enabled=False))
+    return samples
 
 
 def sample_of_embeds(worker: Any, modality: str, embeds: Any) -> Any:

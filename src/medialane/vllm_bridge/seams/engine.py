@@ -64,8 +64,8 @@ def is_engine_dead(llm: AsyncLLM) -> bool:
 def num_unfinished_by_rank(llm: AsyncLLM) -> list[int]:
     """Return the number of unfinished requests of each data-parallel rank, for an engine with several."""
     core = llm.engine_core
-    found = Counter(core.reqs_in_flight.get(request_id) for request_id in llm.output_processor.request_states)
-    return [found[engine] for engine in core.core_engines]
+    num_by_engine = Counter(core.reqs_in_flight.get(request_id) for request_id in llm.output_processor.request_states)
+    return [num_by_engine[engine] for engine in core.core_engines]
 
 
 def stop_listening(llm: AsyncLLM) -> None:

@@ -29,7 +29,7 @@ def change(
     def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
         try:
             before_add(request)
-            found = inner(self, request)
+            preprocessed = inner(self, request)
         except Exception as error:
             if request.pooling_params is None:
                 raise
@@ -37,7 +37,7 @@ def change(
             raise MultiModalCacheMissError([request.request_id]) from error
         # The input thread's frame keeps this message alive until the next one; its items would pin their arena.
         request.mm_features = None
-        return found
+        return preprocessed
 
     core.EngineCore.preprocess_add_request = preprocess_add_request
     for name, utility in utilities.items():

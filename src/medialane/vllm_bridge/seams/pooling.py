@@ -41,8 +41,8 @@ def servings_of(state: State) -> list[PoolingBaseServing]:
 
 def io_processors_of(serving: PoolingBaseServing) -> Iterator[PoolingIOProcessor]:
     """Yield the objects that render the endpoint's prompts: /pooling has one for each task."""
-    found = vars(serving)
-    yield from found["io_processors"].values() if "io_processors" in found else [found["io_processor"]]
+    attributes = vars(serving)
+    yield from attributes["io_processors"].values() if "io_processors" in attributes else [attributes["io_processor"]]
 
 
 def postprocess_by(serving: PoolingBaseServing, wrap: Callable[[Postprocess], Callable[..., Awaitable[Any]]]) -> None:
@@ -59,8 +59,8 @@ def rendering_with(io_processor: PoolingIOProcessor, renderer: object) -> Callab
     """Return the method that renders a prompt, for another renderer."""
     own = copy.copy(io_processor)
     own.renderer = renderer
-    found: Callable[..., Any] = own.render
-    return found
+    render: Callable[..., Any] = own.render
+    return render
 
 
 def render_by(io_processor: PoolingIOProcessor, render: Callable[..., Awaitable[Any]]) -> None:
@@ -70,5 +70,5 @@ def render_by(io_processor: PoolingIOProcessor, render: Callable[..., Awaitable[
 
 def rendering_executor(renderer: BaseRenderer) -> Executor:
     """Return the executor of chat templates and tokenizer."""
-    found: Executor = renderer._executor
-    return found
+    executor: Executor = renderer._executor
+    return executor

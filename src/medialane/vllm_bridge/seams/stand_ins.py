@@ -33,7 +33,7 @@ class StandIn(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        if any(isinstance(found, torch.Tensor) and not isinstance(found, cls) for found in _written(func, args, given)):
+        if any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) for leaf in _written(func, args, given)):
             raise ValueUnknown(f"{func} would write a value that is unknown here")
         try:
             result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, given))
@@ -52,14 +52,14 @@ def stand_in_for(dtype: torch.dtype, shape: Sequence[int]) -> Any:
     return _from_meta(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
 
-def _from_meta(found: Any) -> Any:
+def _from_meta(tensor: Any) -> Any:
     """Return a result of `meta` tensors as a stand-in; other values as they are."""
-    if not isinstance(found, torch.Tensor):
-        return found
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
     stand_in = torch.Tensor._make_wrapper_subclass(
-        StandIn, found.shape, strides=found.stride(), dtype=found.dtype, device=torch.device("cpu")
+        StandIn, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=torch.device("cpu")
     )
-    stand_in.meta = found
+    stand_in.meta = tensor
     return stand_in
 
 
@@ -73,16 +73,16 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
 
 def stand_ins_like(data: Any) -> Any:
     """Return nested tensors as stand-ins."""
-    return tree_map(lambda found: _from_meta(_to_meta(found)), data)
+    return tree_map(lambda leaf: _from_meta(_to_meta(leaf)), data)
 
 
 def has_stand_in(data: Any) -> bool:
-    return any(isinstance(found, StandIn) for found in tree_flatten(data)[0])
+    return any(isinstance(leaf, StandIn) for leaf in tree_flatten(data)[0])
 
 
-def _to_meta(found: Any) -> Any:
-    if isinstance(found, StandIn):
-        return found.meta
-    if isinstance(found, torch.Tensor):
-        return found.to("meta")
-    return torch.device("meta") if isinstance(found, torch.device) else found
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, StandIn):
+        return value.meta
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value

@@ -29,9 +29,9 @@ def watch(
 
     class CountedFiles(_TQDM):  # type: ignore[misc, valid-type]  # vllm is not typed
         def __iter__(self) -> Any:
-            for number, found in enumerate(super().__iter__()):
+            for number, file in enumerate(super().__iter__()):
                 loading(number, self.total or 0)
-                yield found
+                yield file
 
     def determine_available_memory(self: Any) -> Any:
         profiling("")

@@ -42,9 +42,9 @@ def take_images(processor: BaseMultiModalProcessor) -> BaseMultiModalProcessor:
     return processor
 
 
-def name_for_engine(found: Mapping[str, Any]) -> dict[str, Any]:
+def name_for_engine(by_modality: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of images by the name that the engine of such a model has for them."""
-    return {_CHUNK: found[_IMAGE]}
+    return {_CHUNK: by_modality[_IMAGE]}
 
 
 @dataclass(frozen=True)
