@@ -287,7 +287,7 @@ def _machine_seconds() -> float:
 def _watched(arena: Arena, pool: PreparerPool, memory: list[Memory]) -> Iterator[None]:
     """Sample the preparers' memory under load, in a separate turn because it slows them."""
     done = threading.Event()
-    pids = sorted(pool.stats().pids)
+    pids = sorted(pool.preparer_pids)
 
     def watch() -> None:
         while not done.wait(SAMPLE_PAUSE_S):

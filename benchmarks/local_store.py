@@ -17,7 +17,7 @@ from medialane.store.messages import StoreStatus
 from medialane.wire.config import RpcConfig
 
 WAIT_S = 30.0
-_NO_PREPARERS = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ())
+_NO_PREPARERS = PoolStats(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @asynccontextmanager

@@ -81,7 +81,6 @@ EXPLAINED = {
     "HoldsPassed.ranges": ITEMS,
     "HoldsPassed.hold_ids": ITEMS,
     "HoldsPassed.embeddings": ITEMS,
-    "PoolStats.pids": OWN,
     "PullStats.num_pulls": OWN,
     "PullStats.num_bytes": OWN,
     "PullStats.num_failed": OWN,

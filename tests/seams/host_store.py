@@ -22,7 +22,7 @@ from medialane.wire.config import RpcConfig
 PROCESSOR = {"model": "fake"}
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)
 WAIT_S = 2.0
-NO_PREPARERS = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ())
+NO_PREPARERS = PoolStats(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def store_address(arena: Arena) -> str:

@@ -45,7 +45,6 @@ class PoolStats(msgspec.Struct, frozen=True):
     num_forkserver_restarts: int
     num_done: int
     num_failed: int
-    pids: tuple[int, ...]
     queue_s: float = 0.0
 
 

@@ -31,12 +31,13 @@ class Forkservers:
         self._spare: ForkserverProcess | None = None
 
     @property
-    def has_spare(self) -> bool:
-        return self._spare is not None and not self._spare.lost.is_set()
+    def spare_pid(self) -> int | None:
+        """The spare's process id; None while there is none, or it is lost."""
+        return None if self._spare is None or self._spare.lost.is_set() else self._spare.pid
 
     async def take(self) -> ForkserverProcess:
         """Return the spare if there is one, else a new fork server; the caller owns it. Raises StartupFailed."""
-        if (spare := self._spare) is not None and self.has_spare:
+        if (spare := self._spare) is not None and self.spare_pid is not None:
             self._spare = None
             logger.info("spare fork server (pid %d) takes over", spare.pid)
             return spare

@@ -160,9 +160,17 @@ class PreparerPool:
             num_forkserver_restarts=self._num_forkserver_restarts,
             num_done=preparers.num_done,
             num_failed=preparers.num_failed,
-            pids=tuple(p.pid for p in preparers.alive),
             queue_s=self._queue_s(),
         )
+
+    @property
+    def preparer_pids(self) -> tuple[int, ...]:
+        return tuple(preparer.pid for preparer in self._preparers.alive)
+
+    @property
+    def spare_pid(self) -> int | None:
+        """The process that takes over from the fork server; None while there is none."""
+        return self._forkservers.spare_pid
 
     def _queue_s(self) -> float:
         return self._queue.work_s / (len(self._preparers.alive) or self._preparers.num_wanted)
@@ -266,7 +274,7 @@ class PreparerPool:
 
     def _refuse_jobs_without_spare(self) -> None:
         """Refuse jobs if a new processor has to be built; a spare takes them over in milliseconds."""
-        if not self._forkservers.has_spare:
+        if self.spare_pid is None:
             self._refuse_jobs("media preparation is restarting")
 
     def _refuse_jobs(self, reason: str) -> None:

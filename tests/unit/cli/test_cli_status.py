@@ -27,7 +27,7 @@ def endpoint(name, *, ready=True, **rest):
 
 def store_stats():
     arena = dict.fromkeys(ArenaStats.__struct_fields__, 0) | {"size_bytes": 1 << 30, "free_bytes": 1 << 29}
-    pool = dict.fromkeys(PoolStats.__struct_fields__, 0) | {"num_alive": 2, "pids": (), "queue_s": 0.0}
+    pool = dict.fromkeys(PoolStats.__struct_fields__, 0) | {"num_alive": 2, "queue_s": 0.0}
     return StoreStats(ArenaStats(**arena), PoolStats(**pool))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,10 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
+def forkserver_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def children() -> set[int]:
     """Processes of which this one is the parent."""
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
@@ -48,10 +52,27 @@ def put(arena: Arena, data: bytes) -> Lease[EncodedMedia]:
     return arena.keep(reservation, encoded)
 
 
-def make_pool(arena: Arena, factory_config: bytes = b"{}", **settings: object) -> PreparerPool:
+def refuse_reading(*_: object) -> None:
+    """Replaces `read_into`, as where the kernel does not let a process read another's memory."""
+    raise PermissionError
+
+
+def make_pool(
+    arena: Arena,
+    factory_config: bytes = b"{}",
+    *,
+    on_loaded: Callable[[], None] = lambda: None,
+    **settings: object,
+) -> PreparerPool:
     config = PrepareConfig(**{"num_preparers": 1, "image_timeout_s": 5.0, "start_timeout_s": 15.0, **settings})
     return PreparerPool(
-        config, factory=FACTORY, factory_config=factory_config, arena=arena, media=MediaConfig(), environment=os.environ
+        config,
+        factory=FACTORY,
+        factory_config=factory_config,
+        arena=arena,
+        media=MediaConfig(),
+        environment=os.environ,
+        on_loaded=on_loaded,
     )
 
 
@@ -59,11 +80,11 @@ def make_pool(arena: Arena, factory_config: bytes = b"{}", **settings: object) -
 async def running(pool: PreparerPool) -> AsyncIterator[PreparerPool]:
     before = children()
     await pool.start()
-    pids = pool.stats().pids
+    pids = pool.preparer_pids
     try:
         yield pool
     finally:
-        pids += pool.stats().pids
+        pids += pool.preparer_pids
         await pool.close()
     assert children() == before
     assert not [pid for pid in pids if is_running(pid)]

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import uvloop
-from preparer_pools import FACTORY, children, is_running, make_pool, png, put, running
+from preparer_pools import FACTORY, children, forkserver_of, is_running, make_pool, png, put, refuse_reading, running
 
 from medialane.core.errors import (
     ArenaFull,
@@ -42,23 +42,14 @@ from medialane.prepare import (
     preparers,
 )
 from medialane.prepare.forkserver_process import ForkserverProcess
-from medialane.prepare.messages import MAX_FRAME_BYTES
-from medialane.prepare.preparer_process import PreparerLost
+from medialane.prepare.messages import MAX_FRAME_BYTES, NeedRange
+from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.sandbox import WRITE_ARENA
 from waiting import eventually, wait_until
 
 #: A processor that takes longer to build than any of these tests may take to go on.
 SLOW_START_S = 4.0
 SLOW_START = json.dumps({"warm_s": SLOW_START_S}).encode()
-
-
-def spare_of(pool) -> int | None:
-    found = pool._forkservers._spare
-    return None if found is None or found.lost.is_set() else found.pid
-
-
-def forkserver_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def descendants(pid: int) -> set[int]:
@@ -85,7 +76,7 @@ async def test_item_becomes_a_published_feature_with_the_processors_tensors(aren
 
 
 async def test_without_process_vm_readv_preparers_write_the_arena_and_it_is_logged(arena, encoded, monkeypatch, caplog):
-    monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)
+    monkeypatch.setattr(forkserver_process, "read_into", refuse_reading)
     async with running(make_pool(arena)) as pool:
         with await pool.prepare_item(encoded, options(scale=2.0), "a" * 64) as lease:
             pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
@@ -96,21 +87,22 @@ async def test_without_process_vm_readv_preparers_write_the_arena_and_it_is_logg
 
 @pytest.mark.parametrize("forged", [(), (8,), (8, 8), (1 << 47, 1 << 47)])
 async def test_preparer_reporting_invalid_tensor_addresses_is_killed(arena, encoded, monkeypatch, forged):
-    monkeypatch.setattr(job_run, "_expect", forging(job_run._expect, forged))
+    monkeypatch.setattr(PreparerProcess, "receive", forging(PreparerProcess.receive, forged))
     async with running(make_pool(arena)) as pool:
-        (before,) = pool.stats().pids
+        (before,) = pool.preparer_pids
         with pytest.raises(PreparerCrashed):
             await pool.prepare_item(encoded, b"{}", "a" * 64)
         monkeypatch.undo()
         await eventually(lambda: pool.stats().num_alive == 1)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
-        assert pool.stats().pids != (before,)
+        assert pool.preparer_pids != (before,)
         assert arena.stats().num_reservations == 0
 
 
-def forging(expect, addresses):
-    def forged(*arguments):
-        return msgspec.structs.replace(expect(*arguments), addresses=addresses)
+def forging(receive, addresses):
+    async def forged(self):
+        report = await receive(self)
+        return msgspec.structs.replace(report, addresses=addresses) if isinstance(report, NeedRange) else report
 
     return forged
 
@@ -134,7 +126,7 @@ async def test_preparers_request_huge_pages_besides_given_tunables(arena, encode
         monkeypatch.setenv("GLIBC_TUNABLES", own)
     async with running(make_pool(arena)) as pool:
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
-        (pid,) = pool.stats().pids
+        (pid,) = pool.preparer_pids
         assert "hg" in mapping_flags(pid)
         assert own is None or own in environment_of(pid)
 
@@ -189,10 +181,10 @@ async def test_innocent_item_survives_the_death_of_its_preparer(arena, encoded, 
         if kind == "item":
             job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.3), "a" * 64))
         else:
-            os.kill(pool.stats().pids[0], signal.SIGSTOP)
+            os.kill(pool.preparer_pids[0], signal.SIGSTOP)
             job = asyncio.create_task(pool.probe_item(encoded))
         await eventually(lambda: pool.stats().num_busy == 1)
-        os.kill(pool.stats().pids[0], signal.SIGKILL)
+        os.kill(pool.preparer_pids[0], signal.SIGKILL)
         lease = await job
         if lease is not None:
             lease.release()
@@ -205,9 +197,9 @@ async def test_item_whose_preparer_dies_again_fails_at_once(arena, encoded):
         job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=4), "a" * 64))
         for _ in range(2):
             await eventually(lambda: pool.stats().num_busy == 1)
-            killed_at, pid = time.monotonic(), pool.stats().pids[0]
+            killed_at, pid = time.monotonic(), pool.preparer_pids[0]
             os.kill(pid, signal.SIGKILL)
-            await eventually(lambda pid=pid: pid not in pool.stats().pids)
+            await eventually(lambda pid=pid: pid not in pool.preparer_pids)
         with pytest.raises(PreparerCrashed, match="twice"):
             await job
         assert time.monotonic() - killed_at < 0.5
@@ -215,9 +207,9 @@ async def test_item_whose_preparer_dies_again_fails_at_once(arena, encoded):
 
 
 async def test_range_of_a_preparer_dying_while_writing_is_freed_after_its_exit(arena, encoded, monkeypatch):
-    monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)  # preparers that write themselves
+    monkeypatch.setattr(forkserver_process, "read_into", refuse_reading)  # preparers that write themselves
     async with running(make_pool(arena)) as pool:
-        (victim,) = pool.stats().pids
+        (victim,) = pool.preparer_pids
         reserve = arena.reserve
 
         def reserve_and_stop_the_writer(num_bytes, kind):
@@ -238,9 +230,9 @@ async def test_range_of_a_preparer_dying_while_writing_is_freed_after_its_exit(a
 
 async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, encoded, monkeypatch):
     abandoned_while_running = []
-    monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)  # preparers that write themselves
+    monkeypatch.setattr(forkserver_process, "read_into", refuse_reading)  # preparers that write themselves
     async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
-        (victim,) = pool.stats().pids
+        (victim,) = pool.preparer_pids
         reserve = arena.reserve
 
         def watched_reserve(num_bytes, kind):
@@ -264,7 +256,7 @@ async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, enco
 
 async def test_hanging_job_times_out(arena, encoded):
     async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
-        (victim,) = pool.stats().pids
+        (victim,) = pool.preparer_pids
         started = time.monotonic()
         with pytest.raises(PreparerTimeout):
             await pool.prepare_item(encoded, options(fault="hang"), "a" * 64)
@@ -275,16 +267,16 @@ async def test_hanging_job_times_out(arena, encoded):
 
 async def test_job_exceeding_memory_fails_and_its_preparer_continues(arena, encoded):
     async with running(make_pool(arena, memory_limit_bytes=256 << 20)) as pool:
-        before = pool.stats().pids
+        before = pool.preparer_pids
         with pytest.raises(PreparationFailed, match="memory"):
             await pool.prepare_item(encoded, options(fault="hog"), "a" * 64)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
-        assert pool.stats().pids == before
+        assert pool.preparer_pids == before
 
 
 async def test_error_of_a_job_keeps_its_class_and_its_preparer(arena, encoded):
     async with running(make_pool(arena)) as pool:
-        before = pool.stats().pids
+        before = pool.preparer_pids
         with pytest.raises(InvalidImage, match="fake processor"):
             await pool.prepare_item(encoded, options(fault="reject"), "a" * 64)
         with pytest.raises(PreparationFailed, match="preparing this item failed") as caught:
@@ -293,7 +285,7 @@ async def test_error_of_a_job_keeps_its_class_and_its_preparer(arena, encoded):
         with put(arena, b"no image at all") as broken, pytest.raises(InvalidRequest) as refused:
             await pool.prepare_item(broken, b"{}", "a" * 64)
         assert refused.value.status in (400, 415)
-        assert pool.stats().pids == before
+        assert pool.preparer_pids == before
         assert pool.stats().num_failed == 3
 
 
@@ -306,25 +298,25 @@ async def test_header_up_to_the_limit_passes(arena, encoded, header_bytes):
 
 async def test_header_over_the_limit_fails_only_its_job_by_name(arena, encoded):
     async with running(make_pool(arena)) as pool:
-        before = pool.stats().pids
+        before = pool.preparer_pids
         with pytest.raises(MediaTooLarge, match=str(MAX_HEADER_BYTES)):
             await pool.prepare_item(encoded, options(header_bytes=MAX_HEADER_BYTES + 1), "a" * 64)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
-        assert pool.stats().pids == before
+        assert pool.preparer_pids == before
 
 
 async def test_options_too_large_for_a_frame_fail_only_their_job(arena, encoded):
     async with running(make_pool(arena)) as pool:
-        before = pool.stats().pids
+        before = pool.preparer_pids
         with pytest.raises(PreparationFailed):
             await pool.prepare_item(encoded, options(padding="x" * MAX_FRAME_BYTES), "a" * 64)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
-        assert pool.stats().pids == before
+        assert pool.preparer_pids == before
 
 
 async def test_unexpected_exception_fails_only_its_job_and_preparer(arena, encoded, monkeypatch):
     async with running(make_pool(arena)) as pool:
-        (before,) = pool.stats().pids
+        (before,) = pool.preparer_pids
 
         def publish(*_):
             raise TypeError("a bug")
@@ -351,7 +343,7 @@ async def test_exception_outside_of_jobs_restarts_media_preparation(arena, encod
             return await fork(self, on_exit)
 
         monkeypatch.setattr(ForkserverProcess, "fork", fork_that_fails_once)
-        os.kill(pool.stats().pids[0], signal.SIGKILL)
+        os.kill(pool.preparer_pids[0], signal.SIGKILL)
         await eventually(lambda: len(forks) == 2 and pool.stats().num_alive == 1, timeout_s=15)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert pool.stats().num_forkserver_restarts == 1
@@ -503,7 +495,7 @@ async def test_preparer_is_replaced_after_its_maximum_jobs(arena, encoded):
         pids = set()
         for n in range(5):
             await eventually(lambda: pool.stats().num_alive == 1)
-            pids.update(pool.stats().pids)
+            pids.update(pool.preparer_pids)
             (await pool.prepare_item(encoded, b"{}", f"{n:064}")).release()
         assert len(pids) == 3
         assert pool.stats().num_restarts == 0
@@ -525,28 +517,28 @@ async def test_start_that_is_cancelled_leaves_no_unretrieved_exception(arena, ca
 async def test_preparer_that_has_opened_a_file_is_replaced_in_time_and_no_job_waits_for_it(arena, encoded, monkeypatch):
     """A takeover by a hostile file ends, also while nothing else is asked for."""
     async with running(make_pool(arena, num_preparers=2, max_preparer_age_s=0.5)) as pool:
-        before = set(pool.stats().pids)
+        before = set(pool.preparer_pids)
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
-        await eventually(lambda: len(before & set(pool.stats().pids)) == 1, "the one that was used")
-        await eventually(lambda: not [pid for pid in before - set(pool.stats().pids) if is_running(pid)])
+        await eventually(lambda: len(before & set(pool.preparer_pids)) == 1, "the one that was used")
+        await eventually(lambda: not [pid for pid in before - set(pool.preparer_pids) if is_running(pid)])
         await eventually(lambda: (pool.stats().num_alive, pool.degradation) == (2, None))
         assert pool.stats().num_restarts == 0
-        (unused,) = before & set(pool.stats().pids)
+        (unused,) = before & set(pool.preparer_pids)
         for number in range(20):  # busy all the time
             jobs = [pool.prepare_item(encoded, options(sleep_s=0.05), f"{number}{n:063}") for n in range(3)]
             for lease in await asyncio.gather(*jobs):
                 lease.release()
-            if unused not in pool.stats().pids:
+            if unused not in pool.preparer_pids:
                 break
-        assert unused not in pool.stats().pids
+        assert unused not in pool.preparer_pids
         assert (pool.stats().num_failed, pool.stats().num_restarts) == (0, 0)
 
 
 async def test_preparer_that_is_never_idle_is_replaced_in_time(arena, encoded):
     async with running(make_pool(arena, max_preparer_age_s=0.2)) as pool:
-        (first,) = pool.stats().pids
+        (first,) = pool.preparer_pids
         jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.05), f"{n:064}")) for n in range(60)]
-        await eventually(lambda: pool.stats().pids not in ((), (first,)))
+        await eventually(lambda: pool.preparer_pids not in ((), (first,)))
         assert len(jobs) - pool.stats().num_done > 10, "while jobs are waiting"
         for lease in await asyncio.gather(*jobs):
             lease.release()
@@ -563,20 +555,20 @@ async def test_successor_that_cannot_be_forked_is_tried_again_and_leaves_its_pre
             return await fork(self, on_exit)
 
         monkeypatch.setattr(ForkserverProcess, "fork", failing)
-        (victim,) = pool.stats().pids
+        (victim,) = pool.preparer_pids
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
         await eventually(lambda: not failures)
-        assert pool.stats().pids == (victim,)
-        await eventually(lambda: pool.stats().num_alive == 1 and pool.stats().pids != (victim,))
+        assert pool.preparer_pids == (victim,)
+        await eventually(lambda: pool.stats().num_alive == 1 and pool.preparer_pids != (victim,))
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
 
 
 async def test_idle_preparer_that_dies_is_replaced(arena, encoded):
     async with running(make_pool(arena)) as pool:
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
-        (victim,) = pool.stats().pids
+        (victim,) = pool.preparer_pids
         os.kill(victim, signal.SIGKILL)
-        await eventually(lambda: pool.stats().num_alive == 1 and pool.stats().pids != (victim,))
+        await eventually(lambda: pool.stats().num_alive == 1 and pool.preparer_pids != (victim,))
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
 
 
@@ -585,7 +577,7 @@ async def test_preparers_dying_before_their_first_job_are_replaced_with_backoff(
         deadline = time.monotonic() + 1.2
         killed = set()
         while time.monotonic() < deadline:
-            for pid in pool.stats().pids:
+            for pid in pool.preparer_pids:
                 with suppress(ProcessLookupError):  # dead, and not yet known to be
                     os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
@@ -595,8 +587,8 @@ async def test_preparers_dying_before_their_first_job_are_replaced_with_backoff(
 
 async def test_spare_takes_over_from_a_killed_forkserver_before_waiting_jobs_notice(arena, encoded):
     async with running(make_pool(arena, SLOW_START, num_preparers=2)) as pool:
-        await eventually(lambda: spare_of(pool) is not None)
-        old = pool.stats().pids
+        await eventually(lambda: pool.spare_pid is not None)
+        old = pool.preparer_pids
         lost = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.5), f"{n:064}")) for n in range(2)]
         await eventually(lambda: pool.stats().num_busy == 2)
         waiting = asyncio.create_task(pool.prepare_item(encoded, b"{}", "b" * 64))
@@ -617,36 +609,36 @@ async def test_every_spare_that_takes_over_has_a_spare(arena, encoded):
         started = time.monotonic()
         pids = children()
         for number in range(3):
-            await eventually(lambda: spare_of(pool) is not None)
-            pids.add(used := spare_of(pool))
-            os.kill(forkserver_of(pool.stats().pids[0]), signal.SIGKILL)
-            await eventually(lambda: pool.degradation is None and forkserver_of(pool.stats().pids[0]) == used)
+            await eventually(lambda: pool.spare_pid is not None)
+            pids.add(used := pool.spare_pid)
+            os.kill(forkserver_of(pool.preparer_pids[0]), signal.SIGKILL)
+            await eventually(lambda: pool.degradation is None and forkserver_of(pool.preparer_pids[0]) == used)
             (await pool.prepare_item(encoded, b"{}", f"{number:064}")).release()
         assert time.monotonic() - started < SLOW_START_S
-        await eventually(lambda: spare_of(pool) is not None)
-        pids.add(spare_of(pool))
+        await eventually(lambda: pool.spare_pid is not None)
+        pids.add(pool.spare_pid)
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
 async def test_dead_spare_is_replaced_without_affecting_jobs(arena, encoded, monkeypatch):
     monkeypatch.setattr(forkservers, "INITIAL_BACKOFF_S", 0.05)
     async with running(make_pool(arena)) as pool:
-        await eventually(lambda: spare_of(pool) is not None)
-        before, first = pool.stats().pids, spare_of(pool)
+        await eventually(lambda: pool.spare_pid is not None)
+        before, first = pool.preparer_pids, pool.spare_pid
         os.kill(first, signal.SIGKILL)
-        await eventually(lambda: spare_of(pool) not in (None, first))
+        await eventually(lambda: pool.spare_pid not in (None, first))
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
-        assert pool.stats().pids == before
+        assert pool.preparer_pids == before
         assert pool.degradation is None
 
 
 async def test_simultaneous_death_of_forkserver_and_spare_fails_jobs_and_both_are_replaced(arena, encoded):
     async with running(make_pool(arena, num_preparers=2)) as pool:
-        await eventually(lambda: spare_of(pool) is not None)
+        await eventually(lambda: pool.spare_pid is not None)
         job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=3), "a" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
         (forkserver,) = children()
-        os.kill(spare_of(pool), signal.SIGKILL)
+        os.kill(pool.spare_pid, signal.SIGKILL)
         os.kill(forkserver, signal.SIGKILL)
         with pytest.raises(Unavailable):
             await job
@@ -668,7 +660,7 @@ async def test_close_during_cleanup_of_a_dead_preparer_releases_its_job(arena, e
 async def test_hanging_forkserver_is_replaced(arena, encoded, monkeypatch):
     monkeypatch.setattr(forkserver_process, "FORK_TIMEOUT_S", 0.3)
     async with running(make_pool(arena)) as pool:
-        await eventually(lambda: spare_of(pool) is not None)
+        await eventually(lambda: pool.spare_pid is not None)
         (forkserver,) = children()
         os.kill(forkserver, signal.SIGSTOP)
         with pytest.raises(PreparerCrashed):
@@ -690,7 +682,7 @@ async def test_disabled_pool_is_not_impaired(arena):
 
 async def test_killed_preparer_is_an_impairment_until_it_is_replaced(arena):
     async with running(make_pool(arena, num_preparers=2)) as pool:
-        os.kill(pool.stats().pids[0], signal.SIGKILL)
+        os.kill(pool.preparer_pids[0], signal.SIGKILL)
         await eventually(lambda: pool.degradation == "1 of 2 preparers are running")
         await eventually(lambda: pool.degradation is None)
 
@@ -727,10 +719,9 @@ async def test_failed_start_reports_its_reason_and_leaves_nothing(arena, factory
 
 async def test_jobs_wait_while_the_first_processor_is_loaded(arena, encoded):
     loaded = []
-    pool = make_pool(arena, b'{"warm_s": 0.5}')
-    pool._on_loaded = lambda: loaded.append(dict(pool.processor_settings))
+    pool = make_pool(arena, b'{"warm_s": 0.5}', on_loaded=lambda: loaded.append(dict(pool.processor_settings)))
     starting = asyncio.create_task(pool.start())
-    await eventually(lambda: pool._supervisor is not None)
+    await eventually(lambda: pool.degradation is not None)
     assert pool.degradation == "the model's processor is being loaded"
     lease = await pool.prepare_item(encoded, b"{}", "a" * 64)
     lease.release()
@@ -743,7 +734,7 @@ async def test_jobs_wait_while_the_first_processor_is_loaded(arena, encoded):
 async def test_jobs_fail_if_the_first_processor_cannot_be_loaded(arena, encoded):
     pool = make_pool(arena, b'{"refusal": "no such model"}')
     starting = asyncio.create_task(pool.start())
-    await eventually(lambda: pool._supervisor is not None)
+    await eventually(lambda: pool.degradation is not None)
     with pytest.raises(Unavailable):
         await pool.prepare_item(encoded, b"{}", "a" * 64)
     with pytest.raises(StartupFailed):
@@ -764,7 +755,7 @@ async def test_unmappable_arena_fails_the_start_clearly(arena):
 async def test_fifty_crashes_leak_no_descriptor_or_range(arena, encoded):
     async with running(make_pool(arena)) as pool:
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
-        await eventually(lambda: spare_of(pool) is not None)  # it has descriptors, too
+        await eventually(lambda: pool.spare_pid is not None)  # it has descriptors, too
         gc.collect()
         before, used = len(os.listdir("/proc/self/fd")), arena.stats().free_bytes
         for _ in range(25):
@@ -777,7 +768,7 @@ async def test_fifty_crashes_leak_no_descriptor_or_range(arena, encoded):
 
 async def test_preparers_hold_only_their_own_socket_and_not_the_arena_lock(arena):
     async with running(make_pool(arena, num_preparers=2)) as pool:
-        for pid in pool.stats().pids:
+        for pid in pool.preparer_pids:
             links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
             assert len([link for link in links if link.startswith("socket:")]) == 1
             assert not [link for link in links if "pidfd" in link or "eventpoll" in link]
@@ -806,9 +797,9 @@ async def main():
                         arena=arena, media=MediaConfig(), environment=os.environ)
     print(arena.path, flush=True)
     await pool.start()
-    while not pool._forkservers.has_spare:
+    while pool.spare_pid is None:
         await asyncio.sleep(0.01)  # time: between two polls
-    print(*pool.stats().pids, flush=True)
+    print(*pool.preparer_pids, flush=True)
     await asyncio.sleep(60)  # time: a leftover of a failed test ends by itself
 
 asyncio.run(main())

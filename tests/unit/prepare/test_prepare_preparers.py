@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from preparer_pools import is_running, make_pool, running
+from preparer_pools import is_running, make_pool, refuse_reading, running
 
 from medialane.core.errors import (
     ArenaFull,
@@ -18,9 +18,8 @@ from medialane.core.errors import (
     PreparerTimeout,
     Unavailable,
 )
-from medialane.prepare import job_run, pool, preparers
-from medialane.prepare.forkserver_process import ForkserverProcess
-from medialane.prepare.job_run import JobRunner
+from medialane.prepare import forkserver_process, job_run, pool, preparers
+from medialane.prepare.messages import Copied
 from medialane.prepare.preparer_process import PreparerProcess
 from waiting import eventually
 
@@ -46,21 +45,21 @@ def sent(monkeypatch) -> list[str]:
 
 
 class FirstCopy:
-    """Interrupts the first copy until `resume` is set; `pid` is then the preparer's."""
+    """Interrupts the end of the first copy until `resume` is set; `pid` is then the preparer's."""
 
     def __init__(self, monkeypatch) -> None:
         self.begun, self.resume = asyncio.Event(), asyncio.Event()
         self.pid = 0
-        copy = JobRunner._copy
+        send = PreparerProcess.send
 
-        async def interrupted(runner, preparer, *arguments):
-            if not self.begun.is_set():
+        async def interrupted(preparer, request):
+            if isinstance(request, Copied) and not self.begun.is_set():
                 self.pid = preparer.pid
                 self.begun.set()
                 await self.resume.wait()
-            await copy(runner, preparer, *arguments)
+            await send(preparer, request)
 
-        monkeypatch.setattr(JobRunner, "_copy", interrupted)
+        monkeypatch.setattr(PreparerProcess, "send", interrupted)
 
 
 @asynccontextmanager
@@ -85,7 +84,7 @@ async def test_next_job_waits(arena, encoded, monkeypatch, sent, reason):
     if reason == "large tensors":
         monkeypatch.setattr(job_run, "OVERLAPPED_BYTES", 1000)
     if reason == "preparers write":
-        monkeypatch.setattr(ForkserverProcess, "_may_read", lambda *_: False)
+        monkeypatch.setattr(forkserver_process, "read_into", refuse_reading)
     async with running(make_pool(arena, max_jobs_per_preparer=reason == "last job")) as used:
         for lease in await asyncio.gather(start(used, encoded, FIRST), start(used, encoded, SECOND)):
             lease.release()

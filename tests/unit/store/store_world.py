@@ -25,7 +25,7 @@ from poison import poison_freed
 from waiting import eventually
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=5.0)
-IDLE = PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ())
+IDLE = PoolStats(0, 0, 0, 0, 0, 0, 0, 0)
 ITEM_BYTES = 500_000
 #: As many bytes as an item has.
 EMBEDDING = TensorSpec("float32", (ITEM_BYTES // 400, 100))

@@ -173,7 +173,7 @@ class StoreOfThisHost(NoArena):
 
     stats = StoreStats(
         ArenaStats(*range(100, 116)),
-        PoolStats(0, 0, 0, 0, 0, 0, 0, 0, ()),
+        PoolStats(0, 0, 0, 0, 0, 0, 0, 0),
         PullStats({"tcp": 3, "nixl": 4}, {"tcp": 300}, {"nixl": 1}, num_quarantined=2),
     )
 
