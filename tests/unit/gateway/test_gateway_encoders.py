@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -31,10 +32,9 @@ class Name(str):
 
 
 class Client:
-    encoder = None
-    num_gateways = 1
-    requests = (1,)
-    loads = ()
+    def __init__(self):
+        self.reports = SimpleNamespace(encoder=None, num_gateways=1, loads=())
+        self.requests = [self.reports]  # not yet released
 
 
 class Remote:
