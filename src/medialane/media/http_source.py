@@ -4,17 +4,26 @@ Theory of operation. A fetch makes at most two attempts, an attempt at most `max
 deadline. Only transient failures are retried: connection errors, 408, 429, 5xx. Policy refusals are final. Only 200 is
 success, and 304 for a conditional request. Content codings are rejected, because they hide the size. Data is hashed and
 written to the body in chunks of at most 128 KiB (aiohttp's buffer), so memory use does not grow with its size.
+
+The session is hardened against hostile origins. Every address that a name resolves to is validated before connecting,
+and the number of connections is limited. Requests share no state: no cookies. No proxies from the environment, no
+decompression.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
-from aiohttp.abc import AbstractResolver
+from aiohttp import StreamReader
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.http import RawResponseMessage
 from blake3 import blake3
 from yarl import URL
 
@@ -31,7 +40,6 @@ from medialane.core.own_fault import raise_exhausted
 from medialane.media.body import Body, HeapBody
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.http_cache import Freshness, Validators, freshness_of
-from medialane.media.http_session import open_session
 from medialane.media.url_guard import UrlGuard
 
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
@@ -42,6 +50,9 @@ _TRANSIENT = frozenset((408, 429))
 #: Longest Retry-After that is honoured; for a longer one, there is no second attempt.
 MAX_RETRY_AFTER_S = 2.0
 _RETRY_DELAY_S = 0.2
+
+#: Servers send one (100) or two (102, 103) before the final response.
+_MAX_INTERIM = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,7 @@ class HttpSource:
     def __init__(self, config: MediaConfig, *, resolver: AbstractResolver | None = None) -> None:
         self._config = config
         self._guard = UrlGuard(config)
-        self._session = open_session(config, self._guard, resolver or aiohttp.ThreadedResolver())
+        self._session = _open_session(config, self._guard, resolver or aiohttp.ThreadedResolver())
 
     async def close(self) -> None:
         await self._session.close()
@@ -231,3 +242,59 @@ def _mapped_errors() -> Iterator[None]:
         raise _RetryableFailure(UpstreamFailed("cannot connect to the media host")) from error
     except (aiohttp.ClientError, ValueError) as error:
         raise UpstreamFailed("the media host sent an invalid HTTP response") from error
+
+
+def _open_session(config: MediaConfig, guard: UrlGuard, resolver: AbstractResolver) -> aiohttp.ClientSession:
+    """Create the session, inside a running loop. The caller closes it."""
+    connector = aiohttp.TCPConnector(
+        resolver=_ValidatingResolver(guard, resolver),
+        socket_factory=guard.open_socket,
+        use_dns_cache=False,
+        limit=config.max_fetches,
+        limit_per_host=config.max_fetches_per_host,
+    )
+    made: type[ResponseHandler] = _InterimResponseLimit
+    connector._factory = partial(made, loop=asyncio.get_running_loop())  # noqa: SLF001 - the only hook
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=config.connect_timeout_s, sock_read=config.first_byte_timeout_s
+        ),
+        headers={"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "medialane"},
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        trust_env=False,
+    )
+
+
+class _InterimResponseLimit(ResponseHandler):
+    """Limits interim responses (1xx). aiohttp has no limit: a flood of them grew memory by 60 MB/s."""
+
+    _num_interim = 0
+
+    def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
+        self._num_interim = self._num_interim + 1 if 100 <= data[0].code < 200 else 0
+        if self._num_interim <= _MAX_INTERIM:
+            super().feed_data(data, size)
+        elif self.transport is not None:
+            self.set_exception(aiohttp.ClientConnectionError("too many interim responses"))
+            self.transport.abort()
+
+
+class _ValidatingResolver(AbstractResolver):
+    """Requires every address of a name to be an allowed one."""
+
+    def __init__(self, guard: UrlGuard, inner: AbstractResolver) -> None:
+        self._guard = guard
+        self._inner = inner
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        addresses = await self._inner.resolve(host, port, family)
+        for result in addresses:
+            self._guard.check_address(result["host"], result["port"])
+        return addresses
+
+    async def close(self) -> None:
+        await self._inner.close()

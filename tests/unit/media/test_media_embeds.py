@@ -25,8 +25,7 @@ from medialane.core.errors import (
     MediaTooLarge,
 )
 from medialane.core.tensor import TensorSpec
-from medialane.media.embeds import MAX_NUMBERS, read_embeds
-from medialane.media.saved_tensor import MAX_RECORDS, read_tensor
+from medialane.media.embeds import MAX_NUMBERS, MAX_RECORDS, read_embeds, read_tensor
 
 MIB = 1 << 20
 
