@@ -49,7 +49,7 @@ test-all: check ## check, then every test that needs no GPU (25 minutes on 2 cor
 test: quickly := and not whole and (not vllm or thread)
 test test-all:
 	@$(call pytest,tests/unit tests/seams tests/test_conftest.py --ignore=tests/unit/vllm_bridge -n $(JOBS) --dist worksteal)
-	@$(call pytest,tests/hostile tests/fuzz tests/contract tests/unit/vllm_bridge -n 3 --no-loadscope-reorder)
+	@$(call pytest,tests/hostile tests/fuzz tests/contract tests/unit/vllm_bridge -n $(if $(quickly),2,3) --no-loadscope-reorder)
 	@$(call pytest,tests/e2e)
 	@$(if $(quickly),,$(call pytest,tests/e2e_families -n 2))
 

@@ -155,7 +155,7 @@ async def _start(
     frontend = await asyncio.to_thread(Frontend, model, vllm_args, config.gateway.api_keys)
     keys = AccessKeys.load(config.gateway, frontend.api_keys)
     shared = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
-    gateway_config = _fit(shared, frontend)
+    gateway_config = fit_stage(shared, frontend)
     await asyncio.to_thread(warm_up)
     fairness, metrics = LoopFairness(), Metrics(host=CollectorRegistry() if addresses.gateways else None)
     stack.callback(fairness.close)
@@ -214,7 +214,7 @@ def _join_addresses(config: GatewayConfig, addresses: GatewayAddresses) -> list[
     return consecutive_ports(config.join_listen, max(1, len(addresses.gateways)), "--join-listen")
 
 
-def _fit(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
+def fit_stage(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
     """Return the settings with a stage that this model supports. With `auto` that of a request depends on its items: if
     they cannot be processed one by one, workers do it (`Assembler.stages_instead`). Raises StartupFailed."""
     if not frontend.takes_media:

@@ -1,6 +1,8 @@
 """A store's start: it listens first, and ends if its model takes no media."""
 
 import asyncio
+import importlib.util
+import logging
 import os
 import secrets
 import signal
@@ -11,16 +13,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from medialane.cli import store
+from medialane.cli import store, store_command
 from medialane.cli.main import main
+from medialane.cli.store import movers, published_images
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.config import Config, load_config
+from medialane.core.errors import StartupFailed
 from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorDescriptor, TensorSpec
+from medialane.media import MediaConfig
 from medialane.peers.nixl.mover import NixlMover
 from medialane.peers.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
-from medialane.store import StoreLink
+from medialane.store import PublishedImages, StoreLink
+from medialane.store.config import StoreConfig
 from medialane.store.messages import FindItem
 from medialane.testing.fake_nixl import FakeMetadata
 from medialane.wire.config import RpcConfig
@@ -140,3 +146,103 @@ async def _proceed(question) -> None:
 
 def _free(link: StoreLink) -> int:
     return link.status.stats.arena.largest_hole_bytes
+
+
+# `medialane store`: help, and addresses that are rejected before anything starts.
+
+
+def shown(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_usual_settings_and_help_all_every_one(capsys):
+    usual, every = shown(["store", "--help"], capsys), shown(["store", "--help-all"], capsys)
+    for flag in ("--listen", "--preparers", "--arena-size"):
+        assert flag in usual
+    for flag in ("--store-max-uuids", "--store-uuid-ttl", "--store-max-connections", "--store-wait-timeout"):
+        assert flag not in usual
+        assert flag in every
+    assert "medialane gateway ./model" in usual
+
+
+@pytest.mark.parametrize("command", ["gateway", "worker"])
+def test_clients_of_a_store_take_its_address(command, capsys):
+    assert "--store ADDRESS" in shown([command, "--help"], capsys)
+
+
+REMOTE = "tcp://10.0.0.2:7000"
+START = {
+    "store": ["store", "m", "--listen"],
+    "gateway": ["gateway", "m", "--worker", "unix:/run/w.sock", "--store"],
+    "worker": ["worker", "m", "--listen", "unix:/run/w.sock", "--store"],
+    "simulated": ["worker", "m", "--engine", "simulated", "--listen", "unix:/tmp/w-{}.sock", "--store"],
+}
+
+
+@pytest.mark.parametrize("address", [REMOTE, "store.sock", "tcp://a..b:7000", ""])
+@pytest.mark.parametrize("command", START)
+def test_store_on_anything_but_a_unix_socket_fails_the_start(command, address, capsys):
+    assert main([*START[command], address]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"medialane: error: {START[command][-1]}: ")
+    assert len(error.splitlines()) == 1
+
+
+def test_store_runs_with_its_settings_and_vllms_flags(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    calls = []
+    monkeypatch.setattr(store_command, "enter_environ", lambda *args, **kwargs: None)
+    monkeypatch.setattr(store_command, "configure", lambda config: None)
+    monkeypatch.setattr(store, "run", lambda *args: calls.append(args) or 5)
+    words = ["store", str(tmp_path), "--listen", "unix:/run/s.sock", "--store-max-uuids", "7"]
+    assert main([*words, "--", "--max-model-len", "8"]) == 5
+    ((config, model, vllm_args, address),) = calls
+    assert (config.store.max_uuids, model, address) == (7, str(tmp_path), "unix:/run/s.sock")
+    assert vllm_args == ["--max-model-len", "8"]
+
+
+def test_model_that_does_not_exist_is_reported_before_anything_starts(capsys):
+    assert main(["store", "/no/such/model", "--listen", "unix:/run/s.sock"]) == 2
+    assert "/no/such/model" in capsys.readouterr().err
+
+
+TLS = RpcConfig(tls_cert="cert.pem", tls_key="key.pem", tls_ca="ca.pem")
+
+
+@pytest.mark.parametrize(
+    ("setting", "rpc", "has_rdma", "expected"),
+    [
+        ("auto", RpcConfig(), True, ["nixl"]),
+        ("auto", RpcConfig(), False, []),
+        ("auto", TLS, True, []),
+        ("on", TLS, False, ["nixl"]),
+        ("off", RpcConfig(), True, []),
+    ],
+)
+def test_nixl_is_used_over_rdma_where_entries_need_not_be_encrypted_or_where_it_is_set(
+    setting, rpc, has_rdma, expected, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("medialane.cli.store.RDMA_DEVICES", tmp_path)
+    if has_rdma:
+        (tmp_path / "mlx5_0").mkdir()
+    config = Config(store=StoreConfig(nixl=setting), rpc=rpc)
+    assert [mover.name for mover in movers(config, "0" * 32)] == expected
+
+
+def test_missing_nixl_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with caplog.at_level(logging.INFO):
+        assert movers(Config(store=StoreConfig(nixl="on")), "0" * 32) == []
+    assert len(caplog.records) == 1
+
+
+def test_published_images_need_nixl():
+    config = Config(media=MediaConfig(allow_rdma=True), store=StoreConfig(nixl="on"))
+    found = movers(config, "0" * 32)
+    assert isinstance(published_images(config.media, None, None, found), PublishedImages)
+    assert published_images(MediaConfig(), None, None, found) is None
+    with pytest.raises(StartupFailed, match="--peer-nixl on"):
+        published_images(config.media, None, None, [])

@@ -5,8 +5,10 @@ import io
 import av
 import pytest
 import soundfile
+from PIL import Image
 
 from medialane.testing.sample_audio import sample_audio
+from medialane.testing.sample_images import sample_jpeg, sample_pixels
 from medialane.testing.sample_video import sample_video
 
 
@@ -37,3 +39,24 @@ def test_videos_of_other_seeds_differ_and_the_camera_moves():
         first, second = (frame.to_ndarray(format="gray") for frame in file.decode(video=0))
     assert (first != second).any()
     assert sample_video(1, 2, 64, 48) != sample_video(2, 2, 64, 48)
+
+
+def test_equal_arguments_give_equal_bytes():
+    assert sample_jpeg(3, 320, 240) == sample_jpeg(3, 320, 240)
+
+
+def test_different_seeds_and_sizes_give_different_images():
+    pictures = {sample_jpeg(seed, width, 240) for seed in range(4) for width in (320, 321)}
+    assert len(pictures) == 8
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_size_of_a_photo(seed):
+    jpeg = sample_jpeg(seed, 1024, 768)
+    assert 150_000 < len(jpeg) < 250_000
+    assert Image.open(io.BytesIO(jpeg)).size == (1024, 768)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (7, 300), (300, 7)])
+def test_odd_sizes_are_filled_completely(width, height):
+    assert sample_pixels(0, width, height).shape == (height, width, 3)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.cli.gateway import _fit
+from medialane.cli.gateway import fit_stage
 from medialane.core.errors import StartupFailed
 from medialane.gateway import GatewayConfig
 
@@ -26,7 +26,7 @@ def frontend(unfit):
 
 
 def test_fit_model_keeps_the_stage(caplog):
-    assert _fit(GatewayConfig(stage="auto"), frontend({})).stage == "auto"
+    assert fit_stage(GatewayConfig(stage="auto"), frontend({})).stage == "auto"
     assert not caplog.records
 
 
@@ -39,17 +39,17 @@ def test_fit_model_keeps_the_stage(caplog):
     ],
 )
 def test_stage_of_an_unfit_model_is_logged_with_the_reason(caplog, unfit, message):
-    assert _fit(GatewayConfig(stage="auto"), frontend(unfit)).stage == "auto"
+    assert fit_stage(GatewayConfig(stage="auto"), frontend(unfit)).stage == "auto"
     assert caplog.messages == [message]
     assert caplog.records[0].levelno == logging.WARNING
 
 
 @pytest.mark.parametrize("stage", ["decoded", "url"])
 def test_stage_without_features_is_kept(caplog, stage):
-    assert _fit(GatewayConfig(stage=stage), frontend({"image": REASON})).stage == stage
+    assert fit_stage(GatewayConfig(stage=stage), frontend({"image": REASON})).stage == stage
     assert not caplog.records
 
 
 def test_operators_stage_is_not_replaced():
     with pytest.raises(StartupFailed, match=r"expanded otherwise .* use --stage auto, decoded or url"):
-        _fit(GatewayConfig(stage="features"), frontend({"image": REASON}))
+        fit_stage(GatewayConfig(stage="features"), frontend({"image": REASON}))
