@@ -67,7 +67,7 @@ OWNERS = {
     "nixl": ("peers/nixl/nixl_agent.py",),
     "ray": ("cluster/ray/ray_cluster.py",),
     # Machine code for the scan of bodies; half a second to import: only gateways load it.
-    "numba": ("core/compiled.py", "gateway/intake/native_json.py"),
+    "numba": ("gateway/intake/native_json.py", "vllm_bridge/items/processor_factory.py"),
     # File locks, which show whether an owner is alive, and whether a range is being written.
     "fcntl": ("core/process/owner_lock.py", "arena/fill.py"),
     "cryptography": ("wire/certificate_authority.py",),

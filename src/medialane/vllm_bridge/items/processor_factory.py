@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import numba
 import torch
 from huggingface_hub import constants
 
-from medialane.core.compiled import compile_loops_for_one_thread
 from medialane.core.process.phase import enter_phase
 from medialane.prepare.processor import FactoryConfig, NoProcessor, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
@@ -22,7 +24,7 @@ def build_processor(config: bytes) -> Processor:
     enter_phase("loading the model's processor")
     factory_config = msgspec.json.decode(config, type=FactoryConfig)
     torch.set_num_threads(1)
-    compile_loops_for_one_thread()
+    _compile_loops_for_one_thread()
     model_config = create_model_config(parse_vllm_args(factory_config.model, factory_config.vllm_args))
     if not model_config.supports_multimodal_inputs:
         return NoProcessor()
@@ -34,3 +36,16 @@ def build_processor(config: bytes) -> Processor:
     processor.warm_up(without=unfit_reasons(engine_processor))
     constants.HF_HUB_OFFLINE = True  # preparers have no network: huggingface_hub must not check its cache for updates
     return processor
+
+
+def _compile_loops_for_one_thread() -> None:
+    """Make numba compile functions that other libraries declare parallel (Kimi-K2.5's image processor) as ordinary ones
+    from now on, with equal results: numba's threads do not survive a fork. Such a function is not cached: the parallel
+    one has the same name in the cache."""
+    compile_parallel = numba.njit
+
+    def njit(*args: Any, **options: Any) -> Any:
+        alone = {"parallel": False, "cache": False} if options.get("parallel") else {}
+        return compile_parallel(*args, **options | alone)
+
+    numba.njit = njit
