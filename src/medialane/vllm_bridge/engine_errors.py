@@ -1,8 +1,13 @@
-"""Maps vLLM's exceptions to MedialaneError in the worker. Client messages are kept; tracebacks are only logged."""
+"""Maps vLLM's exceptions to MedialaneError in the worker. Client messages are kept; tracebacks are only logged.
+
+vLLM's own messages for clients are short sentences. Others include the data being processed (`Failed to apply ... on
+data={'audio': [array([...` is 640 characters of samples), or addresses and paths: `public_text` cuts those off.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +23,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from medialane.core.errors import GenerationFailed, PromptRejected, Unavailable, WorkerLost
 from medialane.core.own_fault import is_exhausted, own_fault
-from medialane.vllm_bridge.error_text import public_text
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,28 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 #: Raised by vLLM's front end, before anything of the request has reached EngineCore.
 REQUEST_ERRORS = (VLLMClientError, GracefulHTTPError)
+
+
+#: vLLM's longest message for clients has about 500 characters.
+MAX_CHARS = 1000
+
+_FLOAT = r"(?: -? \d+ \. \d* (?: e [-+]? \d+ )? | -? nan | -? inf )"
+_INTEGER = r"-? \d+"
+
+#: Start of dumped data: `data=`, the `repr` of an array, of a tensor or with an address, and nested or long lists of
+#: numbers. Shapes and ranges of values do not match.
+_CONTENTS = re.compile(
+    rf"""
+    \b data=
+    | \b (?: array | tensor | ndarray | Tensor ) \(
+    | < [\w.]+ [^<>]* \b (?: at \s 0x | size= | mode= )
+    | \[ \s* \[ [\s\[]* (?: {_FLOAT} | {_INTEGER} )
+    | [\[(] \s* {_FLOAT} (?: [\s,]+ {_FLOAT} ){{2}}
+    | [\[(] \s* {_INTEGER} (?: [\s,]+ {_INTEGER} ){{7}}
+    """,
+    re.VERBOSE,
+)
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 
 
 def engine_fault(error: BaseException) -> BaseException | None:
@@ -62,3 +88,14 @@ def mapped_errors() -> Iterator[None]:
     except VLLMServerError as error:
         logger.exception("the engine failed a request")
         raise GenerationFailed("the engine failed this request") from error
+
+
+def public_text(error: BaseException) -> str:
+    """Return the message of `error` up to the first content that a client must not see, at most MAX_CHARS of it."""
+    text = str(error)[: 2 * MAX_CHARS]
+    contents = _CONTENTS.search(text)
+    whole = contents is None and len(text) <= MAX_CHARS
+    if contents is not None:
+        text = text[: contents.start()]
+    text = _ADDRESS.sub("...", text)[:MAX_CHARS].rstrip()
+    return text if whole else f"{text} ..."

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from medialane.vllm_bridge.error_text import MAX_CHARS, public_text
+from medialane.vllm_bridge.engine_errors import MAX_CHARS, public_text
 
 SAMPLES = np.random.default_rng(0).standard_normal((8, 4000), np.float32)
 

@@ -23,7 +23,6 @@ import zmq.asyncio
 from vllm.config import KVEventsConfig
 
 from medialane.core.kv_events import AllBlocksCleared, KvEvent, KvEventBatch
-from medialane.vllm_bridge.engine.event_sequence import BatchStatus, EventSequence
 
 logger = logging.getLogger(__name__)
 
@@ -124,14 +123,14 @@ class KvEventReader:
 
 
 class RankReader:
-    """One rank. `num_gaps` counts gaps in the batches, `num_lost` the losses that a replay could not repair."""
+    """One rank. `num_lost` counts the losses that a replay could not repair."""
 
     def __init__(self, context: zmq.asyncio.Context, rank: int, source: KVEventsConfig, listener: Listener) -> None:
         self.rank = rank
-        self.num_gaps = 0
         self.num_lost = 0
         self._listener = listener
-        self._sequence = EventSequence()
+        self._next = 0  # the number of the next batch to apply
+        self._last_live = -1
         self._decoder = msgspec.msgpack.Decoder(Published)
         self._num_unanswered = 0
         self._live: zmq.asyncio.Socket = context.socket(zmq.SUB)
@@ -171,28 +170,27 @@ class RankReader:
         if len(frames) != 3:
             self.lose("a batch cannot be read")
             return
-        number, payload = int.from_bytes(frames[1], "big"), frames[2]
-        status = self._sequence.live(number)
-        if status is BatchStatus.RESTARTED:
+        number = int.from_bytes(frames[1], "big")
+        if number <= self._last_live:
             self.lose("the publisher has restarted")
-            status = self._sequence.live(number)
-        if status is BatchStatus.GAP:
-            self.num_gaps += 1
+            self._next = 0
+        self._last_live = number
+        if number > self._next:
             await self._request_replay()
-            status = self._sequence.buffered(number)
-        if status is BatchStatus.GAP:
-            self._skip_to(number)
-            status = self._sequence.buffered(number)
-        if status is BatchStatus.TAKE:
-            await self._notify(payload)
+        await self._apply(number, frames[2])
 
-    def _skip_to(self, number: int) -> None:
-        self.lose(f"batches {self._sequence.next} to {number - 1} are missing")
-        self._sequence.skip_to(number)
+    async def _apply(self, number: int, payload: bytes) -> None:
+        """Apply a batch, unless it has been already. Earlier ones that are missing are lost."""
+        if number < self._next:
+            return
+        if number > self._next:
+            self.lose(f"batches {self._next} to {number - 1} are missing")
+        self._next = number + 1
+        await self._notify(payload)
 
     async def _request_replay(self) -> bool:
         """Process the missing batches that are in the publisher's buffer. Return False if it does not reply."""
-        await self._replay.send_multipart([b"", self._sequence.next.to_bytes(8, "big")])
+        await self._replay.send_multipart([b"", self._next.to_bytes(8, "big")])
         self._num_unanswered += 1
         try:
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
@@ -206,11 +204,7 @@ class RankReader:
         if len(frames) != 4 or frames[2] == END:
             self._num_unanswered -= 1
             return
-        number = int.from_bytes(frames[2], "big")
-        if number > self._sequence.next:
-            self._skip_to(number)
-        if self._sequence.buffered(number) is BatchStatus.TAKE:
-            await self._notify(frames[3])
+        await self._apply(int.from_bytes(frames[2], "big"), frames[3])
 
     async def _notify(self, payload: bytes) -> None:
         try:

@@ -36,8 +36,7 @@ from medialane.core.modalities import MODALITIES
 from medialane.core.own_fault import raised_in
 from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.core.stage import StageName
-from medialane.vllm_bridge.engine_errors import engine_fault
-from medialane.vllm_bridge.error_text import public_text
+from medialane.vllm_bridge.engine_errors import engine_fault, public_text
 from medialane.vllm_bridge.items.embeds import EmbedsReader
 from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
 from medialane.vllm_bridge.items.item_shape import UNFIT

@@ -22,7 +22,7 @@ from medialane.core.feature import Feature, PlaceholderRange
 from medialane.core.media import Modality
 from medialane.core.stage import StageName
 from medialane.prepare.processor import AssembledPrompt, ImageCost
-from medialane.vllm_bridge.error_text import public_text
+from medialane.vllm_bridge.engine_errors import public_text
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.image_tokens import ImageTokens, Size
 from medialane.vllm_bridge.items.item_options_trial import tokens_follow_features
