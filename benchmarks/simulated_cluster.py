@@ -39,8 +39,7 @@ from medialane.wire.config import RpcConfig
 from medialane.wire.framing import FrameReader
 from medialane.wire.protocol import decode_from_worker
 from medialane.worker.block_reports import BlockReports
-from medialane.worker.gateway_link.pending_work_relay import PendingWorkRelay
-from medialane.worker.gateway_link.session_reports import SessionReports
+from medialane.worker.gateway_link.session_reports import PendingWorkRelay, SessionReports
 from simulated_hosts import Host, num_bytes
 from simulated_media import MediaPath
 from traces import Turn
@@ -305,7 +304,9 @@ class _Request:
 
 
 class _Worker:
-    """A worker, and the `rpc.Handler` of its sessions."""
+    """A worker, and the `Handler` of its sessions."""
+
+    is_stalled = has_unknown_blocks = False
 
     def __init__(self, cluster: SimulatedCluster, number: int, card: ModelCard) -> None:
         self.number = number

@@ -33,6 +33,7 @@ from medialane.store.messages import (
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 from medialane.wire.dial import dial
+from medialane.wire.registration import Registration
 
 #: Does what the store asks for. If it raises, the call is cancelled.
 AnswerQuestion = Callable[[Question], Awaitable[None]]
@@ -59,12 +60,15 @@ class StoreClient:
         on_passed: Callable[[HoldsPassed], None],
         on_reclaim: Callable[[], None],
     ) -> None:
-        self._config = config
         self._holds = holds
         self._on_passed = on_passed
         self._on_reclaim = on_reclaim
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
-        self._welcome: asyncio.Future[StoreWelcome] = asyncio.get_running_loop().create_future()
+        self._registration: Registration[StoreWelcome] = Registration(
+            self._connection,
+            closed=StoreUnavailable("registration was cancelled"),
+            too_late=StoreUnavailable("the media store did not respond in time"),
+        )
         self._calls: dict[int, asyncio.Future[Reply | Question]] = {}
         self._num_calls = 0
         self._refreshed: asyncio.Event | None = None
@@ -90,17 +94,9 @@ class StoreClient:
         Cancellation and errors leave no connection behind.
         """
         client = cls(config, holds, on_passed, on_reclaim)
-        try:
-            async with asyncio.timeout(config.connect_timeout_s):
-                await dial(address, client._connection)
-                client._connection.send(hello)
-                client.welcome = await client._welcome
-        except BaseException as error:  # includes cancellation
-            client._welcome.cancel()
-            client._connection.end(StoreUnavailable("registration was cancelled"))
-            if isinstance(error, TimeoutError):
-                raise StoreUnavailable("the media store did not respond in time") from None
-            raise
+        client.welcome = await client._registration.run(
+            hello, timeout_s=config.connect_timeout_s, connecting=dial(address, client._connection)
+        )
         return client
 
     @property
@@ -171,10 +167,7 @@ class StoreClient:
                 if self._refreshed is not None:
                     self._refreshed.set()
             case StoreWelcome():
-                if self._welcome.done():
-                    raise ProtocolViolation("a second StoreWelcome")
-                self._welcome.set_result(message)
-                self._connection.start_heartbeat()
+                self._registration.welcome(message)
             case HoldsPassed():
                 self._holds.update(message.hold_ids, (found.hold_id for found in message.embeddings))
                 self._on_passed(message)
@@ -191,8 +184,7 @@ class StoreClient:
         self._connection.send(StorePing())
 
     def lost(self, error: MedialaneError) -> None:
-        if not self._welcome.done():
-            self._welcome.set_exception(error)
+        self._registration.lost(error)
         for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(ConnectionLost(error.message))

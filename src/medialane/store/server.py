@@ -21,6 +21,7 @@ from medialane.store.session import StoreSession
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 from medialane.wire.listener import Listener
+from medialane.wire.registration import check_version
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,7 @@ class StoreServer:
 
     def _register(self, session: StoreSession, hello: StoreHello) -> StoreWelcome:
         """Raises StartupFailed for a client of another release, or with other processor settings."""
-        if hello.version != PROTOCOL_VERSION:
-            raise StartupFailed(f"client speaks protocol {hello.version}, store {PROTOCOL_VERSION}: same release?")
+        check_version(hello.version, PROTOCOL_VERSION, ("client", "store"))
         self._check_processor(hello)
         session.use = self._earlier_use(hello)
         session.use.keep_only(hello.holds if hello.arena == self._arena.id else ())

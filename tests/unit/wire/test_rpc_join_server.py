@@ -85,7 +85,7 @@ async def test_worker_serves_gateways_that_it_joins_and_one_that_connects(gatewa
     await other.server.close()
     await joining
     assert worker.num_gateways == 1
-    assert await tokens_of(gateway.clients[0].submit(engine_request("r"))) == [0, 1, 2]
+    assert await tokens_of(gateway.clients[0].requests.submit(engine_request("r"))) == [0, 1, 2]
 
 
 async def test_refusal_of_the_gateway_is_raised_at_the_worker(gateway, worker):
@@ -107,7 +107,7 @@ async def test_second_connection_to_a_gateway_is_refused_while_the_first_is_open
     await eventually(lambda: gateway.clients)
     with pytest.raises(AlreadyJoined):
         await worker.join(gateway.address, JOIN)
-    assert await tokens_of(gateway.clients[0].submit(engine_request("r"))) == [0, 1, 2]
+    assert await tokens_of(gateway.clients[0].requests.submit(engine_request("r"))) == [0, 1, 2]
     await gateway.clients[0].close()
     await joining
     joining = asyncio.create_task(worker.join(gateway.address, JOIN))

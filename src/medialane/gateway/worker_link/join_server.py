@@ -15,6 +15,7 @@ from medialane.wire.connection import Connection
 from medialane.wire.listener import END_TIMEOUT_S, Listener
 from medialane.wire.pending import PendingConnections
 from medialane.wire.protocol import PROTOCOL_VERSION, Join
+from medialane.wire.registration import check_version
 from medialane.wire.security import Security
 
 logger = logging.getLogger(__name__)
@@ -85,8 +86,7 @@ class JoinServer:
         if client.join.cancelled():
             return None
         join = client.join.result()
-        if join.version != PROTOCOL_VERSION:
-            raise StartupFailed(f"worker speaks protocol {join.version}, gateway {PROTOCOL_VERSION}: same release?")
+        check_version(join.version, PROTOCOL_VERSION, ("worker", "gateway"))
         if not _NAME.fullmatch(join.name):
             raise StartupFailed("the worker's name must have 1 to 200 letters, digits or characters of _.:/@+-")
         return join

@@ -14,10 +14,11 @@ from medialane.wire.dial import dial
 from medialane.wire.listener import END_TIMEOUT_S, Listener
 from medialane.wire.pending import PendingConnections
 from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Join
+from medialane.wire.registration import check_version
 from medialane.wire.security import Authentication, Security
 from medialane.worker.gateway_link.handler import Handler
-from medialane.worker.gateway_link.pending_work_relay import PendingWorkRelay
 from medialane.worker.gateway_link.session import Session
+from medialane.worker.gateway_link.session_reports import PendingWorkRelay
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +145,7 @@ class RpcServer:
 
     async def _identify(self, session: Session, hello: Hello) -> None:
         """Check the version, and end the gateway's other sessions. Raises StartupFailed, WorkerLost."""
-        if hello.version != PROTOCOL_VERSION:
-            raise StartupFailed(f"gateway speaks protocol {hello.version}, worker {PROTOCOL_VERSION}: same release?")
+        check_version(hello.version, PROTOCOL_VERSION, ("gateway", "worker"))
         self._unidentified.discard(session)
         if len({*self._gateway_ids.values(), hello.gateway_id}) > self._config.max_connections:
             logger.warning("more than %d gateways", self._config.max_connections)

@@ -36,9 +36,8 @@ from medialane.wire.protocol import (
     decode_to_worker,
 )
 from medialane.worker.gateway_link.handler import Handler
-from medialane.worker.gateway_link.pending_work_relay import PendingWorkRelay
 from medialane.worker.gateway_link.session_calls import SessionCalls
-from medialane.worker.gateway_link.session_reports import SessionReports
+from medialane.worker.gateway_link.session_reports import PendingWorkRelay, SessionReports
 from medialane.worker.gateway_link.session_requests import SessionRequests
 
 logger = logging.getLogger(__name__)

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import count
 
 import msgspec
 
 from medialane.core.kv_events import KvChange
+from medialane.core.pending_work import PendingWork
+from medialane.core.request import EncoderCard
 from medialane.wire.connection import Connection
-from medialane.wire.protocol import ArenaMapped, LoadReport, Pending, PendingEnded, ReportRequest, ResyncBlocks
+from medialane.wire.protocol import (
+    ArenaMapped,
+    EncoderCleared,
+    Gateways,
+    LoadReport,
+    Pending,
+    PendingEnded,
+    ReportRequest,
+    ResyncBlocks,
+)
 from medialane.worker.gateway_link.block_feed import BlockFeed
 from medialane.worker.gateway_link.handler import Handler
-from medialane.worker.gateway_link.pending_work_relay import PendingWorkRelay
 
 #: Changes of load within this time are reported together.
 LOAD_REPORT_DELAY_S = 0.02
@@ -42,6 +53,7 @@ class SessionReports:
 
     @property
     def is_slow(self) -> bool:
+        """Whether the gateway reads too slowly: messages that can be omitted are."""
         return self._connection.paused
 
     def send(self, message: msgspec.Struct) -> None:
@@ -109,3 +121,53 @@ class SessionReports:
     def _send_blocks(self) -> None:
         if self._feed.wants_to_send():
             self._connection.send_in_pieces(self._feed)
+
+
+class PendingWorkRelay:
+    """Gives each of the gateways that are registered with a worker the pending work of the others. Used on the event
+    loop."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[SessionReports, None] = {}
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def join(self, session: SessionReports) -> None:
+        self._sessions[session] = None
+        if len(self._sessions) > 1:
+            self._report_count()
+
+    def leave(self, session: SessionReports) -> None:
+        """Idempotent."""
+        if session in self._sessions:
+            del self._sessions[session]
+            self._report_count()
+
+    def relay(self, sender: SessionReports, work: PendingWork) -> int:
+        """Send pending work to the other gateways; return its number there."""
+        number = next(self._numbers)
+        message = Pending(number, work)
+        for session in self._sessions:
+            if session is not sender and not session.is_slow:
+                session.send(message)
+        return number
+
+    def relay_end(self, sender: SessionReports, number: int, *, is_computed: bool) -> None:
+        message = PendingEnded(number, is_computed)
+        for session in self._sessions:
+            if session is not sender:
+                session.send(message)
+
+    def encoder_cleared(self, encoder: EncoderCard | None) -> None:
+        for session in self._sessions:
+            session.send(EncoderCleared(encoder))
+
+    def load_changed(self) -> None:
+        for session in self._sessions:
+            session.load_changed()
+
+    def _report_count(self) -> None:
+        for session in self._sessions:
+            session.send(Gateways(len(self._sessions)))
