@@ -24,7 +24,7 @@ class ModalityTraits(NamedTuple):
 
     `parts` are the members of content parts with such an item, `url_list` is the member of a body that is a list of
     URLs of such items. `invalid` is the error for damaged items. Options of an item may choose its pixels with
-    `has_pixels`, its frames with `has_frames` (`gateway.item_options`).
+    `has_pixels`, its frames with `has_frames` (`gateway.intake.item_options`).
     """
 
     parts: Mapping[str, PartContent]

@@ -16,14 +16,6 @@ from PIL import features
 
 from medialane.core.media import Modality
 
-#: What to do if a library is built without a format.
-_FIXES = {
-    "Pillow": "pip install --force-reinstall pillow, which brings a build with it",
-    "av": "pip install --force-reinstall av, which brings a build with it",
-    "soundfile": "pip install soundfile",
-}
-
-
 #: A module, or the reason why it cannot be loaded.
 Library = ModuleType | str
 #: Returns a library by name.
@@ -58,20 +50,16 @@ class Kinds(msgspec.Struct, frozen=True):
 
     def line(self) -> str:
         """Return the supported kinds in one line, and the unavailable ones in a further line per reason."""
-        on: dict[Modality, list[str]] = {}
+        names: dict[str, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
         for kind in self.kinds:
-            on.setdefault(kind.modality, []).extend([] if kind.missing else [kind.name])
-        lines = ["media: " + ", ".join(f"{m} ({' '.join(names)})" for m, names in on.items() if names)]
-        for (missing, fix), kinds in self._reasons().items():
-            names = " ".join(f"{kind.modality}/{kind.name}" for kind in kinds)
-            lines.append(f"media unavailable: {names}: {missing} ({fix})")
-        return "\n".join(lines)
-
-    def _reasons(self) -> dict[tuple[str, str], list[Kind]]:
-        by_reason: dict[tuple[str, str], list[Kind]] = {}
-        for kind in self.unavailable:
-            by_reason.setdefault((kind.missing, kind.fix), []).append(kind)
-        return by_reason
+            if kind.missing:
+                reasons.setdefault(f"{kind.missing} ({kind.fix})", []).append(f"{kind.modality}/{kind.name}")
+            else:
+                names.setdefault(kind.modality, []).append(kind.name)
+        supported = ", ".join(f"{modality} ({' '.join(names)})" for modality, names in names.items())
+        unavailable = (f"media unavailable: {' '.join(kinds)}: {reason}" for reason, kinds in reasons.items())
+        return "\n".join((f"media: {supported}", *unavailable))
 
 
 #: Image format -> Pillow feature that decodes it, None if always built in.
@@ -86,23 +74,23 @@ _VIDEOS = {"h264": ("h264",), "hevc": ("hevc",), "vp9": ("vp9", "libvpx-vp9"), "
 
 def image_kinds(modality: Modality, _load: Load) -> Iterator[Kind]:
     for name, feature in _IMAGES.items():
-        yield _kind(modality, name, "Pillow", feature is None or features.check(feature))
+        yield _kind(modality, name, "pillow", features, has=feature is None or features.check(feature))
 
 
 def video_kinds(modality: Modality, load: Load) -> Iterator[Kind]:
     av = load("av")
     for name, decoders in _VIDEOS.items():
-        yield _kind(modality, name, "av", any(_decodes(av, decoder) for decoder in decoders), missing=av)
+        yield _kind(modality, name, "av", av, has=any(_decodes(av, decoder) for decoder in decoders))
 
 
 def audio_kinds(modality: Modality, load: Load) -> Iterator[Kind]:
     av, soundfile = load("av"), load("soundfile")
     formats = () if isinstance(soundfile, str) else soundfile.available_formats()
     for name in _AUDIO_TYPES.values():
-        yield _kind(modality, name, "soundfile", name.upper() in formats, missing=soundfile)
+        yield _kind(modality, name, "soundfile", soundfile, has=name.upper() in formats)
     # libsndfile is tried first for all audio, like in vLLM.
-    library, missing = ("soundfile", soundfile) if isinstance(soundfile, str) else ("av", av)
-    yield _kind(modality, "m4a", library, _decodes(av, "aac"), missing=missing)
+    name, library = ("soundfile", soundfile) if isinstance(soundfile, str) else ("av", av)
+    yield _kind(modality, "m4a", name, library, has=_decodes(av, "aac"))
 
 
 def audio_kind(media_type: str) -> str:
@@ -120,15 +108,13 @@ def load(name: str) -> Library:
         return f"{name} cannot be loaded"
 
 
-def _kind(modality: Modality, name: str, library: str, has: object, *, missing: object = None) -> Kind:
-    """Return a kind that `library` decodes; `missing` is the reason (a string) if it cannot be loaded."""
-    if isinstance(missing, str):
-        return Kind(modality, name, missing, f"pip install {library}")
-    return (
-        Kind(modality, name)
-        if has
-        else Kind(modality, name, f"this {library} is built without {name}", _FIXES[library])
-    )
+def _kind(modality: Modality, name: str, library_name: str, library: Library, *, has: object) -> Kind:
+    if isinstance(library, str):
+        return Kind(modality, name, library, f"pip install {library_name}")
+    if has:
+        return Kind(modality, name)
+    fix = f"pip install --force-reinstall {library_name}, which brings a build with it"
+    return Kind(modality, name, f"this {library_name} is built without {name}", fix)
 
 
 def _decodes(av: Any, decoder: str) -> bool:

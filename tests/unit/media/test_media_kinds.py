@@ -74,7 +74,7 @@ def test_missing_pillow_format_is_detected(monkeypatch):
     monkeypatch.setattr(kinds.features, "check", lambda feature: feature != "avif")
     avif = find_kinds(absent).unavailable[0]
     assert (avif.modality, avif.name) == ("image", "avif")
-    assert "Pillow" in avif.missing
+    assert "pillow" in avif.missing
 
 
 @pytest.mark.usefixtures("only_images")

@@ -15,9 +15,9 @@ import msgspec
 
 from medialane.core.errors import InvalidMediaUrl, MedialaneError, MediaTooLarge
 from medialane.core.media import Alias, MediaRef, Modality
+from medialane.gateway.intake.item_options import ItemOptions, read_options
 from medialane.gateway.intake.request_body import ABSENT, QUOTE, first_byte
 from medialane.gateway.intake.skeleton import NOT_TEXT, Edit, Located, Skeleton
-from medialane.gateway.item_options import ItemOptions, read_options
 from medialane.gateway.references import REFERENCE_SCHEME
 from medialane.media import DataUrl, MediaConfig, decode_base64
 from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url

@@ -15,6 +15,7 @@ from msgspec.structs import astuple
 from medialane.core.embeds import UNNAMED
 from medialane.core.media import Modality
 from medialane.core.modalities import MODALITIES, PartContent
+from medialane.gateway.intake.item_options import ItemOptions, decode_item
 from medialane.gateway.intake.place import Base64Place, EmbedsPlace, Place, UrlPlace, UuidPlace
 from medialane.gateway.intake.request_body import (
     ABSENT,
@@ -34,7 +35,6 @@ from medialane.gateway.intake.request_body import (
     parts_with_media,
     string_or_none,
 )
-from medialane.gateway.item_options import ItemOptions, decode_item
 
 
 class _UrlObject(ItemOptions, forbid_unknown_fields=True):
@@ -52,7 +52,7 @@ class _ContentPart(_UrlObject, forbid_unknown_fields=True):
     uuid: msgspec.Raw = ABSENT
 
 
-class _AudioObject(msgspec.Struct, forbid_unknown_fields=True):
+class _Base64Object(msgspec.Struct, forbid_unknown_fields=True):
     data: msgspec.Raw = ABSENT
     format: msgspec.Raw = ABSENT
 
@@ -69,20 +69,24 @@ class _Source(msgspec.Struct, forbid_unknown_fields=True):
 
 _URL_OBJECTS = msgspec.json.Decoder(_UrlObject)
 _CONTENT_PARTS = msgspec.json.Decoder(_ContentPart)
-_AUDIO_OBJECTS = msgspec.json.Decoder(_AudioObject)
+_BASE64_OBJECTS = msgspec.json.Decoder(_Base64Object)
 _SOURCES = msgspec.json.Decoder(_Source)
 
 
 class _PartKind(NamedTuple):
-    """Parts with a member `name`. `read` returns the place in its value, or None if it has no media."""
+    """Parts with a member `name`."""
 
     name: str
     modality: Modality
-    read: _Reader
-    is_embeds: bool
+    content: PartContent
 
+    @property
+    def is_embeds(self) -> bool:
+        return self.content == "embeds"
 
-_Reader = Callable[[_PartKind, str, Part, msgspec.Raw], Place | None]
+    def read(self, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+        """Return the place in the value of the part's member, or None if it has no media."""
+        return _READERS[self.content](self, param, part, value)
 
 
 def media_places(body: RequestBody) -> list[list[Place]]:
@@ -168,9 +172,9 @@ def _given_places(param: str, part: Part) -> list[Place]:
     present = _present(part)
     if len(present) == 1:
         ((kind, value),) = present
-        place = kind.read(kind, f"{param}.{kind.name}", part, value)
+        place = kind.read(f"{param}.{kind.name}", part, value)
         return [] if place is None else [place]
-    places = (kind.read(kind, f"{param}.{kind.name}", part, value) for kind, value in present if not kind.is_embeds)
+    places = (kind.read(f"{param}.{kind.name}", part, value) for kind, value in present if not kind.is_embeds)
     return [place for place in places if place is not None]
 
 
@@ -193,11 +197,11 @@ def _uuid_place(param: str, part: Part) -> Place | None:
         return None
     ((kind, value),) = present
     param, options = f"{param}.{kind.name}", None
-    if first_byte(value) == BRACE and kind.read is _read_url:
+    if first_byte(value) == BRACE and kind.content == "url":
         options = decode_item(value, _URL_OBJECTS, param)
         value = options.url
-    elif first_byte(value) == BRACE and kind.read is _read_audio:
-        value = decode_item(value, _AUDIO_OBJECTS, param).data
+    elif first_byte(value) == BRACE and kind.content == "base64":
+        value = decode_item(value, _BASE64_OBJECTS, param).data
     if value not in (ABSENT, NULL, EMPTY_STRING):
         return None
     uuid = decode_string(part.uuid)
@@ -219,14 +223,14 @@ def _read_url(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) -> Pl
     return UrlPlace(kind.modality, param, value, options, string_or_none(part.uuid))
 
 
-def _read_audio(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
+def _read_base64(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
     if first_byte(value) != BRACE:
         return None
-    audio = decode_item(value, _AUDIO_OBJECTS, param)
-    media_type = f"audio/{string_or_none(audio.format) or ''}"
-    if not is_filled(audio.data):
+    item = decode_item(value, _BASE64_OBJECTS, param)
+    media_type = f"{kind.modality}/{string_or_none(item.format) or ''}"
+    if not is_filled(item.data):
         return None
-    return Base64Place(kind.modality, param, audio.data, media_type, string_or_none(part.uuid))
+    return Base64Place(kind.modality, param, item.data, media_type, string_or_none(part.uuid))
 
 
 def _read_embeds(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) -> Place | None:
@@ -238,12 +242,16 @@ def _read_embeds(kind: _PartKind, param: str, part: Part, value: msgspec.Raw) ->
     return EmbedsPlace(kind.modality, param, value, fields, part.uuid, string_or_none(part.uuid))
 
 
-_READERS: Mapping[PartContent, _Reader] = {"url": _read_url, "base64": _read_audio, "embeds": _read_embeds}
+_READERS: Mapping[PartContent, Callable[[_PartKind, str, Part, msgspec.Raw], Place | None]] = {
+    "url": _read_url,
+    "base64": _read_base64,
+    "embeds": _read_embeds,
+}
 
 #: In the order of the members of Part, which is the order of places in a part that has several.
 _KINDS = tuple(
-    _PartKind(name, modality, _READERS[content], is_embeds=content == "embeds")
+    _PartKind(name, modality, content)
     for modality, traits in MODALITIES.items()
     for name, content in traits.parts.items()
 )
-_URL_KINDS = {kind.name: kind for kind in _KINDS if kind.read is _read_url}
+_URL_KINDS = {kind.name: kind for kind in _KINDS if kind.content == "url"}
