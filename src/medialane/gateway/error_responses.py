@@ -178,9 +178,9 @@ def _is_event_stream(start: Message) -> bool:
 
 def _is_error(event: bytes) -> bool:
     """Return whether a stream's event has a member `error`: at its top level, or within its delta (Cohere)."""
-    _, found, data = event.partition(b"data: ")
+    _, separator, data = event.partition(b"data: ")
     try:
-        document = json.loads(data) if found else None
+        document = json.loads(data) if separator else None
     except ValueError:
         return False
     if not isinstance(document, dict):
@@ -209,10 +209,10 @@ def _responses_event(error: MedialaneError, last: bytes) -> Document:
 def _anthropic(error: MedialaneError) -> Document:
     other = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, other)
-    found = {"type": kind, "message": error.message, "code": error.code}
+    body = {"type": kind, "message": error.message, "code": error.code}
     if error.param is not None:
-        found["param"] = error.param
-    return {"type": "error", "error": found}
+        body["param"] = error.param
+    return {"type": "error", "error": body}
 
 
 # Cohere

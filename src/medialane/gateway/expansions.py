@@ -48,12 +48,12 @@ class Expansions:
     """A bounded LRU cache of items' expansions."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
-        self._found: LRUCache[str, list[int]] = LRUCache(max_tokens, getsizeof=len)
+        self._expansions: LRUCache[str, list[int]] = LRUCache(max_tokens, getsizeof=len)
         #: The unexpanded placeholder of one item, by modality.
         self._placeholders: dict[str, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._expansions)
 
     def learn(self, source: Sequence[int], expanded: Sequence[int], placed: Iterable[MediaSpan]) -> bool:
         """Store the expansions of a prompt's items. False if the two prompts cannot be aligned."""
@@ -63,8 +63,8 @@ class Expansions:
             return False
         for span, placeholder in zip(spans, placeholders, strict=True):
             self._placeholders[span.modality] = placeholder
-            if span.length <= self._found.maxsize:
-                self._found[span.mm_hash] = list(expanded[span.offset : span.offset + span.length])
+            if span.length <= self._expansions.maxsize:
+                self._expansions[span.mm_hash] = list(expanded[span.offset : span.offset + span.length])
         return True
 
     def expand(self, source: Sequence[int], items: Sequence[Item]) -> KnownPrompt:
@@ -74,7 +74,7 @@ class Expansions:
         done = 0
         for start, end, item in self._places(source, items):
             ids += source[done:start]
-            expansion = self._found.get(item.mm_hash)
+            expansion = self._expansions.get(item.mm_hash)
             if expansion is None:
                 return KnownPrompt(ids, tuple(spans), is_whole=False)
             spans.append(MediaSpan(item.mm_hash, len(ids), len(expansion), item.modality, len(expansion)))
@@ -90,15 +90,15 @@ class Expansions:
         by_modality: dict[str, list[Item]] = {}
         for item in items:
             by_modality.setdefault(item.modality, []).append(item)
-        found = []
+        placed = []
         text = _as_text(source) if by_modality else None
         for modality, own in by_modality.items():
             placeholder = self._placeholders.get(modality)
             if placeholder is None:
                 return []
             places = _occurrences(text, _as_text(placeholder), len(own))
-            found += [(place, place + len(placeholder), item) for place, item in zip(places, own, strict=False)]
-        return sorted(found)
+            placed += [(place, place + len(placeholder), item) for place, item in zip(places, own, strict=False)]
+        return sorted(placed)
 
 
 def _align(source: Sequence[int], expanded: Sequence[int], spans: Sequence[MediaSpan]) -> list[tuple[int, ...]] | None:
@@ -113,11 +113,11 @@ def _align(source: Sequence[int], expanded: Sequence[int], spans: Sequence[Media
         return None
     for span, end in zip(spans, ends, strict=True):
         text = other[span.offset + span.length : end]
-        found = _next_text(own, place, text, is_last=end == len(other))
-        if found is None:
+        end_of_placeholder = _next_text(own, place, text, is_last=end == len(other))
+        if end_of_placeholder is None:
             return None
-        placeholders.append(tuple(source[place:found]))
-        place = found + len(text)
+        placeholders.append(tuple(source[place:end_of_placeholder]))
+        place = end_of_placeholder + len(text)
     return placeholders
 
 
@@ -129,14 +129,14 @@ def _next_text(source: str, place: int, text: str, *, is_last: bool) -> int | No
 
 def _occurrences(source: str | None, pattern: str | None, limit: int) -> list[int]:
     """Return the offsets of the first `limit` non-overlapping occurrences of `pattern`."""
-    found: list[int] = []
+    offsets: list[int] = []
     if source is None or pattern is None:
-        return found
+        return offsets
     place = source.find(pattern)
-    while place >= 0 and len(found) < limit:
-        found.append(place)
+    while place >= 0 and len(offsets) < limit:
+        offsets.append(place)
         place = source.find(pattern, place + len(pattern))
-    return found
+    return offsets
 
 
 def _as_text(token_ids: Sequence[int]) -> str | None:

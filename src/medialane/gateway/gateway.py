@@ -195,8 +195,8 @@ class Gateway:
         refs = scope.extracted.refs
         if not refs or any(ref.modality != "image" or ref.is_embeds for ref in refs):
             raise InvalidRequest("the request must have images, and no other media", param="messages")
-        found = MediaPrompt([], tuple([await self._features.resolve(ref) for ref in refs]))
-        items = await RequestMedia(found, self._features, scope, self._assembly).in_stage("decoded")
+        resolved = MediaPrompt([], tuple([await self._features.resolve(ref) for ref in refs]))
+        items = await RequestMedia(resolved, self._features, scope, self._assembly).in_stage("decoded")
         images = [await self._features.publish(item.feature.tensors[0].range) for item in items]
         return b'{"images":[%b]}' % b",".join(images)
 

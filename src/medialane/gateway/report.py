@@ -252,9 +252,9 @@ class StreamSplice:
 
 def _chunk_members(chunk: bytes) -> dict[str, object]:
     """Return `_CHUNK_MEMBERS` of the last event of `chunk`; empty if it is not a completion chunk."""
-    _, found, data = chunk.rpartition(b"data: ")
+    _, separator, data = chunk.rpartition(b"data: ")
     try:
-        document = json.loads(data) if found else None
+        document = json.loads(data) if separator else None
     except ValueError:
         return {}
     return {k: document[k] for k in _CHUNK_MEMBERS if k in document} if isinstance(document, dict) else {}

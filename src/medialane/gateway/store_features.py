@@ -191,9 +191,9 @@ class StoreFeatures:
         reply = await self._link.call(
             lambda call_id: FindItem(call_id, asked, form, options, num_bytes, encoder=encoder), answer
         )
-        found = cast("ItemFound", reply)
-        timeline.merge(found.timeline)
-        return self._holds.add(key, found.hold_id, found.range, found)
+        item = cast("ItemFound", reply)
+        timeline.merge(item.timeline)
+        return self._holds.add(key, item.hold_id, item.range, item)
 
     def _check_fits(self, ref: MediaRef, num_bytes: int) -> None:
         """Raise MediaTooLarge if an image's size implies that it can never be stored once it is prepared."""

@@ -78,7 +78,7 @@ class ShmTransport(Transport):
             return False
         new = {payload.mm_hash: payload for payload in prompt.media if payload.embedding is None}
         card = worker.encoder_card
-        wanted = [found for payload in new.values() if card is not None and (found := card.wanted(payload)) is not None]
+        wanted = [one for payload in new.values() if card is not None and (one := card.wanted(payload)) is not None]
         return self._holds.pass_on(ranges, to=worker.store_client, request_id=request_id, wanted=wanted)
 
 

@@ -138,9 +138,9 @@ class StoreEntries:
 
     def _adopt(self, passed: HoldsPassed, holds: ExitStack) -> None:
         """Keep the embeddings that were passed with a request until it asks for them, or ends."""
-        for found in passed.embeddings:
-            key = passed.request_id, found.key
-            self._arrived[key] = self._found(found.key, found)
+        for embedding in passed.embeddings:
+            key = passed.request_id, embedding.key
+            self._arrived[key] = self._found(embedding.key, embedding)
             holds.callback(self._drop, key)
 
     def _drop(self, key: tuple[str, str]) -> None:

@@ -144,19 +144,19 @@ class Items:
         source = _Source(ref, timeline, upload, admit)
         with naming(ref):
             if form == "encoded":
-                found = await self._probed_bytes(source)
+                leased = await self._probed_bytes(source)
             else:
-                found = await self._find_or_prepare(source, processing if form == "processed" else None)
+                leased = await self._find_or_prepare(source, processing if form == "processed" else None)
             # Bind the alias, unless it was all that was sent, now that the content has proved usable.
             if ref.alias is not None and (ref.url is not None or upload is not None):
-                self._bind(ref.salt, ref.alias, found)
-        return found
+                self._bind(ref.salt, ref.alias, leased)
+        return leased
 
-    def _bind(self, salt: str, alias: Alias, found: LeasedItem) -> None:
+    def _bind(self, salt: str, alias: Alias, leased: LeasedItem) -> None:
         try:
-            self._aliases.bind(salt, alias, found.content_hash)
+            self._aliases.bind(salt, alias, leased.content_hash)
         except UuidConflict:
-            found.lease.release()
+            leased.lease.release()
             raise
 
     async def publish(self, entry: ArenaRange) -> bytes:

@@ -102,9 +102,9 @@ class BlockReports:
 
     def _log_faults(self) -> None:
         """Log when the number of faults has doubled: a fault may repeat with every block."""
-        found = sum(table.num_faults for table in self._tables.values())
-        if found >= max(1, 2 * self._num_faults_logged):
-            self._num_faults_logged = found
+        num_faults = sum(table.num_faults for table in self._tables.values())
+        if num_faults >= max(1, 2 * self._num_faults_logged):
+            self._num_faults_logged = num_faults
             details = ", ".join(
                 f"rank {rank}: {t.num_unknown_parents} with an unknown parent, {t.num_unreadable} unreadable, "
                 f"{t.num_dropped} blocks over the limit"

@@ -110,7 +110,7 @@ class BlockTable:
         first, *others = self._counting
         if not others:
             return list(first.ids.values())
-        return [found for key, found in first.ids.items() if all(key in group.ids for group in others)]
+        return [block_id for key, block_id in first.ids.items() if all(key in group.ids for group in others)]
 
     def _learn_groups(self, events: Sequence[KvEvent]) -> None:
         """Detect new groups in the whole step first, since a step stores a block in all of its groups."""
@@ -153,12 +153,12 @@ class BlockTable:
             for key in event.block_hashes:
                 group.copies[key] = group.copies.get(key, 0) + 1
             return
-        for key, found in zip(event.block_hashes, self._ids(group, event), strict=False):  # no ids if invalid
+        for key, block_id in zip(event.block_hashes, self._ids(group, event), strict=False):  # no ids if invalid
             if key in group.ids:
                 group.copies[key] = group.copies.get(key, 0) + 1
             else:
-                group.ids[key] = found
-                self._record(group, key, found, held=True)
+                group.ids[key] = block_id
+                self._record(group, key, block_id, held=True)
         while len(group.ids) > self._max_blocks:
             self.num_dropped += 1
             self._forget(group, next(iter(group.ids)))
@@ -172,7 +172,7 @@ class BlockTable:
                 self.num_unknown_parents += 1
                 return []
         try:
-            found = stored_block_ids(
+            block_ids = stored_block_ids(
                 event.token_ids,
                 block_size=event.block_size,
                 extra_keys=event.extra_keys,
@@ -180,11 +180,11 @@ class BlockTable:
                 parent=parent,
             )
         except (ValueError, OverflowError):
-            found = None
-        if found is None or len(found) != len(event.block_hashes):
+            block_ids = None
+        if block_ids is None or len(block_ids) != len(event.block_hashes):
             self.num_unreadable += 1
             return []
-        ids: list[int] = found.tolist()
+        ids: list[int] = block_ids.tolist()
         return ids
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -199,20 +199,20 @@ class BlockTable:
                 self._forget(group, key)
 
     def _forget(self, group: _Group, key: EngineHash) -> None:
-        found = group.ids.pop(key, None)
+        block_id = group.ids.pop(key, None)
         group.copies.pop(key, None)
-        if found is not None:
-            self._record(group, key, found, held=False)
+        if block_id is not None:
+            self._record(group, key, block_id, held=False)
 
-    def _record(self, group: _Group, key: EngineHash, found: int, *, held: bool) -> None:
+    def _record(self, group: _Group, key: EngineHash, block_id: int, *, held: bool) -> None:
         """Record that a block was added to or removed from `group`, if all other groups hold it."""
         if len(self._counting) > 1 and not all(key in g.ids for g in self._counting if g is not group):
             return
         undone, done = (self._removed, self._stored) if held else (self._stored, self._removed)
-        if found in undone:
-            undone.remove(found)
+        if block_id in undone:
+            undone.remove(block_id)
         else:
-            done.add(found)
+            done.add(block_id)
 
     def _clear(self) -> None:
         self.num_clears += 1

@@ -36,7 +36,7 @@ class HeldEmbeddings:
     def __init__(self, encoder: EncoderCard | None, host_arena: HostArena) -> None:
         self._encoder = encoder
         self._host_arena = host_arena
-        self._found: dict[str, FoundEmbedding] = {}
+        self._held: dict[str, FoundEmbedding] = {}
         self._embeddings: dict[str, Embedding] = {}
         self._uses: dict[str, EmbeddingUse] = {}
 
@@ -60,7 +60,7 @@ class HeldEmbeddings:
         media = request.prompt.media
         sent = {item.mm_hash for item in media if item.embedding is not None}
         new = {item.mm_hash: item for item in media if item.mm_hash not in sent}
-        wanted = [(item, found) for item in new.values() if (found := self._wanted(item)) is not None]
+        wanted = [(item, one) for item in new.values() if (one := self._wanted(item)) is not None]
         if arena is None or not wanted:
             return request
         passed_with = request.request_id if request.has_passed_holds else None
@@ -74,7 +74,7 @@ class HeldEmbeddings:
         """Have the engine load the embeddings that were sent, or copied from another host. Raises HandoverFailed if
         they are not in `arena`, which the engine has mapped."""
         for item in media:
-            if item.embedding is None or item.mm_hash in self._found:
+            if item.embedding is None or item.mm_hash in self._held:
                 continue
             if item.embedding.tensor.range.arena != arena:
                 raise HandoverFailed("an embedding is in an arena that this worker's engine has not mapped")
@@ -105,28 +105,28 @@ class HeldEmbeddings:
     def end_writing(self) -> None:
         """Release what has been written, after the first output."""
         for mm_hash, use in self._uses.items():
-            if not use.is_filled and (found := self._found.pop(mm_hash, None)) is not None:
-                found.hold.release()
+            if not use.is_filled and (written := self._held.pop(mm_hash, None)) is not None:
+                written.hold.release()
 
     def release(self) -> None:
         """End all holds. Idempotent."""
-        while self._found:
-            self._found.popitem()[1].hold.release()
+        while self._held:
+            self._held.popitem()[1].hold.release()
 
     async def _find(self, item: MediaPayload, wanted: WantedEmbedding, arena: str, passed_with: str | None) -> None:
         """Without an answer the engine encodes the item, and the embedding is not kept."""
         wait_s = min(max(item.embedding_wait_ms / 1000, 0.0), MAX_WAIT_S)
         try:
             async with asyncio.timeout(wait_s + ANSWER_TIMEOUT_S):
-                found = await self._host_arena.embedding(wanted, wait_s=wait_s, passed_with=passed_with)
+                reply = await self._host_arena.embedding(wanted, wait_s=wait_s, passed_with=passed_with)
         except (MedialaneError, TimeoutError) as error:
             logger.warning("the embedding of an item is not kept: %s", error)
             return
-        if found is None:
+        if reply is None:
             return
-        self._found[item.mm_hash] = found  # before anything can raise: `release` ends the hold
-        if found.embedding.tensor.range.arena == arena and found.embedding.tensor.spec == wanted.spec:
-            self._use(item.mm_hash, found.embedding, is_filled=found.is_filled)
+        self._held[item.mm_hash] = reply  # before anything can raise: `release` ends the hold
+        if reply.embedding.tensor.range.arena == arena and reply.embedding.tensor.spec == wanted.spec:
+            self._use(item.mm_hash, reply.embedding, is_filled=reply.is_filled)
 
     def _use(self, mm_hash: str, embedding: Embedding, *, is_filled: bool) -> None:
         self._embeddings[mm_hash] = embedding

@@ -76,10 +76,10 @@ class WorkerStatus(Collector):
 
     def _embeddings(self) -> Metric:
         text = "Media items by what the engine did: loaded or encoded; of embeddings, saved, or failed to load or save"
-        found = CounterMetricFamily("medialane_worker_embeddings", text, labels=["outcome"])
+        family = CounterMetricFamily("medialane_worker_embeddings", text, labels=["outcome"])
         for outcome, number in msgspec.structs.asdict(self._worker.embedding_counts).items():
-            found.add_metric([outcome], number)
-        return found
+            family.add_metric([outcome], number)
+        return family
 
 
 @asynccontextmanager
@@ -140,9 +140,9 @@ class _OfRank(Collector):
         for metric in self._registry.collect():
             samples = [sample for sample in metric.samples if sample.labels.get(ENGINE_LABEL) in self._ranks]
             if samples:
-                found = Metric(metric.name, metric.documentation, metric.type, metric.unit)
-                found.samples = samples
-                yield found
+                labelled = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+                labelled.samples = samples
+                yield labelled
 
 
 def _app(page: _Page, status: WorkerStatus) -> web.Application:
@@ -151,9 +151,9 @@ def _app(page: _Page, status: WorkerStatus) -> web.Application:
 
     def probe(problems: Callable[[], list[str]]) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def answer(_request: web.Request) -> web.Response:
-            found = problems()
-            body = msgspec.json.encode({"status": "unavailable", "problems": found}) if found else b""
-            return web.Response(status=503 if found else 200, body=body, content_type="application/json")
+            current = problems()
+            body = msgspec.json.encode({"status": "unavailable", "problems": current}) if current else b""
+            return web.Response(status=503 if current else 200, body=body, content_type="application/json")
 
         return answer
 
