@@ -56,9 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The ways in which a request can still be sent, best first. Text is part of the request message: it has no path.
-_Paths = Sequence[TransferPath | None]
-
 #: Workers that a request is sent to, one after the other, while each is lost before the first token. Not more: the
 #: request itself may be what ends their engines.
 _MAX_WORKERS = 2
@@ -68,12 +65,15 @@ _MEDIA_LOST = "the media store was lost while this request's media were sent to 
 
 
 class _Call(NamedTuple):
-    """The arguments of one `generate` call. `prepared` is None for text."""
+    """A request, its worker, and the paths by which it can still be sent there, best first. Text is part of the request
+    message: `prepared` is None, as is its only path. `lost` are the workers that were lost with it."""
 
     request: EngineRequest
     prepared: PreparedPrompt | None
-    route: Route
     scope: RequestScope
+    route: Route
+    paths: Sequence[TransferPath | None]
+    lost: frozenset[str] = frozenset()
 
 
 class Gateway:
@@ -209,11 +209,20 @@ class Gateway:
         `prepared` is the result of `prepare`, None for text. Closing the generator aborts the request at the worker.
         Raises MedialaneError.
         """
-        scope = current_scope()
+        scope, block_ids = current_scope(), dict[int, BlockIds]()
         try:
-            async with aclosing(self._stream(request, prepared, scope)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            prepared = await self._with_embeddings(request, prepared, scope, block_ids)
+            call = self._route(request, prepared, scope, block_ids=block_ids)
+            started = False
+            while True:
+                try:
+                    async with aclosing(self._attempt(call)) as deltas:
+                        async for delta in deltas:
+                            started = True
+                            yield delta
+                    return
+                except (HandoverFailed, InvalidFeature, WorkerLost) as error:
+                    call = await self._next_attempt(call, error, started=started)
         except MedialaneError as error:
             if isinstance(error, WorkerLost) and not self._workers.num_ready:
                 error.retry_after_s = self._workers.retry_after_s
@@ -228,37 +237,24 @@ class Gateway:
     def close(self) -> None:
         self._assembly.close()
 
-    async def _stream(
-        self, request: EngineRequest, prepared: PreparedPrompt | None, scope: RequestScope
-    ) -> AsyncGenerator[OutputDelta, None]:
-        block_ids: dict[int, BlockIds] = {}
-        prepared = await self._with_embeddings(request, prepared, scope, block_ids)
-        call, paths = self._route(request, prepared, scope, block_ids=block_ids)
-        lost: frozenset[str] = frozenset()
-        started = False
-        while True:
-            try:
-                async with aclosing(self._attempt(call, paths[0])) as deltas:
-                    async for delta in deltas:
-                        started = True
-                        yield delta
-            except HandoverFailed as error:
-                logger.warning("transfer to %s by %s failed: %s", call.route.link.name, paths[0], error.message)
-                if not started and await self._drop_embeddings(prepared):
-                    continue  # the same path, with tensors
-                if started or len(paths) == 1:
-                    raise self._untransferable(error, prepared) from error
-                self._metrics.count_fallback(str(paths[0]), error.code)
-                paths = paths[1:]
-            except InvalidFeature as error:
-                paths = self._without_features(call, paths, error)
-            except WorkerLost as error:
-                lost |= {call.route.link.name}
-                if started or len(lost) == _MAX_WORKERS:
-                    raise
-                call, paths = self._reroute(call, lost, error)
-            else:
-                return
+    async def _next_attempt(
+        self, call: _Call, error: HandoverFailed | InvalidFeature | WorkerLost, *, started: bool
+    ) -> _Call:
+        """Return how the request is sent after an attempt that has failed with `error`. Raises the request's error if
+        its output has `started`, or nothing is left to try."""
+        if isinstance(error, WorkerLost):
+            if started:
+                raise error
+            return self._reroute(call, error)
+        if isinstance(error, InvalidFeature):
+            return self._without_features(call, error)
+        logger.warning("transfer to %s by %s failed: %s", call.route.link.name, call.paths[0], error.message)
+        if not started and await self._drop_embeddings(call.prepared):
+            return call  # the same path, with tensors
+        if started or len(call.paths) == 1:
+            raise self._untransferable(error, call.prepared) from error
+        self._metrics.count_fallback(str(call.paths[0]), error.code)
+        return call._replace(paths=call.paths[1:])
 
     async def _with_embeddings(
         self,
@@ -291,13 +287,13 @@ class Gateway:
         excluded: frozenset[str] = frozenset(),
         *,
         block_ids: dict[int, BlockIds] | None = None,
-    ) -> tuple[_Call, _Paths]:
+    ) -> _Call:
         """Choose a worker, and the transfer paths to it in the order of preference. Raises NoWorkerReady."""
         self.check_ready()
         with scope.timeline.measure("route"):
             route = self.routes.choose(request, prepared, excluded, block_ids=block_ids)
             scope.defer(route.routed.release)
-            return _Call(request, prepared, route, scope), self._transfer_paths(route.link, prepared)
+            return _Call(request, prepared, scope, route, self._transfer_paths(route.link, prepared))
 
     async def _drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
         """Have media that are sent by embeddings made anew, if there are any. Raises what preparing them raises."""
@@ -311,19 +307,23 @@ class Gateway:
         self._metrics.count_embeddings("fallback", num_items)
         return num_items > 0
 
-    def _without_features(self, call: _Call, paths: _Paths, error: InvalidFeature) -> _Paths:
-        """Return the paths by which the worker processes the media itself, after it has refused our features. Raises
-        `error` if it would do the same: by the request's options, or already."""
-        refused, sources = paths[0], [path for path in paths if path is not None and not path.stage.is_processed]
+    def _without_features(self, call: _Call, error: InvalidFeature) -> _Call:
+        """Have the worker process the media itself, after it has refused our features. Raises `error` if it would do
+        the same: by the request's options, or already."""
+        refused, sources = call.paths[0], [path for path in call.paths if path and not path.stage.is_processed]
         if refused is None or not refused.stage.is_processed or not sources or _has_options(call.prepared):
             raise error
         logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
         self._metrics.count_fallback(str(refused), error.code)
-        return sources
+        return call._replace(paths=sources)
 
-    def _reroute(self, call: _Call, lost: frozenset[str], error: WorkerLost) -> tuple[_Call, _Paths]:
-        """Choose a worker that is not `lost`, of another host if there is one: a lost link or host costs all workers
-        there, one after the other. Raises `error` if there is no worker. The scope still holds the media."""
+    def _reroute(self, call: _Call, error: WorkerLost) -> _Call:
+        """Choose a worker that is not lost, of another host if there is one: a lost link or host costs all workers
+        there, one after the other. Raises `error` if there is none, or enough were tried. The scope still holds the
+        media."""
+        lost = call.lost | {call.route.link.name}
+        if len(lost) == _MAX_WORKERS:
+            raise error
         call.route.routed.release()
         addresses = {name: link.address for name, link in self._workers.links.items()}
         for excluded in (on_hosts_of(lost, addresses), lost):
@@ -331,7 +331,7 @@ class Gateway:
                 rerouted = self._route(call.request, call.prepared, call.scope, excluded)
                 logger.warning("%s: %s; sending to another worker", call.route.link.name, error.message)
                 self._metrics.count_rerouted()
-                return rerouted
+                return rerouted._replace(lost=lost)
         raise error
 
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
@@ -343,7 +343,7 @@ class Gateway:
         modalities = {item.modality for item in prompt.items}
         return {stage for modality, stage in self._stages_instead.items() if modality in modalities}
 
-    def _transfer_paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> _Paths:
+    def _transfer_paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[TransferPath | None]:
         if prepared is None:
             return (None,)
         paths = self._transports.paths(self._stage_for(prepared.source), link, prepared=bool(prepared.features))
@@ -359,12 +359,12 @@ class Gateway:
             return self._features.unavailable(_MEDIA_LOST)
         return GenerationFailed("the request's media could not be transferred to a worker")
 
-    async def _attempt(self, call: _Call, path: TransferPath | None) -> AsyncGenerator[OutputDelta, None]:
-        """Send the request by `path` and stream its output."""
+    async def _attempt(self, call: _Call) -> AsyncGenerator[OutputDelta, None]:
+        """Send the request by its first path and stream the output."""
         timeline = call.scope.timeline
         with timeline.measure("handover"):
-            remote = await self._send(call, path)
-        self._begin(call, path)
+            remote = await self._send(call)
+        self._begin(call)
         sent_at = time.perf_counter()
         is_first = True
         try:
@@ -385,16 +385,16 @@ class Gateway:
         finally:
             remote.abort()
 
-    async def _send(self, call: _Call, path: TransferPath | None) -> RemoteRequest:
-        """Transfer the request by `path`. Raises HandoverFailed, WorkerLost."""
-        request, prepared, route, scope = call
+    async def _send(self, call: _Call) -> RemoteRequest:
+        """Transfer the request by its first path. Raises HandoverFailed, WorkerLost."""
+        request, prepared, scope, route, (path, *_), _ = call
         self._num_sent += 1
         request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
         prompt, has_passed_holds = request.prompt, False
         if prepared is not None and path is not None:
             if not path.stage.is_processed or path.transport.needs_remote_store:
                 # Other requests may be routed while its media are being fetched, or granted to another host.
-                self._begin(call, path, is_sent=False)
+                self._begin(call, is_sent=False)
             sends_embeddings = path.transport.carries_embeddings and route.link.encoder == self.routes.encoder
             if path.stage.is_processed and not sends_embeddings:
                 await self._drop_embeddings(prepared)
@@ -414,10 +414,10 @@ class Gateway:
         scope.defer(remote.abort)
         return remote
 
-    def _begin(self, call: _Call, path: TransferPath | None, *, is_sent: bool = True) -> None:
+    def _begin(self, call: _Call, *, is_sent: bool = True) -> None:
         with call.scope.timeline.measure("route"):
             self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
-            call.scope.note_sent(Sent(call.route.routed.decision, path))
+            call.scope.note_sent(Sent(call.route.routed.decision, call.paths[0]))
 
 
 def _charge(scope: RequestScope, num_bytes: int) -> None:

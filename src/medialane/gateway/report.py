@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from medialane.core.feature import StagedItem
+from medialane.core.feature import MediaSpan, StagedItem
 from medialane.core.media import MediaSize, Modality
 from medialane.core.remote_entry import MoverName
-from medialane.core.request import RoutingDecision
-from medialane.gateway.embedding_outcome import EmbeddingOutcome
+from medialane.core.request import OutputDelta, RoutingDecision
 from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import StageTimeline
 
@@ -34,6 +33,12 @@ _DONE = b"data: [DONE]"
 
 #: Members of a completion chunk besides its choices.
 _CHUNK_MEMBERS = ("id", "created", "model", "system_fingerprint", "usage")
+
+
+#: `unneeded`: the item's tokens were in the KV cache. `loaded`: taken from the arena instead of encoding the item.
+#: `encoded`: encoded, and kept for later requests. `unkept`: encoded, if it was not in the engine's encoder cache, and
+#: not kept.
+EmbeddingOutcome = Literal["unneeded", "loaded", "encoded", "unkept"]
 
 
 class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -79,6 +84,15 @@ def media_report(item: StagedItem, num_tokens: int) -> MediaReport:
         timestamps=timestamps(size),
         num_tokens=num_tokens,
     )
+
+
+def embedding_outcome(span: MediaSpan, first: OutputDelta) -> EmbeddingOutcome:
+    """Return what the worker did about the embedding of a media item, as far as its first output says."""
+    if span.end <= (first.num_cached_tokens or 0):
+        return "unneeded"
+    if span.mm_hash in first.loaded:
+        return "loaded"
+    return "encoded" if span.mm_hash in first.embedded else "unkept"
 
 
 def with_outcome(item: MediaReport, outcome: EmbeddingOutcome | None) -> MediaReport:

@@ -17,9 +17,8 @@ from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds
 from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision
 from medialane.core.stats import RoutingStats
-from medialane.gateway.embedding_outcome import EmbeddingOutcome, embedding_outcome
 from medialane.gateway.expansions import Expansions, Item
-from medialane.gateway.report import routing_report
+from medialane.gateway.report import EmbeddingOutcome, embedding_outcome, routing_report
 from medialane.gateway.routed_worker import RoutedWorker
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics

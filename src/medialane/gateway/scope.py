@@ -19,9 +19,8 @@ from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef
 from medialane.core.remote_entry import MoverName
 from medialane.gateway.bodies import BudgetCharge
-from medialane.gateway.embedding_outcome import EmbeddingOutcome
 from medialane.gateway.references import References
-from medialane.gateway.report import MediaReport, Sent, media_report, request_report, with_outcome
+from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report, with_outcome
 from medialane.observability.timeline import StageTimeline
 
 _NO_OUTCOMES: Mapping[str, EmbeddingOutcome] = MappingProxyType({})

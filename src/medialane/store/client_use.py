@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from medialane.arena import Reservation
 from medialane.core.errors import ProtocolViolation
-
-
-class Releasable(Protocol):
-    def release(self) -> None: ...
+from medialane.core.feature import Hold
 
 
 class ClientUse:
@@ -18,14 +14,14 @@ class ClientUse:
     stopped using them. Ids are not reused, also over several connections of the client."""
 
     def __init__(self) -> None:
-        self._holds: dict[int, Sequence[Releasable]] = {}
+        self._holds: dict[int, Sequence[Hold]] = {}
         self._writing: set[Reservation] = set()
         self._num_holds = 0
 
     def __len__(self) -> int:
         return len(self._holds) + len(self._writing)
 
-    def hold(self, leases: Sequence[Releasable]) -> int:
+    def hold(self, leases: Sequence[Hold]) -> int:
         """Own `leases` until `release` of the id that is returned."""
         self._num_holds += 1
         self._holds[self._num_holds] = leases

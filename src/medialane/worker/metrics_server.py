@@ -54,7 +54,7 @@ class WorkerStatus(Collector):
         self._store = await self._worker.exposed_store()
 
     def health_problems(self) -> list[str]:
-        return [] if self._worker.is_responding else ["the engine does not respond"]
+        return ["the engine does not respond"] if self._worker.is_stalled else []
 
     def ready_problems(self) -> list[str]:
         unknown = [] if self._server.num_gateways else ["no gateway is registered"]
@@ -62,7 +62,7 @@ class WorkerStatus(Collector):
 
     def collect(self) -> Iterable[Metric]:
         values = {
-            "medialane_worker_engine_up": ("1 while the engine responds", self._worker.is_responding),
+            "medialane_worker_engine_up": ("1 while the engine responds", not self._worker.is_stalled),
             "medialane_worker_gateways": ("Gateways that are registered with this worker", self._server.num_gateways),
             "medialane_worker_requests": ("Requests of all gateways in this worker", self._server.num_in_flight),
             "medialane_worker_arena_mapped": ("1 while the arena of this host is mapped", self._worker.has_arena),

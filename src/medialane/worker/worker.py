@@ -108,11 +108,6 @@ class Worker:
         return self._registry
 
     @property
-    def is_responding(self) -> bool:
-        """Whether the engine responds to pings."""
-        return not self.is_stalled
-
-    @property
     def is_stalled(self) -> bool:
         """Whether the engine hangs, or has missed the last ping."""
         return self._stalls.is_stalled or bool(self._num_missed_pings)

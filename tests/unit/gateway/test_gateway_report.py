@@ -7,9 +7,9 @@ import msgspec
 import openai
 import pytest
 
-from medialane.core.feature import Feature, StagedItem
+from medialane.core.feature import Feature, MediaSpan, StagedItem
 from medialane.core.media import MediaRef, MediaSize
-from medialane.core.request import RoutingDecision
+from medialane.core.request import OutputDelta, RoutingDecision
 from medialane.core.stage import STAGES
 from medialane.gateway import ExtractedMedia, open_scope, report
 from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
@@ -313,3 +313,18 @@ def test_report_says_what_was_done_about_each_embedding():
         scope.note_answered(0, {"ha": "loaded", "hb": "encoded"})
         found = msgspec.json.decode(scope.report())
     assert [each.get("embedding") for each in found["items"]] == ["loaded", "encoded", None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "outcome"),
+    [
+        ({"embedded": ("h",), "loaded": ("h",)}, "loaded"),
+        ({"embedded": ("h", "other"), "loaded": ("other",)}, "encoded"),
+        ({"embedded": ("other",)}, "unkept"),
+        ({}, "unkept"),
+        ({"num_cached_tokens": 29}, "unkept"),
+        ({"num_cached_tokens": 30, "embedded": ("h",), "loaded": ("h",)}, "unneeded"),
+    ],
+)
+def test_first_output_says_what_was_done_about_an_embedding(fields, outcome):
+    assert report.embedding_outcome(MediaSpan("h", 10, 20), OutputDelta("r", [], **fields)) == outcome
