@@ -196,9 +196,8 @@ def process_specs(
     labels = [str(i) for i in range(engines.num_workers)] + [f"encoder-{i}" for i in range(engines.num_encoders)]
     sockets = [folder / f"{name.replace(' ', '-')}.sock" for name in names]
     workers = [
-        _worker(
-            name,
-            path,
+        ProcessSpec(
+            name=name,
             argv=_command(
                 "worker",
                 model,
@@ -211,6 +210,7 @@ def process_specs(
                 [*for_engines, *placements[i].vllm_args],
             ),
             environ={**worker_environ, **placements[i].environ},
+            ready=SocketExists(path),
             after=_same_gpus(placements, names, i),
             stop_timeout_s=config.cluster.stop_timeout_s,
         )
@@ -280,25 +280,6 @@ def _same_gpus(placements: Sequence[Placement], names: Sequence[str], number: in
     their free memory during start-up."""
     own = placements[number].gpus
     return next((names[i] for i in reversed(range(number)) if own and placements[i].gpus == own), None)
-
-
-def _worker(
-    name: str,
-    path: Path,
-    *,
-    argv: tuple[str, ...],
-    environ: Mapping[str, str],
-    after: str | None,
-    stop_timeout_s: float,
-) -> ProcessSpec:
-    return ProcessSpec(
-        name=name,
-        argv=argv,
-        environ=environ,
-        ready=SocketExists(path),
-        after=after,
-        stop_timeout_s=stop_timeout_s,
-    )
 
 
 def _command(name: str, model: str, flags: Sequence[str], vllm_args: Sequence[str]) -> tuple[str, ...]:

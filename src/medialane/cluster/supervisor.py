@@ -60,14 +60,7 @@ class Supervisor:
         Raises StartupFailed if one exits, or is not ready before its timeout. The others keep running until `stop`.
         """
         self._runner = asyncio.create_task(self._run(), name="supervisor")
-        waiting = asyncio.create_task(self._wait_all_ready(), name="all ready")
-        try:
-            done, _ = await asyncio.wait((waiting, self._failure, self._runner), return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            waiting.cancel()
-            await asyncio.wait((waiting,))
+        await first_of(self._wait_all_ready(), asyncio.shield(self._failure), asyncio.shield(self._runner))
         self._context.all_ready.set()
 
     async def wait(self) -> None:

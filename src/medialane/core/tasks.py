@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of the coroutines ends; cancel the others."""
+async def first_of(*waits: Awaitable[object]) -> None:
+    """Wait until one of them ends, and raise its error if it has one; cancel the others, but for what is shielded."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
     finally:
         for task in tasks:
             task.cancel()

@@ -37,6 +37,15 @@ async def test_first_one_that_ends_cancels_the_others(work):
     assert work.cancelled == ["a", "b"]
 
 
+async def test_error_of_the_first_one_is_raised_and_what_is_shielded_runs_on(work):
+    shielded = asyncio.create_task(work.endless("shielded"))
+    with pytest.raises(ValueError, match="a bug"):
+        await first_of(work.fail(ValueError("a bug")), asyncio.shield(shielded))
+    assert not shielded.done()
+    shielded.cancel()
+    await asyncio.wait([shielded])
+
+
 @pytest.mark.parametrize("values", [[], [1], [1, 2, 3]])
 async def test_results_are_in_order(work, values):
     assert await gather_or_cancel([work.give(value) for value in values]) == tuple(values)

@@ -60,28 +60,13 @@ class RemoteSupervisor:
         for spec in self._specs:
             self._observer.starting(spec.name)
         self._runner = asyncio.create_task(self._run(), name="supervise remote processes")
-        starting = asyncio.create_task(self._start_all(), name="start all")
-        try:
-            done, _ = await asyncio.wait((starting, self._runner), return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                each.result()
-        finally:
-            starting.cancel()
-            await asyncio.wait((starting,))
+        await first_of(self._start_all(), asyncio.shield(self._runner))
         self._all_ready.set()
 
     async def wait(self) -> None:
         """Wait until supervision ends, which it does after `stop`; earlier only because of a bug, which is raised."""
-        waits = [asyncio.ensure_future(self._local.wait())]
-        if self._runner is not None:
-            waits.append(asyncio.ensure_future(asyncio.shield(self._runner)))
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for each in done:
-                each.result()
-        finally:
-            for each in waits:
-                each.cancel()
+        runner = [] if self._runner is None else [asyncio.shield(self._runner)]
+        await first_of(self._local.wait(), *runner)
 
     async def stop(self) -> None:
         """Stop the gateways, then the workers and the rest. If cancelled, it kills."""
