@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from medialane.arena import Arena, ArenaConfig, describe
+from medialane.arena import describe
 from medialane.core.errors import InvalidImage
 from medialane.core.feature import Embedding, Feature, FoundItem, MediaPrompt
 from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize
@@ -61,12 +61,8 @@ class Source:
 
 
 @pytest.fixture
-def source():
-    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
-    yield Source(arena)
-    num_leases = arena.stats().num_leases
-    arena.close()
-    assert num_leases == 0
+def source(arena):
+    return Source(arena)
 
 
 def test_every_stage_has_a_finder():

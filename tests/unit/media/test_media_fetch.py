@@ -19,18 +19,6 @@ BODY = b"body" * 1000
 OTHER = b"other" * 1000
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 async def fetcher(clock):
     async with Fetcher(CONFIG, clock=clock) as fetcher:

@@ -7,18 +7,15 @@ from collections.abc import Iterator
 import pytest
 from preparer_pools import png, put
 
-from medialane.arena import Arena, ArenaConfig, Lease
+from builders import checked_arena
+from medialane.arena import Arena, Lease
 from medialane.core.media import EncodedMedia
 
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    arena = Arena.create(ArenaConfig(size_bytes=32 << 20))
-    yield arena
-    stats = arena.stats()
-    arena.close()
-    assert stats.num_leases == 0
-    assert stats.num_reservations == 0
+    with checked_arena(32 << 20) as arena:
+        yield arena
 
 
 @pytest.fixture
