@@ -34,7 +34,7 @@ class Watched:
 
     async def reset(self):
         """Clear the cache; vLLM reports it only with its next step."""
-        assert await self.engine._llm.reset_prefix_cache()
+        assert await self.engine.llm.reset_prefix_cache()
         del self.events[:]
 
     async def run(self, prompt, *, params=None, **fields):

@@ -54,7 +54,7 @@ def test_cpu_affinity_equals_vllms(tiny_model, threads, monkeypatch):
 
 
 def test_single_thread_may_run_on_every_core(threads):
-    cpu_executor._set_threads([[1]])
+    cpu_executor.set_threads([[1]])
     assert threads == {"number": 1}
 
 

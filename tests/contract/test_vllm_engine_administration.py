@@ -107,7 +107,7 @@ async def test_statistics_are_logged_at_vllms_interval(vllm_engine, monkeypatch)
         nonlocal num_logged
         num_logged += 1
 
-    monkeypatch.setattr(vllm_engine._llm, "do_log_stats", log)
+    monkeypatch.setattr(vllm_engine.llm, "do_log_stats", log)
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0.0001")
     await vllm_engine.ping(10)
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "3600")

@@ -17,6 +17,7 @@ from medialane.core.admin import ResetEncoderCache, ResetPrefixCache
 from medialane.core.errors import HandoverFailed, InvalidFeature
 from medialane.core.feature import EmbeddingUse
 from medialane.core.request import EmbeddingCounts
+from medialane.vllm_bridge.engine.engine_request import RequestReader
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -187,13 +188,15 @@ async def test_embeddings_take_no_noticeable_time_of_a_step(vllm_engine, maker, 
 
 async def test_clients_cannot_address_the_connector(vllm_engine, maker):
     mine = {"ec_transfer_params": {"medialane": b"\xc1"}, "mine": 1}
-    params = vllm_engine._reader.params(request("r", maker.inline(pixels(30, 30)), extra_args=mine))
+    reader = RequestReader(vllm_engine.llm, frozenset(), None)
+    params = reader.params(request("r", maker.inline(pixels(30, 30)), extra_args=mine))
+    reader.close()
     assert params.extra_args == {"mine": 1}
 
 
 async def test_clients_may_send_what_they_may_without_the_connector(vllm_engine):
     """vLLM enables embeddings sent by clients for engines with a connector."""
-    config = vllm_engine._llm.vllm_config
+    config = vllm_engine.llm.vllm_config
     assert config.ec_transfer_config.is_ec_transfer_instance
     media = config.model_config.multimodal_config
     assert (media.enable_mm_embeds, media.allow_missing_mm_embeddings) == (False, False)

@@ -27,7 +27,9 @@ from medialane.core.feature import MediaPayload
 from medialane.core.media import MediaSize
 from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
+from medialane.vllm_bridge.engine import engine as engine_module
 from medialane.vllm_bridge.items.features import decode_item, encode_item
+from medialane.vllm_bridge.seams.engine import call_every_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -77,7 +79,7 @@ async def answer(engine, prompt, tensors=None, **params):
 async def plain_answer(engine, token_ids, *arrays):
     """vLLM's output for the pixels."""
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    async for output in engine._llm.generate(plain(token_ids, *arrays), params, f"plain-{next(_ids)}"):
+    async for output in engine.llm.generate(plain(token_ids, *arrays), params, f"plain-{next(_ids)}"):
         last = output
     return list(last.outputs[0].token_ids)
 
@@ -87,7 +89,7 @@ class SentBytes:
 
     def __init__(self, engine, monkeypatch):
         self.total = 0
-        encoder = engine._llm.engine_core.encoder
+        encoder = engine.llm.engine_core.encoder
         inner = encoder.encode
 
         def encode(message):
@@ -288,13 +290,13 @@ class Confirmations:
 
     def __init__(self, engine, monkeypatch):
         self.num = 0
-        inner = engine._ask
+        inner = call_every_engine
 
-        async def ask(method, *args, timeout_s):
-            self.num += method == "is_sleeping"
-            return await inner(method, *args, timeout_s=timeout_s)
+        async def counted(llm, method, *args):
+            self.num += llm is engine.llm and method == "is_sleeping"
+            return await inner(llm, method, *args)
 
-        monkeypatch.setattr(engine, "_ask", ask)
+        monkeypatch.setattr(engine_module, "call_every_engine", counted)
 
 
 async def test_only_abort_and_stop_string_wait_for_confirmation(vllm_engine, maker, monkeypatch):

@@ -179,6 +179,7 @@ class FailingEngine(VllmEngine):
         )
         self._embeddings = SimpleNamespace(detach=_done)
         self._release_timeout_s = 1.0
+        self._arena_directory = "/dev/shm"
         self._item = item
         self.asked = []
 
@@ -265,7 +266,6 @@ async def test_arena_that_engine_core_did_not_confirm_in_time_is_unmapped_as_wel
             raise GenerationFailed("no answer")
 
     stalled = Stalled(None)
-    stalled._arena_directory = "/dev/shm"
     assert not await stalled.attach_arena("b" * 32, bytes(16))
     await stalled.detach_arena("b" * 32)
     assert stalled.asked == ["medialane_attach", "medialane_detach"]

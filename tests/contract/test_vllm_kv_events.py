@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytes
 async def watched(vllm_engine):
     found = Watched(vllm_engine)
     yield found
-    await vllm_engine._events.close()
+    await vllm_engine.events.close()
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ async def small(tiny_model):
     found = Watched(engine)
     yield found
     await engine.close()
-    assert not Path(engine._events.config.endpoint.removeprefix("ipc://")).parent.exists()
+    assert not Path(engine.events.config.endpoint.removeprefix("ipc://")).parent.exists()
 
 
 async def test_evicted_blocks_are_removed_as_in_the_engine(small, maker):
@@ -49,5 +49,5 @@ async def test_evicted_blocks_are_removed_as_in_the_engine(small, maker):
 
 async def test_new_engine_reports_from_its_start(small):
     """Its batches are counted from 0 again, by another reader."""
-    assert small.engine._events.ranks[0].num_lost == 0
+    assert small.engine.events.ranks[0].num_lost == 0
     assert isinstance(small.events[0], BlockStored)

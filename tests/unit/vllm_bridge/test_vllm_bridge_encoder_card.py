@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from medialane.vllm_bridge.encoder_cache import encoder_card as tested
-from medialane.vllm_bridge.encoder_cache.encoder_card import UnknownEncoder, encoder_card, encoder_digest
+from medialane.vllm_bridge.encoder_cache.encoder_card import (
+    UnknownEncoder,
+    encoder_card,
+    encoder_digest,
+    weights_version,
+)
 
 SIZE = 40 << 20
 
@@ -25,7 +30,7 @@ def folder(tmp_path):
 def weights(folder, load_format="auto", **changes):
     model = SimpleNamespace(**{"model": str(folder), "model_weights": "", "revision": None, "seed": 0} | changes)
     config = SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format=load_format))
-    return tested._weights(config)
+    return weights_version(config)
 
 
 def test_copy_of_a_model_in_another_folder_has_its_digest(folder, tmp_path):

@@ -8,9 +8,17 @@ import msgspec
 import pytest
 import torch
 from vllm.exceptions import GracefulHTTPError
+from vllm.multimodal.media.audio import AudioMediaIO
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from medialane.core.errors import InvalidAudio, PromptRejected, Unavailable, UnsupportedMediaType, WorkerLost
+from medialane.core.errors import (
+    InvalidAudio,
+    InvalidFeature,
+    PromptRejected,
+    Unavailable,
+    UnsupportedMediaType,
+    WorkerLost,
+)
 from medialane.core.feature import MediaPayload
 from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, SourcePrompt
@@ -38,14 +46,28 @@ def raising(error):
     return load
 
 
-async def decoding_by(source, load):
-    source._loader = lambda _: load
-    with mapped_errors():
-        return await source._encoded(ITEM, memoryview(b"bytes"))
+@pytest.fixture
+def decoding_by(source, monkeypatch):
+    """Renders a prompt with an item in stage `url`, which vLLM's loader of audio decodes with `load`."""
+
+    async def decode(load):
+        monkeypatch.setattr(AudioMediaIO, "load_bytes", lambda _, data: load(data))
+        with mapped_errors():
+            return await rendered(source, "url")
+
+    return decode
 
 
-def test_worker_implements_every_stage_left_to_it(source):
-    assert set(source._loads) == {stage.name for stage in STAGES.values() if not stage.is_processed}
+async def rendered(source, stage):
+    prompt = SourcePrompt([1], (ITEM,), stage=stage)
+    request = EngineRequest("r", prompt, sampling_params=msgspec.msgpack.encode({}))
+    return await source.render(request, prompt, [[memoryview(b"bytes")]])
+
+
+@pytest.mark.parametrize("stage", [stage.name for stage in STAGES.values() if not stage.is_processed])
+async def test_worker_implements_every_stage_left_to_it(source, stage):
+    with pytest.raises((InvalidAudio, InvalidFeature)):  # these bytes are no audio in any of them
+        await rendered(source, stage)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +75,9 @@ def test_worker_implements_every_stage_left_to_it(source):
     [ValueError("bad"), RuntimeError("bad"), AttributeError("bad"), OSError("truncated"), KeyError("bad")],
     ids=repr,
 )
-async def test_what_decoders_raise_for_bytes_is_the_clients(source, error):
+async def test_what_decoders_raise_for_bytes_is_the_clients(decoding_by, error):
     with pytest.raises(InvalidAudio) as raised:
-        await decoding_by(source, raising(error))
+        await decoding_by(raising(error))
     assert raised.value.param == "here"
 
 
@@ -72,20 +94,20 @@ async def test_what_decoders_raise_for_bytes_is_the_clients(source, error):
     ],
     ids=repr,
 )
-async def test_failure_of_the_worker_is_not_the_clients(source, error, expected):
+async def test_failure_of_the_worker_is_not_the_clients(decoding_by, error, expected):
     with pytest.raises(expected):
-        await decoding_by(source, raising(error))
+        await decoding_by(raising(error))
 
 
-async def test_bug_of_ours_is_not_the_clients(source):
+async def test_bug_of_ours_is_not_the_clients(decoding_by):
     with pytest.raises(TypeError, match="a bug"):
-        await decoding_by(source, _OURS["bug_of_ours"])
+        await decoding_by(_OURS["bug_of_ours"])
 
 
-async def test_executor_that_is_closed_is_not_the_clients(source):
+async def test_executor_that_is_closed_is_not_the_clients(source, decoding_by):
     source.close()
     with pytest.raises(RuntimeError, match="shutdown"):
-        await decoding_by(source, len)
+        await decoding_by(len)
 
 
 class FailingRenderer:

@@ -60,7 +60,7 @@ def encoder_digest(config: VllmConfig) -> str:
     settings = {name: str(getattr(media, name)) for name in _media_settings(media)}
     return digest(
         {
-            "weights": _weights(config),
+            "weights": weights_version(config),
             "config": _config(model.hf_config),
             "dtype": str(model.dtype),
             "quantization": str(model.quantization),
@@ -90,7 +90,8 @@ def _config(hf_config: Any) -> str:
     return describe(settings).text
 
 
-def _weights(config: VllmConfig) -> str:
+def weights_version(config: VllmConfig) -> str:
+    """Return what is equal for equal weights on every host. Raises UnknownEncoder."""
     model = config.model_config
     if config.load_config.load_format == "dummy":
         return f"random {model.seed}"

@@ -24,10 +24,10 @@ class CpuExecutor(OneProcessExecutor):
     """Runs the model on the scheduler's thread, with vLLM's own choice of cores."""
 
     def before_load(self) -> None:
-        _set_threads(cores_of_ranks(self.vllm_config))
+        set_threads(cores_of_ranks(self.vllm_config))
 
 
-def _set_threads(cpu_lists: list[list[int]]) -> None:
+def set_threads(cpu_lists: list[list[int]]) -> None:
     """Run one OpenMP thread per core of the only list, bound to these cores; no-op if binding is off."""
     if not cpu_lists:
         return

@@ -181,7 +181,7 @@ def _load(num_unfinished: int, stats: SchedulerStats) -> WorkerLoad:
 
 
 class VllmEngine:
-    """One AsyncLLM. Made by `build_engine`."""
+    """One AsyncLLM, `llm`, whose KV events `events` reads. Made by `build_engine`."""
 
     def __init__(
         self,
@@ -194,9 +194,9 @@ class VllmEngine:
         arena_directory: str,
         release_timeout_s: float,
     ) -> None:
-        self._llm = llm
+        self.llm = llm
         self._recorder = recorder
-        self._events = events
+        self.events = events
         self._folder = folder
         self._embeddings = embeddings
         self._arena_directory = arena_directory
@@ -215,7 +215,7 @@ class VllmEngine:
     @property
     def takes_media(self) -> bool:
         """Whether the model takes media, as it is configured."""
-        return bool(self._llm.model_config.supports_multimodal_inputs)
+        return bool(self.llm.model_config.supports_multimodal_inputs)
 
     @property
     def embedding_counts(self) -> EmbeddingCounts:
@@ -238,11 +238,11 @@ class VllmEngine:
         except StartupFailed:
             await self.close()
             raise
-        if self._llm.model_config.runner_type == "pooling":
-            tasks = tuple(await self._result_or_death(self._llm.get_supported_tasks()))
+        if self.llm.model_config.runner_type == "pooling":
+            tasks = tuple(await self._result_or_death(self.llm.get_supported_tasks()))
             self.card = msgspec.structs.replace(self.card, tasks=tasks)
         self._renew_card()
-        accepted = await accepted_embeds(self._llm.model_config, self._ask)
+        accepted = await accepted_embeds(self.llm.model_config, self._ask)
         if accepted is not None:
             self._reader.sources.accept_embeds(accepted)
 
@@ -250,13 +250,13 @@ class VllmEngine:
         """Return the load of each rank: unfinished requests as of now, running ones as of the last step (an idle engine
         runs no steps)."""
         if self.card.data_parallel_size == 1:
-            counts = [self._llm.get_num_unfinished_requests()]
+            counts = [self.llm.get_num_unfinished_requests()]
         else:
-            counts = num_unfinished_by_rank(self._llm)
+            counts = num_unfinished_by_rank(self.llm)
         return self._recorder.loads(counts)
 
     def watch_blocks(self, listener: Callable[[KvEventBatch], None]) -> None:
-        self._events.start(self._llm.get_kv_event_sources(), listener)
+        self.events.start(self.llm.get_kv_event_sources(), listener)
 
     async def attach_arena(self, arena: str, nonce: bytes) -> bool:
         try:
@@ -305,7 +305,7 @@ class VllmEngine:
         with mapped_errors():
             async with self._new_encoder_after(call):
                 try:
-                    result = await self._result_or_death(administration.begin(self._llm, call))
+                    result = await self._result_or_death(administration.begin(self.llm, call))
                 except (*REQUEST_ERRORS, EngineDeadError, MedialaneError):
                     raise
                 except Exception as error:  # vLLM has no narrower type for a failed utility
@@ -313,7 +313,7 @@ class VllmEngine:
         return None if result is None else bool(result)
 
     async def ping(self, timeout_s: float) -> None:
-        if self._llm.errored or self._num_releases_unknown:
+        if self.llm.errored or self._num_releases_unknown:
             raise WorkerLost("the worker's engine has died")
         await self._ask("is_sleeping", timeout_s=timeout_s)
         await self._embeddings.refresh(self._ask, timeout_s=timeout_s)
@@ -331,9 +331,9 @@ class VllmEngine:
         if not self._closed:
             self._closed = True
             self._reader.close()
-            await self._events.close()
-            stop_listening(self._llm)
-            await asyncio.get_running_loop().run_in_executor(None, self._llm.shutdown)
+            await self.events.close()
+            stop_listening(self.llm)
+            await asyncio.get_running_loop().run_in_executor(None, self.llm.shutdown)
             self._folder.remove()
 
     async def _outputs(
@@ -342,9 +342,9 @@ class VllmEngine:
         """Yield vLLM's outputs. Returns only after EngineCore has released the request."""
         arguments = self._reader.arguments(request)
         if request.is_pooling:
-            run, params = self._llm.encode, self._reader.pooling_params(request)
+            run, params = self.llm.encode, self._reader.pooling_params(request)
         else:
-            run, params = self._llm.generate, self._reader.params(request, embeddings)
+            run, params = self.llm.generate, self._reader.params(request, embeddings)
             clamp(params, engine_input, self.card.max_model_len)
         await self._adapters.ensure(arguments["lora_request"])
         generating = run(engine_input, params, request.request_id, **arguments)
@@ -391,12 +391,12 @@ class VllmEngine:
         """Return when EngineCore no longer reads an aborted request's data; see the theory of operation."""
         # A step may be running for each pipeline stage, one more with asynchronous scheduling; and the abort after a
         # stop string may be sent after the first call.
-        num_calls = 2 + self._llm.vllm_config.parallel_config.pipeline_parallel_size
+        num_calls = 2 + self.llm.vllm_config.parallel_config.pipeline_parallel_size
         try:
             for _ in range(num_calls):
                 await self._ask("is_sleeping", timeout_s=self._release_timeout_s)
         except (GenerationFailed, WorkerLost):
-            if is_engine_dead(self._llm):
+            if is_engine_dead(self.llm):
                 return  # a dead process reads nothing
             self._num_releases_unknown += 1
             logger.critical("request %s: the engine has not confirmed its release", request_id)
@@ -407,7 +407,7 @@ class VllmEngine:
         GenerationFailed if the timeout expires or the utility fails."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._result_or_death(call_every_engine(self._llm, method, *args))
+                return await self._result_or_death(call_every_engine(self.llm, method, *args))
         except TimeoutError as error:
             raise GenerationFailed(f"the engine did not respond within {timeout_s:g} s") from error
         except EngineDeadError as error:
@@ -422,7 +422,7 @@ class VllmEngine:
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
-                if self._llm.errored:
+                if self.llm.errored:
                     raise WorkerLost("the worker's engine has died")
                 await asyncio.wait({task}, timeout=ALIVE_CHECK_S)
             return task.result()
@@ -434,10 +434,10 @@ class VllmEngine:
         now = time.monotonic()
         if now - self._logged_at >= envs.VLLM_LOG_STATS_INTERVAL:
             self._logged_at = now
-            await self._llm.do_log_stats()
+            await self.llm.do_log_stats()
 
     async def _load_adapter(self, lora: LoRARequest) -> None:
-        if self._llm.vllm_config.lora_config is not None:  # otherwise vLLM raises a descriptive error
+        if self.llm.vllm_config.lora_config is not None:  # otherwise vLLM raises a descriptive error
             await self._ask("add_lora", lora, timeout_s=ADAPTER_TIMEOUT_S)
 
     async def _bind_lifetime(self, timeout_s: float) -> None:
