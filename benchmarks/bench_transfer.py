@@ -4,8 +4,7 @@ Each size is copied from one process's arena to another's: over loopback, and, a
 over veth. `raw` is sendfile and recv_into on one blocking connection between the same arenas, in the same run, the
 modes alternating. `tcp` is what a worker's store does: check whether the entry is here, open it at its source with a
 capability, reserve, receive, have the source confirm its hold, publish. `nixl` is the same with a NIXL read, of which
-UCX makes messages over TCP here (UCX_TLS=tcp). CPU is that of all threads and the mover's process, per copy. Copies by
-`auto` are made after it has measured both movers, and compared with those by tcp.
+UCX makes messages over TCP here (UCX_TLS=tcp). CPU is that of all threads and the mover's process, per copy.
 """
 
 from __future__ import annotations
@@ -94,11 +93,6 @@ def _add(report: Report, link: str, num_bytes: int, copied: Copied) -> None:
     if num_bytes >= LARGE:
         report.bars.append(Bar(f"{name}: throughput of tcp / raw", raw_s / tcp_s, MIN_SHARE, "at least"))
     report.bars.append(Bar(f"{name}: latency added by tcp, ms", 1000 * (tcp_s - raw_s), MAX_ADDED_MS, "at most"))
-    if "nixl" in copied.wall_s:
-        chosen = max(copied.num_auto, key=lambda mode: copied.num_auto[mode])
-        share = tcp_s / median(copied.wall_s[chosen])
-        report.bars.append(Bar(f"{name}: throughput of auto's choice ({chosen}) / tcp", share, MIN_SHARE, "at least"))
-        report.notes.append(f"{name}: auto has copied by {copied.num_auto}")
     report.bars.append(Bar(f"{name}: pulls for a second worker", copied.num_second_pulls, 0, "at most"))
 
 

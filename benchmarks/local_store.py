@@ -10,7 +10,7 @@ from typing import Any
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.media import Fetcher, MediaConfig
-from medialane.peers.pulls import Pulls
+from medialane.peers import Pulls
 from medialane.prepare import PreparerPool
 from medialane.store import Aliases, EncodedStore, Items, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus

@@ -24,17 +24,12 @@ from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.peers import capabilities
-from medialane.peers.mover_speed import NUM_TRIALS
+from medialane.peers import Pulls, capabilities
 from medialane.peers.nixl.mover import NixlMover
-from medialane.peers.pulls import Pulls
 from medialane.wire.config import RpcConfig
 
 ARENA_BYTES = 512 << 20
 MODES = ("raw", "tcp", "nixl")
-#: Copies by `auto`: until it has measured each mover, then those that are counted.
-NUM_MEASURED, NUM_AUTO = 2 * (NUM_TRIALS + 1), 5
-
 _REQUEST = struct.Struct("<QQ")
 
 
@@ -62,7 +57,6 @@ class Copied(msgspec.Struct):
     destination_cpu_s: dict[str, float]
     source_cpu_s: dict[str, float]
     num_second_pulls: int
-    num_auto: dict[str, int]
 
 
 def cpu_s(pid: int) -> float:
@@ -91,7 +85,7 @@ def _store(arena: Arena, num_bytes: int) -> Lease[Feature]:
 
 def _stores(arena: Arena, rpc: RpcConfig) -> tuple[Pulls, NixlMover]:
     nixl = NixlMover(arena.id, str(arena.path.parent), max_given_up_bytes=ARENA_BYTES, environ=os.environ)
-    return Pulls(arena, rpc, [nixl]), nixl
+    return Pulls(arena, rpc, nixl, prefers_mover=False), nixl
 
 
 async def source(host: str, rpc: RpcConfig, sizes: list[int]) -> None:
@@ -148,7 +142,7 @@ async def _copy(
     task: Task, found: Source, *, raw: socket.socket, arena: Arena, pulls: Pulls, pids: list[int]
 ) -> Copied:
     entry, modes = task.entry, task.modes
-    result = Copied({m: [] for m in modes}, dict.fromkeys(modes, 0.0), dict.fromkeys(modes, 0.0), 0, {})
+    result = Copied({m: [] for m in modes}, dict.fromkeys(modes, 0.0), dict.fromkeys(modes, 0.0), 0)
     for number in range(task.num_rounds + 1):
         for mode in modes if number % 2 else modes[::-1]:
             before = (time.perf_counter(), _all_cpu_s(pids), _all_cpu_s(found.pids))
@@ -166,13 +160,6 @@ async def _copy(
                 (await pulls.pull([entry]))[0].release()  # for another worker of this host
                 result.num_second_pulls += sum(pulls.stats.num_pulls.values()) - pulled
                 arena.evict(entry.key)
-    for number in range(NUM_MEASURED + NUM_AUTO):
-        before_auto = dict(pulls.stats.num_pulls)
-        (await pulls.pull([entry]))[0].release()
-        arena.evict(entry.key)
-        if number >= NUM_MEASURED:
-            for name, num_pulls in pulls.stats.num_pulls.items():
-                result.num_auto[name] = result.num_auto.get(name, 0) + num_pulls - before_auto.get(name, 0)
     return result
 
 

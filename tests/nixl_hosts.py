@@ -10,7 +10,7 @@ import pytest
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.remote_entry import RemoteEntry
-from medialane.peers.mover import Destination
+from medialane.peers import Destination, OpenedEntry
 from medialane.peers.nixl.mover import NixlMover
 from waiting import wait_until
 
@@ -21,14 +21,6 @@ MIB = 1 << 20
 def require_nixl() -> None:
     if importlib.util.find_spec("nixl") is None:
         pytest.skip("NOT TESTED: NIXL is not installed (the extra nixl)")
-
-
-class Opened:
-    """An entry that its store holds (an `OpenedEntry`)."""
-
-    def __init__(self, entry: RemoteEntry, offers: dict[str, bytes]) -> None:
-        self.entry = entry
-        self.offers = offers
 
 
 class Host:
@@ -42,7 +34,7 @@ class Host:
         )
         self._owned = []
 
-    async def opened(self, data: bytes) -> Opened:
+    async def opened(self, data: bytes) -> OpenedEntry:
         """Return a new entry with this payload, as a reader on another host sees it."""
         with self.arena.reserve(len(data)) as reservation:
             reservation.buffer[:] = data
@@ -50,7 +42,7 @@ class Host:
         self._owned.append(lease.release)
         offer = await self.mover.offer(wait=True)
         entry = RemoteEntry(lease.range, "processed", "key", "tcp://owner:1", 0, b"")
-        return Opened(entry, {} if offer is None else {"nixl": offer})
+        return OpenedEntry(entry, {} if offer is None else {"nixl": offer})
 
     def destination(self, num_bytes: int) -> Destination:
         reservation = self.arena.reserve(num_bytes)
@@ -58,7 +50,7 @@ class Host:
         reservation.buffer[:] = bytes(num_bytes)
         return Destination(reservation.range, reservation.buffer)
 
-    async def read(self, opened: Opened, deadline_s: float = 10.0) -> bytes:
+    async def read(self, opened: OpenedEntry, deadline_s: float = 10.0) -> bytes:
         """Read to a new range, and return what is there."""
         destination = self.destination(opened.entry.range.nbytes - 64)
         await self.mover.read(opened, destination, deadline_s=deadline_s)

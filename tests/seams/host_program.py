@@ -135,16 +135,16 @@ def store(folder: Path) -> int:
 
 
 def stop_pulls_at_the_gate(gates: Gates) -> None:
-    from medialane.peers.peer_socket import PeerSocket
+    from medialane.peers.peer_connection import PeerConnection
 
-    receive = PeerSocket.receive_into
+    receive = PeerConnection.receive_into
 
-    def receive_into(self: PeerSocket, target: memoryview) -> None:
-        if len(target) > PAYLOAD_BYTES:
-            gates.wait(PULL)
-        receive(self, target)
+    async def receive_into(self: PeerConnection, payload: memoryview) -> None:
+        if len(payload) > PAYLOAD_BYTES:
+            await gates.passed(PULL)
+        await receive(self, payload)
 
-    PeerSocket.receive_into = receive_into
+    PeerConnection.receive_into = receive_into
 
 
 async def worker(folder: Path, name: str) -> int:

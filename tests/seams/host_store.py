@@ -12,8 +12,8 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.gateway import StoreFeatures
 from medialane.media import Fetcher, MediaConfig
+from medialane.peers import Pulls
 from medialane.peers.nixl.mover import NixlMover
-from medialane.peers.pulls import Pulls
 from medialane.prepare import PreparerPool
 from medialane.store import Aliases, Items, PublishedImages, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
@@ -68,7 +68,7 @@ class HostStore:
 
     async def __aenter__(self) -> Self:
         self._stack.callback(self.fairness.close)
-        self.pulls = Pulls(self.arena, RPC, [] if self.mover is None else [self.mover])
+        self.pulls = Pulls(self.arena, RPC, self.mover)
         self._stack.push_async_callback(self.pulls.close)
         if self.mover is not None:
             published = PublishedImages(self.arena, self.pulls, self.mover, self.media)

@@ -18,8 +18,8 @@ from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.peers import puller
-from medialane.peers.pulls import Pulls
+from medialane.peers import Pulls
+from medialane.peers import pulls as pulls_module
 from medialane.wire.config import RpcConfig
 
 SECRET = "a secret for tests in namespaces"
@@ -41,7 +41,7 @@ def _hash(arena: Arena, lease) -> str:
 
 
 async def main(directory: str, host: str | None = None, num_bytes: str = "0") -> None:
-    puller.longest_pull_s = lambda _: PULL_S
+    pulls_module.longest_pull_s = lambda _: PULL_S
     arena = Arena.create(ArenaConfig(size_bytes=64 << 20, directory=directory))
     pulls = Pulls(arena, RpcConfig(shared_secret=SECRET, insecure=True))
     lease = None

@@ -12,9 +12,7 @@ from medialane.arena import layout
 from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.peers import pull_time
-from medialane.peers.mover_speed import NUM_TRIALS
-from medialane.peers.pulls import Pulls
+from medialane.peers import Pulls, pull_time
 from medialane.wire.config import RpcConfig
 from nixl_hosts import FAKE, MIB, Host
 from waiting import eventually
@@ -25,9 +23,9 @@ MISSING = "no_such_module:Agent"
 class Store:
     """A host with the pulls of a store."""
 
-    def __init__(self, factory: str) -> None:
+    def __init__(self, factory: str, **settings) -> None:
         self.host = Host(factory=factory)
-        self.pulls = Pulls(self.host.arena, RpcConfig(), [self.host.mover])
+        self.pulls = Pulls(self.host.arena, RpcConfig(), self.host.mover, **settings)
         self._leases = []
 
     def granted(self, key: str, data: bytes, mover: str):
@@ -64,8 +62,8 @@ async def stores():
     """Starts a source and a destination with these agents."""
     made = []
 
-    async def start(source=FAKE, destination=FAKE):
-        made.extend([Store(source), Store(destination)])
+    async def start(source=FAKE, destination=FAKE, **settings):
+        made.extend([Store(source, **settings), Store(destination, **settings)])
         await made[0].pulls.serve("tcp://127.0.0.1:0")
         return made
 
@@ -83,16 +81,22 @@ async def test_entry_is_pulled_by_the_chosen_mover(stores):
     assert destination.num_pulls == {"nixl": 1, "tcp": 1}
 
 
-async def test_auto_uses_tcp_until_nixl_is_ready_and_then_measures_both(stores):
+async def test_auto_uses_tcp_until_nixl_is_ready(stores):
     source, destination = await stores()
     data = os.urandom(2 * MIB)
     assert await destination.pull(source.granted("0", data, "auto")) == data
     assert destination.num_pulls == {"tcp": 1}, "a first pull does not wait for a process"
     await eventually(lambda: source.host.mover.pid and destination.host.mover.pid, "both start one")
-    for number in range(2 * (NUM_TRIALS + 1)):
-        assert await destination.pull(source.granted(f"auto {number}", data[: MIB + number], "auto"))
-        destination.host.arena.clear()
-    assert destination.num_pulls["nixl"] >= NUM_TRIALS + 1
+    assert await destination.pull(source.granted("1", data, "auto")) == data
+    assert destination.num_pulls == {"tcp": 1, "nixl": 1}
+
+
+async def test_auto_uses_tcp_on_hosts_without_rdma_devices(stores):
+    source, destination = await stores(prefers_mover=False)
+    data = os.urandom(100_000)
+    assert await destination.pull(source.granted("0", data, "nixl")) == data
+    assert await destination.pull(source.granted("1", data, "auto")) == data
+    assert destination.num_pulls == {"nixl": 1, "tcp": 1}
 
 
 @pytest.mark.parametrize("agents", [(FAKE, MISSING), (MISSING, FAKE), (MISSING, MISSING)])
@@ -139,7 +143,7 @@ async def test_mover_process_that_is_killed_in_the_middle_of_a_pull_costs_no_req
     source, destination = await stores()
     assert await destination.pull(source.granted("0", b"a" * 1000, "nixl")) == b"a" * 1000
     source.host.stop()
-    data = os.urandom(2 * MIB)  # large enough to be copied by each mover in turn
+    data = os.urandom(2 * MIB)
     pull = asyncio.ensure_future(destination.pull(source.granted("1", data, "auto")))
     await eventually(lambda: destination.host.mover._child._reads)
     destination.host.kill()

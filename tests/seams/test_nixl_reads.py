@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from medialane.core.errors import TransferFailed
-from medialane.peers.mover import StillWriting
+from medialane.peers import StillWriting
 from nixl_hosts import MIB, Host, require_nixl
 from waiting import eventually
 

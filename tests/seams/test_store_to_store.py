@@ -7,16 +7,18 @@ import gc
 import json
 import tempfile
 from contextlib import AsyncExitStack
+from functools import partial
 
 import msgspec
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt
 from host_store import HostStore
+from msgspec.structs import replace
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.gateway.config import TransferConfig
-from medialane.peers.mover import StillWriting
+from medialane.peers import StillWriting
 from medialane.store import StoreGrants
 from waiting import eventually
 
@@ -163,15 +165,16 @@ async def test_request_counts_at_its_worker_before_its_pull_is_granted(
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 async def test_pull_that_fails_falls_back_to_another_path_with_the_same_output(
-    arena, preparers, worker, other_host, transport
+    arena, preparers, worker, other_host, transport, monkeypatch
 ):
     stage = "features" if transport == "auto" else "url"
     async with parts_for(arena, preparers, [worker], stage=stage) as near:
         with open_scope():
             expected = await near.answer(prompt(png()))
     async with parts_for(arena, preparers, [await other_host.worker()], transport=transport) as far:
-        await far.store.pulls._server.close()  # as if it could not be reached
-        far.store.pulls._server._capabilities.address = "tcp://127.0.0.1:1"
+        grant = far.store.pulls.grant
+        unreachable = partial(replace, address="tcp://127.0.0.1:1")
+        monkeypatch.setattr(far.store.pulls, "grant", lambda ranges: list(map(unreachable, grant(ranges))))
         assert await answer_and_report(far, prompt(png())) == (expected, (stage, "inline"))
         assert far.count("medialane_transfer_fallbacks_total", path="features/pull", reason="transfer_failed") == 1
 

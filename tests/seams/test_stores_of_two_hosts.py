@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from pulling_program import PULL_S, SECRET, Pulled, Stored
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig
 from medialane.core.errors import TransferFailed
-from medialane.peers import puller
-from medialane.peers.peer_socket import PeerSocket
-from medialane.peers.pulls import Pulls
+from medialane.peers import Pulls
+from medialane.peers import pulls as pulls_module
+from medialane.peers.peer_connection import PeerConnection
 from medialane.wire.config import RpcConfig
 from waiting import eventually, line_of, wait_until
 
@@ -74,7 +73,7 @@ def source():
 @pytest.fixture
 async def destination(monkeypatch):
     """The pulls of this process's arena, with a short deadline."""
-    monkeypatch.setattr(puller, "longest_pull_s", lambda _: PULL_S)
+    monkeypatch.setattr(pulls_module, "longest_pull_s", lambda _: PULL_S)
     arena = Arena.create(ArenaConfig(size_bytes=32 * MIB))
     pulls = Pulls(arena, RpcConfig(shared_secret=SECRET))
     pulls.arena = arena
@@ -84,25 +83,25 @@ async def destination(monkeypatch):
     arena.close()
 
 
-class Gate(threading.Event):
+class Gate(asyncio.Event):
     """Payloads are received when it is set: until then the source fills the sockets' buffers, and waits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reached = threading.Event()
+        self.reached = asyncio.Event()
 
 
 @pytest.fixture
-def gate(monkeypatch):
-    gate, receive = Gate(), PeerSocket.receive_into
+async def gate(monkeypatch):
+    gate, receive = Gate(), PeerConnection.receive_into
 
-    def receive_into(self, target):
-        if len(target) > MIB:
+    async def receive_into(self, payload):
+        if len(payload) > MIB:
             gate.reached.set()
-            gate.wait(10)
-        receive(self, target)
+            await gate.wait()
+        await receive(self, payload)
 
-    monkeypatch.setattr(PeerSocket, "receive_into", receive_into)
+    monkeypatch.setattr(PeerConnection, "receive_into", receive_into)
     yield gate
     gate.set()
 

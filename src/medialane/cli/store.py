@@ -25,7 +25,6 @@ from medialane.core.process.phase import READY, enter_phase
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
 from medialane.media import Fetcher, MediaConfig
-from medialane.peers.mover import Mover
 from medialane.peers.nixl.mover import NixlMover
 from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool
@@ -106,12 +105,18 @@ class _Store:
         encoded = EncodedStore(arena, config.media)
         fetcher = await stack.enter_async_context(Fetcher(config.media, open_body=encoded.open))
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
-        own_movers = movers(config, arena.id)
-        self._pulls = pulls = Pulls(arena, config.rpc, own_movers, max_streams=config.store.peer_streams)
+        mover = nixl_mover(config, arena.id)
+        self._pulls = pulls = Pulls(
+            arena,
+            config.rpc,
+            mover,
+            prefers_mover=has_rdma_devices(),
+            max_streams=config.store.peer_streams,
+        )
         stack.push_async_callback(pulls.close)
         if config.store.peer_listen:
             logger.info("other hosts' stores connect to %s", await pulls.serve(config.store.peer_listen))
-        published = published_images(config.media, arena, pulls, own_movers)
+        published = published_images(config.media, arena, pulls, mover)
         if published is not None:
             stack.push_async_callback(published.close)
         self._items = Items(
@@ -153,40 +158,41 @@ class _Store:
         return StoreStatus(stats, self._pool.degradation, self._has_started)
 
 
+def has_rdma_devices() -> bool:
+    return any(RDMA_DEVICES.glob("*"))
+
+
 def _wants_nixl(config: Config) -> bool:
     """Whether NIXL may be used. Over TCP it is slower than tcp (`medialane bench transfer`), and open to any peer."""
     if config.store.nixl != "auto":
         return config.store.nixl == "on"
-    return not config.rpc.tls_cert and any(RDMA_DEVICES.glob("*"))
+    return not config.rpc.tls_cert and has_rdma_devices()
 
 
-def movers(config: Config, arena: str) -> list[Mover]:
-    """Return the movers besides tcp, which cost nothing until they are used."""
+def nixl_mover(config: Config, arena: str) -> NixlMover | None:
+    """Return the mover beside tcp, if there is one; it costs nothing until it is used."""
     if not _wants_nixl(config):
-        return []
+        return None
     if importlib.util.find_spec("nixl") is None:
         logger.info("NIXL is not installed (the extra nixl): entries of other hosts are copied by tcp")
-        return []
-    return [
-        NixlMover(
-            arena,
-            config.arena.directory,
-            max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE),
-            environ=allowed_environ("mover", process_environ(), config.environment.pass_env),
-        )
-    ]
+        return None
+    return NixlMover(
+        arena,
+        config.arena.directory,
+        max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE),
+        environ=allowed_environ("mover", process_environ(), config.environment.pass_env),
+    )
 
 
 def published_images(
-    config: MediaConfig, arena: Arena, pulls: Pulls, own_movers: Sequence[Mover]
+    config: MediaConfig, arena: Arena, pulls: Pulls, mover: NixlMover | None
 ) -> PublishedImages | None:
     """Return the reader of published images, None if they are not allowed. Raises StartupFailed without NIXL."""
     if not config.allow_rdma:
         return None
-    for mover in own_movers:
-        if isinstance(mover, NixlMover):
-            return PublishedImages(arena, pulls, mover, config)
-    raise StartupFailed("--allow-media-rdma needs NIXL: install the extra nixl, and use --peer-nixl on")
+    if mover is None:
+        raise StartupFailed("--allow-media-rdma needs NIXL: install the extra nixl, and use --peer-nixl on")
+    return PublishedImages(arena, pulls, mover, config)
 
 
 @asynccontextmanager

@@ -1,18 +1,6 @@
-"""Copies entries between the arenas of hosts: which peers may, what they ask, and the two movers, tcp and nixl."""
+"""Copies entries between the arenas of hosts, by tcp or by another mover (`nixl`): `Pulls` is a store's end."""
 
 from medialane.peers.mover import Destination, Mover, OpenedEntry, StillWriting
-from medialane.peers.mover_health import MoverHealth
-from medialane.peers.mover_speed import MoverSpeed
 from medialane.peers.pulls import Pulls
-from medialane.peers.tcp import TcpMover
 
-__all__ = [
-    "Destination",
-    "Mover",
-    "MoverHealth",
-    "MoverSpeed",
-    "OpenedEntry",
-    "Pulls",
-    "StillWriting",
-    "TcpMover",
-]
+__all__ = ["Destination", "Mover", "OpenedEntry", "Pulls", "StillWriting"]

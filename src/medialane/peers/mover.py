@@ -1,13 +1,13 @@
-"""Movers copy entries from another store's arena into this store's.
+"""A mover copies entries from another store's arena into this store's. Beside tcp (`peers.py`) there is `nixl`.
 
     destination store                              source store
     open(RemoteEntry)              --->            checks the capability, holds the entry
-                                   <---            its value, and what its movers offer
-    mover.read(opened, reserved range)             tcp: sends the bytes; nixl: its memory is read
+                                   <---            its value, and what its mover offers
+    mover.read(opened, reserved range)             its memory is read
     close                          --->            releases the hold; it fails if the hold had ended before
 
-`store.puller` opens and closes, reserves and publishes; a mover only fills the reserved range. An entry is published
-only after a close that succeeded, so bytes that arrive after the end of the source's hold are never used.
+`Pulls` opens and closes, reserves and publishes; a mover only fills the reserved range. An entry is published only
+after a close that succeeded, so bytes that arrive after the end of the source's hold are never used.
 
 The hazard is the *late landing*: bytes that are written to a range after it was given to another entry. So `read` ends
 in one of three ways, and only in these:
@@ -48,28 +48,15 @@ class Destination(NamedTuple):
     payload: memoryview
 
 
-class OpenedEntry(Protocol):
-    """An entry that its store holds for us until it is closed."""
+class OpenedEntry(NamedTuple):
+    """An entry that its store holds for us, and what the source's movers offer, by name."""
 
-    @property
-    def entry(self) -> RemoteEntry: ...
-
-    @property
-    def offers(self) -> Mapping[str, bytes]:
-        """What the source's movers offer, by name: a mover of this name here can read from there."""
-        ...
-
-    async def receive(self, payload: memoryview, deadline_s: float) -> None:
-        """Receive the payload over the connection on which the entry was opened, and others, for the tcp mover.
-
-        The entry is closed then: its source has confirmed that it was held. Raises TransferFailed; however it ends,
-        also if cancelled, nothing is written to `payload` afterwards.
-        """
-        ...
+    entry: RemoteEntry
+    offers: Mapping[str, bytes]
 
 
 class Mover(Protocol):
-    """One way to copy entries. Called from the event loop; blocking work belongs into threads or another process."""
+    """Called from the event loop; blocking work belongs into threads or another process."""
 
     @property
     def name(self) -> MoverName: ...

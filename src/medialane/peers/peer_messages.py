@@ -34,7 +34,7 @@ from medialane.core.remote_entry import RemoteEntry
 #: Must be equal on both sides; incremented by every incompatible change.
 PEER_VERSION = 2
 
-#: Name of the protocol in the handshake that authenticates both sides (`rpc.authentication`).
+#: Name of the protocol in the handshake that authenticates both sides (`wire.authentication`).
 PROTOCOL = "pull"
 
 #: Largest message before and after the peer is authenticated.
@@ -69,7 +69,7 @@ class OpenEntry(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class EntryOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`encoded` for encoded bytes, otherwise `feature`, which has an embedding for an embedded entry; their ranges are
-    in the source's arena. `offers` is what its movers offer at the moment (`transfer.mover`), by name."""
+    in the source's arena. `offers` is what its movers offer at the moment (`mover.py`), by name."""
 
     feature: Feature | None = None
     encoded: EncodedMedia | None = None

@@ -20,7 +20,7 @@ from medialane.wire.security import Authentication
 
 async def authenticate(
     sock: socket.socket,
-    make_protocol: Callable[[], asyncio.Protocol],
+    make_protocol: Callable[[], asyncio.BaseProtocol],
     authentication: Authentication,
     *,
     dialled_host: str | None = None,
@@ -44,7 +44,7 @@ async def authenticate(
 
 
 async def _connect(
-    sock: socket.socket, protocol: asyncio.Protocol, authentication: Authentication, *, dialled_host: str | None
+    sock: socket.socket, protocol: asyncio.BaseProtocol, authentication: Authentication, *, dialled_host: str | None
 ) -> None:
     """Connect `protocol`, over TLS if configured: returns after the handshake of TLS."""
     loop, security = asyncio.get_running_loop(), authentication.security
@@ -70,7 +70,7 @@ class AuthenticatingProtocol(asyncio.Protocol):
     error: the caller calls `abort`."""
 
     def __init__(
-        self, make_protocol: Callable[[], asyncio.Protocol], authentication: Authentication, *, is_dialler: bool
+        self, make_protocol: Callable[[], asyncio.BaseProtocol], authentication: Authentication, *, is_dialler: bool
     ) -> None:
         self._make_protocol = make_protocol
         self._authentication = authentication
@@ -120,7 +120,7 @@ class AuthenticatingProtocol(asyncio.Protocol):
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
         if rest and not transport.is_closing():
-            protocol.data_received(rest)
+            cast("asyncio.Protocol", protocol).data_received(rest)  # one with buffers must have the method, too
 
     def _fail(self, error: AuthenticationFailed) -> None:
         if self._transport is not None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from asyncio.staggered import staggered_race
+from functools import partial
 
 from medialane.core.errors import NoWorkerReady, StartupFailed, WorkerLost
 from medialane.wire.address import TcpAddress, UnixAddress, parse_address
 from medialane.wire.authenticating import authenticate
 from medialane.wire.security import Authentication
 
+#: How long one address of a host is tried before the next is, too.
+ATTEMPT_DELAY_S = 0.25
 
-async def dial(address: str, protocol: asyncio.Protocol, authentication: Authentication | None = None) -> None:
+
+async def dial(address: str, protocol: asyncio.BaseProtocol, authentication: Authentication | None = None) -> None:
     """Connect `protocol` to the process at `address`, over TCP when that is authenticated, which needs
     `authentication`. Raises
 
@@ -38,27 +43,22 @@ async def dial(address: str, protocol: asyncio.Protocol, authentication: Authent
         raise WorkerLost(f"the address cannot be reached: {reason}") from error
 
 
-async def _dial_tcp(target: TcpAddress, protocol: asyncio.Protocol, authentication: Authentication) -> None:
-    """Try every address of the host. Raises ConnectionRefusedError only if all of them refused: asyncio itself reports
-    a mixture of errors as a plain OSError."""
+async def _dial_tcp(target: TcpAddress, protocol: asyncio.BaseProtocol, authentication: Authentication) -> None:
+    """Connect to the first address of the host that accepts, "happy eyeballs" (RFC 8305): one that does not answer, of
+    a dead IPv6 route say, only delays the next. Raises ConnectionRefusedError only if all of them refused."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    other: OSError | None = None
-    for family, *_, address in found:
-        try:
-            await _connect(family, str(address[0]), target, protocol=protocol, authentication=authentication)
-        except ConnectionRefusedError:
-            continue
-        except OSError as error:
-            other = error
-        else:
-            return
-    raise other or ConnectionRefusedError
+    addresses = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    attempts = [partial(_connect, family, str(address[0]), target, authentication) for family, *_, address in addresses]
+    sock, _, errors = await staggered_race(attempts, ATTEMPT_DELAY_S)
+    if sock is None:
+        others = [error for error in errors if error is not None and not isinstance(error, ConnectionRefusedError)]
+        raise others[-1] if others else ConnectionRefusedError
+    await authenticate(sock, lambda: protocol, authentication, dialled_host=target.host)
 
 
-async def _connect(
-    family: int, ip: str, target: TcpAddress, *, protocol: asyncio.Protocol, authentication: Authentication
-) -> None:
+async def _connect(family: int, ip: str, target: TcpAddress, authentication: Authentication) -> socket.socket:
+    """The caller owns the socket. Raises OSError, and StartupFailed if the address needs a protection that is not
+    set."""
     authentication.security.check_host(ip)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -69,4 +69,4 @@ async def _connect(
     except BaseException:
         sock.close()
         raise
-    await authenticate(sock, lambda: protocol, authentication, dialled_host=target.host)
+    return sock

@@ -39,7 +39,7 @@ class Listener:
 
     @classmethod
     async def listen(
-        cls, address: str, protocol: Callable[[], asyncio.Protocol], authentication: Authentication | None = None
+        cls, address: str, protocol: Callable[[], asyncio.BaseProtocol], authentication: Authentication | None = None
     ) -> Listener:
         """Listen at `address`; the `address` of the result has the port that the kernel chose for port 0.
 
@@ -57,7 +57,7 @@ class Listener:
             raise StartupFailed(f"cannot listen at {address}: {_reason(error)}") from error
 
     @classmethod
-    async def _listen_unix(cls, path: str, protocol: Callable[[], asyncio.Protocol]) -> Listener:
+    async def _listen_unix(cls, path: str, protocol: Callable[[], asyncio.BaseProtocol]) -> Listener:
         server = await asyncio.get_running_loop().create_unix_server(protocol, sock=_bind_unix(path))
         inode = _inode(path)
 
@@ -69,7 +69,7 @@ class Listener:
 
     @classmethod
     async def _listen_tcp(
-        cls, target: TcpAddress, protocol: Callable[[], asyncio.Protocol], authentication: Authentication
+        cls, target: TcpAddress, protocol: Callable[[], asyncio.BaseProtocol], authentication: Authentication
     ) -> Listener:
         async def shake_hands(sock: socket.socket, ip: str) -> None:
             try:

@@ -15,7 +15,7 @@ import pytest
 
 from medialane.cli import store, store_command
 from medialane.cli.main import main
-from medialane.cli.store import movers, published_images
+from medialane.cli.store import nixl_mover, published_images
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.config import Config, load_config
 from medialane.core.errors import StartupFailed
@@ -215,11 +215,11 @@ TLS = RpcConfig(tls_cert="cert.pem", tls_key="key.pem", tls_ca="ca.pem")
 @pytest.mark.parametrize(
     ("setting", "rpc", "has_rdma", "expected"),
     [
-        ("auto", RpcConfig(), True, ["nixl"]),
-        ("auto", RpcConfig(), False, []),
-        ("auto", TLS, True, []),
-        ("on", TLS, False, ["nixl"]),
-        ("off", RpcConfig(), True, []),
+        ("auto", RpcConfig(), True, True),
+        ("auto", RpcConfig(), False, False),
+        ("auto", TLS, True, False),
+        ("on", TLS, False, True),
+        ("off", RpcConfig(), True, False),
     ],
 )
 def test_nixl_is_used_over_rdma_where_entries_need_not_be_encrypted_or_where_it_is_set(
@@ -229,20 +229,20 @@ def test_nixl_is_used_over_rdma_where_entries_need_not_be_encrypted_or_where_it_
     if has_rdma:
         (tmp_path / "mlx5_0").mkdir()
     config = Config(store=StoreConfig(nixl=setting), rpc=rpc)
-    assert [mover.name for mover in movers(config, "0" * 32)] == expected
+    assert (nixl_mover(config, "0" * 32) is not None) == expected
 
 
 def test_missing_nixl_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO):
-        assert movers(Config(store=StoreConfig(nixl="on")), "0" * 32) == []
+        assert nixl_mover(Config(store=StoreConfig(nixl="on")), "0" * 32) is None
     assert len(caplog.records) == 1
 
 
 def test_published_images_need_nixl():
     config = Config(media=MediaConfig(allow_rdma=True), store=StoreConfig(nixl="on"))
-    found = movers(config, "0" * 32)
-    assert isinstance(published_images(config.media, None, None, found), PublishedImages)
-    assert published_images(MediaConfig(), None, None, found) is None
+    mover = nixl_mover(config, "0" * 32)
+    assert isinstance(published_images(config.media, None, None, mover), PublishedImages)
+    assert published_images(MediaConfig(), None, None, mover) is None
     with pytest.raises(StartupFailed, match="--peer-nixl on"):
-        published_images(config.media, None, None, [])
+        published_images(config.media, None, None, None)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from medialane.core.errors import TransferFailed
-from medialane.peers.mover import StillWriting
+from medialane.peers import StillWriting
 from medialane.peers.nixl import child as child_module
 from medialane.peers.nixl import mover as mover_module
 from medialane.peers.nixl.messages import MAX_READS

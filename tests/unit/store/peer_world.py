@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-from collections.abc import Callable
-from contextlib import suppress
+import tempfile
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaConfig, Lease, layout
 from medialane.core.errors import MedialaneError
@@ -14,12 +13,20 @@ from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.peers.peer_messages import MAX_MESSAGE_BYTES, PROTOCOL, EntryOpened, PeerHello, PeerWelcome
-from medialane.peers.peer_socket import PeerSocket
-from medialane.peers.pulls import Pulls
-from medialane.wire.address import parse_address
+from medialane.peers import Mover, Pulls
+from medialane.peers.peer_connection import PeerConnection
+from medialane.peers.peer_messages import (
+    PROTOCOL,
+    EntryOpened,
+    PeerHello,
+    PeerWelcome,
+    decode_from_source,
+    decode_to_source,
+)
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
+from medialane.wire.dial import dial
+from medialane.wire.listener import Listener
 from medialane.wire.security import Security
 
 RPC = RpcConfig()
@@ -30,16 +37,16 @@ MIB = 1 << 20
 class Host:
     """The arena of one host and its pulls. `close` checks that nothing is held."""
 
-    def __init__(self, rpc: RpcConfig = RPC) -> None:
+    def __init__(self, rpc: RpcConfig = RPC, mover: Mover | None = None, **settings: Any) -> None:
         self.arena = Arena.create(ArenaConfig(size_bytes=16 * MIB))
-        self.pulls = Pulls(self.arena, rpc)
+        self.pulls = Pulls(self.arena, rpc, mover, **settings)
+        self.address = ""
 
-    async def serve(self) -> str:
-        return await self.pulls.serve("tcp://127.0.0.1:0")
+    async def serve(self) -> None:
+        self.address = await self.pulls.serve("tcp://127.0.0.1:0")
 
     async def close(self) -> None:
         await self.pulls.close()
-        await asyncio.sleep(0)  # leases that threads have ended
         stats = self.arena.stats()
         self.arena.close()
         assert (stats.num_leases, stats.num_reservations) == (0, 0)
@@ -64,70 +71,73 @@ def pattern(key: str, num_bytes: int) -> bytes:
     return (key.encode() * (num_bytes // len(key) + 1))[:num_bytes]
 
 
-def connect(address: str) -> PeerSocket:
+async def connect(address: str) -> PeerConnection:
     """Return a registered connection to a store, to misbehave on."""
-    target = parse_address(address)
-    peer = PeerSocket(socket.create_connection(target, 5))
-    peer.authenticate(AUTHENTICATION, dialled_host=target.host)
-    peer.send(PeerHello("0" * 32))
-    peer.receive(MAX_MESSAGE_BYTES)
+    peer = PeerConnection()
+    await dial(address, peer, AUTHENTICATION)
+    await peer.send(PeerHello("0" * 32))
+    await peer.receive(decode_from_source)
     return peer
 
 
-class ScriptedSource:
-    """Another host's store: `script` is run in a thread for each connection that is registered."""
+async def send_bytes(peer: PeerConnection, data: bytes) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        await peer.send_file(file.fileno(), 0, len(data))
 
-    def __init__(self, script: Callable[[PeerSocket], None]) -> None:
+
+class ScriptedSource:
+    """Another host's store: `script` is run for each connection that is registered, which is closed at its end."""
+
+    def __init__(self, script: Callable[[PeerConnection], Awaitable[None]]) -> None:
         self._script = script
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.num_connections = 0
-        self.errors: list[Exception] = []
-        self._peers: list[PeerSocket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        self._listener: Listener | None = None
+        self.address = ""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def listen(self) -> None:
+        self._listener = await Listener.listen(
+            "tcp://127.0.0.1:0", lambda: PeerConnection(self._opened), AUTHENTICATION
+        )
+        self.address = self._listener.address
 
     def entry(self, key: str, lease: Lease[Feature]) -> RemoteEntry:
         """Return an entry that is like the one of `lease`, at this address."""
         return RemoteEntry(lease.range, "processed", key, self.address, 0, b"")
 
-    def close(self) -> None:
+    async def ended(self) -> None:
+        """Wait until all scripts have ended."""
+        await asyncio.gather(*self._tasks)
+
+    async def close(self) -> None:
         """Idempotent."""
-        with suppress(OSError):  # it is closed already
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for peer in self._peers:
-            peer.abort()
-        for thread in self._threads:
-            thread.join(10)
-            assert not thread.is_alive()
+        if self._listener is not None:
+            self._listener.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            self.num_connections += 1
-            peer = PeerSocket(sock)
-            self._peers.append(peer)
-            self._threads.append(threading.Thread(target=self._serve, args=(peer,)))
-            self._threads[-1].start()
+    def _connection(self) -> PeerConnection:
+        return PeerConnection(self._opened)
 
-    def _serve(self, peer: PeerSocket) -> None:
+    def _opened(self, peer: PeerConnection) -> None:
+        self._tasks.append(asyncio.create_task(self._serve(peer)))
+
+    async def _serve(self, peer: PeerConnection) -> None:
         try:
-            peer.authenticate(AUTHENTICATION)
-            peer.receive(MAX_MESSAGE_BYTES)
-            peer.send(PeerWelcome("f" * 32))
-            self._script(peer)
-        except (MedialaneError, OSError) as error:
-            self.errors.append(error)
+            await peer.receive(decode_to_source)
+            await peer.send(PeerWelcome("f" * 32))
+            await self._script(peer)
+        except MedialaneError:
+            """The destination has disconnected."""
         finally:
-            peer.close()
+            peer.abort()
+            await peer.closed
 
 
-def opening(peer: PeerSocket, feature: Feature) -> None:
+async def opening(peer: PeerConnection, feature: Feature) -> None:
     """Answer OpenEntry, and receive SendPayload."""
-    peer.receive(MAX_MESSAGE_BYTES)
-    peer.send(EntryOpened(feature=feature, offers={"tcp": b""}))
-    peer.receive(MAX_MESSAGE_BYTES)
+    await peer.receive(decode_to_source)
+    await peer.send(EntryOpened(feature=feature, offers={"tcp": b""}))
+    await peer.receive(decode_to_source)

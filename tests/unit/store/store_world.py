@@ -14,7 +14,7 @@ from medialane.core.feature import Feature, FoundEmbedding, WantedEmbedding
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.peers.pulls import Pulls
+from medialane.peers import Pulls
 from medialane.store import StoreLink, StoreServer
 from medialane.store.embeddings import Embeddings
 from medialane.store.holds import StoreEntries

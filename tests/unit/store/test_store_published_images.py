@@ -25,8 +25,8 @@ from medialane.core.media import MediaRef, MediaSize
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.media import MediaConfig
 from medialane.media.published_image import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, PublishedImage
+from medialane.peers import Pulls
 from medialane.peers.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
-from medialane.peers.pulls import Pulls
 from medialane.store import EncodedStore, PublishedImages, published_images
 from medialane.testing.fake_nixl import FakeMetadata
 from medialane.wire.config import RpcConfig

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-import threading
+import socket
 import time
+from contextlib import ExitStack
 
 import msgspec
 import pytest
 import trustme
-from peer_world import MIB, Host, ScriptedSource, connect, opening, pattern
+from peer_world import MIB, Host, ScriptedSource, connect, opening, pattern, send_bytes
 
 from certificates import tls_settings
 from medialane.arena import ENTRY_HEADER_BYTES, describe
@@ -26,19 +27,16 @@ from medialane.core.feature import Embedding, Feature
 from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import ArenaRange, TensorSpec
-from medialane.peers import peer_server, peers, puller
-from medialane.peers.mover import StillWriting
+from medialane.peers import Pulls, StillWriting, peer_server, peers, pulls
 from medialane.peers.peer_messages import (
-    MAX_MESSAGE_BYTES,
     CloseEntry,
     EntryClosed,
     EntryOpened,
     OpenEntry,
-    PeerRefused,
     SendPayload,
+    decode_from_source,
+    decode_to_source,
 )
-from medialane.peers.peer_socket import PeerSocket
-from medialane.peers.pulls import Pulls
 from medialane.wire.config import RpcConfig
 from waiting import eventually
 
@@ -59,17 +57,18 @@ async def destination():
 
 
 @pytest.fixture
-def scripted():
+async def scripted():
     """Scripted sources, ended after the test."""
     sources = []
 
-    def make(script):
+    async def make(script):
         sources.append(ScriptedSource(script))
+        await sources[-1].listen()
         return sources[-1]
 
     yield make
-    for found in sources:
-        found.close()
+    for each in sources:
+        await each.close()
 
 
 async def pull(host, entry):
@@ -145,7 +144,7 @@ async def test_concurrent_pulls_of_an_entry_copy_it_once_over_a_connection_that_
             lease.release()
         (await pull(destination, source.grant(other))).release()
     assert destination.pulls.stats.num_pulls == {"tcp": 2}
-    assert source.pulls._server.num_connections == 1
+    assert source.pulls.num_connections == 1
 
 
 async def test_many_entries_are_copied_at_the_same_time(source, destination):
@@ -216,6 +215,32 @@ async def test_store_that_cannot_be_reached_fails_at_once_for_a_moment(source, d
                 await pull(destination, entry)
 
 
+@pytest.mark.parametrize("is_silent", [True, False])
+async def test_address_of_a_store_that_does_not_answer_is_not_the_only_one_tried(
+    source, destination, monkeypatch, is_silent
+):
+    """As of a host whose IPv6 route is dead."""
+    port = int(source.address.rpartition(":")[2])
+    with ExitStack() as stack:
+        if is_silent:  # its backlog is full: the kernel drops further connections
+            silent = stack.enter_context(socket.create_server(("127.0.0.3", port), backlog=0))
+            for _ in range(3):
+                full = stack.enter_context(socket.socket())
+                full.setblocking(False)
+                full.connect_ex(silent.getsockname())
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in ("127.0.0.3", "127.0.0.1")]
+
+        async def getaddrinfo(*_, **__):
+            return found
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+        with source.store("k") as stored:
+            entry = msgspec.structs.replace(source.grant(stored), address=f"tcp://store.example:{port}")
+            started = time.monotonic()
+            (await pull(destination, entry)).release()
+            assert time.monotonic() - started < 1.5, "at most the delay between two addresses"
+
+
 @pytest.mark.parametrize("address", ["unix:/tmp/x.sock", "tcp://0.0.0.0:0", "tcp://10.255.255.1:0", "nonsense"])
 async def test_address_that_is_not_one_of_this_host_is_refused(destination, address):
     with pytest.raises(StartupFailed):
@@ -254,7 +279,7 @@ async def hosts(request, tmp_path):
     """A source and a destination, perhaps with TLS."""
     files = tls_settings(tmp_path, trustme.CA()) if request.param == "TLS" else {}
     config = RpcConfig(shared_secret="a secret for this test alone", **files)
-    made = [Host(config), Host(config)]
+    made = [Host(config), Host(config, max_streams=3)]
     await made[0].serve()
     yield made
     for host in reversed(made):
@@ -264,10 +289,9 @@ async def hosts(request, tmp_path):
 @pytest.mark.parametrize(("num_bytes", "num_streams"), [(MIB - 1000, 1), (MIB + 5, 2), (9 * MIB // 2 + 7, 3)])
 async def test_large_entry_is_copied_over_several_connections(hosts, small_parts, num_bytes, num_streams):
     source, destination = hosts
-    destination.pulls._puller._peers._max_streams = 3
     with source.store("key", num_bytes) as stored, await pull(destination, source.grant(stored)) as copied:
         assert destination.payload(copied) == source.payload(stored)
-        assert source.pulls._server.num_connections == num_streams
+        assert source.pulls.num_connections == num_streams
         assert destination.pulls.stats.num_pulls == {"tcp": 1}
         await eventually(lambda: source.arena.stats().num_leases == 1, "every connection has released its hold")
 
@@ -277,19 +301,19 @@ async def test_failure_of_one_part_ends_all_of_them_before_the_range_is_free(
 ):
     stopped = []
 
-    def script(peer):
-        opening(peer, stored.value)
+    async def script(peer):
+        await opening(peer, stored.value)
         if not stopped:
             stopped.append(peer)  # sends nothing
-            peer.receive(9)
+            await peer.receive(decode_to_source)
 
     with source.store("k", 4 * MIB) as stored:
         with pytest.raises(TransferFailed, match=r"closed|lost"):
-            await pull(destination, scripted(script).entry("k", stored))
+            await pull(destination, (await scripted(script)).entry("k", stored))
         assert stopped
         assert destination.arena.stats().num_reservations == 0
         with pytest.raises(TransferFailed):
-            stopped[0].receive(9)  # its connection has been closed
+            await stopped[0].receive(decode_to_source)  # its connection has been closed
 
 
 async def test_large_entry_is_copied_over_several_connections_when_another_mover_fails(two_hosts, small_parts):
@@ -297,7 +321,7 @@ async def test_large_entry_is_copied_over_several_connections_when_another_mover
     mover.errors = [TransferFailed("broken")]
     with source.store("key", 3 * MIB) as stored, await pull(destination, source.grant(stored)) as copied:
         assert destination.payload(copied) == source.payload(stored)
-    assert source.pulls._server.num_connections == 4
+    assert source.pulls.num_connections == 4
     assert destination.pulls.stats.num_pulls == {"tcp": 1}
 
 
@@ -306,39 +330,43 @@ async def test_large_entry_is_copied_over_several_connections_when_another_mover
 
 @pytest.fixture
 def short_pulls(monkeypatch):
-    monkeypatch.setattr(puller, "longest_pull_s", lambda _: 0.3)
+    monkeypatch.setattr(pulls, "longest_pull_s", lambda _: 0.3)
+
+
+async def nothing(*_):
+    """The source dies."""
 
 
 def sends_half(feature, then, num_bytes=None):
     """Send half of the payload, and call `then` with the connection and the other half."""
 
-    def script(peer):
-        opening(peer, feature)
+    async def script(peer):
+        await opening(peer, feature)
         payload = pattern(feature.mm_hash, num_bytes or feature.tensors[0].range.nbytes - ENTRY_HEADER_BYTES)
-        peer._sock.sendall(payload[: len(payload) // 2])
-        then(peer, payload[len(payload) // 2 :])
+        await send_bytes(peer, payload[: len(payload) // 2])
+        await then(peer, payload[len(payload) // 2 :])
 
     return script
 
 
 async def test_source_that_dies_before_or_during_a_pull_fails_it_and_the_range_is_free(destination, scripted, source):
     with source.store("k") as stored:
-        for script in (lambda peer: None, sends_half(stored.value, lambda peer, rest: None)):
+        for script in (nothing, sends_half(stored.value, nothing)):
             with pytest.raises(TransferFailed, match=r"closed|lost"):
-                await pull(destination, scripted(script).entry("k", stored))
+                await pull(destination, (await scripted(script)).entry("k", stored))
             assert destination.arena.stats().num_reservations == 0
         (await pull(destination, source.grant(stored))).release()
 
 
 async def test_nothing_lands_late_of_a_source_that_stops_and_resumes(destination, scripted, source, short_pulls):
-    resumed = threading.Event()
+    resumed = asyncio.Event()
 
-    def resume(peer, rest):
-        assert resumed.wait(10)
-        peer._sock.sendall(rest)
+    async def resume(peer, rest):
+        await resumed.wait()
+        await send_bytes(peer, rest)
 
     with source.store("k") as stored:
-        stopped = scripted(sends_half(stored.value, resume))
+        stopped = await scripted(sends_half(stored.value, resume))
         started = time.monotonic()
         with pytest.raises(TransferFailed, match="in time"):
             await pull(destination, stopped.entry("k", stored))
@@ -347,15 +375,20 @@ async def test_nothing_lands_late_of_a_source_that_stops_and_resumes(destination
         assert reused.range.offset == stored.range.offset, "the range of the read that was given up"
         reused.buffer[:] = canary = b"\xc5" * len(reused.buffer)
         resumed.set()
-        stopped.close()
+        await stopped.ended()
         assert reused.buffer == canary
         reused.abandon()
 
 
 async def test_cancelled_pull_ends_its_read_before_the_range_is_free(destination, scripted, source):
-    half_sent = threading.Event()
+    half_sent = asyncio.Event()
+
+    async def stop(peer, rest):
+        half_sent.set()
+        await peer.receive(decode_to_source)
+
     with source.store("k") as stored:
-        stopped = scripted(sends_half(stored.value, lambda peer, rest: (half_sent.set(), peer.receive(9))))
+        stopped = await scripted(sends_half(stored.value, stop))
         pulling = asyncio.create_task(pull(destination, stopped.entry("k", stored)))
         await eventually(half_sent.is_set)
         pulling.cancel()
@@ -365,33 +398,33 @@ async def test_cancelled_pull_ends_its_read_before_the_range_is_free(destination
 
 
 async def test_bytes_whose_hold_the_source_did_not_confirm_are_not_used(destination, scripted, source):
-    def no_confirmation(peer, rest):
-        peer._sock.sendall(rest)
-        peer.receive(MAX_MESSAGE_BYTES)
+    async def no_confirmation(peer, rest):
+        await send_bytes(peer, rest)
+        await peer.receive(decode_to_source)
 
     with source.store("k") as stored, pytest.raises(TransferFailed):
-        await pull(destination, scripted(sends_half(stored.value, no_confirmation)).entry("k", stored))
+        await pull(destination, (await scripted(sends_half(stored.value, no_confirmation))).entry("k", stored))
     assert not destination.arena.contains("k")
 
 
 async def test_source_that_describes_another_entry_is_not_believed(destination, scripted, source):
-    def finish(peer, rest):
-        peer._sock.sendall(rest)
-        peer.receive(MAX_MESSAGE_BYTES)
-        peer.send(EntryClosed())
+    async def finish(peer, rest):
+        await send_bytes(peer, rest)
+        await peer.receive(decode_to_source)
+        await peer.send(EntryClosed())
 
     with source.store("k") as stored, source.store("l") as other:
         wrong = msgspec.structs.replace(stored.value, tensors=other.value.tensors)
         with pytest.raises(TransferFailed, match="another entry"):
-            await pull(destination, scripted(sends_half(wrong, finish)).entry("k", stored))
+            await pull(destination, (await scripted(sends_half(wrong, finish))).entry("k", stored))
 
 
 @pytest.mark.parametrize("wrong", ["range", "key", "tensors", "kind"])
 async def test_source_that_describes_another_embedding_is_not_believed(destination, scripted, source, wrong):
-    def close(peer, rest):
-        peer._sock.sendall(rest)
-        peer.receive(MAX_MESSAGE_BYTES)
-        peer.send(EntryClosed())
+    async def close(peer, rest):
+        await send_bytes(peer, rest)
+        await peer.receive(decode_to_source)
+        await peer.send(EntryClosed())
 
     with stored_embedding(source) as stored, stored_embedding(source, "f") as other, source.store("k") as feature:
         value, embedding = stored.value, stored.value.embedding
@@ -402,7 +435,7 @@ async def test_source_that_describes_another_embedding_is_not_believed(destinati
             "kind": {"embedding": None},
         }[wrong]
         script = sends_half(msgspec.structs.replace(value, **described), close, num_bytes=1000)
-        entry = msgspec.structs.replace(scripted(script).entry("e", stored), kind="embedded")
+        entry = msgspec.structs.replace((await scripted(script)).entry("e", stored), kind="embedded")
         with pytest.raises(TransferFailed, match="another entry"):
             await pull(destination, entry)
     assert destination.arena.stats().num_entries == 0
@@ -410,15 +443,15 @@ async def test_source_that_describes_another_embedding_is_not_believed(destinati
 
 @pytest.mark.parametrize("answer", [EntryClosed(), OpenEntry, b"\xff\xff\xff\xff", b"\0\0\0\1\xc1"], ids=str)
 async def test_source_that_violates_the_protocol_fails_the_pull(destination, scripted, source, answer):
-    def script(peer):
-        peer.receive(MAX_MESSAGE_BYTES)
+    async def script(peer):
+        await peer.receive(decode_to_source)
         if isinstance(answer, bytes):
-            peer._sock.sendall(answer)
+            await send_bytes(peer, answer)
         else:
-            peer.send(EntryOpened(offers={"tcp": b""}) if answer is OpenEntry else answer)
+            await peer.send(EntryOpened(offers={"tcp": b""}) if answer is OpenEntry else answer)
 
     with source.store("k") as stored, pytest.raises(TransferFailed):
-        await pull(destination, scripted(script).entry("k", stored))
+        await pull(destination, (await scripted(script)).entry("k", stored))
 
 
 # Movers other than tcp.
@@ -459,10 +492,9 @@ class FakeMover:
 @pytest.fixture
 async def two_hosts():
     """A source and a destination with a fake mover, whose errors can be set."""
-    source, destination, mover = Host(), Host(), FakeMover()
-    source.mover = FakeMover()
-    source.pulls = Pulls(source.arena, RpcConfig(), [source.mover])
-    destination.pulls = Pulls(destination.arena, RpcConfig(), [mover])
+    mover, sources_mover = FakeMover(), FakeMover()
+    source, destination = Host(mover=sources_mover), Host(mover=mover)
+    source.mover = sources_mover
     await source.serve()
     yield source, destination, mover
     await destination.close()
@@ -524,7 +556,7 @@ async def test_chosen_mover_that_is_given_up_fails_the_pull_with_an_error_for_ot
 
 async def test_mover_that_hangs_leaves_time_for_the_next(two_hosts, monkeypatch):
     source, destination, mover = two_hosts
-    monkeypatch.setattr(puller, "longest_pull_s", lambda _: 2.0)
+    monkeypatch.setattr(pulls, "longest_pull_s", lambda _: 2.0)
     mover.hangs = True
     with source.store("k") as stored, await pull(destination, source.grant(stored)) as copied:
         assert destination.payload(copied) == source.payload(stored)
@@ -535,9 +567,9 @@ async def test_movers_are_started_when_a_peer_connects(two_hosts):
     source, destination, mover = two_hosts
     with source.store("k") as stored:
         entry = source.grant(stored)
-    peer = await asyncio.to_thread(connect, entry.address)
+    peer = await connect(entry.address)
     await eventually(lambda: source.mover.num_starts)
-    peer.close()
+    peer.abort()
     with pytest.raises(TransferFailed):  # before it is known whether the source has the mover, too
         await pull(destination, msgspec.structs.replace(entry, address="tcp://127.0.0.1:1"))
     assert mover.num_starts
@@ -559,93 +591,66 @@ def short_holds(monkeypatch):
 
 
 async def held_by(source, peer, entry, *messages):
-    await asyncio.to_thread(lambda: (peer.send(OpenEntry(entry), *messages), peer.receive(MAX_MESSAGE_BYTES)))
+    await peer.send(OpenEntry(entry), *messages)
+    await peer.receive(decode_from_source)
     assert source.arena.stats().num_leases == 1
 
 
 async def test_destination_that_dies_ends_its_hold(source):
     with source.store("k") as stored:
         entry = source.grant(stored)
-    peer = await asyncio.to_thread(connect, entry.address)
+    peer = await connect(entry.address)
     await held_by(source, peer, entry, SendPayload(0, 16))
-    peer.close()
+    peer.abort()
     await eventually(lambda: source.arena.stats().num_leases == 0)
 
 
 async def test_hold_of_a_destination_that_stops_reading_ends_and_is_not_confirmed_later(source, short_holds):
     with source.store("k", 15 * MIB) as stored:
         entry = source.grant(stored)
-    peer = await asyncio.to_thread(connect, entry.address)
+    peer = await connect(entry.address)
     await held_by(source, peer, entry, SendPayload(0, entry.range.nbytes - ENTRY_HEADER_BYTES))
     await eventually(lambda: source.arena.stats().num_leases == 0)
 
-    def resume():
-        peer.receive_into(memoryview(bytearray(entry.range.nbytes - ENTRY_HEADER_BYTES)))
-        peer.send(CloseEntry())
-        peer.receive(MAX_MESSAGE_BYTES)
+    async def resume():
+        await peer.receive_into(memoryview(bytearray(entry.range.nbytes - ENTRY_HEADER_BYTES)))
+        await peer.send(CloseEntry())
+        await peer.receive(decode_from_source)
 
     with pytest.raises(TransferFailed):
-        await asyncio.to_thread(resume)
-    peer.close()
+        await resume()
+    peer.abort()
 
 
 @pytest.mark.parametrize("message", [CloseEntry(), EntryClosed()], ids=str)
 async def test_destination_that_violates_the_protocol_is_disconnected(source, message):
-    peer = await asyncio.to_thread(connect, address_of(source))
-
-    def violate():
-        peer.send(message)
-        peer.receive(MAX_MESSAGE_BYTES)
-
+    peer = await connect(source.address)
+    await peer.send(message)
     with pytest.raises(TransferFailed):
-        await asyncio.to_thread(violate)
-    peer.close()
-
-
-async def test_peer_without_a_capability_keeps_no_thread_however_large_its_entry(source, monkeypatch):
-    """It does not read the reply, for which a thread waits."""
-    monkeypatch.setattr(peer_server, "REQUEST_TIMEOUT_S", 0.3)
-    forged = RemoteEntry(ArenaRange("0" * 32, 0, (1 << 63) - 1, 1), "processed", "k", "tcp://127.0.0.1:1", 0, b"")
-    peer = await asyncio.to_thread(connect, address_of(source))
-    blocked, send = threading.Event(), PeerSocket.send
-
-    def blocking(self, *messages):
-        if isinstance(messages[0], PeerRefused):
-            blocked.wait(10)
-        send(self, *messages)
-
-    monkeypatch.setattr(PeerSocket, "send", blocking)
-    await asyncio.to_thread(peer.send, OpenEntry(forged))
-    with pytest.raises(TransferFailed):
-        await asyncio.wait_for(asyncio.to_thread(peer.receive, MAX_MESSAGE_BYTES), 8)
-    blocked.set()
-    peer.close()
-
-
-def address_of(source) -> str:
-    return source.pulls._server.capabilities.address
+        await peer.receive(decode_from_source)
+    peer.abort()
 
 
 async def test_part_that_is_not_one_of_the_payload_is_not_sent(source):
     with source.store("k") as stored:
         entry = source.grant(stored)
     for start, stop in ((0, entry.range.nbytes), (-1, 5), (9, 5)):
-        peer = await asyncio.to_thread(connect, entry.address)
+        peer = await connect(entry.address)
         await held_by(source, peer, entry)
-        peer.send(SendPayload(start, stop))
+        await peer.send(SendPayload(start, stop))
         with pytest.raises(TransferFailed):
-            await asyncio.to_thread(peer.receive, MAX_MESSAGE_BYTES)
-        peer.close()
+            await peer.receive(decode_from_source)
+        peer.abort()
         await eventually(lambda: source.arena.stats().num_leases == 0)
 
 
 async def test_store_that_stops_ends_its_connections_and_holds(source):
     with source.store("k") as stored:
         entry = source.grant(stored)
-    peer = await asyncio.to_thread(connect, entry.address)
+    peer = await connect(entry.address)
     await held_by(source, peer, entry)
     await source.pulls.close()
     assert source.arena.stats().num_leases == 0
     with pytest.raises(TransferFailed):
-        await asyncio.to_thread(peer.receive, MAX_MESSAGE_BYTES)
-    peer.close()
+        await peer.receive(decode_from_source)
+    peer.abort()
