@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -95,10 +95,6 @@ def embedding_outcome(span: MediaSpan, first: OutputDelta) -> EmbeddingOutcome:
     return "encoded" if span.mm_hash in first.embedded else "unkept"
 
 
-def with_outcome(item: MediaReport, outcome: EmbeddingOutcome | None) -> MediaReport:
-    return item if outcome is None else msgspec.structs.replace(item, embedding=outcome)
-
-
 def request_report(
     items: tuple[MediaReport, ...], sent: Sent | None, engine_cached_tokens: int | None, timeline: StageTimeline
 ) -> bytes:
@@ -162,7 +158,7 @@ class ReportSender:
     def __init__(self, send: Send, report: Callable[[], bytes]) -> None:
         self._send = send
         self._report = report
-        self._splice: _Splice | None = None
+        self._splice: JsonSplice | StreamSplice | None = None
         self._start: Message | None = None
 
     async def __call__(self, message: Message) -> None:
@@ -187,13 +183,7 @@ class ReportSender:
             await self._send({**start, "headers": headers})
 
 
-class _Splice(Protocol):
-    def feed(self, piece: bytes, *, last: bool) -> bytes:
-        """Return what to send for `piece` of the body."""
-        ...
-
-
-def _splice_for(start: Message, report: Callable[[], bytes]) -> _Splice | None:
+def _splice_for(start: Message, report: Callable[[], bytes]) -> JsonSplice | StreamSplice | None:
     headers = {k.lower(): v for k, v in start.get("headers", ())}
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if start["status"] != 200 or b"content-encoding" in headers:
@@ -204,7 +194,8 @@ def _splice_for(start: Message, report: Callable[[], bytes]) -> _Splice | None:
 
 
 class JsonSplice:
-    """Adds the report as a member of the body's JSON object. Any other body is passed on unchanged."""
+    """Adds the report as a member of the body's JSON object. Any other body is passed on unchanged. `feed` returns what
+    is sent for a piece of the body."""
 
     def __init__(self, report: Callable[[], bytes]) -> None:
         self._report = report

@@ -20,7 +20,7 @@ from medialane.core.media import MediaRef
 from medialane.core.remote_entry import MoverName
 from medialane.gateway.bodies import BudgetCharge
 from medialane.gateway.references import References
-from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report, with_outcome
+from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report
 from medialane.observability.timeline import StageTimeline
 
 _NO_OUTCOMES: Mapping[str, EmbeddingOutcome] = MappingProxyType({})
@@ -116,7 +116,9 @@ class RequestScope:
         self._engine_cached_tokens = num_cached_tokens
         if self._sent is not None and movers:
             self._sent = msgspec.structs.replace(self._sent, movers=tuple(movers))
-        self._items = tuple(with_outcome(item, outcomes.get(item.mm_hash)) for item in self._items)
+        self._items = tuple(
+            msgspec.structs.replace(item, embedding=outcomes.get(item.mm_hash, item.embedding)) for item in self._items
+        )
 
     def report(self) -> bytes:
         """Return the report on the request so far as JSON, items in the order of the request."""

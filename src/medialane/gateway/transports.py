@@ -147,10 +147,7 @@ class Transports:
     def __init__(self, transports: Sequence[Transport], choice: TransportChoice = "auto") -> None:
         self._all = transports
         self._allowed = [each for each in transports if choice == "auto" or choice in each.choices]
-
-    @property
-    def carry_embeddings(self) -> bool:
-        return any(transport.carries_embeddings for transport in self._allowed)
+        self.carry_embeddings = any(transport.carries_embeddings for transport in self._allowed)
 
     def paths(self, stage: StageChoice, worker: WorkerLink, *, prepared: bool) -> list[TransferPath]:
         """Return the transfer paths to try, best first; empty if the operator's choice is impossible at this worker.

@@ -70,24 +70,23 @@ class HeldEmbeddings:
         prompt = request.prompt.with_media(list(map(self._without_tensors, media)))
         return msgspec.structs.replace(request, prompt=prompt)
 
-    def use_sent(self, media: Sequence[MediaPayload], arena: str | None) -> None:
+    def use_sent(self, media: Sequence[MediaPayload], arena: str | None, encoder: EncoderCard | None) -> None:
         """Have the engine load the embeddings that were sent, or copied from another host. Raises HandoverFailed if
-        they are not in `arena`, which the engine has mapped."""
+        they are not in `arena`, which the engine has mapped.
+
+        An administrative call may have replaced the encoder by `encoder` while embeddings were looked up: what that
+        encodes is not kept under the earlier one's key. Raises HandoverFailed if an embedding of that is to be loaded.
+        """
         for item in media:
             if item.embedding is None or item.mm_hash in self._held:
                 continue
             if item.embedding.tensor.range.arena != arena:
                 raise HandoverFailed("an embedding is in an arena that this worker's engine has not mapped")
             self._use(item.mm_hash, item.embedding, is_filled=True)
-
-    def check_encoder(self, now: EncoderCard | None) -> None:
-        """An administrative call may have replaced the encoder while embeddings were looked up: what the engine encodes
-        `now` is not kept under the earlier one's key. Raises HandoverFailed if an embedding of that is to be loaded."""
-        if now == self._encoder:
-            return
-        if any(use.is_filled for use in self._uses.values()):
-            raise HandoverFailed("the worker's encoder has changed")
-        self._uses.clear()
+        if encoder != self._encoder:
+            if any(use.is_filled for use in self._uses.values()):
+                raise HandoverFailed("the worker's encoder has changed")
+            self._uses.clear()
 
     def uses(self, media: Sequence[MediaPayload]) -> list[EmbeddingUse | None]:
         """Return what the engine does with the embedding of each item."""

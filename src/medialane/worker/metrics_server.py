@@ -140,9 +140,9 @@ class _OfRank(Collector):
         for metric in self._registry.collect():
             samples = [sample for sample in metric.samples if sample.labels.get(ENGINE_LABEL) in self._ranks]
             if samples:
-                labelled = Metric(metric.name, metric.documentation, metric.type, metric.unit)
-                labelled.samples = samples
-                yield labelled
+                of_rank = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+                of_rank.samples = samples
+                yield of_rank
 
 
 def _app(page: _Page, status: WorkerStatus) -> web.Application:

@@ -143,8 +143,7 @@ class Worker:
             else:
                 request = await embeddings.find(request, self._mapped)  # what is found need not be held or copied
                 request, hold, movers = await hold_entries(request, embeddings.ranges, self._host_arena)
-            embeddings.use_sent(request.prompt.media, self._mapped)
-            embeddings.check_encoder(self._engine.card.encoder)
+            embeddings.use_sent(request.prompt.media, self._mapped, self._engine.card.encoder)
             media = request.prompt.media
             tensors = [[self._receiver.fetch(tensor) for tensor in item.tensors] for item in media]
             with self._reading({entry.arena for entry in (*entries_read(request.prompt), *embeddings.ranges)}):

@@ -32,6 +32,7 @@ class Member:
         worker = Endpoint("w0", "unix:/w0", ready=True, num_in_flight=index + 1, load=WorkerLoad(num_running=3))
         self.metrics.watch_workers(lambda: [worker])
         self.health = (200, b"")
+        self.socket = sockets[index]
         self.group = GatewayMetrics(sockets, index, metrics=self.metrics, health=lambda: self.health, clock=clock)
 
     async def scrape(self):
@@ -112,7 +113,7 @@ async def test_frequent_scrapes_do_not_read_the_others_again(serving, clock):
 async def test_health_on_the_socket_is_that_of_the_one_gateway(serving):
     serving[1].health = (503, b"{}")
     for member, expected in zip(serving, (200, 503), strict=True):
-        connector = aiohttp.UnixConnector(member.group._socket)
+        connector = aiohttp.UnixConnector(member.socket)
         async with aiohttp.ClientSession(connector=connector) as session, session.get("http://gateway/health") as found:
             assert found.status == expected
 

@@ -315,7 +315,7 @@ async def test_bodies_share_one_budget():
 
 def test_open_file_limit_bounds_connections_and_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    assert module._connections(4096) == 512
+    assert http_bounds(GatewayConfig(max_connections=4096)).max_connections == 512
     assert "1024" in caplog.text
 
 
@@ -323,7 +323,7 @@ def test_open_file_limit_is_raised_if_permitted(monkeypatch):
     raised = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 65536))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
-    assert module._connections(4096) == 4096
+    assert http_bounds(GatewayConfig(max_connections=4096)).max_connections == 4096
     assert raised == [(4608, 65536)]
 
 

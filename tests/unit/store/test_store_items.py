@@ -26,6 +26,7 @@ from medialane.core.tensor import TensorSpec
 from medialane.media import Fetched, MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.store import Aliases, Items
+from medialane.store.encoded_store import EncodedStore
 from medialane.store.items import Processing
 from medialane.store.messages import FindEmbedding
 from waiting import eventually, iterations
@@ -103,7 +104,7 @@ class World:
         self.arena, self.fetcher, self.pool = arena, Fetcher(), Pool(arena)
         aliases = Aliases(max_aliases=8, ttl_s=60)
         self.items = Items(arena=arena, pool=self.pool, fetcher=self.fetcher, media=MediaConfig(), aliases=aliases)
-        self.fetcher.store = self.items._store
+        self.fetcher.store = EncodedStore(arena, MediaConfig())  # stateless
         self.uploads, self.admitted = 0, []
 
     def uploading(self, ref, data=DATA):

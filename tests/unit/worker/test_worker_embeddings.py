@@ -115,7 +115,7 @@ async def test_sent_embedding_is_loaded_without_asking(host):
     found = HeldEmbeddings(ENCODER, host)
     sent = request(item(sent=embedding()))
     assert await found.find(sent, ARENA) == sent
-    found.use_sent(sent.prompt.media, ARENA)
+    found.use_sent(sent.prompt.media, ARENA, ENCODER)
     assert found.uses(sent.prompt.media) == [EmbeddingUse(embedding().tensor, is_filled=True)]
     assert not host.asked
     delta = found.on_first_output(FIRST, is_complete())
@@ -125,7 +125,7 @@ async def test_sent_embedding_is_loaded_without_asking(host):
 @pytest.mark.parametrize("mapped", [None, "b" * 32])
 async def test_sent_embedding_in_an_arena_that_the_engine_has_not_mapped_is_refused(host, mapped):
     with pytest.raises(HandoverFailed, match="not mapped"):
-        HeldEmbeddings(ENCODER, host).use_sent([item(sent=embedding())], mapped)
+        HeldEmbeddings(ENCODER, host).use_sent([item(sent=embedding())], mapped, ENCODER)
 
 
 async def test_found_embedding_replaces_the_tensors_and_is_held_until_the_end(host):
@@ -133,7 +133,7 @@ async def test_found_embedding_replaces_the_tensors_and_is_held_until_the_end(ho
     found = HeldEmbeddings(ENCODER, host)
     remote = RemoteEntry(embedding(arena="b" * 32).tensor.range, "processed", "h", "tcp://h:1", 1, b"")
     changed = await found.find(request(item(remote=remote), item("other")), ARENA)
-    found.use_sent(changed.prompt.media, ARENA)
+    found.use_sent(changed.prompt.media, ARENA, ENCODER)
     assert changed.prompt.media[0].remote is None, "its tensors are not copied from the other host"
     assert [(i.tensors, i.embedding) for i in changed.prompt.media] == [((), embedding()), ((TENSOR,), None)]
     assert found.uses(changed.prompt.media) == [EmbeddingUse(embedding().tensor, is_filled=True), None]
@@ -284,17 +284,16 @@ OTHER = EncoderCard("e" * 64, "bfloat16", {"image": 8})
 async def test_embedding_of_an_encoder_that_was_replaced_meanwhile_is_not_loaded(host):
     found = HeldEmbeddings(ENCODER, host)
     sent = request(item(sent=embedding()))
-    found.use_sent(sent.prompt.media, ARENA)
-    found.check_encoder(ENCODER)
+    found.use_sent(sent.prompt.media, ARENA, ENCODER)
     with pytest.raises(HandoverFailed):
-        found.check_encoder(OTHER)
+        found.use_sent(sent.prompt.media, ARENA, OTHER)
 
 
 async def test_nothing_is_written_for_an_encoder_that_was_replaced_meanwhile(host):
     host.has("h", is_filled=False)
     found = HeldEmbeddings(ENCODER, host)
     asked = await found.find(request(item()), ARENA)
-    found.check_encoder(OTHER)
+    found.use_sent((), ARENA, OTHER)
     assert found.uses(asked.prompt.media) == [None]
     found.release()
     assert host.holds["h"].num_released == 1
