@@ -17,13 +17,6 @@ from medialane.gateway.scrape import MIN_INTERVAL_S
 from medialane.observability.metrics import Metrics
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 class Member:
     """One gateway of the group; all of them see the same worker."""
 
@@ -48,11 +41,6 @@ def values(page, name):
 
 def by_gateway(page, name):
     return {dict(labels)["gateway"]: value for labels, value in values(page, name).items()}
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

@@ -28,18 +28,6 @@ class Link:
         self.name, self.client = name, None if calls is None else SimpleNamespace(calls=calls)
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def links():
     return [Link("unix:/w0", Calls()), Link("unix:/w1", Calls()), Link("unix:/lost", None)]

@@ -5,18 +5,6 @@ import pytest
 from medialane.peers.mover_health import INITIAL_PAUSE_S, MAX_FAILURES, MAX_PAUSE_S, MoverHealth
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def health(clock):
     return MoverHealth(clock)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders import Clock
 from medialane.routing.pending_blocks import PendingBlocks
 
 ALL = (1 << 8) - 1
@@ -14,15 +15,8 @@ def blocks(found):
     return np.array(list(found), np.uint64)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def pending_blocks(clock=None):
-    return PendingBlocks(ttl_s=5, clock=clock or Clock())
+    return PendingBlocks(ttl_s=5, clock=clock or Clock(0.0))
 
 
 def pending(added, ids, slots=ALL):
@@ -93,7 +87,7 @@ def test_search_beyond_a_length_finds_the_longer_ones(one, other, shared, beyond
 
 
 def test_pending_prefixes_expire():
-    clock = Clock()
+    clock = Clock(0.0)
     added = pending_blocks(clock)
     added.add(0, blocks(range(20)))
     clock.now = 1
@@ -111,7 +105,7 @@ def test_pending_prefixes_expire():
 
 
 def test_shortened_deadlines_are_kept_and_never_prolonged():
-    clock = Clock()
+    clock = Clock(0.0)
     added = pending_blocks(clock)
     early, late = added.add(0, blocks(range(20))), added.add(1, blocks(range(20)))
     clock.now = 4.8

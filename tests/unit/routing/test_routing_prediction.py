@@ -5,16 +5,10 @@ import logging
 import numpy as np
 import pytest
 
+from builders import Clock
 from medialane.routing.prediction import PredictionMonitor
 
 BLOCK = 16
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class World:

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from builders import Clock
 from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import NoWorkerReady
 from medialane.core.feature import MediaSpan
@@ -19,13 +20,6 @@ from medialane.routing import Router, RoutingConfig, RoutingRequest
 
 BLOCK = 16
 CARD = ModelCard("m", 4096, BLOCK, {}, encoder_cache_tokens=10_000, max_num_seqs=64)
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def endpoint(name, *, rank=0, **kwargs):
@@ -61,11 +55,6 @@ def begin(router, asked):
 
 def text(seed, length=100):
     return [seed * 1000 + number for number in range(length)]
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture

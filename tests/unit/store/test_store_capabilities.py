@@ -11,18 +11,6 @@ from medialane.peers.capabilities import LIFETIME_S, Capabilities
 RANGE = ArenaRange("a" * 32, 4096, 1088, 7)
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def capabilities(clock):
     return Capabilities("tcp://10.0.0.1:7100", clock)

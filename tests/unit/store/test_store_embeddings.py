@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from medialane.arena import Arena, ArenaConfig, FillWriter, describe
+from builders import checked_arena
+from medialane.arena import FillWriter, describe
 from medialane.core.errors import ArenaFull, ProtocolViolation
 from medialane.core.feature import MAX_HEADER_BYTES, Embedding, Feature
 from medialane.core.media import MediaSize
@@ -39,11 +40,8 @@ def write(fill, byte=b"e"):
 def arena(monkeypatch):
     poison_freed(monkeypatch)
     monkeypatch.setattr(module, "REVOKE_INTERVAL_S", 0.01)
-    arena = Arena.create(ArenaConfig(size_bytes=16 * MIB))
-    yield arena
-    stats = arena.stats()
-    arena.close()
-    assert (stats.num_leases, stats.num_reservations) == (0, 0)
+    with checked_arena() as arena:
+        yield arena
 
 
 @pytest.fixture

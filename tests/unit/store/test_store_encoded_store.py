@@ -34,15 +34,6 @@ def image(salt=""):
 
 
 @pytest.fixture
-def arena():
-    arena = Arena.create(ArenaConfig(size_bytes=16 * MIB))
-    yield arena
-    stats = arena.stats()
-    arena.close()
-    assert (stats.num_leases, stats.num_reservations) == (0, 0)
-
-
-@pytest.fixture
 def store(arena):
     return EncodedStore(arena, MediaConfig())
 

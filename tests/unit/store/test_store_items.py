@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from PIL import Image as PILImage
 
-from medialane.arena import Arena, ArenaConfig, FillWriter
+from medialane.arena import FillWriter
 from medialane.core.errors import (
     ArenaFull,
     InvalidImage,
@@ -138,15 +138,6 @@ class World:
             pass
         fill.hold.release()
         return fill.embedding
-
-
-@pytest.fixture
-def arena():
-    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
-    yield arena
-    stats = arena.stats()
-    arena.close()
-    assert (stats.num_leases, stats.num_reservations) == (0, 0)
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import tempfile
 import pytest
 import torch
 
-from medialane.arena import Arena, ArenaConfig, describe, layout
+from builders import checked_arena
+from medialane.arena import describe, layout
 from medialane.core.tensor import TensorSpec
 from medialane.vllm_bridge.encoder_cache.embedding_copies import Copied, EmbeddingCopies
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import StepEmbeddings
@@ -42,9 +43,8 @@ def directory():
 
 @pytest.fixture
 def arena(directory):
-    made = Arena.create(ArenaConfig(size_bytes=16 << 20, directory=directory))
-    yield made
-    made.close()
+    with checked_arena(directory=directory) as arena:
+        yield arena
 
 
 @pytest.fixture

@@ -7,9 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
-from medialane.arena import Arena, ArenaConfig
+from medialane.arena import Arena
 from medialane.core.tensor import ArenaOffer
 from medialane.gateway.worker_link.client import RpcClient
 from medialane.testing.fake_engine import FAKE_CARD, FakeEngine
@@ -43,13 +41,6 @@ class Host:
     def watch(self, listener) -> None:
         self.tell = listener
         listener(self._first)
-
-
-@pytest.fixture
-def arena():
-    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
-    yield arena
-    arena.close()
 
 
 def num_mappings(arena: Arena) -> int:

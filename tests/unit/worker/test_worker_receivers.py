@@ -15,13 +15,6 @@ SPEC = TensorSpec("uint8", (1000,))
 
 
 @pytest.fixture
-def arena():
-    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
-    yield arena
-    arena.close()
-
-
-@pytest.fixture
 def receiver():
     receiver = Receiver("/dev/shm")
     yield receiver

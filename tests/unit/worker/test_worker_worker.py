@@ -44,15 +44,6 @@ def worker(engine):
     worker.close()
 
 
-@pytest.fixture
-def arena():
-    arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
-    yield arena
-    num_leases = arena.stats().num_leases
-    arena.close()
-    assert num_leases == 0
-
-
 class Host:
     """The store of this host as a worker sees it (`HostArena`)."""
 
