@@ -64,7 +64,7 @@ from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.validation import FeatureChecker
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 
@@ -286,7 +286,7 @@ def _check_times(num_checks: int) -> list[float]:
     """Return the times of a worker's checks of one 1024x768 image's feature before it reaches the engine, in ms."""
     model = str(build_tiny_model(cache_folder(process_environ())))
     processor = MULTIMODAL_REGISTRY.create_processor(create_model_config(parse_vllm_args(model, TINY_MODEL_FLAGS)))
-    checker = FeatureChecker(processor)
+    checker = ProcessorProfile(processor).checker
     made = VllmProcessor(processor).process(Image(sample_pixels(0, 1024, 768)), b"{}")
     feature = Feature("image", "0" * 64, made.header, (), made.size)
     assembled = VllmAssembler(processor).assemble([1, *_IMAGE, 2], (feature,), b"{}")

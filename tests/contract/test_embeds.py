@@ -21,6 +21,7 @@ from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_a
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.items.embeds import EmbedsReader
 from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
@@ -48,7 +49,9 @@ async def embeds_renderer(tiny_model):
 
 @pytest.fixture
 def source(embeds_renderer):
-    source = SourceRenderer(embeds_renderer, embeds_renderer.model_config)
+    source = SourceRenderer(
+        embeds_renderer, embeds_renderer.model_config, ProcessorProfile(embeds_renderer.get_mm_processor())
+    )
     source.accept_embeds(ACCEPTED)
     yield source
     source.close()
@@ -182,7 +185,7 @@ async def test_invalid_embedding_bytes_are_rejected(source, embeds_renderer):
 
 
 async def test_worker_without_the_flag_rejects_embeddings(renderer):
-    reader = EmbedsReader(renderer.get_mm_processor(), renderer.model_config, ACCEPTED)
+    reader = EmbedsReader(ProcessorProfile(renderer.get_mm_processor()), ACCEPTED)
     data = handed(payload((1, 4, 6))).tensors[0].data
     with pytest.raises(InvalidEmbeds, match="--enable-mm-embeds"):
         reader.read("image", decode_embeds(data))
@@ -190,7 +193,7 @@ async def test_worker_without_the_flag_rejects_embeddings(renderer):
 
 async def test_renderer_output_is_validated_against_the_placeholders(source, embeds_renderer):
     found = await rendered(source, embeds_renderer, handed(payload((1, 4, 6))))
-    reader = EmbedsReader(embeds_renderer.get_mm_processor(), embeds_renderer.model_config, ACCEPTED)
+    reader = EmbedsReader(ProcessorProfile(embeds_renderer.get_mm_processor()), ACCEPTED)
     reader.check("image", found, 1)
     with pytest.raises(InvalidEmbeds):
         reader.check("image", found, 2)
@@ -203,7 +206,7 @@ async def test_renderer_output_is_validated_against_the_placeholders(source, emb
     "accepted", [None, AcceptedEmbeds(fields=[], width=0, fault="it raises")], ids=["untried", "no"]
 )
 async def test_model_that_does_not_accept_embeddings_gets_none(embeds_renderer, accepted):
-    reader = EmbedsReader(embeds_renderer.get_mm_processor(), embeds_renderer.model_config, accepted)
+    reader = EmbedsReader(ProcessorProfile(embeds_renderer.get_mm_processor()), accepted)
     data = handed(payload((1, 4, 6))).tensors[0].data
     with pytest.raises(InvalidEmbeds, match="image_embeds of this model"):
         reader.read("image", decode_embeds(data))
@@ -212,7 +215,7 @@ async def test_model_that_does_not_accept_embeddings_gets_none(embeds_renderer, 
 async def test_width_of_embeddings_is_the_encoders(embeds_renderer):
     """Those of Qwen3-VL are wider than the language model."""
     wide = AcceptedEmbeds(fields=[UNNAMED], width=256, fault="")
-    reader = EmbedsReader(embeds_renderer.get_mm_processor(), embeds_renderer.model_config, wide)
+    reader = EmbedsReader(ProcessorProfile(embeds_renderer.get_mm_processor()), wide)
     found = reader.read("image", decode_embeds(handed(saved(values(6, 256))).tensors[0].data))
     assert torch.equal(found[UNNAMED], values(6, 256))
     with pytest.raises(InvalidEmbeds, match="256"):

@@ -21,6 +21,7 @@ from medialane.vllm_bridge.engine.engine_options import check_prefix_cache, engi
 from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, placed_media
 from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,7 +38,7 @@ def renderer(family_renderer):
 @pytest.fixture(scope="module")
 def reader(renderer):
     llm = SimpleNamespace(renderer=renderer, model_config=renderer.model_config)
-    found = RequestReader(llm, set(), None)
+    found = RequestReader(llm, ProcessorProfile(renderer.get_mm_processor()), set(), None)
     yield found
     found.close()
 

@@ -38,7 +38,7 @@ from medialane.testing.tiny_model import cache_folder
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.items.features import decode_item
-from medialane.vllm_bridge.items.item_shape import UNFIT
+from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE
 
 pytestmark = [
     pytest.mark.whole,
@@ -242,7 +242,7 @@ def test_model_encodes_every_accepted_input(models, name, modality, stage):
     for options in ({}, *HOSTILE):
         try:
             item, count = accepted(modality, canonical_options(options))
-        except (MedialaneError, *UNFIT):
+        except (MedialaneError, *MALFORMED_FEATURE):
             assert options, "without options it is accepted"
             continue
         found = model.num_embeds(modality, item)
@@ -275,7 +275,7 @@ def halves(family_renderer):
 
 async def render(one, modality, options, *, stage="decoded", renderer=None):
     """Have a worker process an item with these options."""
-    source = SourceRenderer(renderer or one.renderer, one.renderer.model_config, one.checker)
+    source = SourceRenderer(renderer or one.renderer, one.renderer.model_config, one.profile)
     media = FIRST[modality]
     item = MediaPayload(modality, "h", b"", (), media.size)
     prompt = SourcePrompt(one.token_ids((modality,)), (item,), canonical_options(options), stage)

@@ -16,9 +16,8 @@ from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.mistral_chat import blank_part, expand_marks, tokenizes_blanks
 from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
-from medialane.vllm_bridge.items.request_processor import RequestProcessor
-from medialane.vllm_bridge.items.stage_fitness import unfit_reasons
-from medialane.vllm_bridge.items.validation import FeatureChecker
+from medialane.vllm_bridge.items.processor_factory import RequestProcessor
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 
 pytestmark = [
     # The first test of a family creates its checkpoint and renderer.
@@ -102,10 +101,11 @@ class Halves:
     def __init__(self, family, renderer):
         self.family = family
         self.renderer = renderer
-        expand_marks(renderer.get_mm_processor())
-        self.processor = RequestProcessor(self.renderer.get_mm_processor())
-        self.assembler = VllmAssembler(self.renderer.get_mm_processor())
-        self.checker = FeatureChecker(self.renderer.get_mm_processor())
+        self.profile = ProcessorProfile(renderer.get_mm_processor())
+        expand_marks(self.profile.processor)
+        self.processor = RequestProcessor(self.profile)
+        self.assembler = VllmAssembler(self.profile.processor)
+        self.checker = self.profile.checker
 
     def token_ids(self, prompt):
         parts = [part.removesuffix("2") if _is_media(part) else part for part in prompt]
@@ -258,19 +258,18 @@ def test_gemma3_image_before_a_newline_is_rejected_as_in_vllm(halves):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_family_whose_items_depend_on_each_other_is_served_whole(family_renderer, name):
-    assert "number of items" in " ".join(unfit_reasons(family_renderer(name).get_mm_processor()).values())
+    assert "number of items" in ProcessorProfile(family_renderer(name).get_mm_processor()).unfit_reason
 
 
 @pytest.mark.parametrize("name", family_params())
 def test_family_supports_per_item_preparation(halves, name):
-    assert not unfit_reasons(halves(name).renderer.get_mm_processor())
+    assert not halves(name).profile.unfit
 
 
 @pytest.mark.parametrize("name", family_params(modality="image"))
-def test_warm_processor_gives_the_same_tensors_as_a_cold_one(halves, name):
-    cold = halves(name).processor
-    warm = VllmProcessor(halves(name).renderer.get_mm_processor())
-    warm.warm_up()
+def test_preparer_gives_the_same_tensors_as_for_pillow_images(halves, name):
+    pillow = VllmProcessor(halves(name).profile.processor)
+    preparer = halves(name).processor
     for item in (FIRST["image"], SECOND["image"]):
-        made, wanted = warm.process(item, b"{}"), cold.process(item, b"{}")
+        made, wanted = preparer.process(item, b"{}"), pillow.process(item, b"{}")
         assert (made.header, made.specs, made.buffers) == (wanted.header, wanted.specs, wanted.buffers)

@@ -13,16 +13,15 @@ REASON = "a prompt with 2 image item(s) is expanded otherwise if the items are p
 
 
 def frontend(unfit):
-    return SimpleNamespace(
-        takes_media=True,
+    profile = SimpleNamespace(
         unfit=unfit,
         unfit_reason="; ".join(unfit.values()),
         is_unfit=len(unfit) == 2,
-        stages_instead={
+        fallback_stages={
             modality: "url" if reason == "none accepted" else "decoded" for modality, reason in unfit.items()
         },
-        check_media_options=lambda: None,
     )
+    return SimpleNamespace(profile=profile, check_media_options=lambda: None)
 
 
 def test_fit_model_keeps_the_stage(caplog):

@@ -1,16 +1,18 @@
 """Token counts that families predict from an image's size, compared with its placeholder in a prompt."""
 
+import copy
 from functools import cache
 
 import numpy as np
 import pytest
 from tiny_families import FAMILIES, family_params
 
+from medialane.core.feature import MediaPayload
 from medialane.core.hashing import canonical_options
 from medialane.core.media import Image
-from medialane.vllm_bridge.items.image_tokens import ImageTokens, _Trial
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
 from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -24,18 +26,18 @@ SMALL = canonical_options({"size": {"longest_edge": 200_000, "shortest_edge": 31
 
 @pytest.fixture(scope="module")
 def predicted(family_renderer):
-    """A family's processor, and its predictions as a gateway has them; created on first use."""
+    """A family's profile, and its predictions as a gateway has them; created on first use."""
 
     @cache
     def of(name):
-        engine_processor = family_renderer(name).get_mm_processor()
-        return VllmProcessor(engine_processor), ImageTokens.verified(engine_processor)
+        profile = ProcessorProfile(family_renderer(name).get_mm_processor())
+        return profile, profile.image_tokens
 
     return of
 
 
 def in_prompt(engine_processor, item, options=b"{}"):
-    layout = PlaceholderLayouts(engine_processor).find([_Trial("image", item.header, item.size)], options)
+    layout = PlaceholderLayouts(engine_processor).find([MediaPayload("image", "", item.header, (), item.size)], options)
     return min(len(update.content.full) for update in layout.updates["image"][0])
 
 
@@ -46,11 +48,12 @@ def test_families_predicting_image_tokens(predicted, name):
 
 @pytest.mark.parametrize("name", family_params(predicted="tokens"))
 def test_predicted_cost_never_exceeds_the_actual(predicted, name):
-    heavy, tokens = predicted(name)
+    profile, tokens = predicted(name)
+    heavy = VllmProcessor(profile.processor)
     for width, height in SIZES:
         item = heavy.process(Image(np.zeros((height, width, 3), np.uint8)), b"{}")
         cost = tokens.cost((width, height), b"{}")
-        actual, num_bytes = in_prompt(heavy._processor, item), sum(spec.nbytes for spec in item.specs)
+        actual, num_bytes = in_prompt(profile.processor, item), sum(spec.nbytes for spec in item.specs)
         assert cost.num_tokens <= actual
         assert cost.num_bytes in (0, num_bytes)
         assert bool(cost.num_bytes) == ("bytes" in FAMILIES[name].predicted)
@@ -59,9 +62,9 @@ def test_predicted_cost_never_exceeds_the_actual(predicted, name):
 
 
 def test_options_that_shrink_an_image_are_considered(predicted):
-    heavy, tokens = predicted("qwen2_5_vl")
-    item = heavy.process(Image(np.zeros((700, 700, 3), np.uint8)), SMALL)
-    assert tokens.min_tokens((700, 700), SMALL) == in_prompt(heavy._processor, item, SMALL)
+    profile, tokens = predicted("qwen2_5_vl")
+    item = VllmProcessor(profile.processor).process(Image(np.zeros((700, 700, 3), np.uint8)), SMALL)
+    assert tokens.min_tokens((700, 700), SMALL) == in_prompt(profile.processor, item, SMALL)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +90,22 @@ def test_size_unsupported_by_the_family_is_left_to_its_processor(predicted, size
     assert predicted("qwen2_5_vl")[1].cost(size, b"{}") is None
 
 
-def test_prediction_exceeding_the_actual_tokens_is_disabled(predicted):
-    heavy, _ = predicted("qwen2_5_vl")
-    tokens = ImageTokens(heavy._processor)
-    assert tokens.cost((7000, 7000), b"{}") is None
-    tokens.min_tokens = lambda *_: 1000
-    tokens.verify([heavy.process(Image(np.zeros((64, 64, 3), np.uint8)), b"{}")])
+def too_many(*, image_width, image_height):
+    return 100_000
+
+
+def broken(*, image_width, image_height):
+    raise NameError("a bug of the family")
+
+
+@pytest.mark.parametrize("count", [too_many, broken])
+def test_prediction_that_is_not_confirmed_is_not_used(predicted, count):
+    processor = copy.copy(predicted("qwen2_5_vl")[0].processor)
+    processor.info = copy.copy(processor.info)
+    processor.info.get_num_image_tokens = count
+    tokens = ProcessorProfile(processor).image_tokens
     assert not tokens.is_trusted
+    assert tokens.cost((7000, 7000), b"{}") is None
 
 
 @pytest.mark.parametrize(
@@ -103,4 +115,6 @@ def test_options_that_break_a_processor_are_client_errors(predicted, options):
     from medialane.core.errors import InvalidRequest
 
     with pytest.raises(InvalidRequest):
-        predicted("qwen2_5_vl")[0].process(Image(np.zeros((64, 64, 3), np.uint8)), canonical_options(options))
+        VllmProcessor(predicted("qwen2_5_vl")[0].processor).process(
+            Image(np.zeros((64, 64, 3), np.uint8)), canonical_options(options)
+        )

@@ -10,8 +10,7 @@ from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.items.assembler import VllmAssembler, placeholder_ranges
 from medialane.vllm_bridge.items.features import INLINE_BYTES, decode_item, decode_item_without_tensors
 from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
-from medialane.vllm_bridge.items.stage_fitness import unfit_reasons
-from medialane.vllm_bridge.items.validation import FeatureChecker
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.seams.multimodal import process_whole
 
 pytestmark = pytest.mark.timeout(120)  # creates the family's checkpoint and renderer
@@ -40,7 +39,7 @@ def test_prompt_and_validation_are_those_of_the_whole(processor, seconds):
     (place,) = assembled.placeholders
     payload = MediaPayload("audio", "a", item.header, (), item.size, place)
     found = decode_item(item.header, item.buffers)
-    FeatureChecker(processor).check(ExpandedPrompt(assembled.token_ids, (payload,)), [found])
+    ProcessorProfile(processor).checker.check(ExpandedPrompt(assembled.token_ids, (payload,)), [found])
 
 
 def test_only_the_mask_is_added_to_the_header(processor):
@@ -52,4 +51,4 @@ def test_only_the_mask_is_added_to_the_header(processor):
 
 
 def test_model_is_served_in_stage_features(processor):
-    assert not unfit_reasons(processor)
+    assert not ProcessorProfile(processor).unfit

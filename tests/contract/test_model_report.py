@@ -1,10 +1,14 @@
 """What `medialane doctor MODEL` says, for a model that is not running."""
 
+import msgspec
 import pytest
 
 from medialane.vllm_bridge.engine.model_report import model_report
+from medialane.vllm_bridge.items.processor_profile import ModalityProfile, ProfileReport
 
 pytestmark = pytest.mark.timeout(120)
+
+FLAGS = ["--max-model-len=4096", "--enforce-eager"]
 
 
 @pytest.mark.parametrize(
@@ -14,24 +18,28 @@ pytestmark = pytest.mark.timeout(120)
             [],
             {
                 "architecture": "Qwen2_5_VLForConditionalGeneration",
-                "takes_media": True,
-                "limits": {"image": 999, "video": 999},
-                "no_features": "",
+                "media": ProfileReport(
+                    modalities={
+                        "image": ModalityProfile(999, "features", "", 12_845_056, "pixel_values"),
+                        "video": ModalityProfile(999, "features", "", 12_845_056, "pixel_values_videos"),
+                    },
+                    accepts_item_options=True,
+                    merge_size=2,
+                    predicts_image_tokens=True,
+                ),
                 "no_embeddings": "",
             },
         ),
-        (['--limit-mm-per-prompt={"image": 3, "video": 0}'], {"limits": {"image": 3, "video": 0}}),
-        (
-            ["--video-pruning-rate=0.5"],
-            {"takes_media": True, "no_embeddings": "the tokens of videos are pruned (--video-pruning-rate)"},
-        ),
-        (
-            ["--language-model-only"],
-            {"takes_media": False, "limits": {}, "no_embeddings": "--language-model-only is set"},
-        ),
+        (["--video-pruning-rate=0.5"], {"no_embeddings": "the tokens of videos are pruned (--video-pruning-rate)"}),
+        (["--language-model-only"], {"media": None, "no_embeddings": "--language-model-only is set"}),
     ],
-    ids=["all", "limited", "pruned", "text"],
+    ids=["all", "pruned", "text"],
 )
-def test_stage_and_embeddings_follow_from_model_and_flags(tiny_model, flags, expected):
-    found = model_report(str(tiny_model), ["--max-model-len=4096", "--enforce-eager", *flags])
+def test_profile_and_embeddings_follow_from_model_and_flags(tiny_model, flags, expected):
+    found = msgspec.structs.asdict(model_report(str(tiny_model), [*FLAGS, *flags]))
     assert found.items() >= expected.items()
+
+
+def test_modality_that_a_prompt_may_not_have_is_reported_as_such(tiny_model):
+    found = model_report(str(tiny_model), [*FLAGS, '--limit-mm-per-prompt={"image": 3, "video": 0}']).media
+    assert {name: one.limit for name, one in found.modalities.items()} == {"image": 3, "video": 0}

@@ -22,10 +22,10 @@ from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
 from medialane.vllm_bridge.items.assembler import VllmAssembler, placeholder_ranges
 from medialane.vllm_bridge.items.features import INLINE_BYTES, decode_item, decode_item_without_tensors
-from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media, trial_image
-from medialane.vllm_bridge.items.request_processor import RequestProcessor
-from medialane.vllm_bridge.items.stage_fitness import stages_instead, summary, unfit_reasons
-from medialane.vllm_bridge.items.validation import FeatureChecker
+from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
+from medialane.vllm_bridge.items.processor_factory import RequestProcessor
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items.trial_items import trial_image
 from medialane.vllm_bridge.seams.multimodal import process_whole
 
 IMAGE = "<|image_pad|>"
@@ -250,9 +250,9 @@ def made(renderer):
 @pytest.mark.parametrize("cls", SERVED, ids=lambda cls: cls.__name__)
 def test_processor_is_served_in_stage_features_with_the_same_prompts(made, cls):
     processor = made(cls)
-    assert not unfit_reasons(processor)
-    heavy, assembler, checker = VllmProcessor(processor), VllmAssembler(processor), FeatureChecker(processor)
-    heavy.warm_up()
+    profile = ProcessorProfile(processor)
+    assert not profile.unfit
+    heavy, assembler, checker = RequestProcessor(profile), VllmAssembler(processor), profile.checker
     images = [trial_image(820, 400), trial_image(420, 300), trial_image(1300, 64)]
     token_ids = processor.info.get_tokenizer().encode(f"a{IMAGE}b{IMAGE}{IMAGE}", add_special_tokens=False)
     whole = process_whole(processor, token_ids, {"image": [engine_media(image) for image in images]})
@@ -272,14 +272,13 @@ def test_processor_is_served_in_stage_features_with_the_same_prompts(made, cls):
 
 @pytest.mark.parametrize(("cls", "reason"), GIVEN_UP.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_stage_features_is_given_up_at_start_for_a_reason(made, cls, reason):
-    processor = made(cls)
-    found = unfit_reasons(processor)["image"]
-    assert reason in found
-    assert "\n" not in found
-    FeatureChecker(processor)  # of a worker
-    VllmProcessor(processor).warm_up()
+    profile = ProcessorProfile(made(cls))
+    assert reason in profile.unfit["image"]
+    assert "\n" not in profile.unfit["image"]
+    assert profile.checker  # of a worker
+    RequestProcessor(profile)  # of a preparer
     is_accepted = cls not in (AllRefused, Broken, TwoItems, LibraryMissing, FileMissing)
-    assert stages_instead(processor) == {"image": "decoded" if is_accepted else "url"}
+    assert profile.fallback_stages == {"image": "decoded" if is_accepted else "url"}
 
 
 class CountedBySize(Plain):
@@ -301,7 +300,7 @@ class CountedBySize(Plain):
 )
 def test_tensors_that_the_number_of_tokens_does_not_follow_from_are_those_without_options(made, options, accepted):
     """The model would fail with any others, and its engine with it: vLLM compares neither."""
-    requests = RequestProcessor(made(CountedBySize))
+    requests = RequestProcessor(ProcessorProfile(made(CountedBySize)))
     with nullcontext() if accepted else pytest.raises(InvalidRequest) as refused:
         requests.process(trial_image(820, 400), options)
     assert accepted or refused.value.status == 400
@@ -312,7 +311,7 @@ def test_whole_numbers_are_those_without_options(made):
         def fields(self, width, height, kwargs):
             return super().fields(width, height + kwargs.get("shift", 0), kwargs)
 
-    requests = RequestProcessor(made(Shifted))
+    requests = RequestProcessor(ProcessorProfile(made(Shifted)))
     with pytest.raises(InvalidRequest, match="change rows of the image") as refused:
         requests.process(trial_image(820, 400), b'{"shift":1}')
     assert refused.value.param == "mm_processor_kwargs"
@@ -328,19 +327,22 @@ def test_only_the_modality_that_is_unfit_is_given_up(renderer):
 
     processor = copy.copy(renderer.get_mm_processor())
     processor._apply_hf_processor_main = run
-    assert unfit_reasons(processor) == {"video": "no video of a trial can be processed separately: no video today"}
-    FeatureChecker(processor)  # of a worker
+    profile = ProcessorProfile(processor)
+    assert profile.unfit == {"video": "no video of a trial can be processed separately: no video today"}
+    assert profile.checker  # of a worker
 
 
 def test_media_of_a_model_with_a_modality_of_its_own_are_refused(renderer, made):
     """vLLM's own check of the reference would be a server error."""
     processor = made(Plain)
     processor.info.get_supported_mm_limits = lambda: {"point_cloud": None}
-    assert "point_cloud" in summary(unfit_reasons(processor))
-    assert set(stages_instead(processor).values()) == {"url"}, "it is served for text"
+    profile = ProcessorProfile(processor)
+    assert "point_cloud" in profile.unfit_reason
+    assert profile.is_unfit
+    assert set(profile.fallback_stages.values()) == {"url"}, "it is served for text"
     found = SimpleNamespace(model_config=renderer.model_config, get_mm_processor=lambda: processor)
     with pytest.raises(InvalidRequest, match="images are not supported"):
-        RendererHook(found, SimpleNamespace(fail=lambda _: None)).reference("image", "medialane:0", None)
+        RendererHook(found, SimpleNamespace(fail=lambda _: None), profile).reference("image", "medialane:0", None)
 
 
 def test_only_what_is_read_is_added_to_the_header(made):
@@ -366,6 +368,6 @@ def test_item_that_later_needs_too_much_of_a_header_is_not_sent_as_a_feature(mad
             return {"pixels": torch.full((3, 700, 700 if width > 2000 else 70), float(width))}
 
     processor = made(CountedByLargePixels)
-    assert not unfit_reasons(processor)
+    assert not ProcessorProfile(processor).unfit
     with pytest.raises(FeatureUnsupported):
         VllmProcessor(processor).process(trial_image(3000, 64), b"{}")

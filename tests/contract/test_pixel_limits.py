@@ -8,7 +8,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from medialane.core.errors import InvalidRequest
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.items.pixel_limits import _is_limit, item_options, max_pixels_of
+from medialane.vllm_bridge.items.pixel_limits import is_pixel_limit
+from medialane.vllm_bridge.items.processor_options import item_options
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 
 PARAM = "messages[0].content[0].image_url"
 
@@ -25,7 +27,7 @@ PARAM = "messages[0].content[0].image_url"
 def test_limit_is_the_operators_or_the_models(tiny_model, options, expected):
     args = ["--max-model-len=8192"] + ([] if options is None else [f"--mm-processor-kwargs={json.dumps(options)}"])
     config = create_model_config(parse_vllm_args(str(tiny_model), args))
-    assert max_pixels_of(MULTIMODAL_REGISTRY.create_processor(config)) == expected
+    assert ProcessorProfile(MULTIMODAL_REGISTRY.create_processor(config)).max_pixels == expected
 
 
 @pytest.mark.timeout(120)
@@ -40,13 +42,16 @@ def test_limit_is_the_operators_or_the_models(tiny_model, options, expected):
     ],
 )
 def test_limit_of_another_kind_is_not_used(family_renderer, name, modality, limit, expected):
-    assert _is_limit(family_renderer(name).get_mm_processor(), modality, limit) == expected
+    profile = ProcessorProfile(family_renderer(name).get_mm_processor())
+    assert is_pixel_limit(profile.processor, profile.trial.by_modality[modality][-1], limit) == expected
 
 
 @pytest.mark.timeout(120)  # creates the family's checkpoint and renderer
 @pytest.mark.parametrize("name", family_params())
 def test_families_with_pixel_limits(family_renderer, name):
-    assert bool(max_pixels_of(family_renderer(name).get_mm_processor())) == FAMILIES[name].has_pixel_limits
+    assert (
+        bool(ProcessorProfile(family_renderer(name).get_mm_processor()).max_pixels) == FAMILIES[name].has_pixel_limits
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,8 +77,7 @@ def test_min_pixels_above_max_pixels_is_rejected(item, most):
 
 
 def test_model_without_a_hugging_face_processor_has_no_limits(tiny_model, monkeypatch):
-    """vLLM's own processor of the family never loads one: the model has no files for it. (What is found out about a
-    processor is remembered, so this one is not the session's.)"""
+    """vLLM's own processor of the family never loads one: the model has no files for it."""
     config = create_model_config(parse_vllm_args(str(tiny_model), ["--max-model-len=8192"]))
     processor = MULTIMODAL_REGISTRY.create_processor(config)
 
@@ -81,4 +85,4 @@ def test_model_without_a_hugging_face_processor_has_no_limits(tiny_model, monkey
         raise OSError("there is no processor_config.json")
 
     monkeypatch.setattr(processor.info, "get_hf_processor", no_files)
-    assert max_pixels_of(processor) == {}
+    assert ProcessorProfile(processor).max_pixels == {}

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image as PILImage
+from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 
-from medialane.core.errors import InvalidImage, PromptRejected
+from medialane.core.errors import InvalidImage, PromptRejected, PromptTooLong
 from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaSize
 from medialane.prepare.processor import FactoryConfig
 from medialane.vllm_bridge.frontend.app import Frontend
-from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.features import decode_item
+from medialane.vllm_bridge.items.features import decode_item, encode_item
 from medialane.vllm_bridge.items.placeholder_layout import stand_in
-from medialane.vllm_bridge.items.preparation import VllmProcessor, trial_video
-from medialane.vllm_bridge.items.processor_factory import build_processor
-from medialane.vllm_bridge.items.stage_fitness import summary, unfit_reasons
-from medialane.vllm_bridge.items.validation import FeatureChecker
+from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items.processor_factory import RequestProcessor, build_processor
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items.trial_items import trial_video
 
 SIZES = [(1024, 768), (500, 333), (28, 28), (1, 57), (333, 3), (3, 333), (97, 1211)]
 
@@ -56,7 +56,7 @@ def processor(renderer):
 
 @pytest.fixture(scope="module")
 def assembler(renderer):
-    return VllmAssembler(renderer.get_mm_processor())
+    return ProcessorProfile(renderer.get_mm_processor()).assembler(max_tokens=8192)
 
 
 def assert_same(item, expected):
@@ -94,36 +94,39 @@ def test_prompt_assembled_from_headers_equals_vllm(renderer, processor, assemble
 
 @pytest.mark.parametrize("size", [*SIZES, (4, 40), (40, 4), (3, 300), (300, 3)], ids=str)
 def test_tensor_input_gives_the_same_tensors_as_in_a_request(renderer, size):
-    processor = VllmProcessor(renderer.get_mm_processor())
-    processor.warm_up()
-    assert processor._accepts_tensors  # this model's image processor is torch-based: the fast path is used
-
+    profile = ProcessorProfile(renderer.get_mm_processor())
+    assert profile.accepts_tensors  # this model's image processor is torch-based: the fast path is used
+    processor = RequestProcessor(profile)
     array = pixels(*size)
     assert_same(
         processor.process(Image(array), b"{}"), whole(renderer, prompt(renderer, 1), [array])["mm_kwargs"]["image"][0]
     )
 
 
-def test_processor_with_different_results_for_tensors_gets_pillow_images(renderer):
-    class Different(VllmProcessor):
-        def _process(self, media, options, *, as_tensor):
-            if as_tensor:
-                media = Image(255 - media.pixels)
-            return super()._process(media, options, as_tensor=as_tensor)
+def inverted(image):
+    return PILImage.fromarray(255 - image.permute(1, 2, 0).numpy())
 
-    class Failing(VllmProcessor):
-        def _process(self, media, options, *, as_tensor):
-            if as_tensor:
-                raise AttributeError("'Tensor' object has no attribute 'convert'")
-            return super()._process(media, options, as_tensor=False)
 
-    for kind in (Different, Failing):
-        processor = kind(renderer.get_mm_processor())
-        processor.warm_up()
-        assert not processor._accepts_tensors
-        array = pixels(200, 100)
-        expected = whole(renderer, prompt(renderer, 1), [array])
-        assert_same(processor.process(Image(array), b"{}"), expected["mm_kwargs"]["image"][0])
+def without_pillows_methods(image):
+    return image.convert("RGB")
+
+
+@pytest.mark.parametrize("change", [inverted, without_pillows_methods])
+def test_processor_with_different_results_for_tensors_gets_pillow_images(renderer, change):
+    def parse(media):
+        items = media["image"]
+        return own({"image": [change(item) if isinstance(item, torch.Tensor) else item for item in items]})
+
+    engine_processor = copy.copy(renderer.get_mm_processor())
+    engine_processor.info = copy.copy(engine_processor.info)
+    own = engine_processor.info.parse_mm_data
+    engine_processor.info.parse_mm_data = parse
+    profile = ProcessorProfile(engine_processor)
+    assert not profile.accepts_tensors
+    array = pixels(200, 100)
+    expected = whole(renderer, prompt(renderer, 1), [array])
+    item = VllmProcessor(engine_processor).process(Image(array), b"{}")
+    assert_same(item, expected["mm_kwargs"]["image"][0])
 
 
 @pytest.mark.filterwarnings("ignore:Passing `min_pixels` and `max_pixels`:FutureWarning")
@@ -172,6 +175,19 @@ def test_prompt_without_its_placeholder_is_rejected(renderer, processor, assembl
         assembler.assemble([1, 2, 3], (Feature("image", "a", item.header, (), item.size),), b"{}")
 
 
+@pytest.mark.parametrize("grid", [[1, 4000, 4000], [1, 1 << 30, 1 << 30]])
+def test_header_claiming_more_tokens_than_a_prompt_may_have_is_not_expanded(renderer, processor, assembler, grid):
+    """A preparer that a hostile file controls could make the gateway build a list of 10^17 tokens."""
+    made = processor.process(Image(pixels(64, 64)), b"{}")
+    item = decode_item(made.header, made.buffers)
+    forged = MultiModalKwargsItem(
+        {**item, "image_grid_thw": MultiModalFieldElem(torch.tensor(grid), item["image_grid_thw"].field)}
+    )
+    features = (Feature("image", "a", encode_item(forged)[0], (), made.size),)
+    with pytest.raises(PromptTooLong, match="longer than the maximum model length of 8192"):
+        assembler.assemble(prompt(renderer, 1), features, b"{}")
+
+
 def test_assembly_does_not_change_the_processor(renderer, processor, assembler):
     item = processor.process(Image(pixels(64, 64)), b"{}")
     before = dict(vars(renderer.get_mm_processor()))
@@ -186,12 +202,12 @@ def test_stand_in_has_a_size_but_no_memory():
 
 
 def test_only_families_keeping_the_cached_hf_step_may_be_split(renderer):
-    assert not unfit_reasons(renderer.get_mm_processor())
+    assert not ProcessorProfile(renderer.get_mm_processor()).unfit
     overriding = copy.copy(renderer.get_mm_processor())
     overriding.__class__ = type("Overriding", (type(overriding),), {"_cached_apply_hf_processor": lambda self: None})
-    found = unfit_reasons(overriding)
-    assert found.keys() == {"image", "video"}
-    assert "number of items" in summary(found)
+    profile = ProcessorProfile(overriding)
+    assert profile.unfit.keys() == {"image", "video"}
+    assert "number of items" in profile.unfit_reason
 
 
 @pytest.mark.timeout(120)
@@ -200,8 +216,8 @@ def test_model_whose_requests_may_have_no_items_of_a_modality_is_served(tiny_mod
     limit = json.dumps({modality: 0})
     args = ["--max-model-len=8192", "--enforce-eager", f"--limit-mm-per-prompt={limit}"]
     frontend = Frontend(str(tiny_model), args)
-    assert (frontend.takes_media, frontend.unfit_reason) == (True, "")
-    FeatureChecker(frontend.renderer.get_mm_processor())
+    assert frontend.profile.unfit == {}
+    assert frontend.profile.checker
     frontend.renderer.shutdown()
     prepared = build_processor(msgspec.json.encode(FactoryConfig(model=str(tiny_model), vllm_args=args)))
     media = Image(np.zeros((56, 56, 3), np.uint8)) if modality == "video" else trial_video()

@@ -25,7 +25,7 @@ from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
 from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.stage_fitness import unfit_reasons
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.seams.multimodal import new_processor
 from medialane.vllm_bridge.seams.vision_chunk import ChunkSource, name_for_engine
 
@@ -51,7 +51,9 @@ def processor(config):
 def hook(config, processor):
     renderer = SimpleNamespace(model_config=config, get_mm_processor=lambda: processor)
     return RendererHook(
-        renderer, SimpleNamespace(fail=lambda _: None, resolve=lambda _: MediaRef("image", "here", url="http://x"))
+        renderer,
+        SimpleNamespace(fail=lambda _: None, resolve=lambda _: MediaRef("image", "here", url="http://x")),
+        ProcessorProfile(processor),
     )
 
 
@@ -80,7 +82,7 @@ def test_images_have_the_tokens_and_tensors_of_vllms_chunks(config, processor):
 
 
 def test_all_images_are_processed_one_by_one_and_limited_as_chunks(processor):
-    assert unfit_reasons(processor) == {}
+    assert ProcessorProfile(processor).unfit == {}
     assert processor.info.allowed_mm_limits == {"image": 3}
 
 

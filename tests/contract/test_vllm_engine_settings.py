@@ -5,7 +5,8 @@ import pytest
 
 from medialane.prepare import FactoryConfig
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.items.settings import settings_of as settings_in
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items.settings import processor_settings
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def settings_of(tiny_model):
         config = create_frontend_config(parse_vllm_args(str(tiny_model), flags))
         renderer = renderer_from_config(config)
         try:
-            return settings_in(config.model_config, renderer)
+            return processor_settings(config.model_config, ProcessorProfile(renderer.get_mm_processor()))
         finally:
             renderer.shutdown()
 
@@ -66,9 +67,9 @@ def test_setting_that_changes_no_feature_is_ignored(settings_of, settings):
 def test_use_of_the_processor_changes_no_setting(renderer):
     """vLLM keeps one Hugging Face processor per process, which may remember what it has computed."""
     processor = renderer.get_mm_processor()
-    before = settings_in(renderer.model_config, renderer)
+    before = processor_settings(renderer.model_config, ProcessorProfile(processor))
     processor.info.get_hf_processor().image_processor.remembered = "of an image"
-    assert settings_in(renderer.model_config, renderer) == before
+    assert processor_settings(renderer.model_config, ProcessorProfile(processor)) == before
 
 
 def test_local_paths_are_not_reported(settings, tiny_model):

@@ -14,7 +14,8 @@ from medialane.core.media import MediaSize
 from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.items.features import decode_item, encode_item
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
-from medialane.vllm_bridge.items.validation import FeatureChecker, check_ranges
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items.validation import check_ranges
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def maker(renderer):
 
 @pytest.fixture(scope="module")
 def checker(renderer):
-    return FeatureChecker(renderer.get_mm_processor())
+    return ProcessorProfile(renderer.get_mm_processor()).checker
 
 
 @pytest.fixture(scope="module")

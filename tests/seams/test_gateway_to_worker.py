@@ -133,7 +133,7 @@ async def test_prompt_that_cannot_be_expanded_here_is_by_the_worker(arena, prepa
 @pytest.mark.parametrize("instead", ["decoded", "url"])
 async def test_stage_of_a_request_is_that_of_its_modalities(arena, preparers, worker, monkeypatch, instead):
     """Of the model's audio no features are made: images are sent as features, except with audio."""
-    monkeypatch.setattr(FakeAssembler, "stages_instead", {"audio": instead})
+    monkeypatch.setattr(FakeAssembler, "fallback_stages", {"audio": instead})
     seen = spy(worker)
     image, audio = (
         ref(png()),

@@ -70,9 +70,9 @@ print(json.dumps([summary(broken), not broken]))
 
 #: Its argument is the model and vLLM's flags, as JSON.
 MODEL = """
-import json, sys
+import json, msgspec, sys
 from medialane.vllm_bridge.engine.model_report import model_report
-print(json.dumps(model_report(*json.loads(sys.argv[1]))))
+print(msgspec.json.encode(model_report(*json.loads(sys.argv[1]))).decode())
 """
 
 #: Runs in a separate process, because it forks and must have one thread.
@@ -194,27 +194,46 @@ def check_media() -> Finding:
 
 
 def _model(model: str, vllm_args: Sequence[str]) -> Iterator[tuple[str, Finding]]:
-    """Check the stage of a model's media, and whether embeddings are kept, as far as that is known without a worker."""
+    """Check how a model's media are handled, as far as that is known without a worker."""
     advice = "check the model's name and the flags after `--`"
-    probed = probe(MODEL, advice, argument=json.dumps([model, list(vllm_args)]), failed="it cannot be loaded")
-    if isinstance(probed, Finding):
-        yield "model", probed
+    report = probe(MODEL, advice, argument=json.dumps([model, list(vllm_args)]), failed="it cannot be loaded")
+    if isinstance(report, Finding):
+        yield "model", report
         return
-    if not probed["takes_media"]:
-        yield "model", Finding("ok", f"{probed['architecture']}: it takes no media")
+    media = report["media"]
+    if media is None:
+        yield "model", Finding("ok", f"{report['architecture']}: it takes no media")
         return
-    limits = ", ".join(f"{modality} (at most {number})" for modality, number in probed["limits"].items())
-    yield "model", Finding("ok", f"{probed['architecture']}: {limits} in a prompt")
-    if probed["no_features"]:
-        advice = "none is needed: preparers decode, workers run the processor, and answers are the same"
-        yield "stage", Finding("warn", f"decoded: {probed['no_features']}", advice)
-    else:
-        yield "stage", Finding("ok", "features")
-    if probed["no_embeddings"]:
+    limits = ", ".join(f"{name} (at most {one['limit']})" for name, one in media["modalities"].items())
+    yield "model", Finding("ok", f"{report['architecture']}: {limits} in a prompt")
+    for name, one in media["modalities"].items():
+        yield name, _modality(one)
+    yield "prompts", Finding("ok", "; ".join(_prompts(media)))
+    if report["no_embeddings"]:
         advice = "none is needed: each worker encodes for itself, and answers are the same"
-        yield "embeddings", Finding("warn", f"not kept: {probed['no_embeddings']}", advice)
+        yield "embeddings", Finding("warn", f"not kept: {report['no_embeddings']}", advice)
     else:
         yield "embeddings", Finding("ok", "kept, unless the worker's trial at start fails: its log says why")
+
+
+def _modality(profile: Any) -> Finding:
+    """Describe how items of one modality are handled (`ModalityProfile`)."""
+    if profile["why_not_features"]:
+        advice = "none is needed: workers run the processor, and answers are the same"
+        return Finding("warn", f"stage {profile['stage']}: {profile['why_not_features']}", advice)
+    pixels = f"; max_pixels {profile['max_pixels']}, which requests may lower" if profile["max_pixels"] else ""
+    counted = profile["counted_by"] or "size"
+    return Finding("ok", f"stage {profile['stage']}; embeddings follow from {counted}{pixels}")
+
+
+def _prompts(media: Any) -> Iterator[str]:
+    yield f"each item may have pixel limits of its own: {_yes(media['accepts_item_options'])}"
+    yield f"images are refused by size if too many for a prompt: {_yes(media['predicts_image_tokens'])}"
+    yield f"the encoder merges {media['merge_size']}x{media['merge_size']} patches"
+
+
+def _yes(is_so: bool) -> str:
+    return "yes" if is_so else "no"
 
 
 def probe(

@@ -216,20 +216,21 @@ def _join_addresses(config: GatewayConfig, addresses: GatewayAddresses) -> list[
 
 def fit_stage(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
     """Return the settings with a stage that this model supports. With `auto` that of a request depends on its items: if
-    they cannot be processed one by one, workers do it (`Assembler.stages_instead`). Raises StartupFailed."""
-    if not frontend.takes_media:
+    they cannot be processed one by one, workers do it (`Assembler.fallback_stages`). Raises StartupFailed."""
+    profile = frontend.profile
+    if profile is None:
         return msgspec.structs.replace(config, stage=RAW_STAGE)
     stage = prepared_stage(config.stage)
     if stage.is_decoded:
         frontend.check_media_options()
-    if not frontend.unfit_reason or not stage.is_processed:
+    if not profile.unfit or not stage.is_processed:
         return config
     if config.stage != "auto" or stage.instead is None:
         others = " or ".join(each.name for each in STAGES.values() if not each.is_processed)
-        raise StartupFailed(f"{frontend.unfit_reason}: use --stage auto, {others}")
-    which = "" if frontend.is_unfit else f", for prompts with {' or '.join(frontend.unfit)}"
-    instead = " or ".join(sorted(set(frontend.stages_instead.values())))
-    logger.warning("stage %s, not %s%s: %s", instead, stage.name, which, frontend.unfit_reason)
+        raise StartupFailed(f"{profile.unfit_reason}: use --stage auto, {others}")
+    which = "" if profile.is_unfit else f", for prompts with {' or '.join(profile.unfit)}"
+    instead = " or ".join(sorted(set(profile.fallback_stages.values())))
+    logger.warning("stage %s, not %s%s: %s", instead, stage.name, which, profile.unfit_reason)
     return config
 
 

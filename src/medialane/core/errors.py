@@ -76,7 +76,7 @@ class UuidConflict(InvalidRequest, code="uuid_conflict", status=409): ...  # the
 class InvalidUpload(InvalidRequest, code="invalid_upload"): ...  # vLLM's status for every file that it does not accept
 
 class PromptRejected(InvalidRequest, code="invalid_prompt"): ...  # vLLM rejected the prompt or its parameters
-class PromptTooLong(PromptRejected, code="prompt_too_long"): ...  # one item alone exceeds the maximum model length
+class PromptTooLong(PromptRejected, code="prompt_too_long"): ...  # items alone exceed the maximum model length
 
 class InvalidFeature(InvalidRequest, code="invalid_feature"):
     """A feature is inconsistent in itself, or with its placeholder, the prompt or the model; it must never reach an
@@ -181,3 +181,12 @@ def from_report(report: ErrorReport) -> MedialaneError:
     """Rebuild the error of a report. An unknown code gives a plain MedialaneError."""
     cls = _CLASSES.get(report.code, MedialaneError)
     return cls(report.message, param=report.param, retry_after_s=report.retry_after_s)
+
+
+def prompt_too_long(least: int, most: int) -> PromptTooLong:
+    """Return the error, with vLLM's message, for a prompt with at least so many tokens, more than the model takes."""
+    return PromptTooLong(
+        f"The decoder prompt (length at least {least}) is longer than the maximum model length of {most}. Make sure "
+        "that `max_model_len` is no smaller than the number of text tokens plus multimodal tokens. For image inputs, "
+        "the number of image tokens depends on the number of images, and possibly their aspect ratios as well."
+    )

@@ -96,7 +96,7 @@ class Gateway:
         self._features = features
         self._assembly = Assembly(assembler)
         self._accepts_item_options = assembler.accepts_item_options
-        self._stages_instead = assembler.stages_instead
+        self._fallback_stages = assembler.fallback_stages
         self._workers = workers
         self.routes = Routes(router, workers, metrics)
         self._encoder_ms_per_token = router.config.encoder_ms_per_token
@@ -341,7 +341,7 @@ class Gateway:
     def _instead(self, prompt: MediaPrompt) -> set[StageName]:
         """Return the stages that items of the prompt need instead of the first."""
         modalities = {item.modality for item in prompt.items}
-        return {stage for modality, stage in self._stages_instead.items() if modality in modalities}
+        return {stage for modality, stage in self._fallback_stages.items() if modality in modalities}
 
     def _transfer_paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[TransferPath | None]:
         if prepared is None:

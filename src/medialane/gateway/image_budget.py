@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from medialane.core.errors import PromptTooLong
+from medialane.core.errors import prompt_too_long
 from medialane.core.hashing import merged_options
 from medialane.core.media import MediaRef
 from medialane.gateway.assembly import Assembly
@@ -52,9 +52,4 @@ class ImageBudget:
         self._images[ref.param] = _Image(width * height * 3, cost.num_bytes)
         self._num_tokens += cost.num_tokens
         if self._num_tokens > self._assembly.max_tokens:
-            raise PromptTooLong(
-                f"The decoder prompt (length at least {self._num_tokens}) is longer than the maximum model length of "
-                f"{self._assembly.max_tokens}. Make sure that `max_model_len` is no smaller than the number of text "
-                "tokens plus multimodal tokens. For image inputs, the number of image tokens depends on the number of "
-                "images, and possibly their aspect ratios as well."
-            )
+            raise prompt_too_long(self._num_tokens, self._assembly.max_tokens)

@@ -125,7 +125,7 @@ class Assembler(Protocol):
         ...
 
     @property
-    def stages_instead(self) -> Mapping[Modality, StageName]:
+    def fallback_stages(self) -> Mapping[Modality, StageName]:
         """The stages of prompts with items of which no features are made, by modality."""
         ...
 

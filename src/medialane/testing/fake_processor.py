@@ -95,7 +95,7 @@ class FakeAssembler:
     """Replaces the n-th placeholder token by one token per patch of the n-th feature."""
 
     accepts_item_options = False
-    stages_instead: Mapping[Modality, StageName] = MappingProxyType({})
+    fallback_stages: Mapping[Modality, StageName] = MappingProxyType({})
 
     def __init__(self, max_tokens: int = sys.maxsize) -> None:
         self.max_tokens = max_tokens

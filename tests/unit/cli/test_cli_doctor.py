@@ -41,20 +41,24 @@ def model_findings(monkeypatch, capsys, script, model):
     monkeypatch.setattr(doctor, "MODEL", script)
     main(["doctor", model, "--json", "--port", "0", "--", "--max-model-len", "99"])
     found = {f["name"]: f for f in json.loads(capsys.readouterr().out)}
-    return {name: found[name] for name in ("model", "stage", "embeddings") if name in found}
+    return {name: found[name] for name in ("model", "image", "audio", "prompts", "embeddings") if name in found}
 
 
 _ALL = """
-print('{"architecture": "A", "takes_media": true, "limits": {"image": 3}, "no_features": "", "no_embeddings": ""}')
+import json
+image = {"limit": 3, "stage": "features", "why_not_features": "", "max_pixels": 99, "counted_by": "grid"}
+media = {"modalities": {"image": image}, "accepts_item_options": True, "merge_size": 2, "predicts_image_tokens": False}
+print(json.dumps({"architecture": "A", "media": media, "no_embeddings": ""}))
 """
-_TEXT = """print('{"architecture": "A", "takes_media": false}')"""
+_TEXT = """print('{"architecture": "A", "media": null, "no_embeddings": ""}')"""
 
 #: Takes the name of the model as the architecture, and vLLM's flags as the reasons.
 _REASONS = """
 import json, sys
 model, flags = json.loads(sys.argv[1])
-found = {"architecture": model, "takes_media": True, "limits": {"image": 3, "audio": 1}}
-print(json.dumps({**found, "no_features": flags[0], "no_embeddings": flags[1]}))
+one = {"limit": 1, "stage": "decoded", "why_not_features": flags[0], "max_pixels": None, "counted_by": ""}
+media = {"modalities": {"audio": one}, "accepts_item_options": False, "merge_size": 1, "predicts_image_tokens": False}
+print(json.dumps({"architecture": model, "media": media, "no_embeddings": flags[1]}))
 """
 
 
@@ -64,10 +68,24 @@ print(json.dumps({**found, "no_features": flags[0], "no_embeddings": flags[1]}))
     [
         (
             _REASONS,
-            {"model": "ok", "stage": "warn", "embeddings": "warn"},
-            ["MODEL: image (at most 3), audio (at most 1)", "decoded: --max-model-len", "not kept: 99"],
+            {"model": "ok", "audio": "warn", "prompts": "ok", "embeddings": "warn"},
+            [
+                "MODEL: audio (at most 1)",
+                "stage decoded: --max-model-len",
+                "each item may have pixel limits of its own: no",
+                "not kept: 99",
+            ],
         ),
-        (_ALL, {"model": "ok", "stage": "ok", "embeddings": "ok"}, ["A: image", "features", "kept, unless"]),
+        (
+            _ALL,
+            {"model": "ok", "image": "ok", "prompts": "ok", "embeddings": "ok"},
+            [
+                "A: image (at most 3)",
+                "stage features; embeddings follow from grid; max_pixels 99, which requests may lower",
+                "each item may have pixel limits of its own: yes",
+                "kept, unless",
+            ],
+        ),
         (_TEXT, {"model": "ok"}, ["A: it takes no media"]),
         ("raise ValueError('no such model')", {"model": "fail"}, ["it cannot be loaded (ValueError: no such model)"]),
         (

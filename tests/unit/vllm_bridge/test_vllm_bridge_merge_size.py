@@ -10,26 +10,26 @@ from vllm.multimodal.inputs import (
 )
 
 from medialane.core.errors import InvalidFeature
-from medialane.vllm_bridge.items.merge_size import _Found, _side, check_grids
+from medialane.vllm_bridge.items.merge_size import GridSample, check_grids, common_side
 
 
 @pytest.mark.parametrize(
     ("samples", "side"),
     [
-        ([_Found([[1, 4, 4]], 4), _Found([[1, 2, 6]], 3)], 2),
-        ([_Found([[1, 6, 9]], 6)], 3),
-        ([_Found([[4, 4, 4]], 8)], 2),  # two frames are merged as well
-        ([_Found([[1, 4, 4], [1, 4, 4]], 8)], 2),  # two segments of a video
-        ([_Found([[4, 4]], 4)], 2),  # rows and columns only
-        ([_Found([[1, 3, 5]], 15)], 1),
-        ([_Found([[1, 4, 4]], 4), _Found([[1, 4, 4]], 5)], None),  # tokens that are not merged cells
-        ([_Found([[1, 1, 16]], 4)], None),  # not squares
-        ([_Found([[1, 3, 4]], 5)], None),
+        ([GridSample([[1, 4, 4]], 4), GridSample([[1, 2, 6]], 3)], 2),
+        ([GridSample([[1, 6, 9]], 6)], 3),
+        ([GridSample([[4, 4, 4]], 8)], 2),  # two frames are merged as well
+        ([GridSample([[1, 4, 4], [1, 4, 4]], 8)], 2),  # two segments of a video
+        ([GridSample([[4, 4]], 4)], 2),  # rows and columns only
+        ([GridSample([[1, 3, 5]], 15)], 1),
+        ([GridSample([[1, 4, 4]], 4), GridSample([[1, 4, 4]], 5)], None),  # tokens that are not merged cells
+        ([GridSample([[1, 1, 16]], 4)], None),  # not squares
+        ([GridSample([[1, 3, 4]], 5)], None),
         ([], None),
     ],
 )
 def test_side_follows_from_cells_and_embeddings(samples, side):
-    assert _side(samples) == side
+    assert common_side(samples) == side
 
 
 FLAT = MultiModalFlatField(slices=[slice(0, 2)], dim=0)

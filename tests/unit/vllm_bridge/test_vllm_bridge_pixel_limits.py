@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers.image_utils import SizeDict
 
-from medialane.vllm_bridge.items.pixel_limits import _max_pixels
+from medialane.vllm_bridge.items.pixel_limits import declared_limit
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from medialane.vllm_bridge.items.pixel_limits import _max_pixels
     ids=str,
 )
 def test_limit_is_read_from_any_form_of_size(part, expected):
-    assert _max_pixels("image", SimpleNamespace(**part), {}) == expected
+    assert declared_limit("image", SimpleNamespace(**part), {}) == expected
 
 
 @pytest.mark.parametrize(
@@ -47,4 +47,4 @@ def test_limit_is_read_from_any_form_of_size(part, expected):
     ids=str,
 )
 def test_limit_of_the_operator_comes_first(operators, expected):
-    assert _max_pixels("image", SimpleNamespace(size={"longest_edge": 7}), operators) == expected
+    assert declared_limit("image", SimpleNamespace(size={"longest_edge": 7}), operators) == expected

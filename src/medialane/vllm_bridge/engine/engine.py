@@ -67,7 +67,8 @@ from medialane.vllm_bridge.engine.outputs import ended_by_front_end, has_error, 
 from medialane.vllm_bridge.engine.private_folder import PrivateFolder
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
 from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder
-from medialane.vllm_bridge.items.settings import settings_of
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items.settings import processor_settings
 from medialane.vllm_bridge.seams.engine import (
     SchedulerStats,
     call_every_engine,
@@ -77,7 +78,7 @@ from medialane.vllm_bridge.seams.engine import (
     num_unfinished_by_rank,
     stop_listening,
 )
-from medialane.vllm_bridge.seams.multimodal import limit_sampled_frames
+from medialane.vllm_bridge.seams.multimodal import limit_sampled_frames, processor_of
 
 logger = logging.getLogger(__name__)
 
@@ -207,10 +208,11 @@ class VllmEngine:
         self._lifetime_bound = False
         self._arenas: set[str] = set()
         encode_with(llm, ArenaEncoder)
-        self._reader = RequestReader(llm, self._arenas, embeddings)
+        profile = ProcessorProfile(processor_of(llm.renderer)) if self.takes_media else None
+        self._reader = RequestReader(llm, profile, self._arenas, embeddings)
         lora = llm.vllm_config.lora_config
         self._adapters = LoadedAdapters(self._load_adapter, capacity=lora.max_cpu_loras if lora is not None else 0)
-        self.card = _card(llm)
+        self.card = _card(llm, profile)
 
     @property
     def takes_media(self) -> bool:
@@ -455,7 +457,7 @@ class VllmEngine:
             raise HandoverFailed("the engine could not read the features from the arena")
 
 
-def _card(llm: AsyncLLM) -> ModelCard:
+def _card(llm: AsyncLLM, profile: ProcessorProfile | None) -> ModelCard:
     config = llm.vllm_config
     role: WorkerRole = ENCODER if config.is_mm_encoder_only else "worker"
     # An encoder publishes no KV events.
@@ -466,7 +468,7 @@ def _card(llm: AsyncLLM) -> ModelCard:
         max_model_len=llm.model_config.max_model_len,
         # In hybrid models full attention may have larger blocks than the rest; its blocks count for the prefix cache.
         block_size=(cache.effective_attention_block_size or cache.block_size) if cache.enable_prefix_caching else 0,
-        processor=settings_of(llm.model_config, llm.renderer),
+        processor=processor_settings(llm.model_config, profile),
         # An encoder-decoder's outputs are not kept for other requests.
         encoder_cache_tokens=0 if llm.model_config.is_encoder_decoder else encoder_cache_tokens(llm),
         num_kv_blocks=(cache.num_gpu_blocks or 0) // num_ranks,  # vLLM reports the sum over its ranks

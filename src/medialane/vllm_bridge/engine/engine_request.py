@@ -27,10 +27,9 @@ from medialane.vllm_bridge.items.arena_encoder import ArenaItem
 from medialane.vllm_bridge.items.features import decode_item, decode_item_without_tensors, decode_small_fields
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.prepared_input import decoder_input, to_vllm_range
-from medialane.vllm_bridge.items.stage_fitness import summary, unfit_reasons
-from medialane.vllm_bridge.items.validation import FeatureChecker, placeholder_of
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items.validation import placeholder_of
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder
-from medialane.vllm_bridge.seams.multimodal import processor_of
 from medialane.vllm_bridge.seams.vision_chunk import name_for_engine, takes_chunks
 
 logger = logging.getLogger(__name__)
@@ -46,19 +45,21 @@ class RequestReader:
     """Reads requests for one engine, and validates what vLLM would trust. `sources` renders those that are processed
     here. The owner calls `close`."""
 
-    def __init__(self, llm: AsyncLLM, arenas: Container[str], embeddings: EngineEmbeddings) -> None:
-        """`arenas` is the live set of arenas that EngineCore has mapped."""
+    def __init__(
+        self, llm: AsyncLLM, profile: ProcessorProfile | None, arenas: Container[str], embeddings: EngineEmbeddings
+    ) -> None:
+        """`profile` is None if the model does not support media; `arenas` is the live set of arenas that EngineCore
+        has mapped."""
         self._arenas = arenas
         self._embeddings = embeddings
-        # None if the model does not support media; so is the checker.
-        processor = processor_of(llm.renderer) if llm.model_config.supports_multimodal_inputs else None
-        self._checker = None if processor is None else FeatureChecker(processor)
-        self._takes_chunks = processor is not None and takes_chunks(processor)
-        if processor is not None:
-            if unfit := unfit_reasons(processor):
-                logger.warning("this worker processes %s of its requests: %s", " and ".join(unfit), summary(unfit))
-            expand_marks(processor)
-        self.sources = SourceRenderer(llm.renderer, llm.model_config, self._checker)
+        self._checker = None if profile is None else profile.checker
+        self._takes_chunks = profile is not None and takes_chunks(profile.processor)
+        if profile is not None:
+            if profile.unfit:
+                modalities = " and ".join(profile.unfit)
+                logger.warning("this worker processes %s of its requests: %s", modalities, profile.unfit_reason)
+            expand_marks(profile.processor)
+        self.sources = SourceRenderer(llm.renderer, llm.model_config, profile)
         self._params = MsgpackDecoder(SamplingParams)
         self._pooling_params = MsgpackDecoder(PoolingParams)
         self._lora = MsgpackDecoder(LoRARequest)

@@ -39,12 +39,12 @@ from medialane.core.stage import StageName
 from medialane.vllm_bridge.engine_errors import engine_fault, public_text
 from medialane.vllm_bridge.items.embeds import EmbedsReader
 from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
-from medialane.vllm_bridge.items.item_shape import UNFIT
+from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE
 from medialane.vllm_bridge.items.media_options import model_io
 from medialane.vllm_bridge.items.placeholder_layout import decode_options
 from medialane.vllm_bridge.items.preparation import engine_media
 from medialane.vllm_bridge.items.prepared_input import decoder_input
-from medialane.vllm_bridge.items.validation import FeatureChecker
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.seams.multimodal import processes_items_apart, processor_of, video_backend
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,13 @@ class SourceRenderer:
     """Converts source prompts to vLLM's engine inputs. The owner calls `close`."""
 
     def __init__(
-        self, renderer: BaseRenderer, model_config: ModelConfig, checker: FeatureChecker | None = None
+        self, renderer: BaseRenderer, model_config: ModelConfig, profile: ProcessorProfile | None = None
     ) -> None:
-        """`checker` is None if the model does not support media."""
+        """`profile` is None if the model does not support media."""
         self._renderer = renderer
         self._model_config = model_config
-        self._checker = checker
+        self._profile = profile
+        self._checker = None if profile is None else profile.checker
         self._model_io = model_io(model_config)
         self._accepted_embeds: AcceptedEmbeds | None = None
         self._embeds_reader: EmbedsReader | None = None
@@ -128,7 +129,7 @@ class SourceRenderer:
             (rendered,) = await self._renderer.render_cmpl_async([given])
         except VLLMError:
             raise
-        except UNFIT as error:
+        except MALFORMED_FEATURE as error:
             if (fault := engine_fault(error)) is not None:
                 raise fault from error
             # Too many items, options unsupported by the processor, or a prompt without the items' placeholders. For
@@ -181,9 +182,9 @@ class SourceRenderer:
     def _reader(self) -> EmbedsReader:
         """Return the reader, created lazily: a text-only model has no processor for it."""
         if self._embeds_reader is None:
-            if not self._model_config.supports_multimodal_inputs:
+            if self._profile is None:
                 raise PromptRejected("this model does not support media")
-            self._embeds_reader = EmbedsReader(processor_of(self._renderer), self._model_config, self._accepted_embeds)
+            self._embeds_reader = EmbedsReader(self._profile, self._accepted_embeds)
         return self._embeds_reader
 
     async def _encoded(self, item: MediaPayload, data: memoryview) -> Any:

@@ -7,7 +7,6 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -34,14 +33,11 @@ from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, failing_fast, i
 from medialane.vllm_bridge.frontend.http_server import ServerFactory, check_http, serve_http
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.frontend.routes import RouteOf, refuse_unsupported, replace_authentication
-from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.image_tokens import ImageTokens
 from medialane.vllm_bridge.items.media_options import check_model_io
 from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
-from medialane.vllm_bridge.items.settings import settings_of
-from medialane.vllm_bridge.items.stage_fitness import stages_instead, summary, unfit_reasons
-from medialane.vllm_bridge.items.trial_items import SAMPLES
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items.settings import processor_settings
 from medialane.vllm_bridge.seams.api_server import (
     build_app,
     count_media_tokens_by,
@@ -50,7 +46,7 @@ from medialane.vllm_bridge.seams.api_server import (
     validate_api_server_args,
     validate_in_thread,
 )
-from medialane.vllm_bridge.seams.multimodal import accepted_modalities, processor_of
+from medialane.vllm_bridge.seams.multimodal import processor_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +81,14 @@ class Frontend:
             self.renderer: BaseRenderer = renderer_from_config(self.config)
         except (OSError, ValueError) as error:
             raise StartupFailed(f"vLLM cannot load the model's configuration or processors: {error}") from error
-        if self.takes_media:
-            expand_marks(processor_of(self.renderer))
+        #: None for a text-only model.
+        self.profile: ProcessorProfile | None = None
+        if self.config.model_config.supports_multimodal_inputs:  # not with --language-model-only
+            self.profile = ProcessorProfile(processor_of(self.renderer))
+            expand_marks(self.profile.processor)
         if self.is_pooling:
             pooling_endpoints.check_supported(self.config)
-        self.processor_settings: dict[str, str] = settings_of(self.config.model_config, self.renderer)
-        #: The modalities that workers must process, and why (`stage_fitness`).
-        self.unfit: Mapping[Modality, str] = unfit_reasons(processor_of(self.renderer)) if self.takes_media else {}
+        self.processor_settings: dict[str, str] = processor_settings(self.config.model_config, self.profile)
         self.assembler: Assembler = self._assembler()
 
     @property
@@ -106,7 +103,7 @@ class Frontend:
 
     @property
     def takes_media(self) -> bool:
-        return bool(self.config.model_config.supports_multimodal_inputs)
+        return self.profile is not None
 
     @property
     def max_headers(self) -> int:
@@ -117,29 +114,10 @@ class Frontend:
         """Raise StartupFailed for a decode option of the operator that our decoders do not support."""
         check_model_io(self.config.model_config)
 
-    @cached_property
-    def stages_instead(self) -> Mapping[Modality, StageName]:
-        """The stages of requests with modalities that are unfit for `features`."""
-        return stages_instead(processor_of(self.renderer)) if self.unfit else {}
-
-    @property
-    def unfit_reason(self) -> str:
-        """Why workers must process some of this model's media, or all; empty if they need not."""
-        return summary(self.unfit)
-
-    @property
-    def is_unfit(self) -> bool:
-        """Whether workers must process all of this model's media."""
-        accepted = SAMPLES.keys() & accepted_modalities(processor_of(self.renderer))
-        return bool(self.unfit) and accepted <= self.unfit.keys()
-
     def _assembler(self) -> Assembler:
-        if not self.takes_media or self.is_unfit:
-            return _NoAssembler(self.stages_instead)
-        processor = processor_of(self.renderer)
-        images = ImageTokens.verified(processor)
-        max_tokens = self.config.model_config.max_model_len
-        return VllmAssembler(processor, images, max_tokens=max_tokens, stages_instead=self.stages_instead)
+        if self.profile is None or self.profile.is_unfit:
+            return _NoAssembler({} if self.profile is None else self.profile.fallback_stages)
+        return self.profile.assembler(max_tokens=self.config.model_config.max_model_len)
 
     async def app(
         self,
@@ -159,8 +137,8 @@ class Frontend:
         `/health`, which assumes one engine; `tasks` are those of the workers, by default what a model that generates
         supports."""
         tokenize_without_media(self.renderer)
-        if self.takes_media:
-            renderer_hook.install(self.renderer, backend)
+        if self.profile is not None:
+            renderer_hook.install(self.renderer, backend, self.profile)
         tasks = tasks or _supported_tasks(self.config.model_config)
         client = RoutedEngineClient(self.config, self.renderer, backend, tasks)
         with middleware_stack_not_built(), failing_fast(), unchanged_levels():
@@ -217,8 +195,8 @@ class _NoAssembler:
     accepts_item_options = False
     max_tokens = sys.maxsize
 
-    def __init__(self, stages_instead: Mapping[Modality, StageName]) -> None:
-        self.stages_instead = stages_instead
+    def __init__(self, fallback_stages: Mapping[Modality, StageName]) -> None:
+        self.fallback_stages = fallback_stages
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         raise PromptRejected("this model's prompts are not assembled by the gateway")

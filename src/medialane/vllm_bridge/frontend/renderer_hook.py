@@ -32,15 +32,13 @@ from medialane.core.hashing import canonical_options
 from medialane.core.media import MediaRef, Modality
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.media_options import final_io, model_io
-from medialane.vllm_bridge.items.option_limits import check_options
-from medialane.vllm_bridge.items.pixel_limits import item_options, max_pixels_of
 from medialane.vllm_bridge.items.prepared_input import engine_input
-from medialane.vllm_bridge.items.processor_options import check_processor_options
+from medialane.vllm_bridge.items.processor_options import check_options, check_processor_options, item_options
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.raw_audio import expected_sample_rate, is_audio, sampled
 from medialane.vllm_bridge.seams.multimodal import (
     accepted_modalities,
     prepare_media_by,
-    processor_of,
     unknown_modalities,
 )
 from medialane.vllm_bridge.seams.vision_chunk import ChunkSource, chunk_sources, takes_chunks
@@ -100,9 +98,9 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
             raise InvalidRequest(message)
 
 
-def install(renderer: BaseRenderer, backend: RequestBackend) -> None:
+def install(renderer: BaseRenderer, backend: RequestBackend, profile: ProcessorProfile) -> None:
     """Route this renderer's media through `backend`."""
-    hook = RendererHook(renderer, backend)
+    hook = RendererHook(renderer, backend, profile)
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(type("Connector", (ReferenceConnector,), {"hook": hook}))
     prepare_media_by(renderer, hook.process)
 
@@ -121,11 +119,11 @@ class RendererHook:
     """Implements both seams: completes the references from intake with options of model and request, and has the
     gateway prepare the prompt."""
 
-    def __init__(self, renderer: BaseRenderer, backend: RequestBackend) -> None:
+    def __init__(self, renderer: BaseRenderer, backend: RequestBackend, profile: ProcessorProfile) -> None:
         self.backend = backend
         self._io = model_io(renderer.model_config)
-        processor = processor_of(renderer)
-        self._max_pixels_of = max_pixels_of(processor)
+        processor = profile.processor
+        self._max_pixels = profile.max_pixels
         self._has_encoder_prompt = bool(renderer.model_config.is_encoder_decoder)
         self._sample_rate = expected_sample_rate(processor)
         #: Whether vLLM's chat parser makes chunks of this model's images.
@@ -171,7 +169,7 @@ class RendererHook:
         """
         item = ref.io if ref.modality == modality else b"{}"
         io = final_io(modality, self._io, request_io, item)
-        options = item_options(ref.options, self._max_pixels_of.get(modality), ref.param)
+        options = item_options(ref.options, self._max_pixels.get(modality), ref.param)
         return msgspec.structs.replace(ref, modality=modality, io=io, options=options)
 
     async def _references(

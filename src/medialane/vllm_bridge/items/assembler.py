@@ -9,23 +9,23 @@ families depend. Private methods of vLLM 0.32 are used; `tests/contract/test_pre
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import FeatureUnsupported, PromptRejected
+from medialane.core.errors import FeatureUnsupported, PromptRejected, prompt_too_long
 from medialane.core.feature import Feature, PlaceholderRange
 from medialane.core.media import Modality
 from medialane.core.stage import StageName
 from medialane.prepare.processor import AssembledPrompt, ImageCost
 from medialane.vllm_bridge.engine_errors import public_text
+from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.image_tokens import ImageTokens, Size
-from medialane.vllm_bridge.items.item_options_trial import tokens_follow_features
+from medialane.vllm_bridge.items.merge_size import min_embeds
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.seams.multimodal import expand_prompt
 from medialane.vllm_bridge.seams.stand_ins import ValueUnknown
@@ -40,17 +40,15 @@ class VllmAssembler:
         images: ImageTokens | None = None,
         *,
         max_tokens: int = sys.maxsize,
-        stages_instead: Mapping[Modality, StageName] = MappingProxyType({}),
+        accepts_item_options: bool = False,
+        fallback_stages: Mapping[Modality, StageName] = MappingProxyType({}),
     ) -> None:
         self.max_tokens = max_tokens
-        self.stages_instead = stages_instead
+        self.accepts_item_options = accepts_item_options
+        self.fallback_stages = fallback_stages
         self._processor = processor
         self._images = images
         self._layouts = PlaceholderLayouts(processor)
-
-    @cached_property
-    def accepts_item_options(self) -> bool:
-        return tokens_follow_features(self._processor)
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         try:
@@ -79,7 +77,7 @@ class VllmAssembler:
         return None if self._images is None else self._images.cost(size, options)
 
     def _apply(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> Any:
-        layout = self._layouts.find(features, options)
+        layout = self._layouts.find(features, options, check=lambda: self._check_length(features))
         hashes: dict[str, list[str]] = {}
         for feature in features:
             hashes.setdefault(feature.modality, []).append(feature.mm_hash)
@@ -93,6 +91,13 @@ class VllmAssembler:
             updates=_copied(layout),
         )
 
+    def _check_length(self, features: Sequence[Feature]) -> None:
+        """Raise PromptTooLong before placeholders are made that the prompt cannot have: headers come from preparers,
+        which a hostile file may control, and are validated only in the worker."""
+        num_tokens = sum(min_embeds(decode_item_without_tensors(feature.header)) for feature in features)
+        if num_tokens > self.max_tokens:
+            raise prompt_too_long(num_tokens, self.max_tokens)
+
 
 def placeholder_ranges(applied: Any) -> dict[str, list[PlaceholderRange]]:
     """Return the placeholders in vLLM's result, by modality."""
@@ -104,6 +109,6 @@ def _copied(layout: PlaceholderLayout) -> dict[str, list[list[Any]]]:
     return {modality: [list(updates) for updates in items] for modality, items in layout.updates.items()}
 
 
-def _range(found: Any) -> PlaceholderRange:
-    is_embed = None if found.is_embed is None else bytes(found.is_embed.to(torch.uint8).numpy())
-    return PlaceholderRange(offset=found.offset, length=found.length, is_embed=is_embed)
+def _range(place: Any) -> PlaceholderRange:
+    is_embed = None if place.is_embed is None else bytes(place.is_embed.to(torch.uint8).numpy())
+    return PlaceholderRange(offset=place.offset, length=place.length, is_embed=is_embed)

@@ -15,15 +15,13 @@ from math import prod
 from typing import Any
 
 import torch
-from vllm.config import ModelConfig
-from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.embeds import UNNAMED, Embeds
 from medialane.core.errors import InvalidEmbeds
 from medialane.core.media import Modality
 from medialane.vllm_bridge.items.embeds_trial import GRID, MODALITY, VALUES, AcceptedEmbeds
 from medialane.vllm_bridge.items.features import tensor_over
-from medialane.vllm_bridge.items.merge_size import merge_size
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.seams.multimodal import embeds_data
 
 _GRID_NUMBERS = 3
@@ -32,15 +30,13 @@ _GRID_NUMBERS = 3
 class EmbedsReader:
     """Reads and checks embeddings for one model."""
 
-    def __init__(
-        self, processor: BaseMultiModalProcessor, model_config: ModelConfig, accepted: AcceptedEmbeds | None
-    ) -> None:
+    def __init__(self, profile: ProcessorProfile, accepted: AcceptedEmbeds | None) -> None:
         """`accepted` is None if the model has not been tried: it then accepts none."""
-        self._processor = processor
-        self._is_on = bool(model_config.multimodal_config.enable_mm_embeds)
+        self._processor = profile.processor
+        self._is_on = bool(self._processor.info.ctx.model_config.multimodal_config.enable_mm_embeds)
         self._width = 0 if accepted is None else accepted["width"]
         self._fields = set() if accepted is None else set(accepted["fields"])
-        self._merge = merge_size(processor)
+        self._merge = profile.merge_size
 
     def read(self, modality: Modality, embeds: Embeds) -> dict[str, torch.Tensor]:
         """Return one item's tensors, over the received bytes without a copy. Raises InvalidEmbeds."""
@@ -51,7 +47,7 @@ class EmbedsReader:
         if embeds.fields.keys() != self._fields:
             names = " and ".join(sorted(self._fields)) if UNNAMED not in self._fields else "one tensor without a name"
             raise InvalidEmbeds(f"{modality}_embeds of this model must be {names}")
-        tensors = {name: tensor_over(found.spec, memoryview(found.data)) for name, found in embeds.fields.items()}
+        tensors = {name: tensor_over(sent.spec, memoryview(sent.data)) for name, sent in embeds.fields.items()}
         if UNNAMED in tensors:
             return {UNNAMED: self._rows(tensors[UNNAMED])}
         rows = self._rows(tensors[VALUES])
@@ -59,8 +55,8 @@ class EmbedsReader:
 
     def data(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> Any:
         """Return all items of one modality as vLLM's renderer expects them."""
-        found = [item[UNNAMED] if UNNAMED in item else dict(item) for item in items]
-        return embeds_data(modality, found, self._processor)
+        given = [item[UNNAMED] if UNNAMED in item else dict(item) for item in items]
+        return embeds_data(modality, given, self._processor)
 
     def check(self, modality: Modality, engine_input: Mapping[str, Any], num_items: int) -> None:
         """Raise InvalidEmbeds unless each item has one embedding per token of its placeholder that needs one."""
@@ -69,8 +65,8 @@ class EmbedsReader:
             raise InvalidEmbeds(f"{len(items)} items and {len(places)} placeholders of {num_items} embeddings")
         for item, place in zip(items, places, strict=True):
             expected = (place.get_num_embeds(), self._width)
-            found = item[VALUES].data if VALUES in item else None
-            if not isinstance(found, torch.Tensor) or tuple(found.shape) != expected:
+            values = item[VALUES].data if VALUES in item else None
+            if not isinstance(values, torch.Tensor) or tuple(values.shape) != expected:
                 raise InvalidEmbeds(f"{modality}: embeddings do not have the shape {expected} of their placeholder")
 
     def _rows(self, values: torch.Tensor) -> torch.Tensor:

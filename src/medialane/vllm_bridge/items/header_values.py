@@ -31,7 +31,7 @@ from medialane.vllm_bridge.seams.multimodal import fields_config
 NO_OPTIONS = b"{}"
 
 #: Raised by a family's code for inconsistent fields, for values that are unknown, or for options that it rejects.
-UNFIT = (
+MALFORMED_FEATURE = (
     ValueError,
     TypeError,
     LookupError,
@@ -113,7 +113,7 @@ def _errors_of(run: Callable[[bytes], None], options: bytes) -> list[str]:
     for given in dict.fromkeys((options, NO_OPTIONS)):
         try:
             run(given)
-        except UNFIT as error:
+        except MALFORMED_FEATURE as error:
             found.append(repr(error))
     return found
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.media import MediaSize, Modality
-from medialane.prepare.processor import ImageCost, ProcessedItem
+from medialane.prepare.processor import ImageCost
+from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts, decode_options
-from medialane.vllm_bridge.items.preparation import VllmProcessor, trial_image
-from medialane.vllm_bridge.seams.multimodal import accepted_modalities
+from medialane.vllm_bridge.items.preparation import PREPARATION_ERRORS
+from medialane.vllm_bridge.items.trial_items import TrialItem, TrialItems, attempt
 
 logger = logging.getLogger(__name__)
 
@@ -31,49 +31,31 @@ Size = tuple[int, int]
 #: Options that every family that has them takes into account. With others (`do_resize`) the count may be wrong.
 _COUNTED_BY = {"min_pixels", "max_pixels", "size"}
 
-#: Sizes of the images that verify predictions: some that processors enlarge, shrink, and split into several tiles.
-_TRIAL_SIZES = ((64, 64), (56, 168), (301, 211), (1200, 500))
-
-
-class _Trial(NamedTuple):
-    modality: Modality
-    header: bytes
-    size: MediaSize
-
 
 class ImageTokens:
-    """Predictions of one processor. Unused until `verify` has confirmed them against processed images."""
+    """Predictions of one processor, confirmed by some images that it has processed."""
 
-    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+    def __init__(self, processor: BaseMultiModalProcessor, trial: TrialItems) -> None:
         self._processor = processor
-        self._bytes_per_token = Fraction(0)
-        self.is_trusted = False
+        ratios = self._bytes_per_token(trial)
+        #: Whether there are predictions.
+        self.is_trusted = bool(ratios)
+        self._ratio = ratios[0] if len(set(ratios)) == 1 else Fraction(0)
 
-    @classmethod
-    def verified(cls, processor: BaseMultiModalProcessor) -> ImageTokens:
-        """Return the predictions of this processor, compared with some images that it processes here."""
-        tokens, heavy = cls(processor), VllmProcessor(processor)
-        if "image" in accepted_modalities(processor):
-            tokens.verify(heavy.process(trial_image(*size), b"{}") for size in _TRIAL_SIZES)
-        return tokens
-
-    def verify(self, items: Iterable[ProcessedItem]) -> None:
-        """Compare the predictions for these images with their placeholders in a prompt and with their tensors."""
-        layouts = PlaceholderLayouts(self._processor)
-        try:
-            found = [self._bytes_per_token_of(item, layouts) for item in items]
-        except Exception:  # a family's own code; without a prediction, images are decoded first
-            logger.warning("images are not rejected by size: their token count cannot be predicted", exc_info=True)
-            return
-        self.is_trusted = None not in found
-        if self.is_trusted and len(set(found)) == 1:
-            self._bytes_per_token = found[0] or self._bytes_per_token
+    def _bytes_per_token(self, trial: TrialItems) -> Sequence[Fraction]:
+        """Return the bytes of large tensors per predicted token of each image; none unless every prediction is
+        confirmed."""
+        ratios = attempt(lambda: [self._ratio_of(item, trial.layouts) for item in trial.by_modality.get("image", ())])
+        if isinstance(ratios, Exception):
+            logger.warning("images are not rejected by size: their token count cannot be predicted", exc_info=ratios)
+            return ()
+        return [ratio for ratio in ratios if ratio is not None] if None not in ratios else ()
 
     def cost(self, size: Size, options: bytes) -> ImageCost | None:
         """Return what an image of this size takes at least; None if there is no prediction. Takes 0.2 to 0.4 ms, and 10
         ms for new options, most of it in vLLM's and transformers' handling of options."""
         num_tokens = self.min_tokens(size, options) if self.is_trusted else None
-        return None if num_tokens is None else ImageCost(num_tokens, int(num_tokens * self._bytes_per_token))
+        return None if num_tokens is None else ImageCost(num_tokens, int(num_tokens * self._ratio))
 
     def min_tokens(self, size: Size, options: bytes) -> int | None:
         """Return the tokens of an image of this size or rotated by 90 degrees (EXIF orientation is unknown here),
@@ -83,7 +65,7 @@ class ImageTokens:
             return None
         try:
             counts = [self._count(sides, given) for sides in (size, size[::-1])]
-        except Exception:  # a family's own code with an untrusted size: its processor decides
+        except PREPARATION_ERRORS:  # a family's own code with an untrusted size: its processor decides
             logger.debug("the model's processor cannot predict the tokens of an image of %s", size, exc_info=True)
             return None
         return min((count for count in counts if count is not None), default=None)
@@ -105,12 +87,12 @@ class ImageTokens:
             return None
         return int(count(**{p.name: arguments[p.name]() for p in parameters if p.name in arguments}))
 
-    def _bytes_per_token_of(self, item: ProcessedItem, layouts: PlaceholderLayouts) -> Fraction | None:
+    def _ratio_of(self, item: TrialItem, layouts: PlaceholderLayouts) -> Fraction | None:
         """Return the bytes of the item's large tensors per predicted token; None if the prediction is not confirmed."""
-        predicted = self.min_tokens((item.size.width, item.size.height), b"{}")
+        predicted = self.min_tokens((item.size.width, item.size.height), NO_OPTIONS)
         if predicted is None:
             return None
-        (updates,) = layouts.find([_Trial("image", item.header, item.size)], b"{}").updates["image"]
+        (updates,) = layouts.find([item], NO_OPTIONS).updates["image"]
         if predicted > min(len(update.content.full) for update in updates):
             return None
         return Fraction(sum(spec.nbytes for spec in item.specs), predicted)

@@ -18,21 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 import torch
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, MultiModalKwargsItem
-from vllm.multimodal.processing.processor import BaseMultiModalProcessor, PromptUpdateDetails
+from vllm.multimodal.processing.processor import PromptUpdateDetails
 
 from medialane.core.errors import InvalidFeature, InvalidRequest
 from medialane.core.media import Modality
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
-from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.header_values import UNFIT as UNFIT
+from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
-from medialane.vllm_bridge.items.trial_items import TrialItem, trial_items
+from medialane.vllm_bridge.items.trial_items import TrialItem, TrialItems
 from medialane.vllm_bridge.seams.stand_ins import has_stand_in
 
 #: Integer tensors up to this size (grids, sizes, counts) are checked for negative values; pixels are not.
@@ -59,8 +57,8 @@ class FieldSpec(msgspec.Struct, frozen=True):
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """What the number of embeddings of an item follows from: each represents `per_embed` elements of `field`, or cells
-    of its grids (products of its rows) if it `has_grids`."""
+    """How an item's number of embeddings is computed: each represents `per_embed` elements of `field`, or cells of its
+    grids (products of its rows) if it `has_grids`."""
 
     field: str
     has_grids: bool
@@ -71,8 +69,8 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class ItemShape(msgspec.Struct, frozen=True):
-    """The items of one modality. `measure` is None if none holds for every sample. `has_positions`: the positions of a
-    prompt's tokens follow from its items."""
+    """The items of one modality. `measure` is None if none holds for every sample: the number of embeddings does not
+    follow from the tensors. `has_positions`: the positions of a prompt's tokens follow from its items."""
 
     fields: dict[str, FieldSpec]
     measure: Measure | None
@@ -93,32 +91,24 @@ class ItemShape(msgspec.Struct, frozen=True):
         `size`); it drops embeddings for which there is no token, and fails for want of one."""
         if self.measure is None:
             return None
-        found = self.measure.num_embeds(item)
-        return num_embeds == found if self.has_positions else num_embeds <= found
+        made = self.measure.num_embeds(item)
+        return num_embeds == made if self.has_positions else num_embeds <= made
 
 
-@lru_cache(maxsize=2)  # a process has one processor
-def learn(processor: BaseMultiModalProcessor) -> Mapping[Modality, ItemShape]:
-    """Return the shape of this model's items, by modality that requests may contain. There is none of a modality of
-    which no sample can be processed."""
-    trial = trial_items(processor)
-    has_positions = processor.info.ctx.model_config.uses_mrope
+def learn_shapes(trial: TrialItems, *, has_positions: bool) -> Mapping[Modality, ItemShape]:
+    """Return the shapes of a model's items; none of a modality of which no sample can be processed."""
     return {
-        m: _learn(trial.layouts, found, has_positions=has_positions) for m, found in trial.by_modality.items() if found
+        modality: _learn(trial.layouts, items, has_positions=has_positions)
+        for modality, items in trial.by_modality.items()
+        if items
     }
-
-
-def counts_by_size(processor: BaseMultiModalProcessor, modality: Modality) -> bool:
-    """Return whether the number of embeddings of such items does not follow from their tensors."""
-    shape = learn(processor).get(modality)
-    return shape is not None and shape.measure is None
 
 
 def check_layout(modality: Modality, item: MultiModalKwargsItem, default: MultiModalKwargsItem) -> None:
     """Raise InvalidRequest unless an item has the layout of `default`, the same without the request's options: all that
     an encoder may depend on besides the content. That is its shapes, and its whole numbers (counts, grids, masks)."""
-    found, expected = ({name: _layout(elem.data) for name, elem in one.items()} for one in (item, default))
-    changed = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    given, expected = ({name: _layout(elem.data) for name, elem in one.items()} for one in (item, default))
+    changed = sorted(name for name in given.keys() | expected.keys() if given.get(name) != expected.get(name))
     if changed:
         message = f"these options change {', '.join(changed)} of the {modality}, which this model does not support"
         raise InvalidRequest(message, param="mm_processor_kwargs")
@@ -139,13 +129,13 @@ def num_embeds(content: PromptUpdateDetails) -> int:
 
 
 def _learn(layouts: PlaceholderLayouts, made: Sequence[TrialItem], *, has_positions: bool) -> ItemShape:
-    items = [decode_item_without_tensors(found.header) for found in made]
+    items = [decode_item_without_tensors(one.header) for one in made]
     by_name = {name: [item[name] for item in items if name in item] for item in items for name in item}
     fields = {name: _common(elems, is_optional=len(elems) < len(items)) for name, elems in by_name.items()}
     try:
         counts = [_num_embeds_of(layouts, item) for item in made]
         measure = next(_measures(by_name, counts), None)
-    except UNFIT:
+    except MALFORMED_FEATURE:
         measure = None
     return ItemShape(fields, measure, has_positions)
 
@@ -159,9 +149,9 @@ def _measures(by_name: Mapping[str, Sequence[MultiModalFieldElem]], counts: Sequ
         elems = by_name.get(name, ())
         if len(elems) == len(counts) and all(counts):
             sizes = [_num_parts(elem.data, has_grids=has_grids) for elem in elems]
-            found = {Fraction(size, count) for size, count in zip(sizes, counts, strict=True)}
-            if len(found) == 1:
-                yield Measure(name, has_grids, found.pop())
+            ratios = {Fraction(size, count) for size, count in zip(sizes, counts, strict=True)}
+            if len(ratios) == 1:
+                yield Measure(name, has_grids, ratios.pop())
 
 
 def _has_grids(value: Any) -> bool:
@@ -228,5 +218,5 @@ def _check_field(name: str, elem: MultiModalFieldElem, spec: FieldSpec, dims: Di
 def _check_dims(name: str, shape: Sequence[int], dims: Sequence[int | None]) -> None:
     if len(shape) != len(dims):
         raise InvalidFeature(f"{name}: {len(shape)} dimensions instead of {len(dims)}")
-    if any(size is not None and size != found for size, found in zip(dims, shape, strict=True)):
+    if any(expected not in (None, size) for expected, size in zip(dims, shape, strict=True)):
         raise InvalidFeature(f"{name}: shape {tuple(shape)} instead of {tuple(dims)}")

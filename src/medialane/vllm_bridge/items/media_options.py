@@ -19,7 +19,7 @@ from vllm.multimodal.media.video import VideoMediaIO
 from medialane.core.errors import InvalidRequest, StartupFailed
 from medialane.core.hashing import canonical_options
 from medialane.core.media import Modality
-from medialane.vllm_bridge.items.option_limits import check_options
+from medialane.vllm_bridge.items.processor_options import check_options
 
 IoOptions = Mapping[str, Mapping[str, object]]
 

@@ -89,12 +89,12 @@ def expand_marks(processor: BaseMultiModalProcessor) -> None:
     found = {m: _mark(processor, tokenizer, m) for m in _SMALLEST if m in accepted_modalities(processor)}
     marks = {modality: mark for modality, mark in found.items() if mark}
     if marks:
-        expand_before_updates(processor, Marks(processor, marks).expand)
+        expand_before_updates(processor, BlankPlaceholders(processor, marks).expand)
     if missing := sorted(found.keys() - marks):
         logger.warning("the placeholders of %s in this model's chats are not known: they are left as they are", missing)
 
 
-class Marks:
+class BlankPlaceholders:
     """The placeholder tokens of the blanks of one model, by modality."""
 
     def __init__(self, processor: BaseMultiModalProcessor, marks: Mapping[Any, list[int]]) -> None:

@@ -1,48 +1,46 @@
-"""Limits the pixels per item: clients may request fewer than the operator allows, never more.
+"""Limits of the pixels per item: clients may request fewer than the operator allows, never more.
 
 Some families (Qwen-VL and its successors) scale an image until its number of pixels is between two limits, vLLM's
 `min_pixels` and `max_pixels`. Other families have none: an item's options are then ignored, as in vLLM.
 
 Theory of operation. A processor that declares `max_pixels` may still have the limit somewhere else, in another unit
-(`longest_edge` counts pixels in some families, and is a side in others). So what is found is tried with a sample: given
-as an option, the limit must change nothing, or no more than a limit that is far larger than the sample. (Qwen-Omni has
+(`longest_edge` counts pixels in some families, and is a side in others). So the declared limit is tried with a sample:
+given as an option, it must change nothing, or no more than a limit that is far larger than the sample. (Qwen-Omni has
 other defaults for videos, which any such option replaces.)
+
+vLLM applies a request's options to all of its items; medialane also has pixel limits of single items, applied when an
+item is processed. The prompt is then expanded without them: that is right only if the family derives an item's tokens
+from its feature (a grid), not from its size and the options (`accepts_item_options`).
 """
 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
-import msgspec
 from transformers.image_utils import SizeDict
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import InvalidRequest
+from medialane.core.feature import MediaPayload
 from medialane.core.hashing import canonical_options
-from medialane.core.media import Decoded, Modality
+from medialane.core.media import Modality
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.preparation import REFUSED, VllmProcessor, trial_image, trial_video
+from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts, PlaceholderSource
+from medialane.vllm_bridge.items.preparation import PREPARATION_ERRORS, VllmProcessor
+from medialane.vllm_bridge.items.trial_items import TrialItem, TrialItems, without_warnings
 from medialane.vllm_bridge.seams.multimodal import accepted_modalities, hf_processor_of
 
 logger = logging.getLogger(__name__)
 
 _PROCESSORS: tuple[tuple[Modality, str], ...] = (("image", "image_processor"), ("video", "video_processor"))
 
-#: Samples that a limit is tried with: they have more pixels than a side has.
-_SAMPLES: Mapping[Modality, Decoded] = {"image": trial_image(448, 448), "video": trial_video(224, 224)}
-
 #: No sample has as many.
 _FAR_PIXELS = 1 << 26
 
 
-@lru_cache(maxsize=2)  # a process has one processor
-def max_pixels_of(processor: BaseMultiModalProcessor) -> Mapping[Modality, int]:
-    """Return the operator's `max_pixels` (`--mm-processor-kwargs`), or else the model's own; empty if it has none.
-    Processes some samples at the first call."""
+def learn_max_pixels(processor: BaseMultiModalProcessor, trial: TrialItems) -> Mapping[Modality, int]:
+    """Return the operator's `max_pixels` (`--mm-processor-kwargs`), or else the model's own; empty if it has none."""
     accepted = accepted_modalities(processor)
     hf_processor = hf_processor_of(processor)
     # Only families with image support have an image processor; it declares whether it has pixel limits.
@@ -51,19 +49,25 @@ def max_pixels_of(processor: BaseMultiModalProcessor) -> Mapping[Modality, int]:
     if "max_pixels" not in getattr(declared, "__annotations__", {}):
         return {}
     operators = processor.info.ctx.get_merged_mm_kwargs({})
-    parts = {m: getattr(hf_processor, name, None) for m, name in _PROCESSORS if m in accepted}
-    found = {m: _max_pixels(m, part, operators) for m, part in parts.items() if part is not None}
-    return {m: limit for m, limit in found.items() if limit is not None and _is_limit(processor, m, limit)}
+    limits = {m: declared_limit(m, getattr(hf_processor, name, None), operators) for m, name in _PROCESSORS}
+    return {
+        modality: limit
+        for modality, limit in limits.items()
+        if limit is not None
+        and (items := trial.by_modality.get(modality))
+        and is_pixel_limit(processor, items[-1], limit)
+    }
 
 
-def _max_pixels(modality: Modality, part: Any, operators: Mapping[str, Any]) -> int | None:
+def declared_limit(modality: Modality, part: Any, operators: Mapping[str, Any]) -> int | None:
+    """Return the limit that the operator's options or a Hugging Face processor (None if the family has none) declare
+    for items of this modality."""
+    if part is None:
+        return None
     own = operators.get(f"{modality}s_kwargs")
-    candidates = (own if isinstance(own, Mapping) else {}, operators, _own_settings(part))
+    settings = {name: getattr(part, name, None) for name in ("max_pixels", "size")}
+    candidates = (own if isinstance(own, Mapping) else {}, operators, settings)
     return next((limit for options in candidates for limit in _limits(options)), None)
-
-
-def _own_settings(part: Any) -> Mapping[str, Any]:
-    return {name: getattr(part, name, None) for name in ("max_pixels", "size")}
 
 
 def _limits(options: Mapping[str, Any]) -> Iterator[int]:
@@ -76,37 +80,53 @@ def _limits(options: Mapping[str, Any]) -> Iterator[int]:
             yield int(value)
 
 
-def _is_limit(processor: BaseMultiModalProcessor, modality: Modality, limit: int) -> bool:
+@without_warnings()
+def is_pixel_limit(processor: BaseMultiModalProcessor, item: TrialItem, limit: int) -> bool:
     """Return whether the processor makes the same of a sample with `limit` as its `max_pixels` as without a limit."""
-    heavy, sample = VllmProcessor(processor), _SAMPLES[modality]
+    heavy = VllmProcessor(processor)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers', about this option
-            given, far = (heavy.process(sample, _option(pixels)).specs for pixels in (limit, _FAR_PIXELS))
-            is_limit = given == far or given == heavy.process(sample, NO_OPTIONS).specs
-    except REFUSED as error:
-        logger.warning("max_pixels and min_pixels of %ss are ignored: the processor refuses them: %r", modality, error)
+        given = heavy.process(item.media, canonical_options({"max_pixels": limit})).specs
+        far = canonical_options({"max_pixels": _FAR_PIXELS})
+        is_limit = given == item.specs or given == heavy.process(item.media, far).specs
+    except PREPARATION_ERRORS as error:
+        logger.warning(
+            "max_pixels and min_pixels of %ss are ignored: the processor refuses them: %r", item.modality, error
+        )
         return False
     if not is_limit:
         message = "max_pixels and min_pixels of %ss are ignored: %d is not the number of pixels that it looks like"
-        logger.warning(message, modality, limit)
+        logger.warning(message, item.modality, limit)
     return is_limit
 
 
-def _option(limit: int) -> bytes:
-    return canonical_options({"max_pixels": limit})
+def learn_accepts_item_options(
+    processor: BaseMultiModalProcessor, trial: TrialItems, max_pixels: Mapping[Modality, int]
+) -> bool:
+    """Return whether an item's tokens are the same with and without the options with which it was processed, for all
+    modalities with pixel limits. False if there is none."""
+    follow = []
+    for modality, limit in max_pixels.items():
+        try:
+            follow.append(_tokens_follow_feature(processor, trial.by_modality[modality][-1], limit))
+        except PREPARATION_ERRORS as error:
+            logger.info("pixel limits of single %ss are not accepted: %r", modality, error.__cause__ or error)
+        else:
+            if not follow[-1]:
+                logger.info("pixel limits of single %ss are not accepted: their tokens do not follow them", modality)
+    return bool(follow) and all(follow)
 
 
-def item_options(item: bytes, max_pixels: int | None, param: str) -> bytes:
-    """Return an item's processor options (`MediaRef.options`), as far as the model has them and within `max_pixels`.
+@without_warnings()
+def _tokens_follow_feature(processor: BaseMultiModalProcessor, item: TrialItem, limit: int) -> bool:
+    layouts = PlaceholderLayouts(processor)
 
-    Raises InvalidRequest naming the option.
-    """
-    if max_pixels is None or item == b"{}":
-        return b"{}"
-    options = msgspec.json.decode(item, type=dict[str, int])
-    if "max_pixels" in options:
-        options["max_pixels"] = max_pixels = min(options["max_pixels"], max_pixels)
-    if options.get("min_pixels", 0) > max_pixels:
-        raise InvalidRequest(f"min_pixels must be at most {max_pixels} for this model", param=f"{param}.min_pixels")
-    return canonical_options(options)
+    def tokens(source: PlaceholderSource, options: bytes) -> list[list[int]]:
+        (updates,) = layouts.find([source], options).updates[item.modality]
+        return [list(update.content.full) for update in updates]
+
+    # A quarter of an image's pixels, or of a frame's; some families count those of all frames.
+    fewer = min(limit, item.size.width * item.size.height) // 4
+    options = canonical_options({"min_pixels": min(4096, fewer), "max_pixels": fewer})
+    made = VllmProcessor(processor).process(item.media, options)
+    lower = MediaPayload(item.modality, "", made.header, (), made.size)
+    return tokens(lower, NO_OPTIONS) == tokens(lower, options) != tokens(item, NO_OPTIONS)

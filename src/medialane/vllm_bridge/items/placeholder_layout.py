@@ -28,7 +28,7 @@ MAX_BYTES = 16 << 20
 _TOKEN_BYTES = 8
 
 
-class Described(Protocol):
+class PlaceholderSource(Protocol):
     """What determines an item's placeholder: a `Feature` or a `MediaPayload`."""
 
     @property
@@ -58,7 +58,7 @@ class PlaceholderLayouts:
 
     def find(
         self,
-        media: Sequence[Described],
+        media: Sequence[PlaceholderSource],
         options: bytes,
         *,
         check: Callable[[], None] | None = None,
@@ -68,22 +68,22 @@ class PlaceholderLayouts:
         before the processor and `confirm` with its result; their exceptions propagate, and the layout is not cached.
         Raises whatever the processor raises."""
         key = (options, tuple([(item.modality, item.header, item.size) for item in media]))
-        found = self._cache.get(key)
-        if found is None:
+        layout = self._cache.get(key)
+        if layout is None:
             if check is not None:
                 check()
             items = _equally_known([decode_item_without_tensors(item.header) for item in media])
-            found = layout_of(self._processor, media, items, options)
+            layout = layout_of(self._processor, media, items, options)
             if confirm is not None:
-                confirm(found)
-            if found.nbytes <= self._cache.maxsize:
-                self._cache[key] = found
-        return found
+                confirm(layout)
+            if layout.nbytes <= self._cache.maxsize:
+                self._cache[key] = layout
+        return layout
 
 
 def layout_of(
     processor: BaseMultiModalProcessor,
-    media: Sequence[Described],
+    media: Sequence[PlaceholderSource],
     items: Sequence[MultiModalKwargsItem],
     options: bytes,
 ) -> PlaceholderLayout:
@@ -96,7 +96,7 @@ def layout_of(
     data = processor.info.parse_mm_data(sizes)
     kwargs = MultiModalKwargsItems(processed)
     updates = prompt_updates(processor, data, decode_options(options), kwargs)
-    num_tokens = sum(len(u.content.full) for found in updates.values() for item in found for u in item)
+    num_tokens = sum(len(u.content.full) for items in updates.values() for item in items for u in item)
     nbytes = num_tokens * _TOKEN_BYTES + sum(len(one.header) + len(one.size.metadata) for one in media)
     return PlaceholderLayout(data, kwargs, updates, nbytes)
 

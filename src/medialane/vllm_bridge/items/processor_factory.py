@@ -1,7 +1,10 @@
-"""The factory of a model's processor, which a fork server calls (see `prepare.pool`)."""
+"""The processor that preparers run, and its factory, which a fork server calls (see `prepare.pool`)."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -9,13 +12,18 @@ import numba
 import torch
 from huggingface_hub import constants
 
+from medialane.core.errors import UnsupportedMediaType
+from medialane.core.media import Decoded, FrameBatch, FrameSampler, Video
 from medialane.core.process.phase import enter_phase
-from medialane.prepare.processor import FactoryConfig, NoProcessor, Processor
+from medialane.prepare.processor import FactoryConfig, NoProcessor, ProcessedItem, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
+from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
-from medialane.vllm_bridge.items.request_processor import RequestProcessor
+from medialane.vllm_bridge.items.header_values import NO_OPTIONS
+from medialane.vllm_bridge.items.item_shape import check_layout
+from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.settings import processor_settings
-from medialane.vllm_bridge.items.stage_fitness import unfit_reasons
 from medialane.vllm_bridge.seams.multimodal import new_processor
 
 
@@ -28,12 +36,11 @@ def build_processor(config: bytes) -> Processor:
     model_config = create_model_config(parse_vllm_args(factory_config.model, factory_config.vllm_args))
     if not model_config.supports_multimodal_inputs:
         return NoProcessor()
-    engine_processor = new_processor(model_config)
-    takes_video = "video" in engine_processor.info.supported_mm_limits
+    profile = ProcessorProfile(new_processor(model_config))
+    takes_video = "video" in profile.processor.info.supported_mm_limits
     sampler = VllmFrameSampler(model_config, max_sampled_frames=factory_config.max_sampled_frames)
-    settings = processor_settings(model_config, engine_processor)
-    processor = RequestProcessor(engine_processor, sampler if takes_video else None, settings)
-    processor.warm_up(without=unfit_reasons(engine_processor))
+    settings = processor_settings(model_config, profile)
+    processor = RequestProcessor(profile, sampler if takes_video else None, settings)
     constants.HF_HUB_OFFLINE = True  # preparers have no network: huggingface_hub must not check its cache for updates
     return processor
 
@@ -49,3 +56,54 @@ def _compile_loops_for_one_thread() -> None:
         return compile_parallel(*args, **options | alone)
 
     numba.njit = njit
+
+
+class RequestProcessor:
+    """Makes features for requests (implements `prepare.Processor`). `sampler` chooses the frames of videos; None if the
+    model does not support video. What the profile has processed has warmed it up: forked children inherit imported
+    modules and caches.
+
+    Theory of operation. In some families the number of embeddings does not follow from an item's tensors
+    (`ItemShape.measure`): a prompt is expanded by an image's size, and the model's code expects the tiles that belong
+    to that size. A processor option may change the tiles and not the number (LLaVA-OneVision's `crop_size`): the
+    encoder then raises inside EngineCore, which ends every request. So an item of such a family is processed with and
+    without the options, and must have the same layout. This is done here, not in validation, because it takes a second
+    run of the processor: a preparer's memory and time are limited.
+    """
+
+    def __init__(
+        self,
+        profile: ProcessorProfile,
+        sampler: FrameSampler | None = None,
+        settings: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.settings = settings
+        self._profile = profile
+        self._sampler = sampler
+        self._heavy = VllmProcessor(profile.processor)
+        self._accepts_tensors = "image" not in profile.unfit and profile.accepts_tensors
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Folders that preparers must be able to read: vLLM reloads the processor from them for new options."""
+        config = self._profile.processor.info.ctx.model_config
+        named = (config.model, config.tokenizer, config.hf_config_path)
+        local = [os.path.abspath(path) for path in named if path and os.path.exists(path)]
+        return [*local, constants.HF_HUB_CACHE]  # the cache does not contain the token
+
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        if self._sampler is None:
+            raise UnsupportedMediaType("this model does not support video")
+        return self._sampler.sample(video, io)
+
+    def process(self, media: Decoded, options: bytes) -> ProcessedItem:
+        made = self._process(media, options)
+        modality = media.modality
+        shape = self._profile.shapes.get(modality) if options != NO_OPTIONS else None
+        if shape is not None and shape.measure is None:
+            default = self._process(media, NO_OPTIONS)
+            check_layout(modality, *(decode_item_without_tensors(item.header) for item in (made, default)))
+        return made
+
+    def _process(self, media: Decoded, options: bytes) -> ProcessedItem:
+        return self._heavy.process(media, options, as_tensor=self._accepts_tensors)

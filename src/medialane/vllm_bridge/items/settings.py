@@ -19,12 +19,11 @@ import vllm
 from huggingface_hub import constants
 from vllm.config import ModelConfig
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
-from vllm.renderers import BaseRenderer
 
 from medialane.core.hashing import canonical_options, content_hash, digest
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.stable_description import Description, attributes, describe, is_component
-from medialane.vllm_bridge.items.stage_fitness import unfit_reasons
-from medialane.vllm_bridge.seams.multimodal import load_hf_processor, processor_of
+from medialane.vllm_bridge.seams.multimodal import load_hf_processor
 
 #: Files of a model from which its processor or tokenizer is built.
 _FILES = (
@@ -45,8 +44,8 @@ _NO_PROCESSOR = (OSError, ValueError, TypeError, LookupError, AttributeError, Ru
 logger = logging.getLogger(__name__)
 
 
-def processor_settings(model_config: ModelConfig, processor: BaseMultiModalProcessor | None) -> dict[str, str]:
-    """Return the settings with which this process computes features; `processor` is None for a text-only model. Reads
+def processor_settings(model_config: ModelConfig, profile: ProcessorProfile | None) -> dict[str, str]:
+    """Return the settings with which this process computes features; `profile` is None for a text-only model. Reads
     the model's small files; call it once."""
     return {
         "model": _model(model_config),
@@ -55,7 +54,7 @@ def processor_settings(model_config: ModelConfig, processor: BaseMultiModalProce
         "transformers": _release(transformers.__version__),
         "torch": _release(torch.__version__),
         "torchvision": _release(version("torchvision")),
-        **(_media_settings(model_config, processor) if processor is not None else {}),
+        **(_media_settings(model_config, profile) if profile is not None else {}),
     }
 
 
@@ -67,14 +66,14 @@ def _model(model_config: ModelConfig) -> str:
     return f"files {digest(found)[:16]}"
 
 
-def _media_settings(model_config: ModelConfig, processor: BaseMultiModalProcessor) -> dict[str, str]:
+def _media_settings(model_config: ModelConfig, profile: ProcessorProfile) -> dict[str, str]:
     config = model_config.multimodal_config
     return {
-        "processor": type(processor).__qualname__,
+        "processor": type(profile.processor).__qualname__,
         "device_normalize": str(bool(config.mm_device_do_normalize)),
         "processor_kwargs": canonical_options(config.mm_processor_kwargs or {}).decode(),
-        "no_features": " ".join(unfit_reasons(processor)),
-        **_hf_settings(processor, _folders(model_config)),
+        "no_features": " ".join(profile.unfit),
+        **_hf_settings(profile.processor, _folders(model_config)),
     }
 
 
@@ -127,9 +126,3 @@ def _folders(model_config: ModelConfig) -> list[str]:
 def _release(found: str) -> str:
     """2.13.0+cpu -> 2.13.0"""
     return found.partition("+")[0]
-
-
-def settings_of(model_config: ModelConfig, renderer: BaseRenderer) -> dict[str, str]:
-    """Return `processor_settings` of a process that has vLLM's renderer."""
-    takes_media = model_config.supports_multimodal_inputs  # false with --language-model-only, too
-    return processor_settings(model_config, processor_of(renderer) if takes_media else None)

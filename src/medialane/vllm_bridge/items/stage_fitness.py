@@ -4,8 +4,8 @@ Theory of operation. Stage `features` assumes that an item's tensors do not depe
 they can be sent, and that the prompt can be expanded and validated from their headers. No list of models says for
 which that is so: one and two items of each modality are processed, here, by the model's own processor, separately and
 as a whole request. If the prompts differ, or anything fails, requests with that modality are served in the next stage
-(`decoded`): vLLM's own renderer in the worker processes them. The outcome is one of the processor settings, which
-gateway, store and worker compare: they use `features` only if all of them have found the same.
+(`decoded`): vLLM's own renderer in the worker processes them. The result is one of the processor settings, which
+gateway, store and worker compare: they use `features` only if all of them have the same.
 
 Tensors are not compared: where a family pads an item to the request's largest, its model drops the padding.
 """
@@ -13,23 +13,23 @@ Tensors are not compared: where a family pads an item to the request's largest, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import Feature, MediaPayload
-from medialane.core.media import Modality
+from medialane.core.media import Decoded, Modality
 from medialane.core.request import ExpandedPrompt
 from medialane.core.stage import RAW_STAGE, StageName
 from medialane.prepare.processor import AssembledPrompt
 from medialane.vllm_bridge.items.assembler import VllmAssembler, placeholder_ranges
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
-from medialane.vllm_bridge.items.header_values import NO_OPTIONS, UNFIT
+from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
 from medialane.vllm_bridge.items.mistral_chat import chat_of_blanks, expand_marks
 from medialane.vllm_bridge.items.preparation import engine_media
-from medialane.vllm_bridge.items.trial_items import SAMPLES, TrialItem, trial_items
+from medialane.vllm_bridge.items.trial_items import SAMPLES, TrialItem, TrialItems, attempt
 from medialane.vllm_bridge.items.validation import FeatureChecker
 from medialane.vllm_bridge.seams.multimodal import (
     accepted_modalities,
@@ -40,11 +40,12 @@ from medialane.vllm_bridge.seams.multimodal import (
 
 logger = logging.getLogger(__name__)
 
+#: The items of a processor, and a checker by what was learned from them.
+MakeTrial = Callable[[], tuple[TrialItems, FeatureChecker]]
 
-@lru_cache(maxsize=2)  # a process has one processor
-def unfit_reasons(processor: BaseMultiModalProcessor) -> Mapping[Modality, str]:
-    """Return why stage `features` is not used for requests with a modality, of those for which it is not. Processes
-    some items at the first call: takes a fraction of a second."""
+
+def learn_unfit(processor: BaseMultiModalProcessor, make_trial: MakeTrial) -> Mapping[Modality, str]:
+    """Return why stage `features` is not used for requests with a modality, of those for which it is not."""
     modalities = [modality for modality in SAMPLES if modality in accepted_modalities(processor)]
     if unknown := unknown_modalities(processor):
         reason = f"media are refused: this model takes them as {', '.join(unknown)}, which is not supported"
@@ -52,73 +53,73 @@ def unfit_reasons(processor: BaseMultiModalProcessor) -> Mapping[Modality, str]:
     if not processes_items_apart(processor):
         reason = "the results of the model's processor depend on the number of items in a request"
         return dict.fromkeys(modalities, reason)
-    try:
+
+    def trial() -> _Trial:
         expand_marks(processor)
-        trial = _Trial(processor)
-    except Exception as error:  # noqa: BLE001 - a family's own code may fail in any way; another stage serves it
-        return dict.fromkeys(modalities, _failure(error))
-    found = {modality: trial.reason(modality) for modality in modalities}
-    return {modality: reason for modality, reason in found.items() if reason}
+        return _Trial(processor, *make_trial())
+
+    whole_and_apart = attempt(trial)
+    if isinstance(whole_and_apart, Exception):
+        return dict.fromkeys(modalities, _failure(whole_and_apart))
+    reasons = {modality: whole_and_apart.reason(modality) for modality in modalities}
+    return {modality: reason for modality, reason in reasons.items() if reason}
 
 
-def stages_instead(processor: BaseMultiModalProcessor) -> Mapping[Modality, StageName]:
-    """Return the stage of requests with a modality for which there are `unfit_reasons`: the next one, or `url`, in
-    which vLLM's own loaders decode, if its processor accepts no sample in the form in which we decode."""
-    found: dict[Modality, StageName] = {}
-    for modality in unfit_reasons(processor):
-        accepted = trial_items(processor).by_modality.get(modality) or _accepts_whole(processor, modality)
-        found[modality] = "decoded" if accepted else RAW_STAGE
-    return found
+def fallback_stage(processor: BaseMultiModalProcessor, modality: Modality, accepted: Sequence[TrialItem]) -> StageName:
+    """Return the stage of requests with a modality that is unfit: the next one, or `url`, in which vLLM's own loaders
+    decode, if its processor accepts no sample in the form in which we decode. `accepted` are those processed one by
+    one."""
+    return "decoded" if accepted or _accepts_whole(processor, modality) else RAW_STAGE
 
 
 def _accepts_whole(processor: BaseMultiModalProcessor, modality: Modality) -> bool:
     for sample in SAMPLES[modality]:
-        try:
-            process_whole(processor, _prompt(processor, modality, 1), {modality: [engine_media(sample)]})
-        except Exception as error:  # noqa: BLE001 - a family's own code may fail in any way
-            logger.info("a request with one %s of a trial is refused: %r", modality, error)
-        else:
+        whole = attempt(_whole, processor, modality, [sample])
+        if not isinstance(whole, Exception):
             return True
+        logger.info("a request with one %s of a trial is refused: %r", modality, whole)
     return False
 
 
-def summary(reasons: Mapping[Modality, str]) -> str:
-    """Return `unfit_reasons` in one line; empty if there are none."""
-    return "; ".join(dict.fromkeys(reasons.values()))
+def _whole(processor: BaseMultiModalProcessor, modality: Modality, media: Sequence[Decoded]) -> Any:
+    """Return the prompt of these items as plain vLLM makes it."""
+    token_ids = _prompt(processor, modality, len(media))
+    return process_whole(processor, token_ids, {modality: [engine_media(one) for one in media]})
 
 
 class _Trial:
     """Processes prompts of one modality in both ways."""
 
-    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+    def __init__(self, processor: BaseMultiModalProcessor, items: TrialItems, checker: FeatureChecker) -> None:
         self._limits = processor.info.allowed_mm_limits
         self._processor = processor
-        self._items = trial_items(processor)
+        self._items = items
+        self._checker = checker
         self._assembler = VllmAssembler(processor)
-        self._checker = FeatureChecker(processor)
 
     def reason(self, modality: Modality) -> str:
         """Return why items of this modality are not processed separately; empty if they are."""
-        found = self._items.by_modality[modality][:-3:-1]  # the largest first
-        if not found:
+        largest = self._items.by_modality[modality][:-3:-1]
+        if not largest:
             return _line(f"no {modality} of a trial can be processed separately: {self._items.refusals[modality]}")
-        prompts = [found[:1], found[1:], found] if self._limits[modality] > 1 else [found[:1], found[1:]]
-        try:
-            return next(filter(None, (self._reason_of(modality, prompt) for prompt in prompts if prompt)), "")
-        except Exception as error:  # noqa: BLE001 - as above
-            return _failure(error, f" of {modality}")
+        prompts = [largest[:1], largest[1:], *([largest] if self._limits[modality] > 1 else [])]
+        for prompt in filter(None, prompts):
+            reason = attempt(self._reason_of, modality, prompt)
+            if reason:
+                return _failure(reason, f" of {modality}") if isinstance(reason, Exception) else reason
+        return ""
 
-    def _reason_of(self, modality: Modality, found: Sequence[TrialItem]) -> str:
+    def _reason_of(self, modality: Modality, items: Sequence[TrialItem]) -> str:
         """Return in what the two ways differ for a prompt with these items; empty if they do not."""
-        what = f"{len(found)} {modality} item(s)"
-        token_ids = _prompt(self._processor, modality, len(found))
+        what = f"{len(items)} {modality} item(s)"
         try:
-            whole = process_whole(self._processor, token_ids, {modality: [engine_media(item.media) for item in found]})
+            whole = _whole(self._processor, modality, [item.media for item in items])
             places = placeholder_ranges(whole)[modality]
-        except UNFIT:
+        except MALFORMED_FEATURE:
             return ""  # not a prompt that vLLM would serve
-        features = tuple(Feature(modality, f"{n:064x}", item.header, (), item.size) for n, item in enumerate(found))
+        features = tuple(Feature(modality, f"{n:064x}", item.header, (), item.size) for n, item in enumerate(items))
         try:
+            token_ids = _prompt(self._processor, modality, len(items))
             assembled = self._assembler.assemble(token_ids, features, NO_OPTIONS)
             self._check(features, assembled)
         except MedialaneError as error:

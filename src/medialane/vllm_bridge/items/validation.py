@@ -45,10 +45,9 @@ from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.media import Modality
 from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
-from medialane.vllm_bridge.items.header_values import NO_OPTIONS, configs_of
-from medialane.vllm_bridge.items.item_shape import UNFIT, check_layout, counts_by_size, learn, num_embeds
-from medialane.vllm_bridge.items.merge_size import check_grids, merge_size
-from medialane.vllm_bridge.items.pixel_limits import max_pixels_of
+from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS, configs_of
+from medialane.vllm_bridge.items.item_shape import ItemShape, check_layout, num_embeds
+from medialane.vllm_bridge.items.merge_size import check_grids
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
 from medialane.vllm_bridge.items.processor_options import check_worker_options
 from medialane.vllm_bridge.seams.multimodal import find_placeholders, prompt_updates
@@ -61,14 +60,21 @@ _FRAME_TIMES = ("second_per_grid_ts", "video_second_per_grid")
 
 
 class FeatureChecker:
-    """Validates expanded prompts for one model. Created once, used from the event loop."""
+    """Validates expanded prompts for one model, by what `ProcessorProfile` has learned. Used from the event loop."""
 
-    def __init__(self, processor: BaseMultiModalProcessor) -> None:
+    def __init__(
+        self,
+        processor: BaseMultiModalProcessor,
+        *,
+        shapes: Mapping[Modality, ItemShape],
+        merge_size: int,
+        max_pixels: Mapping[Modality, int],
+    ) -> None:
         self._processor = processor
         self._limits = dict(processor.info.allowed_mm_limits)
-        self._shapes = learn(processor)
-        self._merge = merge_size(processor)
-        self._max_pixels = max_pixels_of(processor)
+        self._shapes = shapes
+        self._merge = merge_size
+        self._max_pixels = max_pixels
         self._max_video_s = max_video_s(processor.info.get_hf_config())
         self._layouts = PlaceholderLayouts(processor)
 
@@ -107,7 +113,7 @@ class FeatureChecker:
 
         try:
             return self._layouts.find(prompt.features, prompt.options, check=check_items, confirm=confirm)
-        except UNFIT as error:
+        except MALFORMED_FEATURE as error:
             raise InvalidFeature("the model's processor cannot compute placeholders for these features") from error
 
     def _check_durations(self, items: Iterable[MultiModalKwargsItem]) -> None:
@@ -115,7 +121,7 @@ class FeatureChecker:
         `fps` can set: EngineCore computes rotary positions from it, and those outside the model's table end it."""
         try:
             durations = list(map(_duration_s, items))
-        except UNFIT as error:
+        except MALFORMED_FEATURE as error:
             raise InvalidFeature("the duration of a video cannot be computed from its fields") from error
         if not (all(duration >= 0 for duration in durations) and sum(durations) <= self._max_video_s):
             raise InvalidFeature(f"the prompt's videos last {sum(durations):g} s, more than {self._max_video_s:g} s")
@@ -144,7 +150,9 @@ class FeatureChecker:
 
     def unchanged(self, modalities: Iterable[Modality], options: bytes) -> list[Modality]:
         """Return those of which items must have the same layout as without these options (`check_unchanged`)."""
-        return [m for m in modalities if options != NO_OPTIONS and counts_by_size(self._processor, m)]
+        if options == NO_OPTIONS:
+            return []
+        return [m for m in modalities if (shape := self._shapes.get(m)) is not None and shape.measure is None]
 
     def check_unchanged(
         self, rendered: Mapping[str, Any], default: Mapping[str, Any], modalities: Iterable[Modality]
@@ -168,7 +176,7 @@ class FeatureChecker:
         try:
             data = self._processor.info.parse_mm_data(media)
             defaults = prompt_updates(self._processor, data, {}, MultiModalKwargsItems(kwargs))
-        except UNFIT as error:
+        except MALFORMED_FEATURE as error:
             raise InvalidFeature("the model's processor cannot compute placeholders for these media") from error
         for modality, items in kwargs.items():
             for item, place, default in zip(items, places[modality], defaults[modality], strict=True):
@@ -195,7 +203,7 @@ class FeatureChecker:
         """Raise InvalidFeature unless every flat field has the length implied by the item's other fields."""
         try:
             configs = configs_of(self._processor, item, kwargs)
-        except UNFIT as error:
+        except MALFORMED_FEATURE as error:
             raise InvalidFeature(f"{modality}: the fields are not those of an item") from error
         for name, elem in item.items():
             field = configs[name].field
