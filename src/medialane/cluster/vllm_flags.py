@@ -130,27 +130,19 @@ def take_secrets(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, list[st
 
 
 def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
-    """Return the last value of a flag with any of `names`; None if it is absent.
-
-    As in vLLM's parser, `--a-b v`, `--a-b=v` and `--a_b v` are the same.
-    """
+    """Return the last value of a flag with any of `names`; None if it is absent. As in vLLM's parser, `--a-b v`,
+    `--a-b=v`, `--a_b v` and an abbreviation are the same."""
     last = None
-    for position, arg in enumerate(vllm_args):
-        name, equals, value = arg.partition("=")
-        if name.startswith("--"):
-            name = name.replace("_", "-")
-        if name not in names:
-            continue
-        if equals:
-            last = value
-        elif position + 1 < len(vllm_args):
-            last = vllm_args[position + 1]
+    for name, words in _grouped(vllm_args):
+        _, equals, value = words[0].partition("=")
+        if name in names and (equals or len(words) > 1):
+            last = value if equals else words[1]
     return last
 
 
 def has_flag(vllm_args: Sequence[str], *names: str) -> bool:
     """Return whether a flag is present, with or without a value."""
-    return any(arg.partition("=")[0].replace("_", "-") in names for arg in vllm_args)
+    return any(name in names for name, _ in _grouped(vllm_args))
 
 
 def gpus_per_worker(vllm_args: Sequence[str]) -> int:

@@ -23,11 +23,12 @@ class Measured(TypedDict):
 
 
 def measure(worker: Any) -> Measured:
-    """Return the measurements of this process. Never raises: an engine works without them."""
+    """Return the measurements of this process. Never raises: an engine works without kept embeddings, and its card says
+    why it keeps none (whatever the model raised, out of memory included)."""
     measured: Measured = {"widths": {}, "dtypes": {}, "faults": {}}
     try:
         samples = sample_inputs(worker)
-    except Exception as error:  # noqa: BLE001 - the model's own code; the reason is logged by the caller
+    except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
         measured["faults"]["media"] = _reason(error)
         return measured
     for modality, sample in samples.items():

@@ -22,7 +22,8 @@ def _add_lora(llm: AsyncLLM, call: admin.AddLora) -> Awaitable[bool]:
     return llm.add_lora(lora)
 
 
-#: The implementation of each call.
+#: Makes the engine execute a call of each type. Awaiting the result raises what vLLM raises; a LoRA request that cannot
+#: be decoded raises PromptRejected.
 ACTIONS: dict[type[AdminCall], Callable[[AsyncLLM, Any], Awaitable[bool | None]]] = {
     admin.ResetPrefixCache: lambda llm, call: llm.reset_prefix_cache(call.reset_running_requests, call.reset_connector),
     admin.ResetMmCache: lambda llm, _: llm.reset_mm_cache(),
@@ -40,9 +41,3 @@ ACTIONS: dict[type[AdminCall], Callable[[AsyncLLM, Any], Awaitable[bool | None]]
     admin.StopProfile: lambda llm, _: llm.stop_profile(),
     admin.AddLora: _add_lora,
 }
-
-
-def begin(llm: AsyncLLM, call: AdminCall) -> Awaitable[bool | None]:
-    """Make the engine execute `call`. Awaiting the result raises what vLLM raises. Raises PromptRejected if a LoRA
-    request cannot be decoded."""
-    return ACTIONS[type(call)](llm, call)

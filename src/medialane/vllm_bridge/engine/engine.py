@@ -56,8 +56,8 @@ from medialane.core.request import (
     WorkerLoad,
     WorkerRole,
 )
-from medialane.vllm_bridge.engine import administration
 from medialane.vllm_bridge.engine.adapters import LoadedAdapters
+from medialane.vllm_bridge.engine.administration import ACTIONS
 from medialane.vllm_bridge.engine.engine_core import install
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
@@ -307,7 +307,7 @@ class VllmEngine:
         with mapped_errors():
             async with self._new_encoder_after(call):
                 try:
-                    result = await self._result_or_death(administration.begin(self.llm, call))
+                    result = await self._result_or_death(ACTIONS[type(call)](self.llm, call))
                 except (*REQUEST_ERRORS, EngineDeadError, MedialaneError):
                     raise
                 except Exception as error:  # vLLM has no narrower type for a failed utility
