@@ -30,6 +30,7 @@ from medialane.core.errors import (
     MediaUrlForbidden,
 )
 from medialane.core.own_fault import raise_exhausted
+from medialane.core.process.libc import last_error, libc
 from medialane.media.body import Body, HeapBody
 from medialane.media.config import FetchLimits
 
@@ -48,9 +49,6 @@ _REFUSED = "the file URL is not allowed"
 
 class _OpenHow(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class LocalFiles:
@@ -179,13 +177,13 @@ def _check_size(num_bytes: int, limits: FetchLimits) -> None:
 
 def _open_beneath(folder: int, path: str) -> int:
     how = _OpenHow(_FILE_FLAGS, 0, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
-    opened: int = _libc.syscall(_SYS_OPENAT2, folder, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
+    opened: int = libc.syscall(_SYS_OPENAT2, folder, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
     if opened >= 0:
         return opened
-    number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EPERM):
+    error = last_error("openat2")
+    if error.errno in (errno.ENOSYS, errno.EPERM):
         return _walk(folder, path)
-    raise OSError(number, os.strerror(number))
+    raise error
 
 
 def _walk(folder: int, path: str) -> int:

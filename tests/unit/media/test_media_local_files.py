@@ -1,3 +1,4 @@
+import ctypes
 import errno
 import os
 import threading
@@ -14,6 +15,7 @@ from medialane.core.errors import (
     Unavailable,
 )
 from medialane.core.hashing import content_hash
+from medialane.core.process.libc import libc
 from medialane.media import FetchLimits, local_files
 from medialane.media.local_files import LocalFiles, OpenFile
 from waiting import eventually
@@ -53,19 +55,24 @@ async def content(files, url):
     return data
 
 
+def failing(number):
+    def call(*_arguments):
+        ctypes.set_errno(number)
+        return -1
+
+    return call
+
+
 @pytest.fixture(params=["openat2", "walk"])
 def way(request, monkeypatch):
     """Both ways of opening; the second is for kernels and sandboxes without the first."""
     if request.param == "walk":
-        monkeypatch.setattr(local_files, "_open_beneath", local_files._walk)
+        monkeypatch.setattr(libc, "syscall", failing(errno.ENOSYS))
     return request.param
 
 
 async def test_server_without_free_files_is_not_the_clients_fault(files, root, monkeypatch):
-    def exhausted(*_args, **_options):
-        raise OSError(errno.EMFILE, "too many open files")
-
-    monkeypatch.setattr(local_files, "_open_beneath", exhausted)
+    monkeypatch.setattr(libc, "syscall", failing(errno.EMFILE))
     with pytest.raises(Unavailable):
         await files.read(f"file://{root}/sub/c.png", LIMITS)
 
@@ -147,7 +154,7 @@ async def test_no_descriptor_is_left_open(files, root, way):
 
 
 async def test_filtered_openat2_falls_back_to_walking(files, root, monkeypatch):
-    monkeypatch.setattr(local_files, "_SYS_OPENAT2", 100_000)  # no such call: ENOSYS
+    monkeypatch.setattr(libc, "syscall", failing(errno.EPERM))
     assert await content(files, f"file://{root}/sub/c.png") == b"other"
 
 
