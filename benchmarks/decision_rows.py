@@ -114,7 +114,12 @@ def _link(number: int) -> Any:
     """The attributes of a worker's link that the router reads."""
     name = f"w{number}"
     endpoint = Endpoint(name, "", True, WorkerLoad(number % 7), 0, same_host=number % 2 == 0, card=_CARD)
-    return SimpleNamespace(name=name, client=SimpleNamespace(num_gateways=1), encoder="", endpoints=lambda: [endpoint])
+    return SimpleNamespace(
+        name=name,
+        client=SimpleNamespace(reports=SimpleNamespace(num_gateways=1)),
+        encoder="",
+        endpoints=lambda: [endpoint],
+    )
 
 
 def _prepared(token_ids: list[int], number: int) -> PreparedPrompt:

@@ -311,6 +311,7 @@ class _Worker:
     def __init__(self, cluster: SimulatedCluster, number: int, card: ModelCard) -> None:
         self.number = number
         self.card = card
+        self.is_stalled = self.has_unknown_blocks = False
         self.host = cluster.host(number)
         self.relay = PendingWorkRelay()
         self._cluster = cluster

@@ -2,7 +2,7 @@
 
 Each block has a bit mask of the slots that hold it. A block's id identifies the whole prompt up to its end, and engines
 evict a prompt's blocks from its tail, so a slot that holds block i holds all blocks before it: the masks shrink along a
-prompt. Where they shrink is found by exponential search (prefixes of 1, 4, 16, ... blocks), then by bisection: some
+prompt. Where they shrink is found by exponential search (prefixes of 16, 64, 256, ... blocks), then by bisection: some
 tens of look-ups for thousands of blocks and slots. A hole inside a prefix (an engine that evicts from the middle) is
 not noticed unless a look-up happens to hit it.
 
@@ -123,7 +123,7 @@ class BlockIndex:
     def _search(self, ids: BlockIds, slots: int) -> Prefixes:
         shards, num_blocks = self._holders, len(ids)
         intervals = []  # of slots whose length is at least the first and below the second number
-        length, next_length = 0, 1
+        length, next_length = 0, min(16, num_blocks)
         while slots and length < num_blocks:
             block = ids.item(next_length - 1)
             holders = slots & shards[block % _NUM_SHARDS].get(block, 0)

@@ -1,8 +1,8 @@
 """Pending blocks: those of requests in flight, which a slot will hold soon but no KV event has reported yet.
 
 Every request adds a prefix of up to thousands of blocks, which must take microseconds. So only the ids at some lengths
-of the prompt are stored: 1, 2, 3, then growing by half each time, and the whole. A search looks up the same lengths of
-another prompt. The prefix that it finds is too short by at most a third, and exact for the same prompt.
+of the prompt are stored: 9 blocks, then growing by half each time, and the whole. A search looks up the same lengths of
+another prompt. The prefix that it finds is too short by at most a third, or 8 blocks, and exact for the same prompt.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+from typing import Final
 
 from medialane.core.kv_events import BlockIds
 from medialane.routing.block_index import Prefixes
+
+#: The shortest prefix of a longer prompt that is stored, in blocks.
+_FIRST_LENGTH: Final = 9
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +113,7 @@ class PendingBlocks:
 
     def prefixes(self, ids: BlockIds, slots: int, *, beyond: int = 0) -> Prefixes:
         """Return the longest pending prefixes of `ids` at `slots` (a mask), in blocks, of those of more than `beyond`
-        blocks; too short by at most a third."""
+        blocks; too short by at most a third, or 8 blocks."""
         places = _stored_places(len(ids))
         found, length = [], 0
         for place in places[bisect_left(places, beyond) :]:
@@ -130,8 +134,8 @@ class PendingBlocks:
 @lru_cache(maxsize=1024)
 def _stored_places(num_blocks: int) -> list[int]:
     """Return the places of the blocks that are stored of a prompt."""
-    places, length = [], 1
+    places, length = [], _FIRST_LENGTH
     while length < num_blocks:
         places.append(length - 1)
-        length += max(1, length >> 1)
+        length += length >> 1
     return [*places, num_blocks - 1] if num_blocks else []

@@ -129,8 +129,9 @@ class Policy:
 
     def _lowest(self, scores: Scores) -> int:
         """Return the slot with the lowest score; ties are broken round-robin, starting after the last."""
-        (equal,) = (scores <= scores.item(scores.argmin()) + _EQUAL).nonzero()
-        return equal.item(equal.searchsorted(self._last, "right") % len(equal))
+        lowest = int(scores.argmin())
+        (equal,) = (scores <= scores.item(lowest) + _EQUAL).nonzero()
+        return lowest if len(equal) == 1 else equal.item(equal.searchsorted(self._last, "right") % len(equal))
 
     def _sample(self, scores: Scores) -> int:
         """Sample a slot with weight exp(-score / temperature)."""

