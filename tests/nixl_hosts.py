@@ -44,6 +44,10 @@ class Host:
         entry = RemoteEntry(lease.range, "processed", "key", "tcp://owner:1", 0, b"")
         return OpenedEntry(entry, {} if offer is None else {"nixl": offer})
 
+    def free_last(self) -> None:
+        """End the hold on the last new entry."""
+        self._owned.pop()()
+
     def destination(self, num_bytes: int) -> Destination:
         reservation = self.arena.reserve(num_bytes)
         self._owned.append(reservation.abandon)

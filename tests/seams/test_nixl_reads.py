@@ -72,7 +72,7 @@ async def test_concurrent_reads_get_their_own_bytes(hosts):
 async def test_entry_that_was_freed_is_detected(hosts):
     owner, reader = await hosts("tcp")
     opened = await owner.opened(payload())
-    owner._owned.pop()()  # its lease
+    owner.free_last()
     with pytest.raises(TransferFailed, match="not the one that was handed out"):
         await reader.read(opened, deadline_s=30)
 

@@ -69,7 +69,7 @@ class Authority:
         return certificate
 
     def _sign(self, names: Sequence[str], public: ec.EllipticCurvePublicKey, days: int) -> x509.Certificate:
-        now, end = _now(), self.certificate.not_valid_after_utc
+        now, end = utc_now(), self.certificate.not_valid_after_utc
         if end <= now:
             raise StartupFailed(f"{self.folder / CA} has expired on {end:%Y-%m-%d}: make a new one in another folder")
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
@@ -98,7 +98,7 @@ def host_names(words: str) -> list[str]:
 
 def _make(folder: Path) -> Authority:
     key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder("medialane CA", key.public_key(), until=_now() + dt.timedelta(days=CA_DAYS))
+    builder = _builder("medialane CA", key.public_key(), until=utc_now() + dt.timedelta(days=CA_DAYS))
     certificate = (
         builder.issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "medialane CA")]))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -128,7 +128,7 @@ def _builder(name: str, public: ec.EllipticCurvePublicKey, *, until: dt.datetime
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
         .public_key(public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(_now() - _CLOCK_SKEW)
+        .not_valid_before(utc_now() - _CLOCK_SKEW)
         .not_valid_after(until)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
     )
@@ -159,7 +159,7 @@ def _san(name: str) -> x509.GeneralName:
         return x509.DNSName(name)
 
 
-def _now() -> dt.datetime:
+def utc_now() -> dt.datetime:
     return dt.datetime.now(dt.UTC).replace(microsecond=0)
 
 

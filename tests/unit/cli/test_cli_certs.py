@@ -3,6 +3,7 @@
 import os
 import ssl
 import stat
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -144,10 +145,8 @@ def test_renewed_certificate_is_used_without_a_restart(tmp_path):
 
 
 def test_expired_certificate_is_named_at_the_start(tmp_path, monkeypatch):
-    from medialane.wire import certificate_authority
-
-    now = certificate_authority._now()
-    monkeypatch.setattr(certificate_authority, "_now", lambda: now.replace(year=now.year - 2))
+    years_ago = datetime.now(UTC) - timedelta(days=730)
+    monkeypatch.setattr("medialane.wire.certificate_authority.utc_now", lambda: years_ago)
     assert certs(tmp_path, "--host", "node1") == 0
     with pytest.raises(StartupFailed, match=rf"--rpc-tls-cert {tmp_path}/node1/cert.pem .*expired"):
         Security.load(settings(tmp_path / "node1"))

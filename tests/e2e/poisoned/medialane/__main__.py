@@ -1,6 +1,7 @@
 """The command `medialane` with a store that overwrites what it frees (tests/poison.py): python PATH/medialane serve."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from medialane.cli.main import main
@@ -12,6 +13,8 @@ if __name__ == "__main__":
 
     if sys.argv[1] == "store":
         poison.install()
-    command = local._command
-    local._command = lambda *arguments: poison.poisoned_store(command(*arguments))
+    specs = local.process_specs
+    local.process_specs = lambda *arguments, **settings: [
+        replace(spec, argv=poison.poisoned_store(spec.argv)) for spec in specs(*arguments, **settings)
+    ]
     sys.exit(main())
