@@ -1,9 +1,9 @@
 """The table of modalities: everything that distinguishes one from another, but for the code that decodes it.
 
-A new modality is a name in `core.media.Modality` with the class of its decoded form, a row here and its parts in
-`gateway.intake.request_body.Part`; its limits as settings (`max_NAME_bytes`, `NAME_fetch_timeout_s` in `media.config`,
-`NAME_timeout_s` in `prepare.config`); a row with its decoder in `media.decoders`; and what vLLM needs of it in
-`vllm_bridge.items`. `tests/unit/core/test_core_modalities.py` fails where a file names a modality without a reason.
+A new modality needs a name in `core.media.Modality` with the class of its decoded form; a row here, its members in
+`gateway.intake.request_body`; its limits as settings (`max_NAME_bytes` and `NAME_fetch_timeout_s` in `media.config`,
+`NAME_timeout_s` in `prepare.config`); its decoder with a row in `media.decoders`; and what vLLM's processor has to be
+tried with and given. `tests/unit/core/test_core_modalities.py` lists the files, and fails for any other that names one.
 """
 
 from __future__ import annotations
