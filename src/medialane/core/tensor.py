@@ -126,7 +126,3 @@ class InlineTensor(msgspec.Struct, frozen=True, tag="inline"):
 
 
 SentTensors = Annotated[tuple[TensorDescriptor | InlineTensor, ...], Meta(max_length=MAX_TENSORS)]
-
-
-#: The tensors of one arena entry in the form in which a transport sends them.
-TransferTensors = tuple[TensorDescriptor | InlineTensor, ...]

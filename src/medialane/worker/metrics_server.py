@@ -31,6 +31,7 @@ from medialane.core.errors import StartupFailed
 from medialane.core.stats import StoreStats
 from medialane.observability.metrics import store_metrics
 from medialane.worker.config import WorkerConfig
+from medialane.worker.engine import Engine
 from medialane.worker.gateway_link.server import RpcServer
 from medialane.worker.worker import Worker
 
@@ -44,8 +45,9 @@ SHUTDOWN_TIMEOUT_S = 1.0
 class WorkerStatus(Collector):
     """A worker's problems and its own metrics, as of now."""
 
-    def __init__(self, worker: Worker, server: RpcServer) -> None:
+    def __init__(self, worker: Worker, engine: Engine, server: RpcServer) -> None:
         self._worker = worker
+        self._engine = engine
         self._server = server
         self._store: StoreStats | None = None
 
@@ -68,7 +70,7 @@ class WorkerStatus(Collector):
             "medialane_worker_arena_mapped": ("1 while the arena of this host is mapped", self._worker.has_arena),
             "medialane_worker_embedding_step_seconds_max": (
                 "Longest time that looking up embeddings has taken of a step of the engine's scheduler",
-                self._worker.longest_embedding_step_s,
+                self._engine.longest_embedding_step_s,
             ),
         }
         gauges = [GaugeMetricFamily(name, text, value=float(value)) for name, (text, value) in values.items()]
@@ -77,7 +79,7 @@ class WorkerStatus(Collector):
     def _embeddings(self) -> Metric:
         text = "Media items by what the engine did: loaded or encoded; of embeddings, saved, or failed to load or save"
         family = CounterMetricFamily("medialane_worker_embeddings", text, labels=["outcome"])
-        for outcome, number in msgspec.structs.asdict(self._worker.embedding_counts).items():
+        for outcome, number in msgspec.structs.asdict(self._engine.embedding_counts).items():
             family.add_metric([outcome], number)
         return family
 

@@ -82,7 +82,7 @@ async def serve_until(
     """Serve one worker until `stop` is set (0) or its engine is lost (EXIT_ENGINE_LOST), like `serve_worker`. Closes
     worker and engine."""
     server = RpcServer(worker, rpc)
-    status = WorkerStatus(worker, server)
+    status = WorkerStatus(worker, engine, server)
     num_ranks = max(1, worker.card.data_parallel_size)
     lost = False
     try:

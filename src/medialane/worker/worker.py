@@ -24,7 +24,6 @@ from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
 from medialane.core.remote_entry import MoverName
 from medialane.core.request import (
-    EmbeddingCounts,
     EncoderCard,
     EngineRequest,
     ModelCard,
@@ -70,7 +69,7 @@ class Worker:
         self.worker_id = secrets.token_hex(8)
         self._engine = engine
         self._config = config
-        self._registry = registry
+        self.registry = registry
         self._receiver = Receiver(arena_directory)
         self._blocks = BlockReports(engine.card)
         engine.watch_blocks(self._blocks.apply)
@@ -93,19 +92,6 @@ class Worker:
     @property
     def encoder(self) -> EncoderCard | None:
         return self._engine.card.encoder
-
-    @property
-    def embedding_counts(self) -> EmbeddingCounts:
-        return self._engine.embedding_counts
-
-    @property
-    def longest_embedding_step_s(self) -> float:
-        return self._engine.longest_embedding_step_s
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        """The registry of this process's metrics."""
-        return self._registry
 
     @property
     def is_stalled(self) -> bool:
@@ -192,7 +178,7 @@ class Worker:
         return result
 
     def metrics(self) -> Callable[[], list[MetricChanges]]:
-        return MetricReader(self._registry).read
+        return MetricReader(self.registry).read
 
     async def watch(self) -> None:
         """Ping the engine, and have it unmap unused arenas. Never returns; raises WorkerLost when the engine is lost.

@@ -54,7 +54,7 @@ class Serving:
     async def run(self):
         await self.server.serve(self.address)
         config = WorkerConfig(metrics_port=self.port)
-        status = WorkerStatus(self.worker, self.server)
+        status = WorkerStatus(self.worker, self.engine, self.server)
         try:
             async with (
                 metrics_served(status, config, num_ranks=self.num_ranks, registry=self.registry),
@@ -155,7 +155,7 @@ async def test_page_is_rendered_outside_of_the_event_loop_and_not_for_every_scra
 
 
 async def test_port_in_use_fails_the_start_by_name(serving):
-    status = WorkerStatus(serving.worker, serving.server)
+    status = WorkerStatus(serving.worker, serving.engine, serving.server)
     config = WorkerConfig(metrics_port=serving.port)
     with pytest.raises(StartupFailed, match="--metrics-port"):
         async with metrics_served(status, config, num_ranks=1, registry=serving.registry):
@@ -163,7 +163,7 @@ async def test_port_in_use_fails_the_start_by_name(serving):
 
 
 async def test_nothing_is_served_without_a_port(serving):
-    status = WorkerStatus(serving.worker, serving.server)
+    status = WorkerStatus(serving.worker, serving.engine, serving.server)
     async with metrics_served(status, WorkerConfig(), num_ranks=1, registry=serving.registry):
         pass
 
