@@ -11,7 +11,7 @@ import msgspec
 from gates import Gates
 from host_program import GATEWAYS, Line, Question, address
 from medialane_process import launch
-from process_tree import command_of, descendants, is_alive
+from process_tree import all_pids, arenas_of, command_of, descendants, is_alive, num_filters
 
 from host_state import state_of, stats_of
 from waiting import eventually, wait_until
@@ -56,8 +56,10 @@ class Host:
         return found
 
     def preparer(self):
-        """One that is idle."""
-        return self.link.status.stats.preparers.pids[0]
+        """One that is idle: a process that maps the store's arena and has a seccomp filter of its own."""
+        store = self.pid_of("store")
+        arenas, outer = arenas_of(store), num_filters(store)
+        return next(pid for pid in all_pids() if arenas_of(pid) & arenas and num_filters(pid) > outer)
 
     async def ask(self, number, **image):
         """The tokens of a gateway's answer, or the code of its error."""
