@@ -82,8 +82,8 @@ def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
         ids = prompt_block_ids(turn.token_ids, block_size=block_size, media=turn.media).tolist()
         usable = ids[: (len(turn.token_ids) - 1) // block_size]
         if turn.time_s >= began_s:
-            found = next((i for i, block_id in enumerate(usable) if block_id not in held), len(usable))
-            num_cached += block_size * found
+            num_held = next((i for i, block_id in enumerate(usable) if block_id not in held), len(usable))
+            num_cached += block_size * num_held
             num_tokens += len(turn.token_ids)
         answered = [*turn.token_ids, *map(answer_token, range(turn.num_answer_tokens - 1))]
         held.update(prompt_block_ids(answered, block_size=block_size, media=turn.media).tolist())
@@ -111,15 +111,15 @@ def find_rate(utilisation: float, measure: Callable[[float], float], guess: floa
     """Search for the rate at which `measure` gives this utilisation: queues grow long before all workers are busy."""
     low, high, rate = (0.0, 0.0), (math.inf, 1.0), guess
     for _ in range(_MAX_TRIES):
-        found = measure(rate)
-        if abs(found - utilisation) <= close:
+        measured = measure(rate)
+        if abs(measured - utilisation) <= close:
             return rate
-        if found < utilisation:
-            low = rate, found
+        if measured < utilisation:
+            low = rate, measured
         else:
-            high = rate, found
+            high = rate, measured
         if high[0] == math.inf:
-            rate *= utilisation / found
+            rate *= utilisation / measured
         else:
             rate = low[0] + (high[0] - low[0]) * (utilisation - low[1]) / (high[1] - low[1])
     raise RuntimeError(f"no rate found that keeps the workers {utilisation:.0%} busy: {low} to {high}")
@@ -135,18 +135,18 @@ def compare(
     outcomes: dict[str, Outcome] = {}
     for name in policies:
         started = time.monotonic()
-        found = outcomes[name] = SimulatedCluster(num_workers, RoutingConfig(router=name)).run(turns)
+        outcome = outcomes[name] = SimulatedCluster(num_workers, RoutingConfig(router=name)).run(turns)
         rows.append(
             {
                 "policy": name,
                 "workers": num_workers,
                 "requests/s": rate,
-                "utilisation": found.utilisation,
-                "cached": found.cached,
-                "of oracle": found.cached / best,
-                "ttft p50 ms": harness.percentile(found.ttft_s, 0.5) * 1e3,
-                "ttft p99 ms": harness.percentile(found.ttft_s, 0.99) * 1e3,
-                "worst/mean": found.imbalance,
+                "utilisation": outcome.utilisation,
+                "cached": outcome.cached,
+                "of oracle": outcome.cached / best,
+                "ttft p50 ms": harness.percentile(outcome.ttft_s, 0.5) * 1e3,
+                "ttft p99 ms": harness.percentile(outcome.ttft_s, 0.99) * 1e3,
+                "worst/mean": outcome.imbalance,
                 "took s": time.monotonic() - started,
             }
         )
@@ -156,9 +156,9 @@ def compare(
 def run(options: harness.Options) -> harness.Report:
     report = harness.Report("routing")
     for part in PARTS:
-        found = part(quick=options.quick)
-        report.tables |= found.tables
-        report.bars += found.bars
+        part_report = part(quick=options.quick)
+        report.tables |= part_report.tables
+        report.bars += part_report.bars
     return report
 
 
@@ -208,10 +208,10 @@ def _gateways(rate: float, runs: tuple[Run, ...], *, quick: bool) -> harness.Rep
     """Compare several gateways with one, which the first of `runs` has."""
     num_traces, num_turns = (1, 1000) if quick else (3, 4000)
     traces = [SessionTrace(rate_per_s=rate, num_turns=num_turns, seed=seed) for seed in range(1, 1 + num_traces)]
-    found: dict[Run, list[Outcome]] = {run: [] for run in runs}
+    outcomes_of: dict[Run, list[Outcome]] = {run: [] for run in runs}
     for trace in traces:
         turns = list(session_turns(trace))
-        for run, outcomes in found.items():
+        for run, outcomes in outcomes_of.items():
             cluster = SimulatedCluster(
                 NUM_WORKERS,
                 RoutingConfig(router=run.policy),
@@ -220,10 +220,10 @@ def _gateways(rate: float, runs: tuple[Run, ...], *, quick: bool) -> harness.Rep
                 seed=trace.seed,
             )
             outcomes.append(cluster.run(turns))
-    one = found[runs[0]]
-    rows = [_gateway_row(run, outcomes, one) for run, outcomes in found.items()]
+    one = outcomes_of[runs[0]]
+    rows = [_gateway_row(run, outcomes, one) for run, outcomes in outcomes_of.items()]
     report = harness.Report("routing", {f"gateways at {rate:g} requests/s, medians of {num_traces} traces": rows})
-    for run, row in list(zip(found, rows, strict=True))[1:]:
+    for run, row in list(zip(outcomes_of, rows, strict=True))[1:]:
         if run.policy == "cost":
             label = f"{run.num_gateways} gateways, by {run.spread}, {rate:g}/s:"
             for column, limit in (("cached /1", 0.98), ("not encoded /1", 0.98)):

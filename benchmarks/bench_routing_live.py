@@ -83,7 +83,7 @@ async def _run(options: Options) -> Report:
     report.tables["repeated images"] = [
         {"pictures": number, **row} for number, times in repeated.items() for row in times.rows()
     ]
-    report.tables["sessions"] = [{**_row(name, found), "cached": cached[name]} for name, found in sessions.items()]
+    report.tables["sessions"] = [{**_row(name, ttft_s), "cached": cached[name]} for name, ttft_s in sessions.items()]
     for number, times in repeated.items():
         report.bars += times.bars(number)
     return report
@@ -100,12 +100,12 @@ class Repeated:
         seed = 1000 * number + 2 * turn + (name == PEER)
         second, *others = await _repeated_images(model, url, number, seed=seed)
         self.again[name] += second
-        self.later[name] += [ttft_s for found in others for ttft_s in found]
+        self.later[name] += [each_s for ttft_s in others for each_s in ttft_s]
 
     def rows(self) -> list[dict[str, object]]:
         return [
-            {"asked": asked, **_row(name, found[name])}
-            for asked, found in (("the second time", self.again), ("later", self.later))
+            {"asked": asked, **_row(name, ttft_s[name])}
+            for asked, ttft_s in (("the second time", self.again), ("later", self.later))
             for name in (OURS, PEER)
         ]
 
@@ -137,12 +137,12 @@ async def _repeated_images(model: str, url: str, number: int, *, seed: int) -> l
     """Return the TTFT of the requests about all images, in seconds: for the second time, the third, ..."""
     images = [data_url(sample_jpeg(100 * seed + n, *SIZE)) for n in range(number)]
     shuffled = random.Random(seed)
-    found = []
+    ttft_s = []
     for time in range(ASKED_EACH):
         bodies = [image_request(model, image, f"Question {time}: what is it?") for image in images]
         shuffled.shuffle(bodies)
-        found.append((await send(url, bodies, concurrency=CONCURRENCY, pids=list)).ttft_s)
-    return found[1:]
+        ttft_s.append((await send(url, bodies, concurrency=CONCURRENCY, pids=list)).ttft_s)
+    return ttft_s[1:]
 
 
 async def _sessions(model: str, url: str, *, seed: int) -> list[float]:
@@ -175,8 +175,8 @@ async def _prompt_tokens(url: str) -> tuple[float, float]:
     async with aiohttp.ClientSession() as session, session.get(f"{url.removesuffix('/v1')}/metrics") as response:
         page = await response.text()
     samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
-    found = {s.labels["kind"]: s.value for s in samples if s.name == "medialane_prompt_tokens_total"}
-    return found.get("all", 0.0), found.get("engine_cached", 0.0)
+    tokens = {s.labels["kind"]: s.value for s in samples if s.name == "medialane_prompt_tokens_total"}
+    return tokens.get("all", 0.0), tokens.get("engine_cached", 0.0)
 
 
 @asynccontextmanager

@@ -87,12 +87,12 @@ def fit(
         rate = NUM_WORKERS * case.rate_per_s
         traces = [case.trace._replace(num_turns=num_turns, seed=1 + n, rate_per_s=rate) for n in range(num_traces)]
         turns = [list(session_turns(trace)) for trace in traces]
-        wanted = [_run(case, RoutingConfig(), found) for found in turns]
+        wanted = [_run(case, RoutingConfig(), trace) for trace in turns]
         busy = sum(outcome.utilisation for outcome in wanted) / len(wanted)
         rows: list[dict[str, object]] = []
         for name in case.weights:
             for value in _values(name, factors):
-                outcomes = [_run(case, replace(RoutingConfig(), **{name: value}), found) for found in turns]
+                outcomes = [_run(case, replace(RoutingConfig(), **{name: value}), trace) for trace in turns]
                 p50, p99 = (_ratio(outcomes, wanted, share) for share in (0.5, 0.99))
                 default = getattr(RoutingConfig(), name)
                 rows.append({"weight": name, "default": default, "value": value, P50: p50, P99: p99})
@@ -149,11 +149,11 @@ def judge(report: harness.Report, case: Case, rows: Sequence[dict[str, object]])
     its bar could not fail."""
     idle = []
     for name in case.weights:
-        found = [(float(str(row[P50])), float(str(row[P99]))) for row in rows if row["weight"] == name]
-        if all(p50 == p99 == 1.0 for p50, p99 in found):
+        ttft_ratios = [(float(str(row[P50])), float(str(row[P99]))) for row in rows if row["weight"] == name]
+        if all(p50 == p99 == 1.0 for p50, p99 in ttft_ratios):
             idle.append(name)
             continue
-        best = min(1.0, *(math.sqrt(p50 * p99) for p50, p99 in found))
+        best = min(1.0, *(math.sqrt(p50 * p99) for p50, p99 in ttft_ratios))
         label = f"{name}, {case.name}: loss of the default to the best other"
         report.bars.append(harness.Bar(label, 1 / best, MAX_LOSS, "at most"))
     if idle:

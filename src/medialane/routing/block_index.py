@@ -28,8 +28,8 @@ Prefixes = list[tuple[int, int]]
 _MAX_BISECTIONS: Final = 128
 #: Blocks swept per step, at least: about 0.1 ms.
 _SWEPT_BLOCKS: Final = 256
-#: Blocks are spread over this many dicts, since the growth of one with a million entries takes 50 ms.
-_NUM_SHARDS: Final = 16
+#: Blocks are spread over this many dicts: one with a million entries blocks the event loop for 120 ms when it grows.
+_NUM_SHARDS: Final = 64
 #: Most masks that are kept for sharing between blocks: there are few different ones, and with a thousand slots each
 #: takes 160 bytes.
 _MAX_SHARED_MASKS: Final = 1 << 14
@@ -135,7 +135,7 @@ class BlockIndex:
 
     def _bisect(self, ids: BlockIds, intervals: list[tuple[int, int, int]]) -> Prefixes:
         """Bisect the intervals from the last, which is the longest, to the first."""
-        shards, found, num_left = self._holders, [], _MAX_BISECTIONS
+        shards, prefixes, num_left = self._holders, [], _MAX_BISECTIONS
         while intervals:
             low, high, slots = intervals.pop()
             while high - low > 1 and num_left:
@@ -150,8 +150,8 @@ class BlockIndex:
                     intervals.append((low, middle, slots ^ holders))
                 slots, low = holders, middle
             if low:
-                found.append((low, slots))
-        return found
+                prefixes.append((low, slots))
+        return prefixes
 
     def _search_each(self, ids: BlockIds, slots: int) -> Iterator[tuple[int, int]]:
         for slot in {slot for slot, _lost in self._lost}:
@@ -179,13 +179,13 @@ class BlockIndex:
 
 def longest(prefixes: Prefixes) -> Prefixes:
     """Return each slot's longest of several prefixes."""
-    found, known = [], 0
+    each_longest, known = [], 0
     for length, slots in sorted(prefixes, reverse=True):
         new = slots & ~known
         if new:
-            found.append((length, new))
+            each_longest.append((length, new))
             known |= new
-    return found
+    return each_longest
 
 
 def _mask(slots: Iterator[int]) -> int:

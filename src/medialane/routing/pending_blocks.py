@@ -115,20 +115,20 @@ class PendingBlocks:
         """Return the longest pending prefixes of `ids` at `slots` (a mask), in blocks, of those of more than `beyond`
         blocks; too short by at most a third, or 8 blocks."""
         places = _stored_places(len(ids))
-        found, length = [], 0
+        prefixes, length = [], 0
         for place in places[bisect_left(places, beyond) :]:
             holders = slots & self._holders.get(ids.item(place), 0)
             if holders != slots:
                 if length:
-                    found.append((length, slots ^ holders))
+                    prefixes.append((length, slots ^ holders))
                 slots = holders
                 if not slots:
                     break
             length = place + 1
         if slots and length:
-            found.append((length, slots))
-        found.reverse()
-        return found
+            prefixes.append((length, slots))
+        prefixes.reverse()
+        return prefixes
 
 
 @lru_cache(maxsize=1024)

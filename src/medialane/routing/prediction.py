@@ -209,5 +209,5 @@ class PredictionMonitor:
             return
         held.remove(expected)
         if not held:
-            assert block_id is not None  # noqa: S101 - held was found by it
+            assert block_id is not None  # noqa: S101 - `held` is of this block
             del listed[block_id]

@@ -60,6 +60,23 @@ def with_large_media(number):
     return EngineRequest(f"m{number}", ExpandedPrompt([1, 7, 3]), b""), prepared
 
 
+def test_prompt_is_hashed_once_for_its_new_items_and_its_worker(make_routes, monkeypatch):
+    sizes = []
+
+    def hashed(tokens, *, block_size, **kwargs):
+        sizes.append(block_size)
+        return prompt_block_ids(tokens, block_size=block_size, **kwargs)
+
+    monkeypatch.setattr("medialane.gateway.route.prompt_block_ids", hashed)
+    routes, block_ids = make_routes(link_to("w0"), link_to("w1", block_size=32)), {}
+    request, prepared = with_large_media(7)
+    assert routes.new_items(request, prepared, block_ids) == {f"{7:064x}"}
+    routes.choose(request, prepared, block_ids=block_ids)
+    assert sizes == [16, 32]
+    routes.choose(request, prepared)
+    assert sizes == [16, 32, 16, 32]
+
+
 def test_concurrent_new_images_share_a_worker_before_their_position_is_known(make_routes):
     routes = make_routes(link_to("w0"), link_to("w1"))
     first = routes.choose(*left_to_worker(0))
