@@ -30,7 +30,7 @@ from medialane.peers.nixl.messages import (
     Read,
     ReadDone,
     ReadFailed,
-    Refused,
+    ReadRefused,
     RemovePeer,
     Start,
     Started,
@@ -225,7 +225,7 @@ class MoverChild:
         match report:
             case Started():
                 self._started.set_result(report)
-            case Refused(message):
+            case ReadRefused(message):
                 self._started.set_exception(NixlRefused(message))
                 self._is_refused = True
                 self._lose("")

@@ -3,7 +3,7 @@ one msgpack message.
 
     store                         mover process
     Start ----------------------> loads NIXL, maps the arena, registers all of it once
-          <---------------------- Started | Refused (and it exits)
+          <---------------------- Started | ReadRefused (and it exits)
     AddPeer --------------------> another host's agent; no reply: reads from an unknown one fail
     Read -----------------------> copies to the arena, in a thread
           <---------------------- ReadDone | ReadFailed: nothing is written to the destination any more
@@ -48,7 +48,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     base: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class ReadRefused(msgspec.Struct, frozen=True, tag=True):
     """NIXL is missing, or cannot be used on this host."""
 
     message: str
@@ -101,7 +101,7 @@ class Notified(msgspec.Struct, frozen=True, tag=True):
 
 
 ToMover = Start | AddPeer | RemovePeer | Read | Expect | Forget
-FromMover = Started | Refused | ReadDone | ReadFailed | Notified
+FromMover = Started | ReadRefused | ReadDone | ReadFailed | Notified
 
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -61,7 +61,7 @@ class _Job(NamedTuple):
     notification: str = ""
 
 
-class _GivenUp(NamedTuple):
+class _TimedOutRead(NamedTuple):
     num_bytes: int
     deadline: float
 
@@ -90,7 +90,7 @@ class NixlMover:
         self._environ = environ
         self._factory = factory
         self._max_given_up_bytes = max_given_up_bytes
-        self._given_up: dict[asyncio.Future[None], _GivenUp] = {}
+        self._given_up: dict[asyncio.Future[None], _TimedOutRead] = {}
         self._child: MoverChild | None = None
         self._starting: asyncio.Task[MoverChild] | None = None
         self._backoff = Backoff(initial_s=_MIN_RESTART_S, max_s=_MAX_RESTART_S)
@@ -197,7 +197,7 @@ class NixlMover:
         """Return a future that ends with the read."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
-        self._given_up[done] = _GivenUp(num_bytes, deadline)
+        self._given_up[done] = _TimedOutRead(num_bytes, deadline)
 
         def end(_: object) -> None:
             del self._given_up[done]

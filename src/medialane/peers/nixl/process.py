@@ -42,7 +42,7 @@ from medialane.peers.nixl.messages import (
     Read,
     ReadDone,
     ReadFailed,
-    Refused,
+    ReadRefused,
     RemovePeer,
     Start,
     Started,
@@ -225,7 +225,7 @@ def main(argv: list[str]) -> int:
             arena = ArenaView.open(start.arena, start.directory, writable=True)
             mover = MoverProcess(control, _load(factory_name)(start.agent), arena)
         except (ImportError, AgentError, HandoverFailed) as error:
-            send(control, Refused(str(error)))
+            send(control, ReadRefused(str(error)))
             return 1
         mover.run()
     return 0
