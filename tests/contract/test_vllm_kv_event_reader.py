@@ -204,6 +204,24 @@ async def test_undecodable_batch_counts_as_lost(open_ranks):
     await ranks.until([0, None, 2])
 
 
+async def test_reader_that_fails_clears_the_cache_and_reads_everything_again(open_ranks, caplog):
+    ranks = open_ranks()
+    faults = []
+
+    def listener(batch):
+        if faults:
+            raise faults.pop()
+        ranks.batches.append(batch)
+
+    ranks.reader.start(ranks.sources, listener)
+    ranks.publish(0)
+    await ranks.until([0])
+    faults.append(RuntimeError("a bug"))
+    ranks.publish(1)
+    await ranks.until([0, None, 0, 1])
+    assert "has ended unexpectedly" in caplog.text
+
+
 async def test_restarted_sequence_numbers_clear_the_cache(open_ranks):
     ranks = open_ranks()
     ranks.start()

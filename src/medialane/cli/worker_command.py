@@ -24,6 +24,7 @@ from medialane.config import Config, SectionName, enter_environ, load_config, pr
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import enter_phase
 from medialane.core.request import WorkerRole
+from medialane.core.watched_task import WatchedTask
 from medialane.observability.logging import configure
 from medialane.store import StoreEntries, StoreLink
 from medialane.testing.simulated.serve import addresses_of
@@ -159,15 +160,11 @@ async def _host_arena(config: Config, args: argparse.Namespace | None) -> AsyncI
         wait_timeout_s=config.store.wait_timeout_s,
         scraped="worker" if config.worker.metrics_port else None,
     )
-    running = asyncio.create_task(link.run(), name="store link")
-    try:
-        async with host_store(config, args.model, args.store) if args.start_store else nullcontext():
-            enter_phase("waiting for the media store")
-            await _wait_for(link, config.store.wait_timeout_s)
-            yield StoreEntries(link, retention_s=config.store.hold_retention_s)
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
+    starting = host_store(config, args.model, args.store) if args.start_store else nullcontext()
+    async with WatchedTask(link.run, "the connection to the media store"), starting:
+        enter_phase("waiting for the media store")
+        await _wait_for(link, config.store.wait_timeout_s)
+        yield StoreEntries(link, retention_s=config.store.hold_retention_s)
 
 
 async def _wait_for(link: StoreLink, timeout_s: float) -> None:

@@ -9,11 +9,13 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 
 from medialane.cluster.child_process import ChildProcess
 from medialane.config import Config, child_environ, process_environ
 from medialane.core.backoff import Backoff
 from medialane.core.process.owner_lock import try_lock
+from medialane.core.watched_task import WatchedTask
 from medialane.wire.address import parse_unix
 
 logger = logging.getLogger(__name__)
@@ -31,12 +33,8 @@ _FLAGS = ("--stage", "url", "--preparers", "1")
 async def host_store(config: Config, model: str, address: str) -> AsyncIterator[None]:
     """Keep a store running at `address`, a unix socket, during the block. If workers of one host use the same address,
     the first of them starts the store, and another one when that has stopped."""
-    running = asyncio.create_task(_keep_running(config, model, address), name="host store")
-    try:
+    async with WatchedTask(partial(_keep_running, config, model, address), "what keeps the host's store running"):
         yield
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
 
 
 async def _keep_running(config: Config, model: str, address: str) -> None:

@@ -50,6 +50,8 @@ def _worker_problems(workers: WorkerPool) -> Iterable[str]:
     if num_unknown := sum(link.has_unknown_blocks for link in workers.links.values()):
         what = "get requests without regard to their KV caches (see its log)"
         yield f"{num_unknown} of {len(workers.links)} workers {what}"
+    if num_restarting := sum(link.has_failing_tasks for link in workers.links.values()):
+        yield f"{num_restarting} of {len(workers.links)} workers had to restart background tasks (see its log)"
     if workers.num_failing:
         what = "refuse this gateway, are refused, or cannot be connected to (see its log)"
         yield f"{workers.num_failing} of {len(workers.links)} workers {what}"

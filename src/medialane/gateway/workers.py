@@ -93,6 +93,12 @@ class WorkerLink:
         return client is not None and client.reports.has_unknown_blocks
 
     @property
+    def has_failing_tasks(self) -> bool:
+        """Whether the worker is connected, and background tasks of it have ended lately."""
+        client = self.client
+        return client is not None and client.reports.has_failing_tasks
+
+    @property
     def is_ready(self) -> bool:
         """Whether the worker is connected, and takes requests."""
         return self.client is not None and not self.is_stalled

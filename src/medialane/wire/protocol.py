@@ -150,11 +150,13 @@ class ArenaMapped(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The load of each data-parallel rank of the worker, in order. If it `is_stalled`, its engine hangs; if it
-    `has_unknown_blocks`, its KV blocks cannot be compared with prompts, and it reports none."""
+    `has_unknown_blocks`, its KV blocks cannot be compared with prompts, and it reports none; if it
+    `has_failing_tasks`, background tasks that must live have ended lately, and were started again."""
 
     loads: tuple[WorkerLoad, ...]
     is_stalled: bool = False
     has_unknown_blocks: bool = False
+    has_failing_tasks: bool = False
 
 
 class KvBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):

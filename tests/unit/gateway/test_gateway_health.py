@@ -8,16 +8,23 @@ import pytest
 from medialane.gateway import health_of
 
 
-def link(*, ready, stalled=False, unknown_blocks=False):
-    return SimpleNamespace(is_ready=ready, is_stalled=stalled, has_unknown_blocks=unknown_blocks)
+def link(*, ready, stalled=False, unknown_blocks=False, failing_tasks=False):
+    return SimpleNamespace(
+        is_ready=ready, is_stalled=stalled, has_unknown_blocks=unknown_blocks, has_failing_tasks=failing_tasks
+    )
 
 
-def workers(total, ready, failing=0, encoders=(), stalled=0, unknown_blocks=0):
+def workers(total, ready, failing=0, encoders=(), stalled=0, unknown_blocks=0, failing_tasks=0):
     """`encoders` are whether each of them is ready; `stalled` are connected."""
     numbers = range(total)
     links = {
         "worker": [
-            link(ready=i < ready, stalled=ready <= i < ready + stalled, unknown_blocks=i < unknown_blocks)
+            link(
+                ready=i < ready,
+                stalled=ready <= i < ready + stalled,
+                unknown_blocks=i < unknown_blocks,
+                failing_tasks=i < failing_tasks,
+            )
             for i in numbers
         ],
         "encoder": [link(ready=up) for up in encoders],
@@ -48,6 +55,12 @@ def test_stalled_worker_is_reported(ready, status):
     found = health_of(workers(ready + 1, ready, stalled=1)).response()
     assert found[0] == status
     assert f"1 of {ready + 1} workers is stalled (see its log)" in msgspec.json.decode(found[1])["problems"]
+
+
+def test_worker_whose_background_task_ended_is_reported():
+    status, body = health_of(workers(2, 2, failing_tasks=1)).response()
+    assert status == 200
+    assert msgspec.json.decode(body)["problems"] == ["1 of 2 workers had to restart background tasks (see its log)"]
 
 
 def test_worker_without_exact_routing_is_reported():

@@ -88,6 +88,8 @@ class ClientReports:
         self.is_stalled = False
         #: Whether the worker's KV blocks cannot be compared with prompts.
         self.has_unknown_blocks = False
+        #: Whether background tasks of the worker have ended lately, and were started again.
+        self.has_failing_tasks = False
         #: None if its embeddings are not kept.
         self.encoder: EncoderCard | None = None
         self.arena: str | None = None
@@ -161,6 +163,7 @@ class ClientReports:
             raise ProtocolViolation(f"the load of {len(report.loads)} ranks from a worker with {self._num_ranks}")
         was_stalled, self.is_stalled = self.is_stalled, report.is_stalled
         self.has_unknown_blocks, self.loads = report.has_unknown_blocks, report.loads
+        self.has_failing_tasks = report.has_failing_tasks
         if self._listener is not None:
             self._listener.reported(report.loads)
             if report.is_stalled != was_stalled:

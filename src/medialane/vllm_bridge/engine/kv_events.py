@@ -23,6 +23,7 @@ import zmq.asyncio
 from vllm.config import KVEventsConfig
 
 from medialane.core.kv_events import AllBlocksCleared, KvEvent, KvEventBatch
+from medialane.core.watched_task import WatchedTask
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class KvEventReader:
         self.config = events_config(folder)
         self.ranks: list[RankReader] = []
         self._context: zmq.asyncio.Context | None = None
-        self._running: asyncio.Task[None] | None = None
+        self._running: list[WatchedTask] = []
 
     def start(self, sources: Mapping[int, KVEventsConfig], listener: Listener) -> None:
         """Start reading, including events published earlier. `sources` are the engine's own (`get_kv_event_sources`).
@@ -97,29 +98,17 @@ class KvEventReader:
         self._context = zmq.asyncio.Context()
         ordered = [source for _, source in sorted(sources.items())]
         self.ranks = [RankReader(self._context, rank, source, listener) for rank, source in enumerate(ordered)]
-        self._running = asyncio.create_task(self._run(), name="kv events")
+        self._running = [WatchedTask(rank.run, f"the reader of KV events of rank {rank.rank}") for rank in self.ranks]
 
     async def close(self) -> None:
         """Idempotent."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        for running in self._running:
+            await running.close()
         for rank in self.ranks:
             rank.close()
         if self._context is not None:
             self._context.term()
             self._context = None
-
-    async def _run(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for rank in self.ranks:
-                    tasks.create_task(rank.run(), name=f"kv events of rank {rank.rank}")
-        except Exception as error:
-            logger.critical("KV events are no longer read: requests are routed without them", exc_info=error)
-            for rank in self.ranks:
-                rank.lose("its reader has failed")
 
 
 class RankReader:
@@ -144,7 +133,15 @@ class RankReader:
         self._replay.connect(source.replay_endpoint)
 
     async def run(self) -> None:
-        """Read until cancelled."""
+        """Read until cancelled. After an error the rank is empty, and the next call reads it anew."""
+        try:
+            await self._read()
+        except Exception:
+            self.lose("its reader has failed")
+            self._next = 0
+            raise
+
+    async def _read(self) -> None:
         await self._request_replay()
         settled = False
         while True:

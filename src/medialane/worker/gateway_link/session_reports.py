@@ -11,6 +11,7 @@ import msgspec
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import EncoderCard
+from medialane.core.watched_task import has_failing_tasks
 from medialane.wire.connection import Connection
 from medialane.wire.protocol import (
     ArenaMapped,
@@ -112,7 +113,7 @@ class SessionReports:
 
     def _load(self) -> LoadReport:
         handler = self._handler
-        return LoadReport(tuple(handler.loads()), handler.is_stalled, handler.has_unknown_blocks)
+        return LoadReport(tuple(handler.loads()), handler.is_stalled, handler.has_unknown_blocks, has_failing_tasks())
 
     def _blocks_changed(self, change: KvChange) -> None:
         self._feed.push(change)
