@@ -20,6 +20,7 @@ from medialane.check.results import CheckReport, encode
 from medialane.check.run import run_check
 from medialane.check.servers import Setup
 from medialane.check.table import show
+from medialane.cli.doctor import model_findings, show_findings
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import SECTIONS
 from medialane.cluster.placement import find_hardware
@@ -47,7 +48,8 @@ The table says of each case:
   answered  medialane answers what plain vLLM refuses or fails at
   skipped   an option that plain vLLM ignores for this model, and medialane refuses
   differs   anything else: please report it, with the JSON
-and how medialane served it: stage (what the worker was sent), transport, and whether the media were cached.
+and how medialane served it: stage (what the worker was sent), transport, and whether the media were cached. What
+`medialane doctor MODEL` says of the model follows.
 
 Exit status: 0 all is equal; 1 an answer differs, or there was none; 2 an argument is wrong, or a server did not start;
 130 interrupted (Ctrl-C: the servers are stopped, by a second one killed).
@@ -98,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         args.json.write_bytes(encode(report))
     show(report, Console())
+    show_findings([*model_findings(args.model, args.vllm_args)])
     return 0 if report.passed else 1
 
 

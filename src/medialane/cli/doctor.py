@@ -105,13 +105,13 @@ def run(args: argparse.Namespace) -> int:
     _check_arguments(args.model, args.vllm_args)
     findings = list(run_checks(config))
     if args.model is not None:
-        findings += _model(args.model, args.vllm_args)
+        findings += model_findings(args.model, args.vllm_args)
     if args.join is not None:
         findings += [("gateways", finding) for finding in check_gateways(WorkerConfig(join=args.join).gateways())]
     if args.json:
         print(json.dumps([{"name": name, **finding._asdict()} for name, finding in findings], indent=2))
     else:
-        _show(findings)
+        show_findings(findings)
     return int(any(finding.verdict == "fail" for _, finding in findings))
 
 
@@ -193,7 +193,7 @@ def check_media() -> Finding:
     return Finding("warn" if fixes else "ok", line.removeprefix("media: "), "; ".join(fixes))
 
 
-def _model(model: str, vllm_args: Sequence[str]) -> Iterator[tuple[str, Finding]]:
+def model_findings(model: str, vllm_args: Sequence[str]) -> Iterator[tuple[str, Finding]]:
     """Check how a model's media are handled, as far as that is known without a worker."""
     advice = "check the model's name and the flags after `--`"
     report = probe(MODEL, advice, argument=json.dumps([model, list(vllm_args)]), failed="it cannot be loaded")
@@ -367,7 +367,7 @@ def _reachable(host: str, port: int) -> Finding:
     return Finding("ok", f"{address} accepts connections")
 
 
-def _show(findings: list[tuple[str, Finding]]) -> None:
+def show_findings(findings: list[tuple[str, Finding]]) -> None:
     table = Table.grid(padding=(0, 2))
     for name, finding in findings:
         colour = _COLOURS[finding.verdict]

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.errors import FeatureUnsupported, PromptRejected, prompt_too_long
@@ -27,6 +26,7 @@ from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.image_tokens import ImageTokens, Size
 from medialane.vllm_bridge.items.merge_size import min_embeds
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
+from medialane.vllm_bridge.items.prepared_input import from_vllm_range
 from medialane.vllm_bridge.seams.multimodal import expand_prompt
 from medialane.vllm_bridge.seams.stand_ins import ValueUnknown
 
@@ -101,14 +101,9 @@ class VllmAssembler:
 
 def placeholder_ranges(applied: Any) -> dict[str, list[PlaceholderRange]]:
     """Return the placeholders in vLLM's result, by modality."""
-    return {modality: list(map(_range, places)) for modality, places in applied["mm_placeholders"].items()}
+    return {modality: list(map(from_vllm_range, places)) for modality, places in applied["mm_placeholders"].items()}
 
 
 def _copied(layout: PlaceholderLayout) -> dict[str, list[list[Any]]]:
     """Return new lists, which a family may modify (Qwen-Omni does for the audio of a video); updates are frozen."""
     return {modality: [list(updates) for updates in items] for modality, items in layout.updates.items()}
-
-
-def _range(place: Any) -> PlaceholderRange:
-    is_embed = None if place.is_embed is None else bytes(place.is_embed.to(torch.uint8).numpy())
-    return PlaceholderRange(offset=place.offset, length=place.length, is_embed=is_embed)

@@ -95,6 +95,16 @@ def to_vllm_range(placeholder: Placeholder) -> PlaceholderRange:
     return PlaceholderRange(offset=placeholder.offset, length=placeholder.length, is_embed=is_embed)
 
 
+def from_vllm_range(place: Any) -> Placeholder:
+    mask = None if place.is_embed is None else mask_of(place.is_embed)
+    return Placeholder(offset=place.offset, length=place.length, is_embed=mask)
+
+
+def mask_of(is_embed: torch.Tensor) -> bytes:
+    """Return `PlaceholderRange.is_embed`."""
+    return bytes(is_embed.to(torch.uint8).numpy())
+
+
 def _moved(placed: PlacedFeature, offset: int) -> PlacedFeature:
     if offset == placed.placeholder.offset:
         return placed

@@ -49,6 +49,7 @@ from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTI
 from medialane.vllm_bridge.items.item_shape import ItemShape, check_layout, num_embeds
 from medialane.vllm_bridge.items.merge_size import check_grids
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
+from medialane.vllm_bridge.items.prepared_input import from_vllm_range, mask_of
 from medialane.vllm_bridge.items.processor_options import check_worker_options
 from medialane.vllm_bridge.seams.multimodal import find_placeholders, prompt_updates
 
@@ -106,8 +107,8 @@ class FeatureChecker:
             if prompt.options == NO_OPTIONS:
                 return
             defaults = self._layouts.find(prompt.features, NO_OPTIONS).updates
-            for modality, found in layout.kwargs.items():
-                for item, default, updates in zip(found, defaults[modality], layout.updates[modality], strict=True):
+            for modality, items in layout.kwargs.items():
+                for item, default, updates in zip(items, defaults[modality], layout.updates[modality], strict=True):
                     for update in updates:
                         self._check_embeds(modality, item, num_embeds(update.content), default)
 
@@ -135,11 +136,11 @@ class FeatureChecker:
 
         Items of modalities that are not in `media` are not checked.
         """
-        encoder, found = split_enc_dec_input(rendered)
-        token_ids = (encoder or found)["prompt_token_ids"]
-        token_ids = found.get("encoder_prompt_token_ids", token_ids)
-        kwargs: dict[Modality, Any] = {modality: found["mm_kwargs"][modality] for modality in media}
-        places = {modality: [_own_range(p) for p in found["mm_placeholders"][modality]] for modality in media}
+        encoder, decoder = split_enc_dec_input(rendered)
+        token_ids = (encoder or decoder)["prompt_token_ids"]
+        token_ids = decoder.get("encoder_prompt_token_ids", token_ids)
+        kwargs: dict[Modality, Any] = {modality: decoder["mm_kwargs"][modality] for modality in media}
+        places = {modality: [from_vllm_range(p) for p in decoder["mm_placeholders"][modality]] for modality in media}
         check_ranges(len(token_ids), [place for of in places.values() for place in of])
         for modality, items in kwargs.items():
             if len(items) != len(places[modality]):
@@ -158,9 +159,9 @@ class FeatureChecker:
         self, rendered: Mapping[str, Any], default: Mapping[str, Any], modalities: Iterable[Modality]
     ) -> None:
         """Raise InvalidRequest if these items have another layout than in `default`, the result without options."""
-        found, expected = (split_enc_dec_input(one)[1]["mm_kwargs"] for one in (rendered, default))
+        given, expected = (split_enc_dec_input(one)[1]["mm_kwargs"] for one in (rendered, default))
         for modality in modalities:
-            for item, plain in zip(found[modality], expected[modality], strict=True):
+            for item, plain in zip(given[modality], expected[modality], strict=True):
                 check_layout(modality, item, plain)
 
     def _check_rendered_items(
@@ -231,8 +232,8 @@ class FeatureChecker:
 
     def _has_placeholders(self, prompt: ExpandedPrompt, updates: Any) -> bool:
         """Use the family's own search, for those that modify an update's tokens in the prompt (Gemma-3's newlines)."""
-        found = find_placeholders(self._processor, prompt.expanded_token_ids, updates)
-        ranges = {modality: iter([_own_range(p.to_range()) for p in places]) for modality, places in found.items()}
+        located = find_placeholders(self._processor, prompt.expanded_token_ids, updates)
+        ranges = {m: iter([from_vllm_range(place.to_range()) for place in places]) for m, places in located.items()}
         return all(next(ranges.get(f.modality, iter(())), None) == f.placeholder for f in prompt.features)
 
 
@@ -250,24 +251,24 @@ def check_ranges(num_tokens: int, ranges: Sequence[PlaceholderRange]) -> None:
     newlines after one image and before the next are one token of both, and the tokens of a video's audio (Qwen-Omni)
     are interleaved with its own.
     """
-    if (last := max((found.end for found in ranges), default=0)) > num_tokens:
+    if (last := max((place.end for place in ranges), default=0)) > num_tokens:
         raise InvalidFeature(f"a placeholder ends at {last}, the prompt at {num_tokens}")
     assigned = np.zeros(num_tokens, bool)
-    for found in ranges:
-        mask = np.ones(found.length, bool) if found.is_embed is None else np.frombuffer(found.is_embed, bool)
-        tokens = assigned[found.offset : found.end]
+    for place in ranges:
+        mask = np.ones(place.length, bool) if place.is_embed is None else np.frombuffer(place.is_embed, bool)
+        tokens = assigned[place.offset : place.end]
         if (tokens & mask).any():
-            raise InvalidFeature(f"the placeholder at {found.offset} overlaps another")
+            raise InvalidFeature(f"the placeholder at {place.offset} overlaps another")
         tokens |= mask
 
 
 def check_order(modalities: Sequence[Modality], ranges: Sequence[PlaceholderRange]) -> None:
     """Raise InvalidFeature unless the items of each modality are in prompt order."""
     ends: dict[Modality, int] = {}
-    for modality, found in zip(modalities, ranges, strict=True):
-        if found.offset <= ends.get(modality, -1):
-            raise InvalidFeature(f"{modality}: the placeholder at {found.offset} is out of order")
-        ends[modality] = found.offset
+    for modality, place in zip(modalities, ranges, strict=True):
+        if place.offset <= ends.get(modality, -1):
+            raise InvalidFeature(f"{modality}: the placeholder at {place.offset} is out of order")
+        ends[modality] = place.offset
 
 
 def _duration_s(item: MultiModalKwargsItem) -> float:
@@ -302,8 +303,11 @@ def _check_flat(name: str, elem: MultiModalFieldElem, field: MultiModalFlatField
 def _fits(token_ids: list[int], place: PlaceholderRange, content: PromptUpdateDetails) -> bool:
     if len(content.full) != place.length or token_ids[place.offset : place.end] != content.full:
         return False
-    expected = None if content.is_embed is None else _mask(content.is_embed(content.full))
-    return expected == place.is_embed
+    return _embed_mask(content) == place.is_embed
+
+
+def _embed_mask(content: PromptUpdateDetails) -> bytes | None:
+    return None if content.is_embed is None else mask_of(content.is_embed(content.full))
 
 
 def _fits_alone(prompt: ExpandedPrompt, updates: Any) -> bool:
@@ -316,24 +320,10 @@ def _fits_alone(prompt: ExpandedPrompt, updates: Any) -> bool:
     place, token_ids = placeholder_of(feature), prompt.expanded_token_ids
     if place.offset != 0 or len(token_ids) > place.length + 1:
         return False
-    found = _embedded(token_ids[: place.length], place.is_embed)
-    return any(
-        found
-        == _embedded(u.content.full, None if u.content.is_embed is None else _mask(u.content.is_embed(u.content.full)))
-        for u in updates[feature.modality][0]
-    )
+    embedded = _embedded(token_ids[: place.length], place.is_embed)
+    return any(embedded == _embedded(u.content.full, _embed_mask(u.content)) for u in updates[feature.modality][0])
 
 
 def _embedded(token_ids: Sequence[int], is_embed: bytes | None) -> list[int]:
     """Return the tokens that are replaced by embeddings."""
     return list(token_ids) if is_embed is None else list(compress(token_ids, is_embed))
-
-
-def _own_range(place: Any) -> PlaceholderRange:
-    """Convert vLLM's placeholder range to ours."""
-    mask = None if place.is_embed is None else _mask(place.is_embed)
-    return PlaceholderRange(offset=place.offset, length=place.length, is_embed=mask)
-
-
-def _mask(is_embed: torch.Tensor) -> bytes:
-    return bytes(is_embed.to(torch.uint8).numpy())
