@@ -118,11 +118,12 @@ class FakeWorker:
         self.registry = CollectorRegistry()  # as a new process has one
         directory = str(self._arena.path.parent)
         self._store = StoreClientTask(store_address(self._arena), directory)
+        self.host_arena = StoreEntries(self._store.link)
         self._worker = Worker(
             self.engine,
             self._config,
             arena_directory=directory,
-            host_arena=StoreEntries(self._store.link),
+            host_arena=self.host_arena,
             registry=self.registry,
         )
         self._watching = asyncio.create_task(self._watch())

@@ -278,6 +278,6 @@ async def test_embedding_that_finds_no_memory_leaves_the_item_to_the_worker(host
     async def no_memory(*_, **__):
         return None
 
-    monkeypatch.setattr(host.encoders[0]._worker._host_arena, "embedding", no_memory)
+    monkeypatch.setattr(host.encoders[0].host_arena, "embedding", no_memory)
     assert await host.answer(png())
     assert (host.encoder.num_encoded, host.worker.num_encoded, host.outcomes()) == (1, 1, {"unkept": 1})
