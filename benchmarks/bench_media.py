@@ -47,8 +47,9 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.gateway.intake import extract
 from medialane.gateway.references import References
-from medialane.media import Fetcher, MediaConfig
+from medialane.media import MediaConfig
 from medialane.media.audio import decode_audio
+from medialane.media.fetch import Fetcher
 from medialane.media.image import decode_image
 from medialane.media.video import open_video
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder

@@ -9,7 +9,8 @@ from typing import Any
 
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.stats import PoolStats, StoreStats
-from medialane.media import Fetcher, MediaConfig
+from medialane.media import MediaConfig
+from medialane.media.fetch import Fetcher
 from medialane.peers import Pulls
 from medialane.prepare import PreparerPool
 from medialane.store import Aliases, EncodedStore, Items, StoreLink, StoreServer

@@ -18,7 +18,8 @@ from medialane.core.errors import MedialaneError
 from medialane.core.media import Modality
 from medialane.gateway.intake import extract
 from medialane.gateway.references import References
-from medialane.media import MediaConfig, parse_data_url, probe, sniff
+from medialane.media import MediaConfig, decode_base64, probe, sniff
+from medialane.media.data_url import parse_header, split_data_url
 from medialane.media.http_cache import freshness_of
 from medialane.media.image import decode_image
 from medialane.media.url_guard import UrlGuard
@@ -132,6 +133,12 @@ def _read_headers(data: bytes) -> object:
     return freshness_of(CIMultiDict((name, value) for name, _, value in lines))
 
 
+def _data_url(data: bytes) -> None:
+    header, payload = split_data_url(data)
+    parse_header(header)
+    decode_base64(payload, CONFIG.max_data_url_bytes)
+
+
 def _parse_url(data: bytes) -> None:
     """As a client sends it, and as a redirect does."""
     with suppress(UnicodeDecodeError):
@@ -190,7 +197,7 @@ HEADER_TARGETS = [
     Target("lift", lambda data: extract(data, CONFIG, references=REFERENCES), _BODIES, _BODY_TOKENS),
     Target(
         "data_url",
-        lambda data: parse_data_url(data, CONFIG.max_data_url_bytes),
+        _data_url,
         [b"data:image/png;a=b;base64,AAAA", b"data:;base64," + _PAYLOAD.encode()],
         [b"data:", b";base64", b",", b";", b"=", b"/", b"image/", b"\xff", b"\n"],
     ),

@@ -26,7 +26,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from medialane.config import Config, enter_environ
 from medialane.core.process.parent_death import dies_with_this_process
-from medialane.media import Fetcher
+from medialane.media.fetch import Fetcher
 from medialane.store import StoreLink
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
 from medialane.wire.config import RpcConfig

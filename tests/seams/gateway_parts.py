@@ -31,7 +31,8 @@ from medialane.gateway import (
 from medialane.gateway.config import TransferConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transport, Transports
-from medialane.media import Fetched, Fetcher, MediaConfig
+from medialane.media import MediaConfig
+from medialane.media.fetch import Fetched, Fetcher
 from medialane.observability.metrics import Metrics
 from medialane.peers.nixl.mover import NixlMover
 from medialane.prepare import PreparerPool

@@ -11,7 +11,8 @@ from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.gateway import StoreFeatures
-from medialane.media import Fetcher, MediaConfig
+from medialane.media import MediaConfig
+from medialane.media.fetch import Fetcher
 from medialane.peers import Pulls
 from medialane.peers.nixl.mover import NixlMover
 from medialane.prepare import PreparerPool

@@ -30,7 +30,8 @@ from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.gateway import open_scope
-from medialane.media import Fetcher, MediaConfig
+from medialane.media import MediaConfig
+from medialane.media.fetch import Fetcher
 from medialane.observability.timeline import StageTimeline
 from medialane.store import EncodedStore
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN

@@ -24,7 +24,8 @@ from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import READY, enter_phase
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
-from medialane.media import Fetcher, MediaConfig
+from medialane.media import MediaConfig
+from medialane.media.fetch import Fetcher
 from medialane.peers.nixl.mover import NixlMover
 from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import string
 from binascii import Error as Base64Error
-from dataclasses import dataclass
 
 import pybase64
 
@@ -18,29 +17,6 @@ _MAX_HEADER_CHARS = 1024
 _HEADER = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[^;,]*)*;base64", re.ASCII | re.IGNORECASE)
 
 _FRAMES_ALPHABET = string.ascii_letters.encode() + string.digits.encode() + b"+/=,"
-
-
-@dataclass(frozen=True, slots=True)
-class DataUrl:
-    """The content of a data: URL. `media_type` is the sender's claim, None if it makes none."""
-
-    media_type: str | None
-    data: bytes
-
-    def __repr__(self) -> str:
-        return f"DataUrl({self.media_type}, {len(self.data)} bytes)"
-
-
-def parse_data_url(url: str | bytes | bytearray | memoryview, max_bytes: int) -> DataUrl:
-    """Decode a data: URL whose payload has at most `max_bytes` encoded bytes, without copying the payload.
-
-    Raises InvalidDataUrl, InvalidBase64, MediaTooLarge, EmptyMedia.
-    """
-    try:
-        header, payload = split_data_url(url.encode("ascii") if isinstance(url, str) else url)
-    except UnicodeEncodeError as error:
-        raise InvalidDataUrl("a data: URL must contain only ASCII characters") from error
-    return DataUrl(parse_header(header), decode_base64(payload, max_bytes))
 
 
 def split_data_url(url: bytes | bytearray | memoryview) -> tuple[bytes, memoryview]:

@@ -29,7 +29,8 @@ from medialane.core.hashing import decoded_key, embedding_key, feature_key, merg
 from medialane.core.media import Alias, EncodedMedia, MediaRef
 from medialane.core.single_flight import SingleFlight
 from medialane.core.tensor import ArenaRange
-from medialane.media import Fetcher, MediaConfig, image_size, needs_probe
+from medialane.media import MediaConfig, image_size, needs_probe
+from medialane.media.fetch import Fetcher
 from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_size
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool

@@ -29,7 +29,8 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.core.single_flight import SingleFlight
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.media import Fetched, MediaConfig
+from medialane.media import MediaConfig
+from medialane.media.fetch import Fetched
 from medialane.media.http_cache import url_key
 from medialane.media.published_image import PIXMAP_HEADER_BYTES, PublishedImage, pixmap_header, read_published
 from medialane.peers.nixl.mover import NixlMover, Published

@@ -12,7 +12,8 @@ from medialane.core.errors import (
 )
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
-from medialane.media import Fetched, Fetcher, MediaConfig
+from medialane.media import MediaConfig
+from medialane.media.fetch import Fetched, Fetcher
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",), max_fresh_s=1000.0)
 BODY = b"body" * 1000

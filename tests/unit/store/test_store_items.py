@@ -23,7 +23,8 @@ from medialane.core.feature import Feature
 from medialane.core.hashing import content_hash, embedding_key
 from medialane.core.media import Alias, MediaRef, MediaSize
 from medialane.core.tensor import TensorSpec
-from medialane.media import Fetched, MediaConfig
+from medialane.media import MediaConfig
+from medialane.media.fetch import Fetched
 from medialane.observability.timeline import StageTimeline
 from medialane.store import Aliases, Items
 from medialane.store.encoded_store import EncodedStore

@@ -19,7 +19,7 @@ from medialane.gateway.intake.item_options import ItemOptions, read_options
 from medialane.gateway.intake.request_body import ABSENT, QUOTE, first_byte
 from medialane.gateway.intake.skeleton import NOT_TEXT, Edit, Located, Skeleton
 from medialane.gateway.references import REFERENCE_SCHEME
-from medialane.media import DataUrl, MediaConfig, decode_base64
+from medialane.media import MediaConfig, decode_base64
 from medialane.media.data_url import parse_header, read_jpeg_frames, split_data_url
 from medialane.media.embeds import MAX_FIELDS, read_embeds
 from medialane.media.published_image import MAX_URL_BYTES, RDMA_TYPE, check_published
@@ -40,12 +40,8 @@ class UrlPlace(msgspec.Struct, frozen=True, gc=False):
         io, options = read_options(self.options, self.modality, self.param, config)
         alias = None if self.uuid is None else Alias(self.uuid, self.modality, io, options)
         located = skeleton.locate(self.string)
-        url = data = media_type = None
         try:
-            if (data_url := _data(located, self.modality, config)) is None:
-                url = _url(located)
-            else:
-                data, media_type = data_url.data, data_url.media_type
+            url, media_type, data = _read_url(located, self.modality, config)
         except MedialaneError as error:
             raise error.at(self.param) from error
         ref = MediaRef(self.modality, self.param, url, data, media_type, salt, io, options, alias)
@@ -144,22 +140,23 @@ class UuidPlace(msgspec.Struct, frozen=True, gc=False):
 Place = UrlPlace | Base64Place | EmbedsPlace | UuidPlace
 
 
-def _data(located: Located, modality: Modality, config: MediaConfig) -> DataUrl | None:
-    """Return the media in a data: URL; None for other URLs, and for a published image, which the store reads."""
+def _read_url(
+    located: Located, modality: Modality, config: MediaConfig
+) -> tuple[str, None, None] | tuple[None, str | None, bytes]:
+    """Return media type and bytes of a data: URL; any other URL, and that of a published image, which the store
+    reads."""
     head = located.head()
     if bytes(head[:5]).lower() != b"data:":
-        return None
+        return _url(located), None, None
     header, payload = _split(located, head)
     media_type = parse_header(header)
     if media_type == RDMA_TYPE:
         check_published(modality, config)
         if len(payload) > MAX_URL_BYTES:
             raise MediaTooLarge(f"the description of a published image has more than {MAX_URL_BYTES} bytes")
-        return None
-    max_bytes = config.max_data_url_bytes
-    if modality == "video" and media_type == "video/jpeg":
-        return DataUrl(media_type, read_jpeg_frames(payload, max_bytes))
-    return DataUrl(media_type, decode_base64(payload, max_bytes))
+        return _url(located), None, None
+    is_frames = modality == "video" and media_type == "video/jpeg"
+    return None, media_type, (read_jpeg_frames if is_frames else decode_base64)(payload, config.max_data_url_bytes)
 
 
 def _split(located: Located, head: bytes | memoryview) -> tuple[bytes, memoryview]:
