@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "routing": {"core", "observability"},
     "wire": {"core", "observability"},
     "peers": {"core", "observability", "arena", "wire"},
-    "prepare": {"core", "observability", "media", "arena"},
+    "prepare": {"core", "observability", "media", "arena", "wire"},
     # vllm_bridge implements protocols of other packages; it may import those and nothing else. The exception
     # is the arena: EngineCore runs our plugin, and maps the arena itself.
     "vllm_bridge": {"core", "observability", "arena"},

@@ -49,12 +49,12 @@ from medialane.prepare.messages import (
     Setup,
     SetupFailed,
     decode_control_request,
-    encode_control,
 )
 from medialane.prepare.preparer import Preparer
 from medialane.prepare.process_memory import allow_reader
 from medialane.prepare.processor import Processor
 from medialane.prepare.sandbox import Sandbox, available
+from medialane.wire.child_channel import receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -189,19 +189,13 @@ class Forkserver:
 
 def receive_request(control: socket.socket) -> tuple[ControlRequest | None, list[int]]:
     """Return the next request and its attached descriptors (close-on-exec); None if the channel is closed."""
-    try:
-        packet, fds, flags, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionResetError:
-        return None, []  # the store exited without reading all our reports
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        raise ValueError("a control packet was truncated")
-    return (decode_control_request(packet) if packet else None), fds
+    return receive(control, decode_control_request, max_bytes=MAX_CONTROL_BYTES)
 
 
 def send_report(control: socket.socket, report: ControlReport, fd: int | None = None) -> None:
     """Send a report to the store. A closed channel is no error here: the next read detects it and ends the loop."""
     try:
-        socket.send_fds(control, [encode_control(report)], [] if fd is None else [fd])
+        send(control, report, [] if fd is None else [fd], max_bytes=MAX_CONTROL_BYTES)
     except (BrokenPipeError, ConnectionResetError):
         logger.debug("the store has exited; %s is not reported", type(report).__name__)
 

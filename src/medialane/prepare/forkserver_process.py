@@ -13,8 +13,6 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-import msgspec
-
 from medialane.core.errors import StartupFailed
 from medialane.core.process.oom_kills import OomKills
 from medialane.prepare.messages import (
@@ -30,12 +28,12 @@ from medialane.prepare.messages import (
     Setup,
     SetupFailed,
     decode_control_report,
-    encode_control,
 )
 from medialane.prepare.pidfd_process import PidfdProcess, Process, end_process
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.process_memory import read_into
 from medialane.prepare.sandbox import Sandbox
+from medialane.wire.child_channel import ChannelToChild, child_channel
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +78,15 @@ class ForkserverProcess:
         self.reads_memory = False
         self._arena = arena
         self._process = process
-        self._control = control
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[float] = self._loop.create_future()
         self._forks: dict[int, asyncio.Future[PidfdProcess]] = {}
         self._num_forks = 0
         self._refusal: str | None = None
         self._oom_kills = OomKills(process.pid)
-        self._loop.add_reader(control.fileno(), self.poll)
+        self._channel = ChannelToChild(
+            control, decode_control_report, self._handle, self._lose, max_bytes=MAX_CONTROL_BYTES
+        )
 
     @property
     def pid(self) -> int:
@@ -108,7 +107,7 @@ class ForkserverProcess:
 
         Raises StartupFailed; then no process is left running.
         """
-        mine, theirs = _control_channel()
+        mine, theirs = child_channel()
         with theirs:
             try:
                 process = await _spawn(factory, theirs.fileno(), environment)
@@ -117,7 +116,7 @@ class ForkserverProcess:
                 raise
         self = cls(process, mine, setup.arena)
         try:
-            mine.send(encode_control(Setup(factory_config, setup)))
+            self._channel.send(Setup(factory_config, setup))
             await self._wait_ready(timeout_s)
         except BaseException:  # cancelled or failed: leave no process running
             await self.close(grace_s=0)
@@ -154,7 +153,7 @@ class ForkserverProcess:
 
         It outlives this one. Raises ForkserverLost if this one or the spare dies. One call at a time.
         """
-        mine, theirs = _control_channel()
+        mine, theirs = child_channel()
         try:
             process = await self._fork(Fork(SPARE), theirs)
         except BaseException as error:  # cancelled or failed: closing its channel terminates the spare, if any
@@ -179,26 +178,8 @@ class ForkserverProcess:
         The kernel closes its channel before killing its preparers, so a preparer that died with its fork server can be
         distinguished from one that died alone.
         """
-        self.poll()
+        self._channel.poll()
         return self.lost.is_set()
-
-    def poll(self) -> None:
-        """Handle all pending reports of the fork server (also called by the event loop)."""
-        while not self.lost.is_set():
-            try:
-                packet, fds, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._lose(f"its channel failed: {error.strerror}")
-                return
-            if not packet:
-                self._lose("it exited")
-                return
-            try:
-                self._handle(decode_control_report(packet), fds)
-            except (msgspec.DecodeError, LookupError) as error:  # LookupError: a fork that was not requested
-                self._lose(f"protocol violation: {error}")
 
     async def close(self, grace_s: float = 2.0) -> None:
         """Terminate it and all its preparers: close its channel, kill it after `grace_s`. Idempotent."""
@@ -226,7 +207,8 @@ class ForkserverProcess:
         """
         forked: asyncio.Future[PidfdProcess] = self._loop.create_future()
         with channel:
-            self._request(request, channel)
+            if not self._channel.send(request, [channel.fileno()]):
+                raise ForkserverLost
         self._forks[request.preparer_id] = forked
         try:
             async with asyncio.timeout(FORK_TIMEOUT_S):
@@ -238,15 +220,6 @@ class ForkserverProcess:
             if not forked.cancelled() and forked.exception() is None:
                 _kill(forked.result())
             raise
-
-    def _request(self, request: Fork, channel: socket.socket) -> None:
-        if self.lost.is_set():
-            raise ForkserverLost
-        try:
-            socket.send_fds(self._control, [encode_control(request)], [channel.fileno()])
-        except OSError as error:  # its channel is broken, or full although it has nothing else to do
-            self._lose(f"it accepts no requests: {error.strerror}")
-            raise ForkserverLost from error
 
     def _handle(self, report: ControlReport, fds: list[int]) -> None:
         match report:
@@ -294,12 +267,12 @@ class ForkserverProcess:
     def _lose(self, reason: str) -> None:
         if self.lost.is_set():
             return
+        reason = reason or "it exited"
         self.lost.set()
         self._oom_kills.close()
         log = logger.info if reason == "closed" else logger.error
         log("fork server (pid %d): %s%s", self.pid, reason, f": {self._refusal}" if self._refusal else "")
-        self._loop.remove_reader(self._control.fileno())
-        self._control.close()
+        self._channel.close()
         _end(self._ready, reason)
         for forked in self._forks.values():
             _end(forked, reason)
@@ -315,13 +288,6 @@ def _end(future: asyncio.Future[Any], reason: str) -> None:
     if not future.done():
         future.set_exception(ForkserverLost(reason))
         future.exception()  # marks it as retrieved: there may be no waiter
-
-
-def _control_channel() -> tuple[socket.socket, socket.socket]:
-    """Return the store's end, which is non-blocking, and the fork server's."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    mine.setblocking(False)
-    return mine, theirs
 
 
 async def _spawn(factory: str, control_fd: int, environment: Mapping[str, str]) -> Process:

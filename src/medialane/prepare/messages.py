@@ -208,14 +208,6 @@ decode_job_request: Callable[[bytes], JobRequest] = msgspec.msgpack.Decoder(JobR
 decode_job_report: Callable[[bytes], JobReport] = msgspec.msgpack.Decoder(JobReport).decode
 
 
-def encode_control(message: ControlRequest | ControlReport) -> bytes:
-    """Encode one packet. Raises ValueError if it exceeds MAX_CONTROL_BYTES."""
-    packet = _ENCODER.encode(message)
-    if len(packet) > MAX_CONTROL_BYTES:
-        raise ValueError(f"{type(message).__name__} of {len(packet)} bytes exceeds the limit of {MAX_CONTROL_BYTES}")
-    return packet
-
-
 def encode_frame(message: JobRequest | JobReport) -> bytes:
     """Encode one frame. Raises PreparationFailed if its message exceeds MAX_FRAME_BYTES: only the job fails."""
     body = _ENCODER.encode(message)

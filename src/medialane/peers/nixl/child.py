@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-import msgspec
 from blake3 import blake3
 
 from medialane.core.errors import TransferFailed
@@ -35,11 +34,10 @@ from medialane.peers.nixl.messages import (
     Start,
     Started,
     ToMover,
-    channel,
     decode_from_mover,
-    send,
 )
 from medialane.peers.nixl.rdma_metadata import Descriptor
+from medialane.wire.child_channel import ChannelToChild, child_channel
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,6 @@ class MoverChild:
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self.ended = asyncio.Event()
         self._process = process
-        self._control = control
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[Started] = self._loop.create_future()
         self._reads: dict[int, tuple[str, asyncio.Future[None]]] = {}
@@ -71,7 +68,7 @@ class MoverChild:
         self._expected: dict[str, asyncio.Future[None]] = {}
         self._num_reads = 0
         self._is_lost = self._is_refused = False
-        self._loop.add_reader(control.fileno(), self._receive)
+        self._channel = ChannelToChild(control, decode_from_mover, self._handle, self._lose, max_bytes=MAX_PACKET_BYTES)
         self._pidfd = os.pidfd_open(process.pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
@@ -88,7 +85,7 @@ class MoverChild:
         Raises NixlRefused, or TransferFailed; then no process is left running.
         """
         agent = f"medialane-{secrets.token_hex(8)}"
-        mine, theirs = channel()
+        mine, theirs = child_channel()
         with theirs:
             try:
                 process = _spawn(factory, theirs.fileno(), variables)
@@ -177,8 +174,7 @@ class MoverChild:
         """Called when the process, with all its threads, has exited."""
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self._loop.remove_reader(self._control.fileno())
-        self._control.close()
+        self._channel.close()
         self.ended.set()
         status = self._process.wait()
         if status not in (0, -signal.SIGKILL) and not self._is_refused:
@@ -194,34 +190,14 @@ class MoverChild:
             self._started.exception()  # marks it as retrieved
 
     def _send(self, message: ToMover) -> None:
-        if self._is_lost or self.ended.is_set():
-            raise TransferFailed("the NIXL mover process has exited")
         try:
-            send(self._control, message)
+            is_sent = self._channel.send(message)
         except ValueError as error:
             raise TransferFailed(str(error)) from error
-        except OSError as error:  # closed, or full: it does not read
-            self._lose(f"it accepts no requests: {error.strerror}")
-            raise TransferFailed("the NIXL mover process has exited") from error
+        if not is_sent:
+            raise TransferFailed("the NIXL mover process has exited")
 
-    def _receive(self) -> None:
-        while not self._is_lost:
-            try:
-                packet = self._control.recv(MAX_PACKET_BYTES)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._lose(f"its channel failed: {error.strerror}")
-                return
-            if not packet:
-                self._lose("")
-                return
-            try:
-                self._handle(decode_from_mover(packet))
-            except (msgspec.DecodeError, LookupError, asyncio.InvalidStateError) as error:
-                self._lose(f"protocol violation: {error!r}")
-
-    def _handle(self, report: FromMover) -> None:
+    def _handle(self, report: FromMover, _descriptors: list[int]) -> None:
         match report:
             case Started():
                 self._started.set_result(report)
@@ -252,7 +228,7 @@ class MoverChild:
     def _lose(self, reason: str) -> None:
         """Stop using the process: it has exited, or is made to."""
         self._is_lost = True
-        self._loop.remove_reader(self._control.fileno())
+        self._channel.close()
         if reason:
             logger.error("NIXL mover process (pid %d): %s", self.pid, reason)
         self.kill()

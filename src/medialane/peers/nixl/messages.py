@@ -17,7 +17,6 @@ has exited. Closing the channel terminates the process.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 
 import msgspec
@@ -103,24 +102,6 @@ class Notified(msgspec.Struct, frozen=True, tag=True):
 ToMover = Start | AddPeer | RemovePeer | Read | Expect | Forget
 FromMover = Started | ReadRefused | ReadDone | ReadFailed | Notified
 
-_ENCODER = msgspec.msgpack.Encoder()
-
 #: The decoders raise msgspec.DecodeError.
 decode_to_mover: Callable[[bytes], ToMover] = msgspec.msgpack.Decoder(ToMover).decode
 decode_from_mover: Callable[[bytes], FromMover] = msgspec.msgpack.Decoder(FromMover).decode
-
-
-def channel() -> tuple[socket.socket, socket.socket]:
-    """Return the store's end, which is non-blocking, and the mover process's."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    mine.setblocking(False)
-    return mine, theirs
-
-
-def send(sock: socket.socket, message: ToMover | FromMover) -> None:
-    """Raises OSError if the other end is closed, or a non-blocking socket is full; ValueError for a message that is
-    too large."""
-    packet = _ENCODER.encode(message)
-    if len(packet) > MAX_PACKET_BYTES:
-        raise ValueError(f"{type(message).__name__} of {len(packet)} bytes exceeds the limit of {MAX_PACKET_BYTES}")
-    sock.send(packet)

@@ -48,9 +48,9 @@ from medialane.peers.nixl.messages import (
     Started,
     ToMover,
     decode_to_mover,
-    send,
 )
 from medialane.peers.nixl.rdma_metadata import Descriptor
+from medialane.wire.child_channel import receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class MoverProcess:
         """Raises ValueError for a protocol violation."""
         threading.Thread(target=self._watch_notifications, daemon=True).start()
         self._report(Started(self._agent.metadata(), self._base))
-        while (request := receive(self._control)) is not None:
+        while (request := _receive(self._control)) is not None:
             self._handle(request)
 
     def _handle(self, request: ToMover) -> None:
@@ -179,7 +179,7 @@ class MoverProcess:
 
     def _report(self, report: FromMover) -> None:
         try:
-            send(self._control, report)
+            send(self._control, report, max_bytes=MAX_PACKET_BYTES)
         except OSError:
             logger.debug("the store has exited; %s is not reported", type(report).__name__)
 
@@ -198,13 +198,10 @@ def _register(agent: Agent, memory: memoryview) -> int:
     return address
 
 
-def receive(control: socket.socket) -> ToMover | None:
+def _receive(control: socket.socket) -> ToMover | None:
     """Return the next request; None if the channel is closed."""
-    try:
-        packet = control.recv(MAX_PACKET_BYTES)
-    except ConnectionResetError:
-        return None  # the store exited without reading all our reports
-    return decode_to_mover(packet) if packet else None
+    request, _ = receive(control, decode_to_mover, max_bytes=MAX_PACKET_BYTES)
+    return request
 
 
 def _load(factory_name: str) -> Callable[[str], Agent]:
@@ -218,14 +215,14 @@ def main(argv: list[str]) -> int:
         return 0
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s nixl-mover[%(process)d] %(message)s")
     with socket.socket(fileno=control_fd) as control:
-        start = receive(control)
+        start = _receive(control)
         if not isinstance(start, Start):
             return 1
         try:
             arena = ArenaView.open(start.arena, start.directory, writable=True)
             mover = MoverProcess(control, _load(factory_name)(start.agent), arena)
         except (ImportError, AgentError, HandoverFailed) as error:
-            send(control, ReadRefused(str(error)))
+            send(control, ReadRefused(str(error)), max_bytes=MAX_PACKET_BYTES)
             return 1
         mover.run()
     return 0
