@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +16,7 @@ from medialane.core.backoff import Backoff
 from medialane.core.process.owner_lock import try_lock
 from medialane.core.watched_task import WatchedTask
 from medialane.wire.address import parse_unix
+from medialane.wire.listener import has_listener
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ async def _keep_running(config: Config, model: str, address: str) -> None:
         started, was_missing = loop.time(), True
         try:
             with _turn(address) as is_ours:
-                was_missing = is_ours and not has_listener(address)
+                was_missing = is_ours and not has_listener(parse_unix(address).path)
                 if was_missing:
                     await _run_once(command(model, address), config, model)
         except OSError as error:
@@ -79,17 +79,3 @@ async def _run_once(argv: Sequence[str], config: Config, model: str) -> None:
 
 def command(model: str, address: str) -> list[str]:
     return [sys.executable, "-m", "medialane", "store", model, "--listen", address, *_FLAGS]
-
-
-def has_listener(address: str) -> bool:
-    """Return whether a process listens at a unix socket."""
-    target = parse_unix(address)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(target.path)
-        except BlockingIOError:
-            return True  # its backlog is full
-        except OSError:
-            return False
-    return True

@@ -177,17 +177,18 @@ def _is_stale(path: str) -> bool:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return False
-    if not stat.S_ISSOCK(mode) or _has_listener(path):
+    if not stat.S_ISSOCK(mode) or has_listener(path):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     return True
 
 
-def _has_listener(path: str) -> bool:
+def has_listener(path: str) -> bool:
+    """Return whether a process listens at a unix socket. Raises OSError if that cannot be found out."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
             probe.connect(path)
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return False
         except BlockingIOError:
             return True  # its backlog is full

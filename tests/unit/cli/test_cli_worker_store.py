@@ -15,6 +15,7 @@ import pytest
 from medialane.cli import worker_command, worker_store
 from medialane.cli.main import main
 from medialane.config import Config
+from medialane.wire.listener import has_listener
 from waiting import eventually
 
 #: Listens at the address, records its pid, and takes a second process's place only when that has ended.
@@ -54,10 +55,10 @@ def is_alive(pid: int) -> bool:
 
 async def test_store_is_started_restarted_and_stopped_with_the_worker(address):
     async with worker_store.host_store(Config(), "model", address):
-        await eventually(lambda: worker_store.has_listener(address))
+        await eventually(lambda: has_listener(address.removeprefix("unix:")))
         (first,) = pids(address)
         os.kill(first, signal.SIGKILL)
-        await eventually(lambda: len(pids(address)) == 2 and worker_store.has_listener(address))
+        await eventually(lambda: len(pids(address)) == 2 and has_listener(address.removeprefix("unix:")))
     await eventually(lambda: not any(map(is_alive, pids(address))))
 
 
@@ -65,12 +66,12 @@ async def test_one_of_several_workers_starts_the_store_and_another_takes_over(ad
     first, second = (worker_store.host_store(Config(), "model", address) for _ in range(2))
     async with second:
         async with first:
-            await eventually(lambda: worker_store.has_listener(address))
+            await eventually(lambda: has_listener(address.removeprefix("unix:")))
             await eventually(lambda: len(pids(address)) == 1)
             (pid,) = pids(address)
             os.kill(pid, signal.SIGKILL)
-            await eventually(lambda: len(pids(address)) == 2 and worker_store.has_listener(address))
-        await eventually(lambda: is_alive(pids(address)[-1]) and worker_store.has_listener(address))
+            await eventually(lambda: len(pids(address)) == 2 and has_listener(address.removeprefix("unix:")))
+        await eventually(lambda: is_alive(pids(address)[-1]) and has_listener(address.removeprefix("unix:")))
     assert 2 <= len(pids(address)) <= 3
     await eventually(lambda: not any(map(is_alive, pids(address))))
 
@@ -80,10 +81,10 @@ async def test_workers_that_start_together_start_one_store(address, caplog):
         worker_store.host_store(Config(), "model", address),
         worker_store.host_store(Config(), "model", address),
     ):
-        await eventually(lambda: worker_store.has_listener(address))
+        await eventually(lambda: has_listener(address.removeprefix("unix:")))
         (first,) = pids(address)
         os.kill(first, signal.SIGKILL)
-        await eventually(lambda: len(pids(address)) == 2 and worker_store.has_listener(address))
+        await eventually(lambda: len(pids(address)) == 2 and has_listener(address.removeprefix("unix:")))
     assert [record.message for record in caplog.records if "ended" in record.message] == [
         "the store of this host has ended: killed by SIGKILL"
     ]
