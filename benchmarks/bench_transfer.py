@@ -59,15 +59,15 @@ def run(options: Options) -> Report:
 def _measure(report: Report, link: str, where: tuple[str, Sequence[str], Sequence[str]], options: Options) -> None:
     host, at_source, at_destination = where
     with _process([*at_source, sys.executable, _PROGRAM, "source", host, *map(str, SIZES)]) as source:
-        found = _read(source, Source)
+        ready = _read(source, Source)
         with _process([*at_destination, sys.executable, _PROGRAM, "destination"]) as destination:
             _read(destination, None)
-            _write(destination.stdin, found)
-            modes = MODES if len(found.pids) > 1 else tuple(mode for mode in MODES if mode != "nixl")
-            for (num_bytes, rounds), entry in zip(SIZES.items(), found.entries, strict=True):
+            _write(destination.stdin, ready)
+            modes = MODES if len(ready.pids) > 1 else tuple(mode for mode in MODES if mode != "nixl")
+            for (num_bytes, rounds), entry in zip(SIZES.items(), ready.entries, strict=True):
                 _write(destination.stdin, Task(entry, 3 if options.quick else options.rounds or rounds, modes))
                 _add(report, link, num_bytes, _read(destination, Copied))
-        for mover in found.pids[1:]:
+        for mover in ready.pids[1:]:
             before = cpu_s(mover)
             time.sleep(_IDLE_S)
             used = (cpu_s(mover) - before) / _IDLE_S

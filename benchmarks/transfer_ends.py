@@ -126,31 +126,31 @@ async def destination(rpc: RpcConfig) -> None:
     pulls, nixl = _stores(arena, rpc)
     await nixl.offer(wait=True)
     _say(None)
-    found = msgspec.json.decode(await asyncio.to_thread(sys.stdin.buffer.readline), type=Source)
-    raw = socket.create_connection(found.raw)
+    at_source = msgspec.json.decode(await asyncio.to_thread(sys.stdin.buffer.readline), type=Source)
+    raw = socket.create_connection(at_source.raw)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while line := await asyncio.to_thread(sys.stdin.buffer.readline):
         task = msgspec.json.decode(line, type=Task)
         mine = [os.getpid(), *filter(None, [nixl.pid])]
-        _say(await _copy(task, found, raw=raw, arena=arena, pulls=pulls, pids=mine))
+        _say(await _copy(task, at_source, raw=raw, arena=arena, pulls=pulls, pids=mine))
     raw.close()
     await pulls.close()
     arena.close()
 
 
 async def _copy(
-    task: Task, found: Source, *, raw: socket.socket, arena: Arena, pulls: Pulls, pids: list[int]
+    task: Task, at_source: Source, *, raw: socket.socket, arena: Arena, pulls: Pulls, pids: list[int]
 ) -> Copied:
     entry, modes = task.entry, task.modes
     result = Copied({m: [] for m in modes}, dict.fromkeys(modes, 0.0), dict.fromkeys(modes, 0.0), 0)
     for number in range(task.num_rounds + 1):
         for mode in modes if number % 2 else modes[::-1]:
-            before = (time.perf_counter(), _all_cpu_s(pids), _all_cpu_s(found.pids))
+            before = (time.perf_counter(), _all_cpu_s(pids), _all_cpu_s(at_source.pids))
             if mode == "raw":
                 _copy_raw(entry, raw, arena)
             else:
                 (await pulls.pull([msgspec.structs.replace(entry, mover=mode)]))[0].release()
-            after = (time.perf_counter(), _all_cpu_s(pids), _all_cpu_s(found.pids))
+            after = (time.perf_counter(), _all_cpu_s(pids), _all_cpu_s(at_source.pids))
             if number:  # the first one connects
                 result.wall_s[mode].append(after[0] - before[0])
                 result.destination_cpu_s[mode] += after[1] - before[1]

@@ -27,10 +27,10 @@ class Capabilities:
         self._key = secrets.token_bytes(32)
         self._clock = clock
 
-    def give(self, found: ArenaRange, kind: EntryKind, key: str) -> RemoteEntry:
+    def give(self, granted: ArenaRange, kind: EntryKind, key: str) -> RemoteEntry:
         expires_ms = int((self._clock() + LIFETIME_S) * 1000)
-        mac = self._mac(found, kind, key, expires_ms)
-        return RemoteEntry(found, kind, key, self.address, expires_ms, mac)
+        mac = self._mac(granted, kind, key, expires_ms)
+        return RemoteEntry(granted, kind, key, self.address, expires_ms, mac)
 
     def check(self, entry: RemoteEntry) -> None:
         """Raises HandoverFailed if we did not give this capability, or it has expired."""
@@ -40,6 +40,6 @@ class Capabilities:
         if entry.expires_ms < self._clock() * 1000:
             raise HandoverFailed("the capability has expired")
 
-    def _mac(self, found: ArenaRange, kind: EntryKind, key: str, expires_ms: int) -> bytes:
-        signed = msgspec.msgpack.encode((found, kind, key, expires_ms))  # a list of fixed length: unambiguous
+    def _mac(self, granted: ArenaRange, kind: EntryKind, key: str, expires_ms: int) -> bytes:
+        signed = msgspec.msgpack.encode((granted, kind, key, expires_ms))  # a list of fixed length: unambiguous
         return hmac.digest(self._key, signed, hashlib.sha256)

@@ -78,8 +78,8 @@ class PublishedImages:
         """
         if len(self._holding) >= _MAX_HELD:
             raise Unavailable("too many published images have not been read yet")
-        found = self._arena.key_of(entry)
-        lease = None if found is None else self._arena.share_cached(entry, found[1], found[0])
+        key = self._arena.key_of(entry)
+        lease = None if key is None else self._arena.share_cached(entry, key[1], key[0])
         if lease is None:
             raise Unavailable("the image is no longer held")
         try:
@@ -160,10 +160,10 @@ async def _is_read(published: Published) -> None:
 def _metadata(image: PublishedImage) -> RdmaMetadata:
     """Return the validated metadata of the client's agent. Raises InvalidImage."""
     try:
-        found = RdmaMetadata.decode(bytes(image.rdma_metadata))
-        found.agent_metadata()
+        metadata = RdmaMetadata.decode(bytes(image.rdma_metadata))
+        metadata.agent_metadata()
     except TransferFailed as error:
         raise InvalidImage(error.message) from error
-    if [descriptor.size for descriptor in found.descriptors] != [image.num_bytes]:
+    if [descriptor.size for descriptor in metadata.descriptors] != [image.num_bytes]:
         raise InvalidImage(f"the RDMA metadata must have one descriptor of {image.num_bytes} bytes")
-    return found
+    return metadata

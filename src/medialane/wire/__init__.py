@@ -5,7 +5,6 @@ gateways and workers (`protocol`). It knows no roles: the gateway's end is `gate
 
 from medialane.wire.address import parse_address
 from medialane.wire.authentication import Role
-from medialane.wire.blocking import authenticate_socket
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Join, Welcome
 from medialane.wire.security import Authentication, Security
@@ -19,6 +18,5 @@ __all__ = [
     "RpcConfig",
     "Security",
     "Welcome",
-    "authenticate_socket",
     "parse_address",
 ]

@@ -25,11 +25,9 @@ Without a secret, both sides prove the knowledge of the empty one: that detects 
 **Use.** `Security.load(config)` (`security.py`) reads the secret and the certificates of an RpcConfig;
 `security.authentication(protocol, role, peer_role)` describes one kind of connection, whoever dials. With that:
 
-* `Listener.listen(address, make_protocol, authentication)` and `dial(address, protocol, authentication)`: asyncio
-  protocols, whose `connection_made` is called when the peer is authenticated, over TLS if configured. Both use
-  `authenticate(sock, make_protocol, authentication, dialled_host=...)` (`authenticating.py`);
-* `authenticate_socket(sock, authentication, dialled_host=...)` (`blocking.py`) for a blocking socket returns the socket
-  to use. Threads that accept such sockets bound their number themselves.
+`Listener.listen(address, make_protocol, authentication)` and `dial(address, protocol, authentication)` connect asyncio
+protocols, whose `connection_made` is called when the peer is authenticated, over TLS if configured. Both use
+`authenticate(sock, make_protocol, authentication, dialled_host=...)` (`authenticating.py`).
 
 Before dialling an address or listening at it, `security.check_host(ip)` refuses it if it needs a secret or TLS that is
 not set. All of them raise AuthenticationFailed, with a reason for the log: the peer is disconnected without one.

@@ -56,7 +56,7 @@ class World:
     def __init__(self, timeout_s: float) -> None:
         config = MediaConfig(allow_rdma=True, image_fetch_timeout_s=timeout_s)
         self.host = Host(factory=FAKE)
-        self.pulls = Pulls(self.host.arena, RpcConfig(), [self.host.mover])
+        self.pulls = Pulls(self.host.arena, RpcConfig(), self.host.mover)
         self.images = PublishedImages(self.host.arena, self.pulls, self.host.mover, config)
         self.store = EncodedStore(self.host.arena, config)
 

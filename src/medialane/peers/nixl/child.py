@@ -151,9 +151,9 @@ class MoverChild:
         """Return a future that ends when another agent has sent the notification, or with TransferFailed; when it is
         cancelled, the notification is no longer expected."""
         self._send(Expect(notification))
-        found = self._expected[notification] = self._loop.create_future()
-        found.add_done_callback(lambda future: self._forget(notification, future))
-        return found
+        arrival = self._expected[notification] = self._loop.create_future()
+        arrival.add_done_callback(lambda future: self._forget(notification, future))
+        return arrival
 
     def kill(self) -> None:
         """Terminate the process; `ended` is set soon."""
@@ -210,17 +210,17 @@ class MoverChild:
             case ReadFailed(read_id, message):
                 self._reads.pop(read_id)[1].set_exception(TransferFailed(message))
             case Notified(notification):
-                if (found := self._expected.get(notification)) is not None and not found.done():
-                    found.set_result(None)
+                if (arrival := self._expected.get(notification)) is not None and not arrival.done():
+                    arrival.set_result(None)
 
     def _read_ended(self, done: asyncio.Future[None]) -> None:
         self._slots.release()
         done.exception()  # marks it as retrieved: the read may have been given up
 
-    def _forget(self, notification: str, found: asyncio.Future[None]) -> None:
+    def _forget(self, notification: str, arrival: asyncio.Future[None]) -> None:
         self._expected.pop(notification, None)
-        if not found.cancelled():
-            found.exception()  # marks it as retrieved
+        if not arrival.cancelled():
+            arrival.exception()  # marks it as retrieved
         elif not self.ended.is_set():
             with contextlib.suppress(TransferFailed):
                 self._send(Forget(notification))
@@ -241,10 +241,10 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
     the peer receives corrupts the peer's heap: we receive large ones, but send UCX's default, as not all peers are ours
     (Dynamo's). Sending 512k, too, would halve the time of a read.
     """
-    found = {"NIXL_LOG_LEVEL": "WARN", "UCX_TCP_RX_SEG_SIZE": "512k", **inherited}
-    if "UCX_TLS" in found:
-        found["UCX_TLS"] = with_tcp(found["UCX_TLS"])
-    return found
+    variables = {"NIXL_LOG_LEVEL": "WARN", "UCX_TCP_RX_SEG_SIZE": "512k", **inherited}
+    if "UCX_TLS" in variables:
+        variables["UCX_TLS"] = with_tcp(variables["UCX_TLS"])
+    return variables
 
 
 def with_tcp(transports: str) -> str:

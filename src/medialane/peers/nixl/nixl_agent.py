@@ -128,10 +128,10 @@ class NixlAgent:
 
     def notifications(self) -> list[bytes]:
         try:
-            found = self._agent.get_new_notifs()
+            by_agent = self._agent.get_new_notifs()
         except _ERRORS as error:
             raise _agent_error(error) from error
-        return [data for batch in found.values() for data in batch]
+        return [data for batch in by_agent.values() for data in batch]
 
 
 def _agent_error(error: Exception) -> AgentError:

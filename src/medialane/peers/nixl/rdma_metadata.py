@@ -62,16 +62,16 @@ class RdmaMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def decode(cls, data: bytes) -> RdmaMetadata:
         """Decode and validate JSON. Raises TransferFailed."""
         try:
-            found = msgspec.json.decode(data, type=cls)
+            metadata = msgspec.json.decode(data, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
             raise TransferFailed(f"invalid RDMA metadata: {error}") from error
-        if found.operation_kind != 1:
+        if metadata.operation_kind != 1:
             raise TransferFailed("the RDMA metadata is not of a readable operation")
-        if not found.notification_key:
+        if not metadata.notification_key:
             raise TransferFailed("the RDMA metadata has no notification key")
-        if len({descriptor.memory_type for descriptor in found.descriptors}) > 1:
+        if len({descriptor.memory_type for descriptor in metadata.descriptors}) > 1:
             raise TransferFailed("the RDMA metadata describes memory of different kinds")
-        return found
+        return metadata
 
     def agent_metadata(self) -> bytes:
         """Return the metadata of the NIXL agent. Raises TransferFailed."""
@@ -79,12 +79,14 @@ class RdmaMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             packed = pybase64.b64decode(text[len(_PREFIX) :], validate=True) if text.startswith(_PREFIX) else None
             unpacker = zlib.decompressobj()
-            found = unpacker.decompress(bytes.fromhex(text) if packed is None else packed, MAX_AGENT_METADATA_BYTES)
+            agent_metadata = unpacker.decompress(
+                bytes.fromhex(text) if packed is None else packed, MAX_AGENT_METADATA_BYTES
+            )
         except (ValueError, zlib.error) as error:
             raise TransferFailed(f"invalid RDMA metadata: {error}") from error
         if not unpacker.eof:
             raise TransferFailed("the agent metadata is incomplete, or too large")
-        return found
+        return agent_metadata
 
 
 def pack_agent_metadata(metadata: bytes) -> str:
