@@ -1,4 +1,5 @@
-"""The probe over a library that is made for each test; `tests/contract/test_vllm_seams.py` runs it over vLLM."""
+"""The probe, and its counterpart over sources, over a library that is made for each test; `tests/contract` runs them
+over vLLM (`test_vllm_seams.py`, `test_vllm_next_version.py`)."""
 
 import dataclasses
 import json
@@ -12,6 +13,7 @@ import pytest
 from medialane.core.errors import StartupFailed
 from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import BOTH, TESTED_VLLM, Group, Seam, _seams
+from vllm_sources import Sources
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,6 +51,17 @@ def library(monkeypatch):
 
     put()
     return put
+
+
+@pytest.fixture
+def in_sources(tmp_path):
+    """Returns what differs from the seams in a file with this source."""
+
+    def faults(source):
+        (tmp_path / "strange_library.py").write_text(source)
+        return [f"{seam.where} {why}" for seam in SEAMS for why in Sources(tmp_path).faults(seam)]
+
+    return faults
 
 
 @pytest.fixture
@@ -98,9 +111,10 @@ SEAMS = [
 
 
 @pytest.mark.usefixtures("library")
-def test_seams_matching_the_table_are_intact(table):
+def test_seams_matching_the_table_are_intact(table, in_sources):
     table(*SEAMS)
     assert probe.probe() == []
+    assert in_sources(LIBRARY) == []
 
 
 @pytest.mark.parametrize(
@@ -117,11 +131,12 @@ def test_seams_matching_the_table_are_intact(table):
         ("def helper", "def helped", "strange_library has no attribute helper"),
     ],
 )
-def test_change_that_breaks_a_seam_is_named(library, table, before, after, why):
+def test_change_that_breaks_a_seam_is_named(library, table, in_sources, before, after, why):
     assert before in LIBRARY
     library(LIBRARY.replace(before, after))
     table(*SEAMS)
     assert any(why in str(broken) and "test group" in str(broken) for broken in probe.probe())
+    assert any(why in fault for fault in in_sources(LIBRARY.replace(before, after)))
 
 
 @pytest.mark.usefixtures("table")
@@ -133,11 +148,12 @@ def test_change_that_breaks_a_seam_is_named(library, table, before, after, why):
         ("def helper(): ...", "def helper(*args): ...\n\ndef another(): ..."),
     ],
 )
-def test_irrelevant_change_breaks_no_seam(library, table, before, after):
+def test_irrelevant_change_breaks_no_seam(library, table, in_sources, before, after):
     assert before in LIBRARY
     library(LIBRARY.replace(before, after))
     table(*SEAMS)
     assert probe.probe() == []
+    assert in_sources(LIBRARY.replace(before, after)) == []
 
 
 def test_missing_module_is_named(table):
