@@ -23,7 +23,7 @@ from waiting import eventually
 
 CARD = msgspec.structs.replace(FAKE_CARD, processor=PROCESSOR)
 
-#: A loss is detected within 0.9 s by default (test_rpc_config.py); on a busy machine this process may see it later.
+#: A loss is detected within 0.9 s by default (test_wire_config.py); on a busy machine this process may see it later.
 LOSS_S = 2.0
 
 WORKER_PROGRAM = """
