@@ -85,7 +85,9 @@ class PendingBlocks:
                 del holders[block]
 
     def shorten_deadline(self, prefix: PendingPrefix, delay_s: float) -> None:
-        """Let the prefix count for `delay_s` from now at most; the same in every call."""
+        """Let the prefix count for `delay_s` from now at most; the same in every call. Drops those whose deadline has
+        passed: a request has ended, so that is off the critical path of any."""
+        self.expire()
         deadline = self._clock() + delay_s
         if prefix in self._prefixes and deadline < prefix.deadline:
             prefix.deadline = deadline

@@ -116,7 +116,7 @@ class Policy:
         if scoring_input.session_slot is not None:
             masks.append(1 << scoring_input.session_slot)
             savings.append(rates.session)
-        saved: Scores = np.array(savings).dot(bit_rows(masks, self._slots.table.shape[1]))
+        saved: Scores = np.dot(savings, bit_rows(masks, self._slots.table.shape[1]))
         scores: Scores = self._slots.table[self._initial] + self._excluded_except(candidates) - saved
         return scores
 

@@ -25,6 +25,8 @@ Scores = NDArray[np.float64]
 #: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies.
 BASE_COST, SEQUENCES, NONE, _NUM_ROWS = range(4)
 
+#: The bits of each byte, the lowest first.
+_BITS: Final[Scores] = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(float)
 _FIRST_CAPACITY: Final = 64
 #: Weight of the newest request in the moving average of work per request: about the last fifty count.
 _NEWEST: Final = 0.04
@@ -245,5 +247,4 @@ def bit_rows(masks: Sequence[int], num_slots: int) -> Scores:
     """Return an array with a row of zeros and ones for each bit mask, and a column for each slot. `num_slots` is a
     multiple of 8."""
     packed = b"".join([mask.to_bytes(num_slots // 8, "little") for mask in masks])
-    bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
-    return bits.reshape(len(masks), num_slots).astype(np.float64)
+    return _BITS.take(np.frombuffer(packed, np.uint8), axis=0).reshape(len(masks), num_slots)
