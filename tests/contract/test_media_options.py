@@ -11,7 +11,7 @@ from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 from vllm.multimodal.media.connector import merge_media_io_kwargs
 
 from medialane.core.errors import InvalidRequest, StartupFailed
-from medialane.vllm_bridge.items.media_options import _OTHER_DECODERS, DEFAULT_NUM_FRAMES, check_model_io, final_io
+from medialane.vllm_bridge.items.media_options import DEFAULT_NUM_FRAMES, check_model_io, final_io
 
 
 def final(item=None, *, model=None, request=None, modality="video"):
@@ -196,11 +196,12 @@ def test_unsupported_operator_options_fail_the_start(modality, key, value):
         started({modality: {key: value}})
 
 
-def test_every_sampler_that_needs_a_gpu_is_known():
+def test_every_other_decoder_and_sampler_that_needs_a_gpu_fails_the_start():
     gpu = {
         name
         for name in video.VIDEO_LOADER_REGISTRY.name2class
         if video.VIDEO_LOADER_REGISTRY.backend_requires_gpu(name)
     }
-    assert gpu <= set(_OTHER_DECODERS)
-    assert set(video.VideoDecoderBackend.__args__) == {"opencv", *_OTHER_DECODERS}
+    for decoder in gpu | set(video.VideoDecoderBackend.__args__) - {"opencv"}:
+        with pytest.raises(StartupFailed, match="--stage url"):
+            started({"video": {"video_backend": decoder}})

@@ -105,10 +105,13 @@ def test_small_tensor_outside_the_header_is_rejected(prompt):
 
 def test_validation_cache_is_bounded(renderer, maker):
     layouts = PlaceholderLayouts(renderer.get_mm_processor(), max_bytes=20_000)
-    for width in range(28, 28 * 60, 28):
-        layouts.find(maker.inline(pixels(width, 280)).features, b"{}")
-    assert 0 < layouts._cache.currsize <= 20_000
-    assert len(layouts._cache) < 59
+    prompts = [maker.inline(pixels(width, 280)) for width in range(28, 28 * 60, 28)]
+    for prompt in prompts:
+        layouts.find(prompt.features, b"{}")
+    computed = []
+    for name in (-1, 0):
+        layouts.find(prompts[name].features, b"{}", check=lambda name=name: computed.append(name))
+    assert computed == [0], "the last is cached, the first no longer"
 
 
 def test_processor_is_queried_once_per_item_size(renderer, maker):

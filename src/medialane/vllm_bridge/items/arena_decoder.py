@@ -87,8 +87,8 @@ class ArenaResolver:
     def resolve(self, wire: bytes) -> MultiModalKwargsItem | None:
         """Return the item over views of the arenas; None if it cannot be read. Never raises."""
         try:
-            found = _DECODER.decode(wire)
-            return decode_item(found.header, [self._views[t.range.arena].tensor(t) for t in found.tensors])
+            item = _DECODER.decode(wire)
+            return decode_item(item.header, [self._views[t.range.arena].tensor(t) for t in item.tensors])
         except Exception:  # see the theory of operation: no exception may reach vLLM's thread
             logger.exception("an item cannot be read from its arena; its request is rejected")
             return None
@@ -129,10 +129,10 @@ class ArenaDecoder(ItemDecoder):
 
     def decode(self, bufs: Any) -> Any:
         self._faulted = False
-        found = super().decode(bufs)
-        if self._faulted and isinstance(found, EngineCoreRequest):
-            found.mm_features = Unreadable()
-        return found
+        decoded = super().decode(bufs)
+        if self._faulted and isinstance(decoded, EngineCoreRequest):
+            decoded.mm_features = Unreadable()
+        return decoded
 
     def decode_item(self, obj: dict[str, Any]) -> MultiModalKwargsItem:
         if KEY not in obj:

@@ -49,11 +49,11 @@ def _tried(worker: Any, fields: list[str]) -> int:
     (item,), (place,) = sample["mm_kwargs"][MODALITY], sample["mm_placeholders"][MODALITY]
     values = embeddings_of(worker, MODALITY, item).cpu()
     given: Any = {VALUES: values, GRID: item[GRID].data} if GRID in fields else values
-    found = sample_of_embeds(worker, MODALITY, given)
-    (item,), (place,) = found["mm_kwargs"][MODALITY], found["mm_placeholders"][MODALITY]
+    rendered = sample_of_embeds(worker, MODALITY, given)
+    (item,), (place,) = rendered["mm_kwargs"][MODALITY], rendered["mm_placeholders"][MODALITY]
     if tuple(item[VALUES].data.shape) != (place.get_num_embeds(), values.shape[-1]):
         raise InvalidEmbeds(f"the placeholder has {place.get_num_embeds()} tokens for {len(values)} embeddings")
-    mrope_positions(worker, found["prompt_token_ids"], modality=MODALITY, item=item, place=place)
+    mrope_positions(worker, rendered["prompt_token_ids"], modality=MODALITY, item=item, place=place)
     if not torch.equal(embeddings_of(worker, MODALITY, item).cpu(), values):
         raise InvalidEmbeds("the model changes them")
     return int(values.shape[-1])

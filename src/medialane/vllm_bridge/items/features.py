@@ -174,14 +174,14 @@ def _new_template(header: bytes) -> _Template:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise InvalidFeature("a feature's header cannot be read") from error
     large: list[LargeTensor] = []
-    return _Template(tuple(_read_field(found, large) for found in fields), tuple(large))
+    return _Template(tuple(_read_field(field, large) for field in fields), tuple(large))
 
 
-def _read_field(found: Field, large: list[LargeTensor]) -> _Field:
-    external = list(_large(found.value))
+def _read_field(field: Field, large: list[LargeTensor]) -> _Field:
+    external = list(_large(field.value))
     large += external
-    value = found.value if external else _nested(found.value, _no_large)
-    return _Field(found.name, _field(found.kind), value, is_complete=not external)
+    value = field.value if external else _nested(field.value, _no_large)
+    return _Field(field.name, _field(field.kind), value, is_complete=not external)
 
 
 # Images of equal size have equal headers. Their items share its small tensors, like those in vLLM's processor cache.
@@ -192,8 +192,8 @@ def _large(value: Value) -> Iterator[LargeTensor]:
     """Return the large tensors of a value. Raises InvalidFeature for deeper nesting than processors give."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        yield from (found for found in level if isinstance(found, LargeTensor))
-        level = [inner for found in level if isinstance(found, Nested) for inner in found.items]
+        yield from (one for one in level if isinstance(one, LargeTensor))
+        level = [inner for one in level if isinstance(one, Nested) for inner in one.items]
     if level:
         raise InvalidFeature(f"a field of a feature has more than {MAX_DEPTH} levels")
 

@@ -109,13 +109,13 @@ class HeaderWriter:
 
 def _errors_of(run: Callable[[bytes], None], options: bytes) -> list[str]:
     """Run with the request's options and, as validation does, without."""
-    found = []
+    errors = []
     for given in dict.fromkeys((options, NO_OPTIONS)):
         try:
             run(given)
         except MALFORMED_FEATURE as error:
-            found.append(repr(error))
-    return found
+            errors.append(repr(error))
+    return errors
 
 
 def configs_of(

@@ -128,8 +128,8 @@ def final_io(modality: Modality, model: IoOptions, request: IoOptions | None, it
         return b"{}"
     merge = VideoMediaIO.merge_kwargs
     own = msgspec.json.decode(item, type=dict[str, Any])
-    found = merge(merge(dict(model.get("video", {})), dict(request.get("video", {}))), own)
-    return canonical_options(_capped(found, own["max_frames"]) if "max_frames" in own else found)
+    merged = merge(merge(dict(model.get("video", {})), dict(request.get("video", {}))), own)
+    return canonical_options(_capped(merged, own["max_frames"]) if "max_frames" in own else merged)
 
 
 def _capped(options: Mapping[str, Any], max_frames: int) -> dict[str, Any]:

@@ -86,11 +86,11 @@ def expand_marks(processor: BaseMultiModalProcessor) -> None:
     tokenizer = processor.info.ctx.tokenizer
     if not is_mistral(tokenizer) or expands_before_updates(processor):
         return
-    found = {m: _mark(processor, tokenizer, m) for m in _SMALLEST if m in accepted_modalities(processor)}
-    marks = {modality: mark for modality, mark in found.items() if mark}
+    by_modality = {m: _mark(processor, tokenizer, m) for m in _SMALLEST if m in accepted_modalities(processor)}
+    marks = {modality: mark for modality, mark in by_modality.items() if mark}
     if marks:
         expand_before_updates(processor, BlankPlaceholders(processor, marks).expand)
-    if missing := sorted(found.keys() - marks):
+    if missing := sorted(by_modality.keys() - marks):
         logger.warning("the placeholders of %s in this model's chats are not known: they are left as they are", missing)
 
 
@@ -106,8 +106,8 @@ class BlankPlaceholders:
 
         Raises ValueError if the prompt has not as many marks as items.
         """
-        found = find_placeholders(self._processor, token_ids, updates)
-        if all(len(found.get(modality, ())) == len(items) for modality, items in updates.items()):
+        expanded_already = find_placeholders(self._processor, token_ids, updates)
+        if all(len(expanded_already.get(modality, ())) == len(items) for modality, items in updates.items()):
             return token_ids
         wanted = {modality: items for modality, items in updates.items() if modality in self._marks}
         places = {modality: list(_places(token_ids, self._marks[modality])) for modality in wanted}
@@ -119,7 +119,7 @@ class BlankPlaceholders:
         contents = {modality: iter([item[0].content.full for item in items]) for modality, items in wanted.items()}
         expanded: list[int] = []
         done = 0
-        for place, modality in sorted((place, modality) for modality, found in places.items() for place in found):
+        for place, modality in sorted((place, modality) for modality, starts in places.items() for place in starts):
             expanded += token_ids[done:place]
             expanded += next(contents[modality])
             done = place + len(self._marks[modality])

@@ -74,15 +74,15 @@ class VllmProcessor:
         with torch.inference_mode():
             data = run_hf_processor(self._processor, items, kwargs)
         try:
-            found = MultiModalKwargsItems.from_hf_inputs(data, fields_config(self._processor, data, kwargs))
+            processed = MultiModalKwargsItems.from_hf_inputs(data, fields_config(self._processor, data, kwargs))
         except MALFORMED_FEATURE as error:
             if options != NO_OPTIONS:
                 raise
             raise FeatureUnsupported(f"the fields of one {modality} cannot be separated") from error
-        if list(found) != [modality] or len(found[modality]) != 1:
-            counts = {name: len(made) for name, made in found.items()}
+        if list(processed) != [modality] or len(processed[modality]) != 1:
+            counts = {name: len(made) for name, made in processed.items()}
             raise FeatureUnsupported(f"the model's processor makes items {counts} of one {modality}")
-        return self._headers.encode(modality, found[modality][0], _processed_size(media, items), options)
+        return self._headers.encode(modality, processed[modality][0], _processed_size(media, items), options)
 
 
 def _failure(error: Exception, media: Decoded) -> BaseException:

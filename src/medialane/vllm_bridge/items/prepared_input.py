@@ -28,10 +28,10 @@ class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not
     """
 
     def __init__(self, prepared: PreparedPrompt) -> None:
-        found: dict[str, list[None]] = {}
+        items: dict[str, list[None]] = {}
         for placed in prepared.features:
-            found.setdefault(placed.feature.modality, []).append(None)
-        super().__init__(found)
+            items.setdefault(placed.feature.modality, []).append(None)
+        super().__init__(items)
         self.prepared = prepared
         self.num_tokens: dict[str, int] = {}
 
@@ -40,10 +40,10 @@ def note_placed(prompt: Mapping[str, Any], placed: Sequence[MediaSpan]) -> None:
     """Record where a worker has placed the items of a decoder's input."""
     items = prompt.get("mm_kwargs")
     if isinstance(items, PreparedItems) and placed:
-        found = Counter[str]()
+        num_tokens = Counter[str]()
         for span in placed:
-            found[span.modality] += span.length
-        items.num_tokens.update(found)  # not added: several inputs of a beam search have these items
+            num_tokens[span.modality] += span.length
+        items.num_tokens.update(num_tokens)  # not added: several inputs of a beam search have these items
 
 
 def expected_num_tokens(engine_input: Mapping[str, Any]) -> dict[str, int] | None:
@@ -84,7 +84,7 @@ def prepared_prompt(prompt: Mapping[str, Any]) -> PreparedPrompt | None:
     prepared = prompt["mm_kwargs"].prepared
     if not prepared.features:
         return prepared
-    ranges = {modality: iter(found) for modality, found in prompt["mm_placeholders"].items()}
+    ranges = {modality: iter(places) for modality, places in prompt["mm_placeholders"].items()}
     features = tuple(_moved(placed, next(ranges[placed.feature.modality]).offset) for placed in prepared.features)
     return msgspec.structs.replace(prepared, features=features)
 

@@ -18,7 +18,6 @@ import transformers
 import vllm
 from huggingface_hub import constants
 from vllm.config import ModelConfig
-from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.hashing import canonical_options, content_hash, digest
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
@@ -62,8 +61,8 @@ def _model(model_config: ModelConfig) -> str:
     folder = Path(model_config.model)
     if not folder.is_dir():
         return f"{model_config.model}@{model_config.revision or 'main'}"
-    found = {name: content_hash((folder / name).read_bytes()) for name in _FILES if (folder / name).is_file()}
-    return f"files {digest(found)[:16]}"
+    hashes = {name: content_hash((folder / name).read_bytes()) for name in _FILES if (folder / name).is_file()}
+    return f"files {digest(hashes)[:16]}"
 
 
 def _media_settings(model_config: ModelConfig, profile: ProcessorProfile) -> dict[str, str]:
@@ -73,49 +72,46 @@ def _media_settings(model_config: ModelConfig, profile: ProcessorProfile) -> dic
         "device_normalize": str(bool(config.mm_device_do_normalize)),
         "processor_kwargs": canonical_options(config.mm_processor_kwargs or {}).decode(),
         "no_features": " ".join(profile.unfit),
-        **_hf_settings(profile.processor, _folders(model_config)),
+        **compared_settings(lambda: load_hf_processor(profile.processor), _folders(model_config)),
     }
-
-
-def _hf_settings(processor: BaseMultiModalProcessor, folders: Sequence[str]) -> dict[str, str]:
-    try:
-        return compared_settings(lambda: load_hf_processor(processor), folders)
-    except _NO_PROCESSOR as error:
-        logger.warning("the model has no Hugging Face processor whose settings could be compared: %r", error)
-        return {}
 
 
 def compared_settings(load: Callable[[], Any], folders: Sequence[str] = ()) -> dict[str, str]:
     """Return the effective settings (sizes, means, flags) of the Hugging Face processor that `load` makes, from
     whatever file or default. Paths in `folders` are described relatively to them.
 
-    Two new ones are compared: neither has been changed by use, and what differs between them is not a setting.
+    Two new ones are compared: neither has been changed by use, and what differs between them is not a setting. A model
+    without one has no such settings.
     """
-    one, two = (_described(load(), folders) for _ in range(2))
+    try:
+        one, two = (_described(load(), folders) for _ in range(2))
+    except _NO_PROCESSOR as error:
+        logger.warning("the model has no Hugging Face processor whose settings could be compared: %r", error)
+        return {}
     changing = sorted(name for name in one.keys() | two.keys() if one.get(name) != two.get(name))
     if changing:
         names = ", ".join(changing)
         logger.warning("not compared, because each time the model's processor is loaded they differ: %s", names)
-    found = {name: description for name, description in one.items() if name not in changing}
-    unknown = sorted({f"{name}{path}" for name, description in found.items() for path in description.unknown})
+    compared = {name: description for name, description in one.items() if name not in changing}
+    unknown = sorted({f"{name}{path}" for name, description in compared.items() for path in description.unknown})
     if unknown:
         logger.warning("settings of the model's processor of which only the type is compared: %s", ", ".join(unknown))
-    return {name: description.text for name, description in found.items()}
+    return {name: description.text for name, description in compared.items()}
 
 
 def _described(hf_processor: Any, folders: Sequence[str]) -> dict[str, Description]:
     """Describe a processor and its components (image processor, feature extractor) by their attributes, so that one
     that differs can be named."""
-    found = {"hf_processor": describe(type(hf_processor))}
+    described = {"hf_processor": describe(type(hf_processor))}
     for attribute, part in (attributes(hf_processor) or {}).items():
         if attribute.endswith("tokenizer"):  # compared as files of the model
             continue
         name = f"hf_processor.{attribute}"
         members = attributes(part) if is_component(part) else None
-        found[name] = describe(part if members is None else type(part), folders=folders)
+        described[name] = describe(part if members is None else type(part), folders=folders)
         for member, value in (members or {}).items():
-            found[f"{name}.{member}"] = describe(value, folders=folders)
-    return found
+            described[f"{name}.{member}"] = describe(value, folders=folders)
+    return described
 
 
 def _folders(model_config: ModelConfig) -> list[str]:
@@ -123,6 +119,6 @@ def _folders(model_config: ModelConfig) -> list[str]:
     return [*[str(path) for path in named if path and Path(path).is_absolute()], constants.HF_HUB_CACHE]
 
 
-def _release(found: str) -> str:
+def _release(full: str) -> str:
     """2.13.0+cpu -> 2.13.0"""
-    return found.partition("+")[0]
+    return full.partition("+")[0]

@@ -75,9 +75,9 @@ def attributes(value: object) -> dict[str, object] | None:
     slots = [name for cls in mro for name in _names(vars(cls).get("__slots__", ())) if hasattr(value, name)]
     if not slots and not hasattr(value, "__dict__"):
         return None
-    cached = {name for cls in mro for name, found in vars(cls).items() if isinstance(found, cached_property)}
-    found = {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
-    return {name: inner for name, inner in found.items() if name not in cached | _IGNORED}
+    cached = {name for cls in mro for name, member in vars(cls).items() if isinstance(member, cached_property)}
+    members = {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+    return {name: inner for name, inner in members.items() if name not in cached | _IGNORED}
 
 
 def is_component(value: object) -> bool:
@@ -134,8 +134,8 @@ class _Describer:
         inner = None if _has_own_reduction(type(value)) else attributes(value)
         return self._reduced(value, path) if inner is None else self._members(value, inner, path)
 
-    def _members(self, value: object, found: Mapping[str, object], path: str) -> Tree:
-        members = {name: self.tree(inner, f"{path}.{name}") for name, inner in sorted(found.items())}
+    def _members(self, value: object, values: Mapping[str, object], path: str) -> Tree:
+        members = {name: self.tree(inner, f"{path}.{name}") for name, inner in sorted(values.items())}
         return {type(value).__qualname__: members}
 
     def mapping(self, value: Mapping[Any, object], path: str) -> Tree:
