@@ -107,14 +107,14 @@ def _return_images(processor: Any) -> None:
     own_fields, own_updates = processor._get_mm_fields_config, processor._get_prompt_updates
 
     def fields(hf_inputs: Any, hf_processor_mm_kwargs: Mapping[str, object]) -> Mapping[str, Any]:
-        found = own_fields(hf_inputs, hf_processor_mm_kwargs)
-        return {name: MultiModalFieldConfig(config.field, _IMAGE) for name, config in found.items()}
+        configs = own_fields(hf_inputs, hf_processor_mm_kwargs)
+        return {name: MultiModalFieldConfig(config.field, _IMAGE) for name, config in configs.items()}
 
     def updates(mm_items: Any, hf_processor_mm_kwargs: Mapping[str, object], out_mm_kwargs: Any) -> Sequence[Any]:
         chunks = {_CHUNK: VisionChunkProcessorItems(mm_items[_IMAGE].get_all())} if mm_items else {}
         processed = MultiModalKwargsItems({_CHUNK: out_mm_kwargs.get(_IMAGE, [])})
-        found = own_updates(MultiModalDataItems(chunks), hf_processor_mm_kwargs, processed)
-        return [replace(update, modality=_IMAGE) for update in found]
+        own = own_updates(MultiModalDataItems(chunks), hf_processor_mm_kwargs, processed)
+        return [replace(update, modality=_IMAGE) for update in own]
 
     processor._get_mm_fields_config, processor._get_prompt_updates = fields, updates
 
