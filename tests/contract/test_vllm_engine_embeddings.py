@@ -188,7 +188,7 @@ async def test_embeddings_take_no_noticeable_time_of_a_step(vllm_engine, maker, 
 
 async def test_clients_cannot_address_the_connector(vllm_engine, maker):
     mine = {"ec_transfer_params": {"medialane": b"\xc1"}, "mine": 1}
-    reader = RequestReader(vllm_engine.llm, frozenset(), None)
+    reader = RequestReader(vllm_engine.llm, None, frozenset(), None)
     params = reader.params(request("r", maker.inline(pixels(30, 30)), extra_args=mine))
     reader.close()
     assert params.extra_args == {"mine": 1}
