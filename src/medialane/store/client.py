@@ -169,7 +169,7 @@ class StoreClient:
             case StoreWelcome():
                 self._registration.welcome(message)
             case HoldsPassed():
-                self._holds.update(message.hold_ids, (found.hold_id for found in message.embeddings))
+                self._holds.update(message.hold_ids, (embedding.hold_id for embedding in message.embeddings))
                 self._on_passed(message)
             case Reclaim():
                 self._on_reclaim()

@@ -214,8 +214,8 @@ class StoreLink:
         """End holds that nobody uses."""
         for entry, hold_id in zip(passed.ranges, passed.hold_ids, strict=True):
             self.release(hold_id, entry.arena)
-        for found in passed.embeddings:
-            self.release(found.hold_id, found.tensor.range.arena)
+        for embedding in passed.embeddings:
+            self.release(embedding.hold_id, embedding.tensor.range.arena)
 
     def payload(self, entry: ArenaRange) -> memoryview:
         """Return the payload of an entry that this client writes. Raises ConnectionLost if its store is lost."""

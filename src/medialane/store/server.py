@@ -186,10 +186,10 @@ class DepartedClients:
 
     def take(self, client_id: str) -> ClientUse | None:
         """Return what the client held: it has connected again."""
-        found = self._waiting.pop(client_id, None)
-        if found is None:
+        waiting = self._waiting.pop(client_id, None)
+        if waiting is None:
             return None
-        use, pidfd = found
+        use, pidfd = waiting
         asyncio.get_running_loop().remove_reader(pidfd)
         os.close(pidfd)
         return use

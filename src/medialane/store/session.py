@@ -274,14 +274,14 @@ class StoreSession:
             upload=upload,
             admit=lambda width, height: self._ask(ImageSize(call.call_id, width, height)),
         )
-        found = await self._with_memory(find)
-        value = found.lease.value
+        item = await self._with_memory(find)
+        value = item.lease.value
         return ItemFound(
             call.call_id,
-            self.use.hold([found.lease]),
-            found.lease.range,
-            found.content_hash,
-            found.is_hit,
+            self.use.hold([item.lease]),
+            item.lease.range,
+            item.content_hash,
+            item.is_hit,
             timeline.report(),
             feature=value if isinstance(value, Feature) else None,
             encoded=value if isinstance(value, EncodedMedia) else None,
@@ -289,22 +289,22 @@ class StoreSession:
 
     async def _find_embedding(self, call: FindEmbedding) -> Reply:
         client = "" if self.hello is None else self.hello.client_id
-        found = None
+        held = None
         with suppress(ArenaFull):
-            found = await self._with_memory(partial(self._items.embeddings.find, call, client), waits_for_growth=False)
-        if found is None:
+            held = await self._with_memory(partial(self._items.embeddings.find, call, client), waits_for_growth=False)
+        if held is None:
             return NoEmbedding(call.call_id)
-        hold_id = self.use.hold([found.hold])
-        return EmbeddingFound(call.call_id, hold_id, found.embedding.tensor, found.is_filled)
+        hold_id = self.use.hold([held.hold])
+        return EmbeddingFound(call.call_id, hold_id, held.embedding.tensor, held.is_filled)
 
     def _passed_embeddings(self, wanted: Sequence[FindEmbedding]) -> Iterator[PassedEmbedding]:
         """Have the client hold those embeddings for which it need not wait."""
         client = "" if self.hello is None else self.hello.client_id
         for one in wanted:
             with suppress(ArenaFull):
-                if (found := self._items.embeddings.find_now(one, client)) is not None:
-                    hold_id = self.use.hold([found.hold])
-                    yield PassedEmbedding(one.key, hold_id, found.embedding.tensor, found.is_filled)
+                if (held := self._items.embeddings.find_now(one, client)) is not None:
+                    hold_id = self.use.hold([held.hold])
+                    yield PassedEmbedding(one.key, hold_id, held.embedding.tensor, held.is_filled)
 
     def _hold(self, call: HoldEntries) -> Reply:
         """Raises HandoverFailed."""
@@ -313,8 +313,8 @@ class StoreSession:
     def _share(self, ranges: Sequence[ArenaRange]) -> list[Lease[None]]:
         """Lease entries that their gateway holds. All or none: raises HandoverFailed."""
         leases: list[Lease[None]] = []
-        for found in ranges:
-            if (lease := self._arena.share(found)) is None:
+        for entry in ranges:
+            if (lease := self._arena.share(entry)) is None:
                 for taken in leases:
                     taken.release()
                 raise HandoverFailed("the request's media are no longer held")

@@ -140,21 +140,21 @@ class Handshake:
             if not self._peer_greeting:
                 self._check_prefix()
             if not self.num_missing_bytes:
-                found = bytes(self._received)
+                received = bytes(self._received)
                 self._received.clear()
-                answer += self._proved(found) if self._peer_greeting else self._greeted(found)
+                answer += self._proved(received) if self._peer_greeting else self._greeted(received)
         self.rest = bytes(view)
         return answer
 
     def _check_prefix(self) -> None:
         """Reject a peer of another protocol by its first bytes."""
         expected = _MAGIC + bytes([_VERSION])
-        found = bytes(self._received[: len(expected)])
-        if expected.startswith(found):
+        prefix = bytes(self._received[: len(expected)])
+        if expected.startswith(prefix):
             return
-        if found.startswith(_TLS_RECORDS):
+        if prefix.startswith(_TLS_RECORDS):
             raise AuthenticationFailed("the peer uses TLS, and --rpc-tls-cert is not set here")
-        if found.startswith(_MAGIC):
+        if prefix.startswith(_MAGIC):
             raise AuthenticationFailed("the peer has another version of the handshake: same release?")
         raise AuthenticationFailed("the peer is not a process of medialane, or of an earlier release")
 
@@ -171,8 +171,8 @@ class Handshake:
             raise AuthenticationFailed(f"{self._difference(proof, transcript)}: see --rpc-secret-file")
         _, _, role, _ = _GREETING.unpack(self._peer_greeting)
         if role != self._peer_role:
-            found = _ROLES.get(role, f"process of role {role}")
-            raise AuthenticationFailed(f"the peer is a {found}, not a {self._peer_role}: wrong address?")
+            name = _ROLES.get(role, f"process of role {role}")
+            raise AuthenticationFailed(f"the peer is a {name}, not a {self._peer_role}: wrong address?")
         self.is_complete = True
         return b"" if self._is_dialler else self._prove()
 

@@ -144,7 +144,7 @@ def _bind_all(resolved: Sequence[AddressInfo], security: Security | None = None)
     first. Raises OSError, OverflowError, and StartupFailed if an address is not protected as it must be."""
     sockets: list[socket.socket] = []
     try:
-        for family, ip, port in dict.fromkeys((found[0], str(found[4][0]), found[4][1]) for found in resolved):
+        for family, ip, port in dict.fromkeys((info[0], str(info[4][0]), info[4][1]) for info in resolved):
             if security is not None:
                 security.check_host(ip)
             where = (ip, port or (sockets[0].getsockname()[1] if sockets else 0))

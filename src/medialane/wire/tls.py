@@ -84,10 +84,10 @@ def _versions(config: RpcConfig) -> list[tuple[int, ...]]:
 
 def _version(path: str) -> tuple[int, ...]:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError):  # reading it reports the reason
         return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _load(config: RpcConfig) -> _Contexts:
@@ -148,7 +148,7 @@ def _check_own_certificate(server_context: TlsContext, client_context: TlsContex
         raise StartupFailed(f"--rpc-tls-cert {path} is not accepted by --rpc-tls-ca: {error.verify_message}") from error
     except ssl.SSLError as error:
         raise StartupFailed(f"--rpc-tls-cert {path}: {error.reason}") from error
-    found = server.getpeercert()
-    if found is None or {server.getpeercert(True), client.getpeercert(True)} != {client_context.certificate}:
+    certificate = server.getpeercert()
+    if certificate is None or {server.getpeercert(True), client.getpeercert(True)} != {client_context.certificate}:
         raise StartupFailed(f"--rpc-tls-cert {path} was replaced while it was read")
-    return str(found["notAfter"])
+    return str(certificate["notAfter"])

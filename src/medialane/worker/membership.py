@@ -60,8 +60,8 @@ Resolve = Callable[[str], Awaitable[Sequence[str]]]
 
 async def resolve(host: str) -> Sequence[str]:
     """Return all addresses of a host. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    resolved = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in resolved))
 
 
 class Membership:
@@ -101,18 +101,18 @@ class Membership:
                 await self._wait_for_change()
 
     def _wanted(self) -> set[Target]:
-        found = {target for targets in self._resolved.values() for target in targets}
-        return found.union(*(self._siblings.get(target, ()) for target in found))
+        targets_of_names = {target for targets in self._resolved.values() for target in targets}
+        return targets_of_names.union(*(self._siblings.get(target, ()) for target in targets_of_names))
 
     async def _look_up(self, gateway: TcpAddress) -> None:
         try:
             async with asyncio.timeout(RESOLVE_TIMEOUT_S):
-                found = await self._resolve(gateway.host)
+                hosts = await self._resolve(gateway.host)
         except (OSError, TimeoutError) as error:
             why = "no response" if isinstance(error, TimeoutError) else str(error.strerror or error)
             logger.warning("gateway %s cannot be resolved: %s", gateway.host, why)
         else:
-            self._resolved[gateway] = [Target(host, gateway.port) for host in found]
+            self._resolved[gateway] = [Target(host, gateway.port) for host in hosts]
 
     async def _wait_for_change(self) -> None:
         try:

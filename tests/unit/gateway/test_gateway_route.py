@@ -118,8 +118,10 @@ def test_choice_does_not_scan_the_links(make_routes):
             raise AssertionError("a choice among a thousand workers has no time for that")
 
     link = link_to("w0")
-    routes = make_routes(link)
-    routes._workers.links = Unwalkable(routes._workers.links)
+    pool = WorkerPool([link])
+    routes = Routes(Router(seed=1), pool, Metrics(CollectorRegistry()))
+    routes.joined(link)
+    pool.links = Unwalkable(pool.links)
     assert routes.choose(*left_to_worker(0)).link is link
 
 

@@ -56,7 +56,7 @@ class Net:
         )
         link.listener = None if listener is None else listener.joined
         running = asyncio.create_task(link.run())
-        self._stack.push_async_callback(self._end, running)
+        self._stack.push_async_callback(self.end, running)
         return link
 
     async def connected(self, **hello):
@@ -68,7 +68,7 @@ class Net:
         await self._stack.aclose()
 
     @staticmethod
-    async def _end(task):
+    async def end(task):
         task.cancel()
         await asyncio.wait([task])
 
@@ -150,7 +150,7 @@ async def test_cancelled_link_disconnects_and_ends_its_requests(net):
     client = link.client
     link.submit(request())
     await eventually(lambda: server.num_in_flight == 1)
-    await net._end(running)
+    await net.end(running)
     assert client.closed.is_set()
     await eventually(lambda: server.num_in_flight == 0)
 
@@ -224,7 +224,7 @@ async def test_pool_counts_ready_workers(net, tmp_path):
     running = asyncio.create_task(pool.run())
     await eventually(lambda: pool.num_ready == 1)
     assert [(e.worker_id, e.ready) for e in pool.endpoints()] == [(addresses[0], True), (addresses[1], False)]
-    await net._end(running)
+    await net.end(running)
     assert pool.num_ready == 0
 
 
@@ -454,7 +454,7 @@ async def test_exception_in_one_link_leaves_the_others_serving(net, monkeypatch,
     assert not running.done()
     assert (health_of(pool).response()[0], pool.num_failing) == (200, 1)
     assert "worker tcp://a..b:7000: its link failed" in caplog.text
-    await net._end(running)
+    await net.end(running)
 
 
 async def test_invalid_address_fails_only_its_link(net, attempts, caplog):
@@ -464,18 +464,17 @@ async def test_invalid_address_fails_only_its_link(net, attempts, caplog):
     running = asyncio.create_task(link.run())
     await eventually(lambda: link.is_failing and len(attempts) > 2)
     assert written_lines(caplog.records).count("'a..b' is not a host name or IP address") == 1
-    await net._end(running)
+    await net.end(running)
 
 
 async def test_worker_that_disconnects_immediately_is_retried_with_backoff(net):
     handler = FakeHandler()
-    server = await net.serve(handler)
+    await net.serve(handler)
     pauses = []
     link = net.link(config=GatewayConfig(reconnect_initial_s=0.05, reconnect_max_s=0.2))
     for _ in range(4):
         await eventually(lambda: link.client is not None)
-        for session in list(server._sessions):
-            session.end(WorkerLost("the network is broken"))
+        link.client.leave()
         await eventually(lambda: link.client is None)
         started = asyncio.get_running_loop().time()
         await eventually(lambda: link.client is not None)

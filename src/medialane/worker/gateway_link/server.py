@@ -156,7 +156,9 @@ class RpcServer:
     async def _replace_earlier(self, session: Session, gateway_id: str) -> None:
         """End the gateway's other sessions and wait until all are released. Raises WorkerLost after a timeout, and
         AlreadyJoined if this worker has another connection to the gateway that it has joined."""
-        others = [other for other, found in self._gateway_ids.items() if other is not session and found == gateway_id]
+        others = [
+            other for other, other_id in self._gateway_ids.items() if other is not session and other_id == gateway_id
+        ]
         if session.has_joined and any(other.is_open for other in others):
             raise AlreadyJoined("the worker is connected to this gateway through another address")
         for other in others:
