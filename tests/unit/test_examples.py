@@ -17,7 +17,7 @@ import yaml
 
 from certificates import tls_settings
 from medialane.cli.flags import given_settings
-from medialane.cli.main import COMMANDS, _parse
+from medialane.cli.main import COMMANDS, parse_words
 from medialane.cluster.local import check_join, check_join_listen
 from medialane.cluster.ray import remote_workers
 from medialane.cluster.ray.remote_workers import Nodes, with_join_addresses, worker_specs
@@ -56,7 +56,7 @@ def parse(words, tmp_path):
     words = [re.sub(r"^(--rpc-secret-file=)?(/etc/medialane/secret|%d).*", rf"\g<1>{secret}", word) for word in words]
     name, *rest = [word.replace("$(POD_IP)", "10.0.0.9") for word in words]
     module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
-    args = _parse(name, COMMANDS[name], module.add_arguments, rest)
+    args = parse_words(name, COMMANDS[name], module.add_arguments, rest)
     return args, load_config(given_settings(args), sections=module.SECTIONS, environ={})
 
 
@@ -267,7 +267,7 @@ def test_commands_for_ray_are_ours():
     parsed = []
     for _, name, *rest in commands(EXAMPLES / "ray" / "README.md"):
         module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
-        parsed.append(_parse(name, COMMANDS[name], module.add_arguments, rest))
+        parsed.append(parse_words(name, COMMANDS[name], module.add_arguments, rest))
     certs, serve, _status = parsed
     assert certs.hosts == ["10.0.0.1", "10.0.0.2"]
     assert serve.config == "serve.toml"

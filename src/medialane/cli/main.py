@@ -93,7 +93,7 @@ def _run(name: str, *words: str) -> int:
     command = COMMANDS[name]
     try:
         module = importlib.import_module(f"medialane.cli.{command.module}")
-        return int(module.run(_parse(name, command, module.add_arguments, list(words))))
+        return int(module.run(parse_words(name, command, module.add_arguments, list(words))))
     except StartupFailed as error:
         return _failed(error.message)
 
@@ -127,7 +127,7 @@ def _top_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(
+def parse_words(
     name: str, command: Command, add_arguments: Callable[[argparse.ArgumentParser], None], words: list[str]
 ) -> argparse.Namespace:
     ours, vllm_args = _split(words)

@@ -3,7 +3,7 @@
 import pytest
 
 from medialane.cli import gateway_command, worker_command
-from medialane.cli.main import COMMANDS, _parse
+from medialane.cli.main import COMMANDS, parse_words
 from medialane.cluster import local
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
@@ -17,7 +17,7 @@ INSECURE = RpcConfig(shared_secret="0123456789abcdef" * 2, insecure=True)
 
 
 def run(module, name, *words):
-    return module.run(_parse(name, COMMANDS[name], module.add_arguments, ["model", *words]))
+    return module.run(parse_words(name, COMMANDS[name], module.add_arguments, ["model", *words]))
 
 
 @pytest.mark.parametrize(
