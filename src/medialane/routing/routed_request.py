@@ -1,4 +1,4 @@
-"""A request from the router's choice until its release."""
+"""A request from the router's choice until its release, and the record of the decision."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import NamedTuple
 from cachetools import TTLCache
 
 from medialane.core.pending_work import PendingWork
-from medialane.core.request import RoutingDecision
+from medialane.core.request import Alternative, RoutingDecision
 from medialane.core.retry_after import Places
 from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, ScoringInput, SlotCost
 from medialane.routing.decisions import Decisions
-from medialane.routing.explanation import explain
 from medialane.routing.policies import Choice
 from medialane.routing.reservation import Reservation, SlotState
 from medialane.routing.slots import Slot, WorkerRank
@@ -58,7 +57,7 @@ class RouterState:
     ) -> tuple[SlotCost, RoutingDecision, int]:
         """Record a choice. Returns its cost and reason, and the number of the record."""
         terms = self.costs.terms(scoring_input, slot, choice.tokens)
-        decision = explain(scoring_input, choice, slot, terms, policy=self.policy)
+        decision = _explain(scoring_input, choice, slot, terms, policy=self.policy)
         number = self.decisions.add(
             scoring_input.request.request_id, decision, time_s=self.wall_clock(), is_sent=is_sent
         )
@@ -143,3 +142,37 @@ class RoutedRequest:
             self._pending = None
         if self._sent is not None and self._sent.reservation is not None:
             self._sent.reservation.release()
+
+
+def _explain(
+    scoring_input: ScoringInput, choice: Choice, slot: Slot, terms: SlotCost, *, policy: PolicyName
+) -> RoutingDecision:
+    """Describe the choice, with the state of the slot before the request counts there."""
+    alternatives = tuple([Alternative(*other.place, score, tokens) for other, score, tokens in choice.alternatives])
+    return RoutingDecision(
+        worker_id=slot.place[0],
+        rank=slot.place[1],
+        num_ranks=slot.num_ranks,
+        policy=policy,
+        reason=_reason(scoring_input, choice, policy) if alternatives else "the only candidate",
+        num_tokens=scoring_input.request.num_tokens,
+        cached_tokens=terms.cached_tokens,
+        num_items=len(scoring_input.items),
+        encoder_items_cached=len(scoring_input.items) - terms.num_to_encode - terms.num_to_load,
+        encoder_items_loaded=terms.num_to_load,
+        expected_ms=terms.parts.expected_ms,
+        parts=terms.parts,
+        alternatives=alternatives,
+    )
+
+
+def _reason(scoring_input: ScoringInput, choice: Choice, policy: PolicyName) -> str:
+    if policy != "cost":
+        return policy
+    if choice.tokens < choice.longest:
+        return "longer prefix elsewhere, but higher load"
+    if choice.tokens:
+        return "longest cached prefix"
+    if choice.slot == scoring_input.session_slot:
+        return "worker of the session's last request"
+    return "lowest load"
