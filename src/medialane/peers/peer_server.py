@@ -101,7 +101,9 @@ class PeerServer:
         self._tasks[connection] = task
         task.add_done_callback(lambda _: self._ended(connection, task))
         if len(self._tasks) > MAX_CONNECTIONS:
-            next(iter(self._idle), connection).abort()
+            dropped = next(iter(self._idle), connection)
+            self._idle.pop(dropped, None)
+            dropped.abort()
 
     def _ended(self, connection: PeerConnection, task: asyncio.Task[None]) -> None:
         self._tasks.pop(connection)
@@ -118,7 +120,7 @@ class PeerServer:
                 self._idle[connection] = None
                 async with asyncio.timeout(IDLE_TIMEOUT_S):
                     message = await connection.receive(decode_to_source)
-                del self._idle[connection]
+                self._idle.pop(connection, None)
                 match message:
                     case OpenEntry(entry):
                         await self._serve_entry(connection, entry)
