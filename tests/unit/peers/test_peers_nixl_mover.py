@@ -99,7 +99,7 @@ async def test_more_reads_than_threads_all_end(owner, reader):
 
 async def test_entry_that_was_freed_is_not_read(owner, reader):
     opened = await owner.opened(DATA)
-    owner._owned.pop()()  # its lease
+    owner.free_last()
     with pytest.raises(TransferFailed, match="not the one that was handed out"):
         await reader.read(opened)
 
@@ -166,7 +166,7 @@ async def test_cancelled_read_reports_that_its_destination_may_be_written(owner,
     await reader.read(opened)
     owner.stop()
     read = asyncio.create_task(reader.mover.read(opened, reader.destination(len(DATA)), deadline_s=10))
-    await eventually(lambda: reader.mover._child._reads)
+    await eventually(lambda: reader.mover.num_reads)
     read.cancel()
     with pytest.raises(StillWriting) as raised:
         await read
@@ -181,7 +181,7 @@ async def test_cancelled_reads_do_not_restart_the_process_before_their_deadline(
     pid = reader.mover.pid
     owner.stop()
     read = asyncio.create_task(reader.mover.read(opened, reader.destination(len(DATA)), deadline_s=10))
-    await eventually(lambda: reader.mover._child._reads)
+    await eventually(lambda: reader.mover.num_reads)
     read.cancel()
     await asyncio.wait([read])
     owner.resume()
@@ -208,7 +208,7 @@ async def test_reads_fail_when_the_mover_process_has_exited(owner, reader, numbe
     pid = reader.mover.pid
     owner.stop()
     read = asyncio.create_task(reader.mover.read(opened, reader.destination(len(DATA)), deadline_s=10))
-    await eventually(lambda: reader.mover._child._reads)
+    await eventually(lambda: reader.mover.num_reads)
     os.kill(pid, number)
     with pytest.raises(TransferFailed, match="has exited") as raised:
         await read
@@ -276,7 +276,7 @@ async def test_peers_that_are_not_used_are_forgotten(hosts, reader, monkeypatch)
     owners = [hosts(size_bytes=16 * MIB) for _ in range(3)]
     for host in [*owners, *owners]:
         assert await reader.read(await host.opened(DATA)) == DATA
-    assert len(reader.mover._child._peers) == 1
+    assert reader.mover.num_peers == 1
 
 
 async def test_process_ends_when_its_channel_is_closed(owner):

@@ -76,6 +76,16 @@ class MoverChild:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def num_reads(self) -> int:
+        """Reads that have not ended."""
+        return len(self._reads)
+
+    @property
+    def num_peers(self) -> int:
+        """Other hosts' agents that the process knows."""
+        return len(self._peers)
+
     @classmethod
     async def start(
         cls, arena: str, directory: str, *, factory: str, variables: Mapping[str, str], timeout_s: float

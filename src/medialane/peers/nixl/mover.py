@@ -103,6 +103,16 @@ class NixlMover:
         return None if self._child is None or self._child.ended.is_set() else self._child.pid
 
     @property
+    def num_reads(self) -> int:
+        """Reads that have not ended."""
+        return 0 if self._child is None else self._child.num_reads
+
+    @property
+    def num_peers(self) -> int:
+        """Other hosts' agents that are connected."""
+        return 0 if self._child is None else self._child.num_peers
+
+    @property
     def given_up_bytes(self) -> int:
         """Size of the destinations that may still be written although their reads were given up."""
         return sum(given_up.num_bytes for given_up in self._given_up.values())
