@@ -48,17 +48,29 @@ async def _dial_tcp(target: TcpAddress, protocol: asyncio.BaseProtocol, authenti
     a dead IPv6 route say, only delays the next. Raises ConnectionRefusedError only if all of them refused."""
     loop = asyncio.get_running_loop()
     addresses = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-    attempts = [partial(_connect, family, str(address[0]), target, authentication) for family, *_, address in addresses]
-    sock, _, errors = await staggered_race(attempts, ATTEMPT_DELAY_S)
+    connected: list[socket.socket] = []
+    attempts = [
+        partial(_connect, family, str(address[0]), target, authentication, connected=connected)
+        for family, *_, address in addresses
+    ]
+    sock = None
+    try:
+        sock, _, errors = await staggered_race(attempts, ATTEMPT_DELAY_S)
+    finally:
+        for other in connected:  # the race may be cancelled when one has won, or two may end at once
+            if other is not sock:
+                other.close()
     if sock is None:
         others = [error for error in errors if error is not None and not isinstance(error, ConnectionRefusedError)]
         raise others[-1] if others else ConnectionRefusedError
     await authenticate(sock, lambda: protocol, authentication, dialled_host=target.host)
 
 
-async def _connect(family: int, ip: str, target: TcpAddress, authentication: Authentication) -> socket.socket:
-    """The caller owns the socket. Raises OSError, and StartupFailed if the address needs a protection that is not
-    set."""
+async def _connect(
+    family: int, ip: str, target: TcpAddress, authentication: Authentication, *, connected: list[socket.socket]
+) -> socket.socket:
+    """Return the socket, and add it to `connected`, whose owner owns it. Raises OSError, and StartupFailed if the
+    address needs a protection that is not set."""
     authentication.security.check_host(ip)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -69,4 +81,5 @@ async def _connect(family: int, ip: str, target: TcpAddress, authentication: Aut
     except BaseException:
         sock.close()
         raise
+    connected.append(sock)
     return sock

@@ -16,7 +16,7 @@ MAX_SEPARATE_DELTAS = 64
 
 
 class RemoteRequest:
-    """Async iterator over the output deltas, for one consumer. Created by `RpcClient.submit`.
+    """Async iterator over the output deltas, for one consumer. Created by `ClientRequests.submit`.
 
     Deltas are delivered as they were received, although several may have arrived while this process was busy: to a
     client each is an event. If `mergeable`, more than `MAX_SEPARATE_DELTAS` are merged. The parts of a `pooled` output
@@ -74,7 +74,7 @@ class RemoteRequest:
         the output is complete or has failed. Idempotent. Afterwards its inline tensors are no longer read."""
         self._give_up(error or GenerationFailed("the request was aborted"))
 
-    # The methods below are called by RpcClient.
+    # The methods below are called by ClientRequests.
 
     def on_output(self, delta: OutputDelta, nbytes: int) -> None:
         if self._complete:
