@@ -15,9 +15,9 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Callable
-from contextlib import suppress
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import ClassVar, TypeVar, cast
 
 import msgspec
 
@@ -31,10 +31,10 @@ T = TypeVar("T")
 _AHEAD_BYTES = 16 << 10
 #: The event loop is woken for so many bytes of a payload at once: each wake-up costs as much as copying one packet.
 _LOW_WATERMARK_BYTES = 256 << 10
-#: Received or sent by a connection in one iteration of the event loop: 1.3 and 2 ms; a socket's buffer may have 30 MB.
-#: With an eighth of it, large entries take up to 1.7 times as long.
-_RECEIVE_BYTES = 4 << 20
-_SENDFILE_BYTES = 4 << 20
+#: Received or sent in one iteration of the event loop, by all connections together: 1.3 and 2 ms; a socket's buffer may
+#: have 30 MB. With an eighth of it, large entries take up to 1.7 times as long.
+_STEP_BYTES = 4 << 20
+_MIN_STEP_BYTES = 256 << 10
 _TLS_BYTES = 256 << 10
 #: Sent through the transport when the kernel accepts no more: it calls back when that has been sent.
 _PROBE_BYTES = 4 << 10
@@ -46,6 +46,9 @@ class PeerConnection(asyncio.BufferedProtocol):
     """`opened` is called when the peer is authenticated. `closed` is done when the connection is lost, and the kernel
     neither sends nor receives on it. Methods raise TransferFailed when it is lost or aborted."""
 
+    #: Payloads that connections of this process send or receive now: they share a step of the event loop.
+    _num_moving: ClassVar[int] = 0
+
     def __init__(self, opened: Callable[[PeerConnection], None] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._opened = opened
@@ -55,6 +58,7 @@ class PeerConnection(asyncio.BufferedProtocol):
         self._ahead = bytearray(_AHEAD_BYTES)
         self._begin = self._end = 0  # of what was received ahead
         self._payload: memoryview | None = None  # still to be received
+        self._asked = 0  # bytes of it in this iteration of the event loop, at most
         self._received: asyncio.Future[None] | None = None
         self._can_send = asyncio.Event()
         self._can_send.set()
@@ -77,19 +81,20 @@ class PeerConnection(asyncio.BufferedProtocol):
         """Send a part of an open file. The kernel may refer to its pages until the peer has received them, or the
         connection is closed."""
         end = offset + num_bytes
-        while offset < end:
-            await self._can_send.wait()
-            transport = self._open_transport()
-            sent = 0 if self._is_tls else self._sendfile(file, offset, end - offset)
-            if not sent:
-                piece = os.pread(file, min(end - offset, _TLS_BYTES if self._is_tls else _PROBE_BYTES), offset)
-                if not piece:
-                    raise TransferFailed("the arena's file is too short")
-                transport.write(piece)
-                sent = len(piece)
-            offset += sent
-            if offset < end:
-                await asyncio.sleep(0)  # others' turn
+        with self._moving():
+            while offset < end:
+                await self._can_send.wait()
+                transport = self._open_transport()
+                sent = 0 if self._is_tls else self._sendfile(file, offset, end - offset)
+                if not sent:
+                    piece = os.pread(file, min(end - offset, _TLS_BYTES if self._is_tls else _PROBE_BYTES), offset)
+                    if not piece:
+                        raise TransferFailed("the arena's file is too short")
+                    transport.write(piece)
+                    sent = len(piece)
+                offset += sent
+                if offset < end:
+                    await asyncio.sleep(0)  # others' turn
 
     async def receive(self, decode: Callable[[bytes], T], max_bytes: int = MAX_MESSAGE_BYTES) -> T:
         """Return the next message. Raises ProtocolViolation if it is larger than `max_bytes`, or `decode` does."""
@@ -106,8 +111,9 @@ class PeerConnection(asyncio.BufferedProtocol):
         try:
             if len(self._payload) > 2 * _LOW_WATERMARK_BYTES:
                 self._set_low_watermark(_LOW_WATERMARK_BYTES)
-            while self._payload:
-                await self._receive_more()
+            with self._moving():
+                while self._payload:
+                    await self._receive_more()
         finally:
             self._payload = None
 
@@ -142,7 +148,8 @@ class PeerConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._payload:
-            return self._payload[:_RECEIVE_BYTES]
+            self._asked = min(self._step_bytes(), len(self._payload))
+            return self._payload[: self._asked]
         if self._begin == self._end:
             self._begin = self._end = 0
         return memoryview(self._ahead)[self._end :]
@@ -153,7 +160,7 @@ class PeerConnection(asyncio.BufferedProtocol):
             if len(self._payload) <= _LOW_WATERMARK_BYTES < len(self._payload) + nbytes:
                 self._set_low_watermark(1)
             if self._payload:
-                if nbytes == _RECEIVE_BYTES and self._transport is not None:  # uvloop would read up to 32 times
+                if nbytes == self._asked and self._transport is not None:  # uvloop would read up to 32 times
                     self._transport.pause_reading()
                     self._loop.call_soon(self._resume_reading)
                 return
@@ -226,10 +233,21 @@ class PeerConnection(asyncio.BufferedProtocol):
         if self._received is not None and not self._received.done():
             self._received.set_result(None)
 
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        PeerConnection._num_moving += 1
+        try:
+            yield
+        finally:
+            PeerConnection._num_moving -= 1
+
+    def _step_bytes(self) -> int:
+        return max(_STEP_BYTES // self._num_moving, _MIN_STEP_BYTES)
+
     def _sendfile(self, file: int, offset: int, num_bytes: int) -> int:
         """Return the number of bytes that the kernel has accepted."""
         try:
-            return os.sendfile(self._socket.fileno(), file, offset, min(num_bytes, _SENDFILE_BYTES))
+            return os.sendfile(self._socket.fileno(), file, offset, min(num_bytes, self._step_bytes()))
         except BlockingIOError:
             return 0
         except OSError as error:
