@@ -26,7 +26,7 @@ TESTING := $(SERVING)-tests
 LOG := .venv/install.log
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo test test-all check fuzz lock bench test-families test-embeddings test-gpu clean
+.PHONY: help venv demo test test-all check fuzz lock bench test-families test-embeddings test-next-vllm test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -62,6 +62,9 @@ test-families: $(TESTING) ## `medialane check` of every family of tests/families
 
 test-embeddings: $(TESTING) ## the states of an embedding in each family (two minutes for each: ARGS="-k gemma3")
 	$(BIN)/pytest $(STATES) $(ARGS)
+
+test-next-vllm: $(TESTING) ## which private seams the next vLLM breaks, by its sources (a wheel of 336 MB, downloaded once)
+	$(BIN)/pytest tests/contract/test_vllm_next_version.py $(ARGS)
 
 test-gpu: $(TESTING) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
