@@ -24,9 +24,21 @@ def frontend(unfit):
     return SimpleNamespace(profile=profile, check_media_options=lambda: None)
 
 
-def test_fit_model_keeps_the_stage(caplog):
+@pytest.fixture
+def logged(monkeypatch):
+    """What the gateway logs, whatever has configured this process's logging before (vLLM does, and so do commands)."""
+    records = []
+    logger = logging.getLogger("medialane.cli.gateway")
+    for name, value in (("propagate", False), ("disabled", False), ("level", logging.INFO), ("handlers", [])):
+        monkeypatch.setattr(logger, name, value)
+    logger.addHandler(handler := logging.Handler())
+    monkeypatch.setattr(handler, "emit", records.append)
+    return records
+
+
+def test_fit_model_keeps_the_stage(logged):
     assert fit_stage(GatewayConfig(stage="auto"), frontend({})).stage == "auto"
-    assert not caplog.records
+    assert not logged
 
 
 @pytest.mark.parametrize(
@@ -37,16 +49,15 @@ def test_fit_model_keeps_the_stage(caplog):
         ({"video": "none accepted"}, "stage url, not features, for prompts with video: none accepted"),
     ],
 )
-def test_stage_of_an_unfit_model_is_logged_with_the_reason(caplog, unfit, message):
+def test_stage_of_an_unfit_model_is_logged_with_the_reason(logged, unfit, message):
     assert fit_stage(GatewayConfig(stage="auto"), frontend(unfit)).stage == "auto"
-    assert caplog.messages == [message]
-    assert caplog.records[0].levelno == logging.WARNING
+    assert [(record.getMessage(), record.levelno) for record in logged] == [(message, logging.WARNING)]
 
 
 @pytest.mark.parametrize("stage", ["decoded", "url"])
-def test_stage_without_features_is_kept(caplog, stage):
+def test_stage_without_features_is_kept(logged, stage):
     assert fit_stage(GatewayConfig(stage=stage), frontend({"image": REASON})).stage == stage
-    assert not caplog.records
+    assert not logged
 
 
 def test_operators_stage_is_not_replaced():

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
-from app_server import BASE64, DATA, DATA_URL, image
+from app_server import BASE64, DATA, DATA_URL, Server, image
 from counted_middleware import CountedMiddleware
 from fake_backend import NUM_EMBEDS
 from prometheus_client import REGISTRY
@@ -438,12 +438,16 @@ async def test_every_response_has_server_timing(server, path):
     assert response.headers["server-timing"].count("total;dur=") == 1
 
 
-async def test_request_metrics_match_vllm(server):
+async def test_request_metrics_match_vllm(tiny_model):
+    """With an app of its own: a process counts for one app only, the last that was made."""
     labels = {"handler": "/v1/chat/completions", "method": "POST", "status": "2xx"}
-    before = REGISTRY.get_sample_value("http_requests_total", labels) or 0
-    assert (await server.chat()).status_code == 200
-    # Counted when the app has returned, which may be after the client has the whole response.
-    await eventually(lambda: REGISTRY.get_sample_value("http_requests_total", labels) == before + 1)
+    server = await Server.start(str(tiny_model), ["--max-model-len=8192", "--api-key=secret"])
+    try:
+        assert (await server.chat()).status_code == 200
+        # Counted when the app has returned, which may be after the client has the whole response.
+        await eventually(lambda: REGISTRY.get_sample_value("http_requests_total", labels) == 1)
+    finally:
+        await server.close()
 
 
 async def test_user_middleware_is_instantiated_and_called_once(server):
