@@ -17,6 +17,7 @@ from medialane.core.errors import GenerationFailed, InvalidFeature, InvalidReque
 from medialane.core.feature import PlaceholderRange
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.testing.fake_engine import FakeEngine, FakeParams
+from waiting import eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -172,8 +173,12 @@ async def test_work_of_the_engine_is_seen_and_that_it_is_stopped(vllm_engine, ma
     assert await vllm_engine.used_cpu_s() > before
     (core,) = [process.pid for process in multiprocessing.active_children() if "EngineCore" in process.name]
     os.kill(core, signal.SIGSTOP)
+
+    async def is_seen():  # the signal stops a running process a moment later
+        return await vllm_engine.used_cpu_s() is None
+
     try:
-        assert await vllm_engine.used_cpu_s() is None
+        await eventually(is_seen)
         with pytest.raises(GenerationFailed, match="did not respond"):
             await vllm_engine.ping(0.3)
     finally:
