@@ -36,7 +36,7 @@ from medialane.core.feature import MediaSpan, PlaceholderRange
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, open_scope
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
-from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
+from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR, ReferenceConnector
 from waiting import eventually
 
 pytestmark = [
@@ -436,6 +436,17 @@ async def test_unserialisable_parameter_is_a_client_error(server):
 async def test_every_response_has_server_timing(server, path):
     response = await server.client.get(path)
     assert response.headers["server-timing"].count("total;dur=") == 1
+
+
+@pytest.mark.parametrize("modality", ["image", "video", "audio"])
+@pytest.mark.parametrize("kind", ["", "_async"])
+async def test_connector_takes_urls_by_vllms_parameter_names(modality, kind):
+    """Of the scores of documents, vLLM passes the URLs of videos by name."""
+    ours, vllms = (
+        list(inspect.signature(getattr(connector, f"fetch_{modality}{kind}")).parameters)[1]
+        for connector in (ReferenceConnector, MediaConnector)
+    )
+    assert ours == vllms
 
 
 async def test_request_metrics_match_vllm(tiny_model):

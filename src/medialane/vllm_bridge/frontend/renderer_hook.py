@@ -9,7 +9,7 @@ second is an attribute of the renderer instance; `tests/contract/test_renderer_h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
 
@@ -47,18 +47,6 @@ from medialane.vllm_bridge.seams.vision_chunk import ChunkSource, chunk_sources,
 CONNECTOR = "medialane"
 
 
-def _resolving(modality: Modality) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a connector's methods that fetch media of a modality. vLLM's options do not matter: nothing is fetched."""
-
-    def fetch(self: ReferenceConnector, url: str, **_options: Any) -> Any:
-        return self.ref(modality, url)
-
-    async def fetch_async(self: ReferenceConnector, url: str, **_options: Any) -> Any:
-        return self.ref(modality, url)
-
-    return fetch, fetch_async
-
-
 class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not typed
     """Leaves fetching to the gateway: a URL in the body is already a reference. vLLM creates a connector per request,
     of the subclass that `install` registers.
@@ -68,9 +56,25 @@ class ReferenceConnector(MediaConnector):  # type: ignore[misc]  # vllm is not t
 
     hook: ClassVar[RendererHook]
 
-    fetch_image, fetch_image_async = _resolving("image")
-    fetch_video, fetch_video_async = _resolving("video")
-    fetch_audio, fetch_audio_async = _resolving("audio")
+    # The parameters have vLLM's names, by which it passes some. Options do not matter: nothing is fetched.
+
+    def fetch_image(self, image_url: str, **_options: Any) -> Any:
+        return self.ref("image", image_url)
+
+    async def fetch_image_async(self, image_url: str, **_options: Any) -> Any:
+        return self.ref("image", image_url)
+
+    def fetch_video(self, video_url: str, **_options: Any) -> Any:
+        return self.ref("video", video_url)
+
+    async def fetch_video_async(self, video_url: str, **_options: Any) -> Any:
+        return self.ref("video", video_url)
+
+    def fetch_audio(self, audio_url: str, **_options: Any) -> Any:
+        return self.ref("audio", audio_url)
+
+    async def fetch_audio_async(self, audio_url: str, **_options: Any) -> Any:
+        return self.ref("audio", audio_url)
 
     def _refuse_embeddings(self, data: str) -> None:
         """Reject embeddings that intake has not extracted: vLLM's connector would unpickle them in this process."""
