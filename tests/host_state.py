@@ -20,7 +20,7 @@ from waiting import eventually
 
 SHARED_MEMORY = Path("/dev/shm")
 #: Descriptors and process ids in command lines.
-FORK_SERVER = "medialane.prepare.forkserver "
+FORK_SERVER = "medialane forkserver of store "
 NUMBER = re.compile(r"\b\d+\b")
 
 

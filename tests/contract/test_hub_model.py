@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
 NAME, COMMIT = "org/gated", "0" * 40
 START_S = 150
+PREPARING = ("medialane forkserver", "medialane preparer")
 SECRETS = planted("HF_TOKEN", "MEDIALANE_RPC_SECRET", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY", "RAY_AUTH_TOKEN", "file")
 
 
@@ -114,6 +115,6 @@ def _check(process: subprocess.Popen, log: Path) -> None:
 
     wait_until(has_started, "the store is ready", START_S, more=log.read_text)
     assert process.poll() is None, log.read_text()
-    below = [pid for pid in descendants(process.pid) if "medialane.prepare.forkserver" in command_of(pid)]
+    below = [pid for pid in descendants(process.pid) if command_of(pid).startswith(PREPARING)]
     assert len(below) >= 2
     assert {pid: secrets_of(pid, SECRETS) for pid in below} == {pid: set() for pid in below}

@@ -27,6 +27,8 @@ PING_S = 0.2
 #: Plain vLLM with its engine forked.
 FORKING_VLLM = (str(Path(__file__).with_name("plain_vllm_program.py")),)
 
+ENCODER = "medialane encoder"
+
 START_S = 400
 STOP_S = 90
 _LOG_LINES = 40
@@ -99,7 +101,7 @@ class MedialaneProcess:
     def worker_addresses(self) -> list[str]:
         """Where the workers of `serve` listen."""
         commands = map(command_of, descendants(self.pid))
-        words = [command.split() for command in commands if "medialane worker" in command]
+        words = [command.split() for command in commands if "medialane worker" in command or ENCODER in command]
         return sorted(found[found.index("--listen") + 1] for found in words)
 
     def named_workers(self) -> dict[str, str]:
@@ -112,7 +114,7 @@ class MedialaneProcess:
     def worker_pid(self, worker: str) -> int:
         """The first process of the worker of this name, or that listens at this address."""
         address = worker if worker.startswith("unix:") else self.named_workers()[worker]
-        return self._only(f"medialane worker {self.model} --listen {address}")
+        return self._only(f" {self.model} --listen {address}")
 
     def preparer_pids(self) -> list[int]:
         """The forked preparers: processes that map the store's arena and have their own seccomp filter."""

@@ -204,7 +204,7 @@ def stores_at(socket):
 
 def command_line(pid):
     with suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-        return file.read().split("\0")
+        return file.read().replace("\0", " ").split()
     return []
 
 

@@ -12,6 +12,7 @@ from medialane.cluster.preflight import check_start
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import enter_phase
+from medialane.core.process.title import set_title
 from medialane.gateway.access import AccessKeys
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
+    set_title("gateway" if args.gateway_index is None else f"gateway {args.gateway_index}", args.argv)
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
     _check_addresses(config, args)

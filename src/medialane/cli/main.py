@@ -89,8 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, *words: str) -> int:
     from medialane.core.errors import StartupFailed
+    from medialane.core.process.title import reserve_title
 
     command = COMMANDS[name]
+    reserve_title()
     try:
         module = importlib.import_module(f"medialane.cli.{command.module}")
         return int(module.run(parse_words(name, command, module.add_arguments, list(words))))

@@ -26,6 +26,7 @@ from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value
 from medialane.config import Config, SectionName, load_config, process_environ
 from medialane.core.errors import StartupFailed
+from medialane.core.process.title import set_title
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; 0 after a clean stop. Raises StartupFailed."""
+    set_title("serve", args.argv)
     config = local.with_port(load_config(given_settings(args), file=args.config, sections=SECTIONS))
     configure(config.logging)
     if config.cluster.ray:

@@ -9,6 +9,7 @@ from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import SectionName, enter_environ, load_config, process_environ
+from medialane.core.process.title import set_title
 from medialane.observability.logging import configure
 from medialane.wire.address import parse_unix
 from medialane.wire.listener import check_listen
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
+    set_title("store", args.argv)
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
     parse_unix(args.listen, "--listen")

@@ -23,6 +23,7 @@ from medialane.cluster.vllm_flags import ranks_per_worker
 from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import enter_phase
+from medialane.core.process.title import set_title
 from medialane.core.request import WorkerRole
 from medialane.core.watched_task import WatchedTask
 from medialane.observability.logging import configure
@@ -79,11 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="encoder: only encode media, without a language model, and keep the embeddings in this host's store, from"
         " which workers load them; for gateways and workers of the same host (default worker)",
     )
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)  # set by `medialane serve`, for the title
     add_settings(parser, (*SECTIONS, "arena"), common=_COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
+    set_title(args.role if args.number is None else f"{args.role} {args.number}", args.argv)
     # The arena's size is a setting of the store: that section is not validated here.
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)

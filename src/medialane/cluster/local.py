@@ -206,6 +206,7 @@ def process_specs(
                     *(("--role", "encoder") if i >= engines.num_workers else ()),
                     *store_flags,
                     *own_flags(config, vllm_args, i, labels[i]),
+                    *("--number", name.rpartition(" ")[2]),
                 ],
                 [*for_engines, *placements[i].vllm_args],
             ),

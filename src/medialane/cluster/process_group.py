@@ -7,7 +7,7 @@ their pipe open. So the others are killed first, and the trackers only if they d
 As a script, this is the orphan reaper. It reads lines from standard input: `+123` watch process group 123, `-123` it
 has ended. End of file means that the supervisor has exited, kill -9 included: every group still watched gets SIGTERM, a
 few seconds to exit, then SIGKILL. It uses only the standard library, so that it is small and independent of the
-supervisor's faults.
+supervisor's faults; for its title it gets the folder of a library as argument.
 """
 
 from __future__ import annotations
@@ -87,4 +87,9 @@ def _wait(groups: set[int], timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
+    sys.path += sys.argv[1:]
+    with suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle("medialane orphan reaper")
     reap_orphans()

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from medialane.core.errors import MedialaneError, StartupFailed
+from medialane.core.process.title import set_title
 from medialane.prepare import confinement
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
@@ -134,13 +135,14 @@ class Forkserver:
             self._become(lambda: Forkserver(channel, self._processor, self._setup, self._facts).run())
         elif pid == 0:
             confinement.die_with_parent(parent_pid)
-            self._become(lambda: self._preparer(channel, writes_arena=request.writes_arena).run())
+            self._become(lambda: self._preparer(channel, child_id, writes_arena=request.writes_arena).run())
         child = Child(child_id, pid, os.pidfd_open(pid))
         self._children[pid] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         send_report(self._control, Forked(child_id, pid), child.pidfd)
 
-    def _preparer(self, jobs: socket.socket, *, writes_arena: bool) -> Preparer:
+    def _preparer(self, jobs: socket.socket, number: int, *, writes_arena: bool) -> Preparer:
+        set_title(f"preparer {number}")
         facts = self._facts
         return Preparer(
             jobs,
@@ -225,6 +227,7 @@ def build(factory_name: str, setup: Setup) -> Processor:
 def main(argv: list[str]) -> int:
     factory_name, control_fd, parent_pid = argv[0], int(argv[1]), int(argv[2])
     confinement.die_with_parent(parent_pid)
+    set_title(f"forkserver of store {parent_pid}")
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s forkserver[%(process)d] %(message)s")
     with socket.socket(fileno=control_fd) as control:

@@ -69,7 +69,7 @@ def servers(folder):
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            words = entry.read_bytes().decode(errors="replace").split("\0")
+            words = entry.read_bytes().decode(errors="replace").replace("\0", " ").split()
             if str(folder / "model") in words and "check" not in words:
                 found.append(int(entry.parent.name))
     return found

@@ -45,6 +45,7 @@ from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.messages import MAX_FRAME_BYTES, NeedRange
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
 from medialane.prepare.sandbox import WRITE_ARENA
+from planted_secrets import secrets_of
 from waiting import eventually, wait_until
 
 #: A processor that takes longer to build than any of these tests may take to go on.
@@ -128,16 +129,12 @@ async def test_preparers_request_huge_pages_besides_given_tunables(arena, encode
         (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
         (pid,) = pool.preparer_pids
         assert "hg" in mapping_flags(pid)
-        assert own is None or own in environment_of(pid)
+        assert own is None or secrets_of(pid, {"own": own})
 
 
 def mapping_flags(pid: int) -> set[str]:
     lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
     return {flag for line in lines if line.startswith("VmFlags") for flag in line.split()[1:]}
-
-
-def environment_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/environ").read_bytes().decode()
 
 
 async def test_without_options_an_item_is_only_decoded(arena):

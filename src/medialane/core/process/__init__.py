@@ -4,6 +4,7 @@
 * `owner_lock`: files and folders that belong to a live process, and the removal of those whose owner has exited.
 * `phase`: what a process does until it is ready, for whoever started it.
 * `cpu_time`: whether a process computes, or hangs.
+* `title`: what `ps` shows.
 * `oom_kills`: whether the kernel killed one for lack of memory.
 * `libc`: system calls that Python does not wrap.
 """

@@ -30,6 +30,7 @@ from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
 from medialane.arena.layout import is_header
 from medialane.core.errors import HandoverFailed
 from medialane.core.process.parent_death import signal_on_parent_death
+from medialane.core.process.title import set_title
 from medialane.peers.nixl.agent import Agent, AgentError, Segment, Transfer
 from medialane.peers.nixl.messages import (
     MAX_PACKET_BYTES,
@@ -213,6 +214,7 @@ def main(argv: list[str]) -> int:
     factory_name, control_fd, parent_pid = argv[0], int(argv[1]), int(argv[2])
     if not signal_on_parent_death(signal.SIGKILL, parent_pid=parent_pid):
         return 0
+    set_title("NIXL mover")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s nixl-mover[%(process)d] %(message)s")
     with socket.socket(fileno=control_fd) as control:
         start = _receive(control)
