@@ -51,6 +51,7 @@ test test-all:
 	@$(call pytest,tests/unit tests/seams tests/test_conftest.py --ignore=tests/unit/vllm_bridge -n $(JOBS) --dist worksteal)
 	@$(call pytest,tests/hostile tests/fuzz tests/contract tests/unit/vllm_bridge -n $(if $(quickly),2,3) --no-loadscope-reorder)
 	@$(call pytest,tests/e2e)
+	@$(if $(quickly),,$(call pytest,tests/chaos))
 	@$(if $(quickly),,$(call pytest,tests/e2e_families -n 2))
 
 fuzz: $(TESTING)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/

@@ -124,6 +124,10 @@ class Answer:
         return {k: float(v) for k, v in re.findall(r"(\w+);dur=([\d.]+)", self.headers["server-timing"])}
 
 
+class BrokenOff(AssertionError):
+    """A stream ended without its last event."""
+
+
 class OpenAiHttp:
     """A server by its address without /v1, and the model that its requests name."""
 
@@ -212,7 +216,8 @@ class MetricsPage:
 
 def _events(raw: str) -> list[str]:
     found = [line.removeprefix("data: ") for line in raw.split("\n") if line.startswith("data: ")]
-    assert found[-1] == "[DONE]", f"the stream broke off: {found[-2:]}"
+    if found[-1:] != ["[DONE]"]:
+        raise BrokenOff(f"the stream broke off: {found[-2:]}")
     return found[:-1]
 
 

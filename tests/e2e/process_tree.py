@@ -46,6 +46,12 @@ def is_alive(pid: int) -> bool:
     return any(found == pid and fields[0] not in "ZX" for found, fields in _stats())
 
 
+def zombies(pid: int) -> list[int]:
+    """Descendants that have exited, and for which nobody has waited."""
+    exited = {found for found, fields in _stats() if fields[0] == "Z"}
+    return [found for found in descendants(pid) if found in exited]
+
+
 def all_pids() -> list[int]:
     return sorted(pid for pid, _ in _stats())
 

@@ -1,33 +1,15 @@
 """Items without a file: client-made embeddings, and media referenced by the uuid of an earlier request."""
 
-import base64
-import io
-
 import pytest
-import torch
+from made_embeddings import embeds
 from openai_http import assert_same, chat, data_url, image, photo, picture, text
 
 pytestmark = pytest.mark.vllm
 
 ASK = text("Describe the picture.")
-#: Of the tiny model.
-HIDDEN = 128
 #: Separate images: plain vLLM returns 500 for an image that was part of a rejected request (its API
 #: server counts the image as cached in the engine, which never got it).
 ONE, OTHER = picture(600), image(data_url(photo(601)))
-
-
-def saved(tensor: torch.Tensor) -> str:
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def embeds(seed: int, *, rows: int = 24, grid: tuple[int, int, int] = (1, 8, 12), **more):
-    """An image of `grid` patches as the embeddings that an encoder could have made of it."""
-    values = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
-    fields = {"image_embeds": saved(values), "image_grid_thw": saved(torch.tensor(grid))}
-    return {"type": "image_embeds", "image_embeds": fields, **more}
 
 
 BODIES = {

@@ -1,0 +1,66 @@
+"""The processes of `medialane serve` by what they are, and what is left of those that were killed."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+from medialane_process import MedialaneProcess, kill
+from process_tree import arenas_of, command_of, descendants, is_alive, parent_of, zombies
+
+from waiting import eventually
+
+#: Long enough for a worker on a busy machine.
+RESTART_S = 240
+GONE_S = 30
+
+
+class ServedProcesses:
+    """Of one `serve`, by their kinds."""
+
+    def __init__(self, serve: MedialaneProcess) -> None:
+        self.serve = serve
+        self._kinds: dict[str, Callable[[], list[int]]] = {
+            "gateway": lambda: self._children("medialane gateway"),
+            "store": lambda: self._children("medialane store"),
+            "preparer": serve.preparer_pids,
+            "fork server": lambda: sorted(set(map(parent_of, serve.preparer_pids()))),
+            "worker": lambda: self._children("medialane worker"),
+            "engine": lambda: [pid for worker in self.of("worker") for pid in descendants(worker)],
+        }
+
+    def of(self, kind: str) -> list[int]:
+        """The processes of this kind that are alive."""
+        return [pid for pid in self._kinds[kind]() if is_alive(pid)]
+
+    def all(self) -> list[int]:
+        """All but `serve` itself."""
+        return sorted({*descendants(self.serve.pid), *self.of("fork server"), *self.of("preparer")})
+
+    async def kill(self, pids: list[int]) -> None:
+        """kill -9, and wait until they are gone."""
+        for pid in pids:
+            with suppress(ProcessLookupError):  # it has ended with one of the others
+                kill(pid)
+        await eventually(lambda: not any(map(is_alive, pids)), "they are gone", GONE_S)
+
+    def numbers(self) -> dict[str, int]:
+        """How many there are of each kind, and of zombies."""
+        with suppress(ValueError):  # there is no store, or two of them
+            return {kind: len(self.of(kind)) for kind in self._kinds} | {"zombie": len(zombies(self.serve.pid))}
+        return {}
+
+    async def are(self, numbers: dict[str, int]) -> None:
+        """Wait until there are these numbers of processes."""
+        await eventually(lambda: self.numbers() == numbers, f"{numbers}", RESTART_S, more=self.numbers)
+
+    def has_another_store(self, than: list[int]) -> bool:
+        """Whether there is a store that has mapped an arena."""
+        return any(arenas_of(pid) for pid in self.of("store") if pid not in than)
+
+    def num_descriptors(self) -> int:
+        """Of `serve` itself."""
+        return len(os.listdir(f"/proc/{self.serve.pid}/fd"))
+
+    def _children(self, command: str) -> list[int]:
+        mine = [pid for pid in descendants(self.serve.pid) if parent_of(pid) == self.serve.pid]
+        return [pid for pid in mine if command in command_of(pid)]
