@@ -38,6 +38,9 @@ class BreakingProcessor:
         self.files = inner.files
         self.settings = inner.settings
 
+    def enter_forkserver(self) -> None:
+        self._inner.enter_forkserver()
+
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         return self._inner.sample(video, io)
 

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from medialane.cli.tuning import tune_process
 from medialane.cluster.model_files import fetch_files, repositories
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.cluster.vllm_flags import flag_value, processor_flags
-from medialane.config import Config, allowed_environ, process_environ
+from medialane.config import Config, allowed_environ, process_environ, vllm_defaults
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import READY, enter_phase
 from medialane.core.stage import prepared_stage
@@ -28,7 +28,7 @@ from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.peers.nixl.mover import NixlMover
 from medialane.peers.pulls import Pulls
-from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool
+from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
 from medialane.store import Aliases, EncodedStore, Items, PublishedImages, StoreServer
 from medialane.store.messages import StoreStatus
 from medialane.worker.serve import stopped_by_signals
@@ -44,6 +44,27 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 _MAX_GIVEN_UP_SHARE = 0.125
 
 PROCESSOR_FACTORY = "medialane.vllm_bridge.items.processor_factory:build_processor"
+
+
+def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
+    """In the process that stores are forked from: build the processor for stores with these arguments and the
+    environment `environ`. The files of the model must be on this host. Raises StartupFailed, or what vLLM raises."""
+    if prepared_stage(config.gateway.stage).is_decoded:
+        defaults = vllm_defaults(model, vllm_args, on_gpu=True, num_workers=1)
+        environment = _preparer_environ(config, model, vllm_args, defaults | dict(environ))
+        prebuilt.build(PROCESSOR_FACTORY, _factory_config(config, model, vllm_args), environment)
+
+
+def _factory_config(config: Config, model: str, vllm_args: Sequence[str]) -> bytes:
+    return msgspec.json.encode(FactoryConfig(model, processor_flags(vllm_args), config.media.max_sampled_frames))
+
+
+def _preparer_environ(
+    config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    allowed = allowed_environ("preparer", environ, config.environment.pass_env)
+    allowed.pop("VLLM_CPU_KVCACHE_SPACE", None)  # of workers, and by default a share of the memory for each
+    return allowed | ({"HF_HUB_OFFLINE": "1"} if repositories(model, vllm_args, environ) else {})
 
 
 def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
@@ -83,16 +104,11 @@ class _Store:
         self._pool = PreparerPool(
             config.prepare,
             factory=PROCESSOR_FACTORY if self._prepares else NO_PROCESSOR_FACTORY,
-            factory_config=msgspec.json.encode(
-                FactoryConfig(model, processor_flags(vllm_args), config.media.max_sampled_frames)
-            ),
+            factory_config=_factory_config(config, model, vllm_args),
             arena=arena,
             media=config.media,
             progress=enter_phase,
-            environment={
-                **allowed_environ("preparer", environ, config.environment.pass_env),
-                **({"HF_HUB_OFFLINE": "1"} if self._repositories else {}),
-            },
+            environment=_preparer_environ(config, model, vllm_args, environ),
             on_loaded=lambda: self._server.loaded(),
         )
 
@@ -140,7 +156,8 @@ class _Store:
         stack.push_async_callback(self._server.close)
         await self._server.serve(address)
         logger.info("the media store listens at %s", address)
-        await fetch_files(self._repositories, code_revision=self._code_revision)
+        if not self._pool.is_prebuilt:  # its files have been read
+            await fetch_files(self._repositories, code_revision=self._code_revision)
         await self._pool.start()
         if self._prepares and not self._pool.processor_settings:
             return False

@@ -12,6 +12,7 @@ import signal
 import stat
 import struct
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from medialane.core.errors import StartupFailed
@@ -21,6 +22,10 @@ from medialane.core.process.parent_death import signal_on_parent_death
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x2008_0522
 _OOM_SCORE_ADJ = 800
+
+_STDERR = 2
+#: By a new Python process.
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
@@ -93,6 +98,24 @@ def drop_sockets(keep: Collection[int]) -> None:
         if fd not in keep and fd != null and _is_socket(fd):
             os.dup2(null, fd, inheritable=False)
     os.close(null)
+
+
+def detach(keep: int) -> None:
+    """Give this process, a fork of another kind of process, what a new one would have: a session of its own, no stdin,
+    no signal handlers, and no descriptors but stdout, stderr and `keep`."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    for fd in _descriptors():
+        if fd > _STDERR and fd != keep:
+            with suppress(OSError):  # that of the listing itself, closed by now
+                os.close(fd)
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *_IGNORED}:
+        signal.signal(number, signal.SIG_DFL)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _descriptors() -> list[int]:

@@ -1,11 +1,12 @@
-"""The process that preparers fork from: `python -m medialane.prepare.forkserver FACTORY CONTROL_FD PARENT_PID`.
+"""The process that preparers fork from: `python -m medialane.prepare.forkserver FACTORY CONTROL_FD PARENT_PID`, or a
+fork of its store with a processor that was built before (`prebuilt`).
 
 Theory of operation. The engine's processor takes about 20 s and 600 MB to import, build and warm. This
 process does it once; every preparer is a fork of it, ready in milliseconds and sharing those pages. Two invariants:
 
 * One thread. A fork copies only the calling thread; a lock held by another thread would stay locked in the child.
-  Hence a separate process (the store has threads), the variables of `ENVIRONMENT` set before any import, and a
-  thread count before each fork.
+  Hence a separate process (the store has threads), the settings of `forkserver_environment`, and a thread count
+  before each fork.
 * No orphans. The kernel kills this process with the store's thread that started it, and each preparer with this
   process (PR_SET_PDEATHSIG); closing the control channel has the same effect on a process that still reads it.
 
@@ -36,6 +37,7 @@ from typing import NoReturn
 from medialane.core.errors import MedialaneError, StartupFailed
 from medialane.core.process.title import set_title
 from medialane.prepare import confinement
+from medialane.prepare.forkserver_environment import enter
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
     SPARE,
@@ -51,6 +53,7 @@ from medialane.prepare.messages import (
     SetupFailed,
     decode_control_request,
 )
+from medialane.prepare.prebuilt import Prebuilt
 from medialane.prepare.preparer import Preparer
 from medialane.prepare.process_memory import allow_reader
 from medialane.prepare.processor import Processor
@@ -214,9 +217,9 @@ def load_factory(name: str) -> Callable[[bytes], Processor]:
     return factory  # type: ignore[no-any-return]  # the caller vouches for the type of what it names
 
 
-def build(factory_name: str, setup: Setup) -> Processor:
+def build_processor(factory_name: str, factory_config: bytes) -> Processor:
     """Build the warm processor and prepare this process for forks. Raises StartupFailed, or what the factory raises."""
-    processor = load_factory(factory_name)(setup.factory_config)
+    processor = load_factory(factory_name)(factory_config)
     confinement.require_one_thread()
     # Existing objects are permanent: the garbage collector must not write to (and so copy) their pages in children.
     gc.collect()
@@ -224,20 +227,47 @@ def build(factory_name: str, setup: Setup) -> Processor:
     return processor
 
 
-def main(argv: list[str]) -> int:
-    factory_name, control_fd, parent_pid = argv[0], int(argv[1]), int(argv[2])
-    confinement.die_with_parent(parent_pid)
-    set_title(f"forkserver of store {parent_pid}")
+def run_forked(control: socket.socket, prebuilt: Prebuilt, store_pid: int) -> NoReturn:
+    """Become a fork server that has a processor, in a process just forked by its store. It never returns into the stack
+    of its parent."""
+    status = 1
+    try:
+        confinement.die_with_parent(store_pid)
+        confinement.detach(keep=control.fileno())
+        control.setblocking(True)
+        status = _run(control, store_pid, lambda setup: _enter(prebuilt, setup))
+    except BaseException:  # noqa: BLE001 - logged and stopped here; the pool detects the exit
+        traceback.print_exc()
+    finally:
+        _exit(status)
+
+
+def _enter(prebuilt: Prebuilt, setup: Setup) -> tuple[Processor, float, Sandbox]:
+    enter(setup.environment)
+    prebuilt.processor.enter_forkserver()
+    return prebuilt.processor, prebuilt.warm_s, prebuilt.sandbox
+
+
+def _build(factory_name: str, setup: Setup) -> tuple[Processor, float, Sandbox]:
+    started = time.monotonic()
+    processor = build_processor(factory_name, setup.factory_config)
+    processor.enter_forkserver()
+    return processor, time.monotonic() - started, available()
+
+
+def _run(control: socket.socket, store_pid: int, get: Callable[[Setup], tuple[Processor, float, Sandbox]]) -> int:
+    """Serve the store at the other end of `control`, with the processor that `get` returns; return the exit status."""
+    set_title(f"forkserver of store {store_pid}")
     faulthandler.enable()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s forkserver[%(process)d] %(message)s")
-    with socket.socket(fileno=control_fd) as control:
+    form = "%(asctime)s %(levelname)s forkserver[%(process)d] %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, force=True)
+    with control:
         setup, _ = receive_request(control)
         if not isinstance(setup, Setup):
             return 1
-        started = time.monotonic()
         try:
-            processor = build(factory_name, setup)
-            facts = ForkserverInfo(parent_pid, time.monotonic() - started, available())
+            processor, warm_s, sandbox = get(setup)
+            facts = ForkserverInfo(store_pid, warm_s, sandbox)
             Forkserver(control, processor, setup.preparer, facts).run()
         except MedialaneError as error:
             send_report(control, SetupFailed(error.message))
@@ -245,9 +275,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    exit_status = main(sys.argv[1:])
+def main(argv: list[str]) -> int:
+    factory_name, control_fd, parent_pid = argv[0], int(argv[1]), int(argv[2])
+    confinement.die_with_parent(parent_pid)
+    return _run(socket.socket(fileno=control_fd), parent_pid, lambda setup: _build(factory_name, setup))
+
+
+def _exit(status: int) -> NoReturn:
+    """Skip interpreter shutdown: nothing here needs it, and the engine's libraries print errors during it."""
     logging.shutdown()
     sys.stderr.flush()
-    # Skip interpreter shutdown: nothing here needs it, and the engine's libraries print errors during it.
-    os._exit(exit_status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _exit(main(sys.argv[1:]))

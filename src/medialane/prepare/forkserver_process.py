@@ -15,6 +15,8 @@ from typing import Any, Self
 
 from medialane.core.errors import StartupFailed
 from medialane.core.process.oom_kills import OomKills
+from medialane.prepare import prebuilt
+from medialane.prepare.forkserver_environment import exec_environ
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
     SPARE,
@@ -36,25 +38,6 @@ from medialane.prepare.sandbox import Sandbox
 from medialane.wire.child_channel import ChannelToChild, child_channel
 
 logger = logging.getLogger(__name__)
-
-#: Environment of the fork server, which must not start threads (see `forkserver`). The malloc settings let a preparer
-#: reuse up to 64 MiB of a job's memory for the next one (glibc, mallopt(3)): page faults on memory returned to the
-#: kernel took a seventh of the CPU time of a 1024x768 image.
-ENVIRONMENT: Mapping[str, str] = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "NUMEXPR_NUM_THREADS": "1",
-    "OPENCV_FOR_THREADS_NUM": "1",
-    "RAYON_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 1024 * 1024),
-    "MALLOC_TRIM_THRESHOLD_": str(64 * 1024 * 1024),
-}
-
-#: Preparers allocate with transparent huge pages (glibc 2.35, madvise(2); no effect elsewhere): the store, which
-#: copies tensors out of them page by page, spends 1.35 ms of CPU time per 1024x768 image instead of 1.6.
-HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 #: Timeout of a fork, and then of PreparerReady or Ready: copying the page tables of 1 GB takes 20 ms on an idle core.
 FORK_TIMEOUT_S = 20.0
@@ -103,20 +86,15 @@ class ForkserverProcess:
         timeout_s: float,
     ) -> Self:
         """Start a fork server, with the whole environment `environment` and what it requires itself, and wait until its
-        processor is warm.
+        processor is warm: the one that was forked with a prebuilt processor (`prebuilt`), or a new one.
 
         Raises StartupFailed; then no process is left running.
         """
-        mine, theirs = child_channel()
-        with theirs:
-            try:
-                process = await _spawn(factory, theirs.fileno(), environment)
-            except BaseException:  # cancelled or failed: the socket has no other owner
-                mine.close()
-                raise
-        self = cls(process, mine, setup.arena)
+        waiting = prebuilt.take(factory, factory_config, environment)
+        process, control = waiting or await _exec(factory, environment)
+        self = cls(process, control, setup.arena)
         try:
-            self._channel.send(Setup(factory_config, setup))
+            self._channel.send(Setup(factory_config, setup, environment))
             await self._wait_ready(timeout_s)
         except BaseException:  # cancelled or failed: leave no process running
             await self.close(grace_s=0)
@@ -290,19 +268,22 @@ def _end(future: asyncio.Future[Any], reason: str) -> None:
         future.exception()  # marks it as retrieved: there may be no waiter
 
 
-async def _spawn(factory: str, control_fd: int, environment: Mapping[str, str]) -> Process:
-    arguments = ["-P", "-m", "medialane.prepare.forkserver", factory, str(control_fd), str(os.getpid())]
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *arguments,
-        stdin=DEVNULL,
-        pass_fds=[control_fd],
-        env=_environment(environment),
-        # Ctrl-C in the terminal must reach only the store, which then terminates this process.
-        start_new_session=True,
-    )
-
-
-def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    tunables = [HUGE_PAGES, *filter(None, [given.get("GLIBC_TUNABLES")])]  # the last of two equal names wins
-    return {**given, **ENVIRONMENT, "GLIBC_TUNABLES": ":".join(tunables)}
+async def _exec(factory: str, environment: Mapping[str, str]) -> tuple[Process, socket.socket]:
+    """Return a new fork server, which will build its processor, and our end of its control channel."""
+    ours, theirs = child_channel()
+    try:
+        with theirs:
+            arguments = ["-P", "-m", "medialane.prepare.forkserver", factory, str(theirs.fileno()), str(os.getpid())]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *arguments,
+                stdin=DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=exec_environ(environment),
+                # Ctrl-C in the terminal must reach only the store, which then terminates this process.
+                start_new_session=True,
+            )
+    except BaseException:  # cancelled or failed: the socket has no other owner
+        ours.close()
+        raise
+    return process, ours

@@ -7,7 +7,7 @@ descriptor (SCM_RIGHTS). Closing the channel terminates the fork server and all 
 channel.
 
     store                         fork server
-    Setup ----------------------> imports, builds and warms the processor
+    Setup ----------------------> imports, builds and warms the processor, unless it was forked with one
           <---------------------- Ready | SetupFailed (and it exits)
     Fork + job socket ----------> forks
           <---------------------- Forked + pidfd | ForkFailed
@@ -38,7 +38,7 @@ Tensors never pass through either channel: encoded bytes and results are in the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -73,10 +73,12 @@ class PreparerSetup(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """The first message to a fork server. `factory_config` is opaque here; the factory decodes it."""
+    """The first message to a fork server. `factory_config` is opaque here; the factory decodes it. `environment` is for
+    a fork server that was forked with a built processor; one that was exec'ed has it already."""
 
     factory_config: bytes
     preparer: PreparerSetup
+    environment: Mapping[str, str] = {}
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):

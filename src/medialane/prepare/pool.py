@@ -27,6 +27,7 @@ from medialane.core.retry_after import Outage
 from medialane.core.stats import PoolStats
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
+from medialane.prepare import prebuilt
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.forkservers import Forkservers
@@ -81,6 +82,11 @@ class PreparerPool:
         self._supervisor: asyncio.Task[None] | None = None
         self._is_closed = False
         self._num_forkserver_restarts = 0
+
+    @property
+    def is_prebuilt(self) -> bool:
+        """Whether the processor has been built already; before `start`."""
+        return prebuilt.is_waiting(self._factory, self._factory_config, self._environment)
 
     async def start(self) -> None:
         """Start the fork server and all preparers; return when all are ready. Jobs are queued meanwhile.

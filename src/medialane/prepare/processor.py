@@ -52,6 +52,11 @@ class Processor(Protocol):
         """Files and folders that it may still have to read once it is warm, besides Python's own."""
         ...
 
+    def enter_forkserver(self) -> None:
+        """Called once in the process that preparers fork from, whose environment is set: from now on, no library may
+        start a thread or use the network, also one that was loaded with another environment."""
+        ...
+
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         """Sample the same frames as the engine's own sampler (`core.media.FrameSampler`)."""
         ...
@@ -85,6 +90,9 @@ class NoProcessor:
 
     files = ()
     settings: Mapping[str, str] = MappingProxyType({})
+
+    def enter_forkserver(self) -> None:
+        """It uses no library."""
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         raise UnsupportedMediaType(_REFUSAL)

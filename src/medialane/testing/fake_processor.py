@@ -71,6 +71,9 @@ class FakeProcessor:
     files = ()
     settings: Mapping[str, str] = MappingProxyType({"processor": "fake"})
 
+    def enter_forkserver(self) -> None:
+        """It uses no library."""
+
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         raise UnsupportedMediaType("the fake supports images only")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -31,8 +33,11 @@ def build_processor(config: bytes) -> Processor:
     """Build and warm up a fork server's processor from a JSON `FactoryConfig`. The process stays single-threaded."""
     enter_phase("loading the model's processor")
     factory_config = msgspec.json.decode(config, type=FactoryConfig)
-    torch.set_num_threads(1)
-    _compile_loops_for_one_thread()
+    with one_thread():
+        return _build(factory_config)
+
+
+def _build(factory_config: FactoryConfig) -> Processor:
     model_config = create_model_config(parse_vllm_args(factory_config.model, factory_config.vllm_args))
     if not model_config.supports_multimodal_inputs:
         return NoProcessor()
@@ -40,9 +45,27 @@ def build_processor(config: bytes) -> Processor:
     takes_video = "video" in profile.processor.info.supported_mm_limits
     sampler = VllmFrameSampler(model_config, max_sampled_frames=factory_config.max_sampled_frames)
     settings = processor_settings(model_config, profile)
-    processor = RequestProcessor(profile, sampler if takes_video else None, settings)
-    constants.HF_HUB_OFFLINE = True  # preparers have no network: huggingface_hub must not check its cache for updates
-    return processor
+    return RequestProcessor(profile, sampler if takes_video else None, settings)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let libraries start no threads meanwhile, in a process that is forked later, also to become other than a fork
+    server. Loops that numba has seen meanwhile remain for one thread."""
+    compile_parallel, num_threads = numba.njit, torch.get_num_threads()
+    _use_one_thread()
+    try:
+        yield
+    finally:
+        numba.njit = compile_parallel
+        torch.set_num_threads(num_threads)
+
+
+def _use_one_thread() -> None:
+    torch.set_num_threads(1)
+    if (opencv := sys.modules.get("cv2")) is not None:  # otherwise it reads its variable when it is loaded
+        opencv.setNumThreads(1)
+    _compile_loops_for_one_thread()
 
 
 def _compile_loops_for_one_thread() -> None:
@@ -82,6 +105,13 @@ class RequestProcessor:
         self._sampler = sampler
         self._heavy = VllmProcessor(profile.processor)
         self._accepts_tensors = "image" not in profile.unfit and profile.accepts_tensors
+
+    def enter_forkserver(self) -> None:
+        """Preparers have no network: huggingface_hub must not check its cache for updates, nor look for a token."""
+        _use_one_thread()
+        constants.HF_HUB_OFFLINE = True
+        constants.HF_HUB_DISABLE_IMPLICIT_TOKEN = True
+        constants.HF_TOKEN_PATH = os.devnull
 
     @property
     def files(self) -> Sequence[str]:
