@@ -92,9 +92,10 @@ class ForkserverProcess:
         """
         waiting = prebuilt.take(factory, factory_config, environment)
         process, control = waiting or await _exec(factory, environment)
+        given = dict(environment) if waiting else {}
         self = cls(process, control, setup.arena)
         try:
-            self._channel.send(Setup(factory_config, setup, environment))
+            self._channel.send(Setup(factory_config, setup, given))
             await self._wait_ready(timeout_s)
         except BaseException:  # cancelled or failed: leave no process running
             await self.close(grace_s=0)

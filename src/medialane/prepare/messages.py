@@ -38,7 +38,7 @@ Tensors never pass through either channel: encoded bytes and results are in the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -78,7 +78,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
     factory_config: bytes
     preparer: PreparerSetup
-    environment: Mapping[str, str] = {}
+    environment: dict[str, str] = {}
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):

@@ -23,9 +23,9 @@ class Process(Protocol):
 
 
 class PidfdProcess:
-    """A forked process, with the interface of `asyncio.subprocess.Process`. A child of this process is reaped here,
-    another one by its parent, or by init. Owns a pidfd: it becomes readable when the kernel has terminated the process,
-    so neither a reused pid nor a hanging or dead parent can be misleading. `on_exit` is called then."""
+    """A process forked by another one, with the interface of `asyncio.subprocess.Process`. It is reaped by its parent,
+    or by init. Owns a pidfd: it becomes readable when the kernel has terminated the process, so neither a reused pid
+    nor a hanging or dead parent can be misleading. `on_exit` is called then."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -51,8 +51,6 @@ class PidfdProcess:
 
     def _note_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         os.close(self._pidfd)
         self.exited.set()
         self.on_exit()

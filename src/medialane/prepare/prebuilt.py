@@ -91,6 +91,7 @@ def take(
         return None
     pid, pidfd, control = waiting
     process = PidfdProcess(pid, pidfd)
+    process.on_exit = lambda: _reap(pid)
     changes = _changes(factory, factory_config, environment)
     if not changes:
         return process, control
@@ -98,6 +99,10 @@ def take(
     control.close()
     process.kill()
     return None
+
+
+def _reap(pid: int) -> None:
+    os.waitpid(pid, 0)
 
 
 def _changes(factory: str, factory_config: bytes, environment: Mapping[str, str]) -> list[str]:
