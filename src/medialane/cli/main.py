@@ -24,7 +24,8 @@ _EXIT_INTERRUPTED = 130
 
 
 class Command(NamedTuple):
-    """`usage` follows the command's name; it is set only for commands that accept vLLM's flags."""
+    """`usage` follows the command's name; it is set only for commands that accept vLLM's flags. One without `help` is
+    not for people."""
 
     module: str
     help: str
@@ -48,6 +49,7 @@ COMMANDS = {
     "worker": Command(
         "worker_command", "a single vLLM worker", f"MODEL --listen ADDRESS | --join HOST:PORT[,...] {_VLLM}"
     ),
+    "warm": Command("warm", "", "MODEL"),  # of `medialane serve`
     "demo": Command("demo", "run photos through gateway and workers with a tiny model, and compare with plain vLLM"),
     "check": Command(
         "check_command", "compare a model's answers with plain vLLM's, over a matrix of requests", f"MODEL {_VLLM}"
@@ -125,7 +127,8 @@ def _top_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"medialane {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        commands.add_parser(name, help=command.help)
+        if command.help:
+            commands.add_parser(name, help=command.help)
     return parser
 
 
@@ -136,7 +139,7 @@ def parse_words(
     parser = argparse.ArgumentParser(
         prog=f"medialane {name}",
         usage=f"medialane {name} {command.usage}" if command.usage else None,
-        description=command.help[0].upper() + command.help[1:] + ".",
+        description=command.help and f"{command.help[0].upper()}{command.help[1:]}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -28,10 +28,24 @@ _POLL_S = 0.02
 _GROUP_END_S = 10.0
 
 
+class Fork:
+    """A child that another process has forked for this one (`core.process.subreaper`), as `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Reap it, and return its exit status, -N for signal N."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
 class ChildProcess:
     """A running child process and its group. Bound to the event loop that spawned it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], started_at: float) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Fork, started_at: float) -> None:
         self._process = process
         self._started_at = started_at
         self._lifetime_s: float | None = None

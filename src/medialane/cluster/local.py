@@ -14,8 +14,9 @@ import msgspec
 
 from medialane.cluster.placement import Engines, Hardware, Placement, place_engines, usable_cores
 from medialane.cluster.preflight import check_start
-from medialane.cluster.process_spec import HttpAnswers, ProcessSpec, SocketExists
+from medialane.cluster.process_spec import NUM_INTERPRETER_WORDS, HttpAnswers, ProcessSpec, SocketExists
 from medialane.cluster.vllm_flags import engine_flags, flag_value, has_flag, processor_flags, ranks_per_worker
+from medialane.cluster.warm import WarmProcess
 from medialane.config import Config, RoleName, child_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.owner_lock import OwnedFolder
@@ -28,9 +29,11 @@ from medialane.worker.config import WorkerConfig
 
 #: For closing everything else, after the gateway's drain timeout.
 _GATEWAY_STOP_S = 20.0
+#: It has nothing to finish.
+_WARM_STOP_S = 2.0
 _RUN_PREFIX = "medialane-run-"
 #: Of `_command`, before the flags: python -m medialane NAME MODEL.
-_NUM_COMMAND_WORDS = 5
+_NUM_COMMAND_WORDS = NUM_INTERPRETER_WORDS + 2
 #: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)), and sockets are in our folder.
 _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/gateway-9999.sock")
 
@@ -159,9 +162,9 @@ def process_specs(
     listener: socket.socket | None = None,
     store_socket: Path | None = None,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the store, the workers, the encoders and the gateways, with their sockets in
-    `folder`, but for `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`. With
-    `config.cluster.ray` there are no workers here, and the gateways let them join. Raises StartupFailed."""
+    """Return the specifications of the warm process, the store, the workers, the encoders and the gateways, with their
+    sockets in `folder`, but for `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`.
+    With `config.cluster.ray` there are no workers here, and the gateways let them join. Raises StartupFailed."""
     engines = _engines(config)
     placements = (
         place_engines(hardware, vllm_args, engines, single_gpu=config.cluster.single_gpu, environ=environ)
@@ -180,6 +183,18 @@ def process_specs(
             environ=environ,
         )
 
+    warm_socket = folder / "warm.sock"
+    warm = ProcessSpec(
+        name="warm process",
+        argv=_command("warm", model, ["--listen", str(warm_socket)], vllm_args),
+        environ=inherited("warm"),
+        ready=SocketExists(warm_socket),
+        layer=-1,
+        stop_timeout_s=_WARM_STOP_S,
+        not_needed="not needed: processes start from scratch",
+    )
+    forks = WarmProcess(warm_socket, warm.environ) if config.cluster.warm_start else None
+    after = None if forks is None else warm.name
     worker_environ, for_engines = inherited("worker"), engine_flags(vllm_args)
     store_socket = store_socket or store_path(folder)
     store = ProcessSpec(
@@ -190,6 +205,9 @@ def process_specs(
         is_ready_later=True,
         stop_timeout_s=config.cluster.stop_timeout_s,
         not_needed="not needed: this model takes no media",
+        after=after,
+        warm=forks,
+        needs_model=True,
     )
     store_flags = ["--store", f"unix:{store_socket}"]
     names = [f"worker {i}" for i in range(engines.num_workers)] + [f"encoder {i}" for i in range(engines.num_encoders)]
@@ -212,8 +230,9 @@ def process_specs(
             ),
             environ={**worker_environ, **placements[i].environ},
             ready=SocketExists(path),
-            after=_same_gpus(placements, names, i),
+            after=_same_gpus(placements, names, i) or after,
             stop_timeout_s=config.cluster.stop_timeout_s,
+            warm=forks,
         )
         for i, (name, path) in enumerate(zip(names, sockets, strict=True))
     ]
@@ -230,11 +249,15 @@ def process_specs(
         ready=HttpAnswers(f"{base_url(config, vllm_args)}/health"),
         layer=1,
         stop_timeout_s=config.gateway.drain_timeout_s + _GATEWAY_STOP_S,
+        after=after,
+        warm=forks,
+        needs_model=True,
     )
+    first = [] if forks is None else [warm]
     if listener is None:
-        return [store, *workers, gateway]
+        return [*first, store, *workers, gateway]
     num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
-    return [store, *workers, *_sharing(gateway, listener, folder, num_gateways=num_gateways)]
+    return [*first, store, *workers, *_sharing(gateway, listener, folder, num_gateways=num_gateways)]
 
 
 def store_path(folder: Path) -> Path:

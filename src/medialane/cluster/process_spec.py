@@ -9,8 +9,12 @@ from typing import Protocol
 
 import aiohttp
 
+from medialane.cluster.warm import WarmProcess
+
 #: Exit status of a process that is not needed (EX_UNAVAILABLE of sysexits.h): it is not started again.
 NOT_NEEDED = 69
+#: Of the command lines of our processes, before the words of the command: python -m medialane.
+NUM_INTERPRETER_WORDS = 3
 
 
 class ReadyCheck(Protocol):
@@ -35,6 +39,8 @@ class ProcessSpec:
 
     Processes of a higher `layer` are stopped first; `after` names a process that must have been ready before this one
     is started for the first time. `not_needed` is what is shown if it exits with that status.
+
+    With `warm` it is a fork of that process if possible, once that has read the model if it `needs_model`.
     """
 
     name: str
@@ -47,6 +53,8 @@ class ProcessSpec:
     pass_fds: tuple[int, ...] = ()
     is_ready_later: bool = False
     not_needed: str = "not needed"
+    warm: WarmProcess | None = None
+    needs_model: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from medialane.cluster.child_process import ChildProcess
+from medialane.cluster.child_process import ChildProcess, Fork
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
-from medialane.cluster.process_spec import NOT_NEEDED, ProcessSpec
+from medialane.cluster.process_spec import NOT_NEEDED, NUM_INTERPRETER_WORDS, ProcessSpec
 from medialane.cluster.restart_delay import RestartDelay
+from medialane.cluster.warm import NotForked, WarmProcess
 from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
 from medialane.core.process.cpu_time import is_stopped
@@ -27,6 +30,11 @@ MAX_EXITS_IN_START = 5
 MAX_STOPPED_S = 60.0
 _STOPPED_POLL_S = 1.0
 _SHOWN_LINES = 15
+#: How long a process may wait for the warm process to fork it. The first time, that reads the model before.
+FORK_TIMEOUT_S = 10.0
+FIRST_FORK_TIMEOUT_S = 120.0
+
+logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
@@ -66,7 +74,7 @@ class SupervisorContext:
 
 class ProcessSupervisor:
     """Runs one process. The first start waits for `gate`. `is_ready` is set while the process is ready, or not
-    needed."""
+    needed; `is_forking` is whether a child may exist that is not `process` yet."""
 
     def __init__(
         self, spec: ProcessSpec, log: ProcessLog, context: SupervisorContext, gate: asyncio.Event | None
@@ -74,6 +82,7 @@ class ProcessSupervisor:
         self.spec = spec
         self.process: ChildProcess | None = None
         self.is_ready = asyncio.Event()
+        self.is_forking = False
         self._has_been_ready = False
         self._num_exits = 0
         self._log = log
@@ -138,9 +147,11 @@ class ProcessSupervisor:
         """Run the process once, from start to exit. Returns how it ended; `is_ready` is whether it had become ready."""
         self._context.observer.starting(self.spec.name)
         try:
-            process = self._spawn()
+            process = await self._spawn()
         except OSError as error:
             return f"cannot be started: {error.strerror}"
+        if process is None:
+            return "stopped"
         self.process = process
         self._context.orphan_reaper.watch(process.pid)
         try:
@@ -155,15 +166,41 @@ class ProcessSupervisor:
             self.process = None
         return killed or process.describe_exit()
 
-    def _spawn(self) -> ChildProcess:
+    async def _spawn(self) -> ChildProcess | None:
+        """Start the process; return None if the supervisor stops meanwhile. Raises OSError."""
         self.spec.ready.reset()
         self._shown = Phase("")
         environ = {**self.spec.environ, **self._phases.environ()}
         output = self._log.open()
         try:
+            if self.spec.warm is not None:
+                try:
+                    return await self._fork(self.spec.warm, environ, output)
+                except NotForked as error:
+                    logger.warning("%s is started from scratch: %s", self.spec.name, error)
             return ChildProcess.spawn(self.spec.argv, environ, output, pass_fds=self.spec.pass_fds)
         finally:
             os.close(output)
+
+    async def _fork(self, warm: WarmProcess, environ: Mapping[str, str], output: int) -> ChildProcess | None:
+        """Raises NotForked."""
+        started_at = time.monotonic()
+        forking = asyncio.create_task(
+            warm.fork(
+                self.spec.argv[NUM_INTERPRETER_WORDS:],
+                environ,
+                [output, *self.spec.pass_fds],
+                needs_model=self.spec.needs_model,
+                timeout_s=FORK_TIMEOUT_S if self._has_been_ready else FIRST_FORK_TIMEOUT_S,
+            )
+        )
+        self.is_forking = True
+        try:
+            await first_of(self._context.stopping.wait(), asyncio.wait([forking]))
+            return ChildProcess(Fork(forking.result()), started_at) if forking.done() else None
+        finally:
+            forking.cancel()  # a fork that nobody waits for is not made, or ends
+            self.is_forking = False
 
     async def _monitor(self, process: ChildProcess) -> str | None:
         """Kill the process if it does not become ready in time, or is stopped for too long then; return the reason."""

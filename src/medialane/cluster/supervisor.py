@@ -25,6 +25,7 @@ from medialane.cluster.process_spec import ProcessSpec
 from medialane.cluster.process_supervisor import POLL_S, Observer, ProcessSupervisor, SupervisorContext
 from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
+from medialane.core.process.subreaper import reap_orphans, set_subreaper
 from medialane.core.tasks import first_of
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Supervisor:
 
         Raises StartupFailed if one exits, or is not ready before its timeout. The others keep running until `stop`.
         """
+        if self._has_forks:
+            set_subreaper(on=True)
         self._runner = asyncio.create_task(self._run(), name="supervisor")
         await first_of(self._wait_all_ready(), asyncio.shield(self._failure), asyncio.shield(self._runner))
         self._context.all_ready.set()
@@ -79,6 +82,8 @@ class Supervisor:
                 await self._runner
         finally:
             self.kill()
+            if self._has_forks:
+                set_subreaper(on=False)
             self._context.orphan_reaper.close()
             if not self._failure.cancel() and not self._failure.cancelled():
                 self._failure.exception()  # retrieved: the caller of `stop` need not have awaited it
@@ -124,7 +129,17 @@ class Supervisor:
         while True:
             for supervisor in self._supervisors.values():
                 self._read_output(supervisor)
+            self._reap_orphans()
             await asyncio.sleep(POLL_S)
+
+    @property
+    def _has_forks(self) -> bool:
+        return any(each.spec.warm is not None for each in self._supervisors.values())
+
+    def _reap_orphans(self) -> None:
+        """As a subreaper we inherit the orphans of our processes. A fork that is about to be ours is not one."""
+        if self._has_forks and not any(each.is_forking for each in self._supervisors.values()):
+            reap_orphans({*self.pids.values(), self._context.orphan_reaper.pid})
 
     def _read_output(self, supervisor: ProcessSupervisor) -> None:
         """Read one log, and the phase; a log that cannot be read or shown is reported once and affects nothing else."""

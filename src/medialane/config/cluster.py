@@ -43,6 +43,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs that Ray reserves for each worker; auto: what the vLLM flags need, 0 for vLLM's CPU build"""
     cpus_per_worker: PositiveFloat = field(default=1.0, name="cpus-per-worker")
     """CPUs that Ray reserves for each worker; without a GPU, also the number of its threads"""
+    warm_start: bool = field(default=True, name="warm-start")
+    """import vLLM and read the model once per host, in a process from which gateways, workers and the store are forked;
+    no: each does so itself, which takes longer and more memory"""
     start_timeout_s: PositiveFloat = field(default=1800.0, name="start-timeout")
     """longest time until a worker has loaded its model and the gateway answers"""
     stop_timeout_s: PositiveFloat = field(default=40.0, name="stop-timeout")

@@ -28,7 +28,7 @@ from medialane.core.process.phase import VARIABLE as PHASE_FILE
 
 logger = logging.getLogger(__name__)
 
-RoleName = Literal["store", "worker", "gateway", "preparer", "mover"]
+RoleName = Literal["warm", "store", "worker", "gateway", "preparer", "mover"]
 
 _SECRET: Final = re.compile(
     r".*(SECRET|PASSWORD|PASSWD|CREDENTIAL).*|(.*_)?(API)?(KEY|KEYS|TOKEN|AUTH|PASS|PWD|HEADERS|COOKIE)", re.IGNORECASE
@@ -86,7 +86,20 @@ class Role:
 _NO_TOKEN: Final = (("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"), ("HF_TOKEN_PATH", os.devnull))
 
 
+#: Not read while anything is imported: of the groups above, those that processes of one host may differ in.
+_READ_LATER: Final = (
+    "VLLM_API_KEY", "VLLM_CPU_*", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+    "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM",
+    "OMP_NUM_THREADS",  # set by call in a fork (`vllm_bridge.threads`)
+)  # fmt: skip
+
 ROLES: Final[Mapping[RoleName, Role]] = {
+    "warm": Role(
+        (*_PROCESS, *_DEVICES, *_MODELS),
+        exposed=True,
+        # OpenBLAS starts threads when it is loaded, tokenizers at the first text; threads are not forked.
+        fixed=(("OPENBLAS_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")),
+    ),
     "store": Role((*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY), frozenset({"rpc"})),
     "worker": Role((*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY, *_CLUSTER), frozenset({"rpc"})),
     "gateway": Role(
@@ -145,6 +158,12 @@ def process_environ() -> dict[str, str]:
     return dict(os.environ)
 
 
+def replace_environ(variables: Mapping[str, str]) -> None:
+    """Replace the whole environment of this process, a fork that is to be another one."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
 def set_secrets(variables: Mapping[str, str]) -> None:
     """Set variables of this process: for secrets that were given as flags, so that they are passed on like others."""
     os.environ.update(variables)
@@ -158,6 +177,18 @@ def allowed_environ(role: RoleName, environ: Mapping[str, str], pass_env: Sequen
     left_out = sorted(foreign_environ(environ).keys() - allowed.keys())
     logger.debug("environment variables that a %s does not get (--pass-env NAME): %s", role, ", ".join(left_out))
     return allowed | dict(own.fixed)
+
+
+def changed_imports(environ: Mapping[str, str], warm: Mapping[str, str]) -> list[str]:
+    """Return the variables because of which a process with `environ` may not be a fork of one with the environment
+    `warm`: what was imported there may depend on them."""
+    role = ROLES["warm"]
+    differing = {name for name in environ.keys() | warm.keys() if environ.get(name) != warm.get(name)}
+    return sorted(
+        name
+        for name in differing
+        if _is_allowed(name, role, ()) and not any(fnmatchcase(name, pattern) for pattern in _READ_LATER)
+    )
 
 
 def _is_allowed(name: str, role: Role, pass_env: Iterable[str]) -> bool:

@@ -35,12 +35,15 @@ def send(sock: socket.socket, message: msgspec.Struct, descriptors: Sequence[int
     socket.send_fds(sock, [packet], descriptors)
 
 
-def receive(sock: socket.socket, decode: Callable[[bytes], R], *, max_bytes: int) -> tuple[R | None, list[int]]:
-    """Return the next message and the descriptors passed with it (close-on-exec), at most one; None if the other end is
-    closed. Raises ValueError for a malformed or truncated message, OSError."""
+def receive(
+    sock: socket.socket, decode: Callable[[bytes], R], *, max_bytes: int, max_descriptors: int = 1
+) -> tuple[R | None, list[int]]:
+    """Return the next message and the descriptors passed with it (close-on-exec); None if the other end is closed.
+    Raises ValueError for a malformed or truncated message, OSError."""
     try:
         # Not socket.recv_fds: Python 3.11's ignores the flags.
-        packet, rights, flags, _ = sock.recvmsg(max_bytes, socket.CMSG_LEN(_INT_BYTES), socket.MSG_CMSG_CLOEXEC)
+        room = socket.CMSG_LEN(max_descriptors * _INT_BYTES)
+        packet, rights, flags, _ = sock.recvmsg(max_bytes, room, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         return None, []  # the other end was closed before it had read everything
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

@@ -6,7 +6,7 @@ import pytest
 
 from medialane.cluster import local
 from medialane.cluster.placement import Hardware
-from medialane.config import load_config
+from medialane.config import changed_imports, load_config
 from medialane.core.errors import StartupFailed
 
 
@@ -20,9 +20,9 @@ def model(tmp_path):
     return str(tmp_path)
 
 
-def make_parts(tmp_path, *, hardware=None, vllm_args=(), environ=None, listener=None, **flags):
+def make_parts(tmp_path, *, hardware=None, vllm_args=(), environ=None, listener=None, warm_start=False, **flags):
     return local.process_specs(
-        config(**flags),
+        config(**flags, warm_start=warm_start),
         "org/model",
         list(vllm_args),
         folder=tmp_path,
@@ -84,6 +84,33 @@ def test_processes_are_a_store_workers_and_a_gateway_with_their_addresses(tmp_pa
     for part in (first, second, gateway):
         assert flag(part, "--store") == flag(store, "--listen")
     assert len({flag(part, "--listen") for part in (store, first, second)}) == 3
+
+
+def test_processes_are_forks_of_the_warm_process_which_starts_first_and_stops_last(tmp_path):
+    warm, store, *_ = parts = make_parts(
+        tmp_path, workers="1", environ={"HOME": "/root", "HF_TOKEN": "hf_1", "VLLM_API_KEY": "k"}, warm_start=True
+    )
+    assert [part.warm for part in parts] == [None, *[store.warm] * 3]
+    assert store.warm.path == warm.ready.path
+    assert [part.after for part in parts] == [None, *[warm.name] * 3]
+    assert [part.needs_model for part in parts] == [False, True, False, True]
+    assert warm.layer < store.layer
+    assert warm.environ["HOME"] == "/root"
+    assert not {"HF_TOKEN", "VLLM_API_KEY"} & warm.environ.keys()
+
+
+def test_two_workers_on_a_cpu_are_forks_although_they_have_fewer_threads(tmp_path):
+    _, _, first, second, _ = make_parts(tmp_path, workers="2", warm_start=True)
+    for part in (first, second):
+        assert part.environ["OMP_NUM_THREADS"] == "1"
+        assert changed_imports(part.environ, part.warm.environ) == []
+
+
+def test_variable_that_an_import_may_read_keeps_a_process_from_being_a_fork(tmp_path):
+    (_, store, *_) = make_parts(tmp_path, workers="1", warm_start=True)
+    for name in ("LD_PRELOAD", "PYTHONHASHSEED", "HF_HOME", "VLLM_TARGET_DEVICE"):
+        assert changed_imports({**store.environ, name: "1"}, store.warm.environ) == [name]
+    assert changed_imports({**store.environ, "HF_TOKEN": "1", "OTEL_SERVICE_NAME": "x"}, store.warm.environ) == []
 
 
 def test_gateway_stops_before_the_store_and_the_workers_that_it_uses(tmp_path):

@@ -1,0 +1,109 @@
+"""The supervisor's side of the warm process: asks it to fork the processes of this host.
+
+Importing vLLM takes ten seconds of CPU time and 700 MB of memory. The warm process (`cli/warm.py`) does that once,
+and reads the model; gateways, workers and the store are its forks: there in milliseconds, sharing those pages. A fork
+becomes a child of the supervisor (`core.process.subreaper`), and is supervised like a process that was started.
+
+Each request is a connection of its own to the warm process's unix socket, in a folder that only this user may enter. So
+nothing has to be matched, and a request that is given up ends with its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from medialane.config import changed_imports
+from medialane.wire.child_channel import receive, send
+
+#: Below the kernel's send buffer (`child_channel.send`): an environment of more variables than that is not forked with.
+MAX_REQUEST_BYTES = 200_000
+#: Standard output and error, and those of `ProcessSpec.pass_fds`.
+MAX_DESCRIPTORS = 8
+
+
+class Fork(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Fork `medialane ARGV...` with the whole environment `environ`. The first descriptor of the message becomes the
+    standard output and error, the others get the numbers `pass_fds`. `needs_model`: after the model was read."""
+
+    argv: list[str]
+    environ: dict[str, str]
+    pass_fds: list[int]
+    needs_model: bool
+
+
+class Forked(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The process id of the fork, which is a child of the supervisor."""
+
+    pid: int
+
+
+class ForkFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    message: str
+
+
+Answer = Forked | ForkFailed
+
+_FORK = msgspec.msgpack.Decoder(Fork)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+class NotForked(Exception):
+    """The process has to be started from scratch."""
+
+
+@dataclass(frozen=True)
+class WarmProcess:
+    """Where the warm process listens, and the environment with which it has imported everything."""
+
+    path: Path
+    environ: Mapping[str, str] = field(repr=False)
+
+    async def fork(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        descriptors: Sequence[int],
+        *,
+        needs_model: bool,
+        timeout_s: float,
+    ) -> int:
+        """Have `medialane ARGV...` forked and return its process id. `descriptors` are that of its output, and those
+        that it inherits. Raises NotForked."""
+        if changed := changed_imports(environ, self.environ):
+            raise NotForked(f"{', '.join(changed)} may change what is imported")
+        request = Fork(list(argv), dict(environ), list(descriptors[1:]), needs_model)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._request(request, descriptors)
+        except TimeoutError:
+            raise NotForked(f"the warm process has not answered within {timeout_s:g} s") from None
+        except (OSError, ValueError) as error:
+            raise NotForked(f"the warm process cannot be asked: {error}") from error
+
+    async def _request(self, request: Fork, descriptors: Sequence[int]) -> int:
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, str(self.path))
+            send(sock, request, descriptors, max_bytes=MAX_REQUEST_BYTES)
+            packet = await loop.sock_recv(sock, MAX_REQUEST_BYTES)
+        answer = _ANSWER.decode(packet) if packet else ForkFailed("the warm process has exited")
+        if isinstance(answer, ForkFailed):
+            raise NotForked(answer.message)
+        return answer.pid
+
+
+def receive_fork(sock: socket.socket) -> tuple[Fork | None, list[int]]:
+    """Return a request and its descriptors; None if it was given up. Raises ValueError, OSError."""
+    return receive(sock, _FORK.decode, max_bytes=MAX_REQUEST_BYTES, max_descriptors=MAX_DESCRIPTORS)
+
+
+def answer_fork(sock: socket.socket, answer: Answer) -> None:
+    """Raises OSError if the request was given up."""
+    send(sock, answer, max_bytes=MAX_REQUEST_BYTES)

@@ -1,0 +1,146 @@
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from scripted_processes import Recorder, is_running, make_supervisor
+
+from medialane.cluster import ProcessSpec
+from medialane.cluster.child_process import ChildProcess, Fork
+from medialane.cluster.warm import NotForked, WarmProcess
+from medialane.core.process.subreaper import set_subreaper
+from waiting import eventually
+
+PROGRAM = Path(__file__).with_name("warm_program.py")
+
+
+class Host:
+    """A warm process and the output of its forks."""
+
+    def __init__(self, folder):
+        self.output = folder / "output"
+        self.output.touch()
+        self.warm = WarmProcess(folder / "warm.sock", {})
+
+    async def start(self):
+        environ = {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
+        with self.output.open("ab") as log:
+            self.process = ChildProcess.spawn(
+                [sys.executable, str(PROGRAM), str(self.warm.path)], environ, log.fileno()
+            )
+        await eventually(self.warm.path.is_socket, timeout_s=30)
+
+    async def fork(self, *argv, environ=None, pass_fds=(), needs_model=False, timeout_s=10.0):
+        with self.output.open("ab") as log:
+            pid = await self.warm.fork(
+                argv, environ or {}, [log.fileno(), *pass_fds], needs_model=needs_model, timeout_s=timeout_s
+            )
+        return ChildProcess(Fork(pid), 0.0)
+
+    def facts(self):
+        return [json.loads(line) for line in self.output.read_text().splitlines() if line.startswith("{")]
+
+
+@pytest.fixture
+async def host(tmp_path):
+    set_subreaper(on=True)
+    host = Host(tmp_path)
+    await host.start()
+    yield host
+    await host.process.stop(5)
+    set_subreaper(on=False)
+
+
+async def test_fork_is_a_child_with_its_own_session_environment_command_and_descriptors(host):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        inode = os.readlink(f"/proc/self/fd/{listener.fileno()}")
+        child = await host.fork("a", "-b", environ={"X": "1"}, pass_fds=[listener.fileno()])
+        assert await child.wait() == 7
+        (facts,) = host.facts()
+        assert facts["argv"] == facts["sys_argv"] == ["a", "-b"]
+        assert facts["environ"] == {"X": "1"}
+        assert (facts["pid"], facts["parent"], facts["leads"]) == (child.pid, os.getpid(), True)
+        output = str(host.output)
+        assert facts["descriptors"] == {
+            "0": "/dev/null", "1": output, "2": output, str(listener.fileno()): inode,
+        }  # fmt: skip
+
+
+async def test_forks_that_need_the_model_wait_until_it_is_read_and_the_others_do_not(host):
+    children = await asyncio.gather(host.fork("late", needs_model=True), host.fork("early"))
+    for child in children:
+        await child.wait()
+    assert {facts["argv"][0]: facts["read"] for facts in host.facts()} == {"early": [], "late": ["model"]}
+    assert host.facts()[0]["argv"] == ["early"]
+
+
+async def test_model_is_read_once(host):
+    for _ in range(2):
+        await (await host.fork("x", needs_model=True)).wait()
+    assert [facts["read"] for facts in host.facts()] == [["model"], ["model"]]
+
+
+async def test_request_that_was_given_up_is_not_forked(host):
+    with pytest.raises(NotForked, match="has not answered"):
+        await host.fork("given up", needs_model=True, timeout_s=0.1)
+    await (await host.fork("wanted", needs_model=True)).wait()
+    assert [facts["argv"] for facts in host.facts()] == [["wanted"]]
+
+
+async def test_forks_outlive_the_warm_process(host):
+    child = await host.fork("stay")
+    await eventually(host.facts)
+    host.process.kill()
+    await host.process.wait()
+    assert is_running(child.pid)
+    assert await child.stop(5) == -signal.SIGTERM
+    with pytest.raises(NotForked, match="cannot be asked"):
+        await host.fork("x")
+
+
+async def test_many_forks_leave_nothing_behind(host):
+    def state():
+        folder = Path(f"/proc/{host.process.pid}")
+        return len(list((folder / "fd").iterdir())), (folder / f"task/{host.process.pid}/children").read_text()
+
+    await (await host.fork("x")).wait()
+    before = state(), len(os.listdir("/proc/self/fd"))
+    for _ in range(40):
+        assert await (await host.fork("x")).wait() == 7
+    assert (state(), len(os.listdir("/proc/self/fd"))) == before
+    assert before[0][1] == ""
+
+
+async def test_process_is_started_from_scratch_if_there_is_no_warm_process(tmp_path, caplog):
+    class Ready:
+        def reset(self):
+            (tmp_path / "started").unlink(missing_ok=True)
+
+        async def passes(self):
+            return (tmp_path / "started").exists()
+
+    spec = ProcessSpec(
+        "part",
+        (sys.executable, "-c", "import signal, sys; open(sys.argv[1], 'w').close(); signal.pause()",
+         str(tmp_path / "started")),
+        {},
+        Ready(),
+        warm=WarmProcess(tmp_path / "none.sock", {}),
+    )  # fmt: skip
+    supervisor = make_supervisor(tmp_path, Recorder(), [spec])
+    try:
+        await supervisor.start()
+        assert is_running(supervisor.pids["part"])
+        assert "part is started from scratch: the warm process cannot be asked" in caplog.text
+    finally:
+        await supervisor.stop()
+
+
+async def test_fork_whose_environment_may_change_an_import_is_refused(host):
+    with pytest.raises(NotForked, match="LD_PRELOAD may change what is imported"):
+        await host.fork("x", environ={"LD_PRELOAD": "/lib/x.so"})
