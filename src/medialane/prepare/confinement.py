@@ -44,8 +44,8 @@ def require_one_thread() -> None:
     num_threads = _status("Threads")
     if num_threads != 1:
         raise StartupFailed(
-            f"the process that others fork from has {num_threads} threads and must have one: a library started a thread "
-            "pool when it was imported, or the model's processor was built"
+            f"the process that others fork from has {num_threads} threads and must have one: a library started a "
+            "thread pool when it was imported, or the model's processor was built"
         )
 
 
