@@ -109,7 +109,7 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
     print(installed_kinds().line(), flush=True)
     with (
         closing(local.run_folder(environ)) as folder,
-        local.shared_listener(config, hardware) as listener,
+        local.shared_listener(config) as listener,
     ):
         specs = local.process_specs(
             config,

@@ -103,15 +103,12 @@ def check_port(host: str, port: int) -> None:
 
 
 @contextmanager
-def shared_listener(config: Config, hardware: Hardware) -> Iterator[socket.socket | None]:
-    """Bind the socket that several gateways inherit; None for one gateway, which binds its own. Raises StartupFailed.
+def shared_listener(config: Config) -> Iterator[socket.socket]:
+    """Bind the socket that gateways inherit. Raises StartupFailed.
 
     Connections are refused until the first gateway listens. From then on they wait while gateways restart: the queue of
     accepted connections ends with the last descriptor of the socket, not with a process.
     """
-    if config.cluster.resolved_num_gateways(hardware.num_cores) == 1:
-        yield None
-        return
     with bind_http(config.server.host, config.server.port) as sock:
         yield sock
 
@@ -254,10 +251,12 @@ def process_specs(
         needs_model=True,
     )
     first = [] if forks is None else [warm]
-    if listener is None:
-        return [*first, store, *workers, gateway]
+    if listener is not None:
+        flags = ("--listen-fd", str(listener.fileno()))
+        gateway = replace(gateway, argv=_with_flags(gateway.argv, flags), pass_fds=(listener.fileno(),))
     num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
-    return [*first, store, *workers, *_sharing(gateway, listener, folder, num_gateways=num_gateways)]
+    gateways = [gateway] if num_gateways == 1 else _sharing(gateway, folder, num_gateways=num_gateways)
+    return [*first, store, *workers, *gateways]
 
 
 def store_path(folder: Path) -> Path:
@@ -273,20 +272,21 @@ def own_flags(config: Config, vllm_args: Sequence[str], number: int, label: str 
     return [*flags, "--metrics-port", str(port + number * ranks_per_worker(vllm_args))] if port else flags
 
 
-def _sharing(gateway: ProcessSpec, listener: socket.socket, folder: Path, *, num_gateways: int) -> list[ProcessSpec]:
+def _with_flags(argv: Sequence[str], flags: Sequence[str]) -> tuple[str, ...]:
+    return (*argv[:_NUM_COMMAND_WORDS], *flags, *argv[_NUM_COMMAND_WORDS:])
+
+
+def _sharing(gateway: ProcessSpec, folder: Path, *, num_gateways: int) -> list[ProcessSpec]:
     """Return specifications of several gateways on one listening socket, each with a socket of its own, too: any of
     them would answer on the shared port."""
     paths = [folder / f"gateway-{i}.sock" for i in range(num_gateways)]
-    flags = ["--listen-fd", str(listener.fileno())]
-    flags += [word for path in paths for word in ("--gateway-socket", str(path))]
-    command, rest = gateway.argv[:_NUM_COMMAND_WORDS], gateway.argv[_NUM_COMMAND_WORDS:]
+    flags = [word for path in paths for word in ("--gateway-socket", str(path))]
     return [
         replace(
             gateway,
             name=f"gateway {i}",
-            argv=(*command, *flags, "--gateway-index", str(i), *rest),
+            argv=_with_flags(gateway.argv, [*flags, "--gateway-index", str(i)]),
             ready=HttpAnswers("http://gateway/health", path),
-            pass_fds=(listener.fileno(),),
         )
         for i, path in enumerate(paths)
     ]

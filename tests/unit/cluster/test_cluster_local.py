@@ -221,9 +221,7 @@ def test_each_process_gets_the_flags_that_it_uses(tmp_path):
 
 
 def test_gateways_inherit_one_listening_socket_and_are_checked_on_their_own(tmp_path):
-    wanted = config(gateways="3", port="0")
-    hardware = Hardware((), 2)
-    with local.shared_listener(wanted, hardware) as listener:
+    with local.shared_listener(config(port="0")) as listener:
         assert listener.getsockname()[1] > 0
         *_, first, second, third = make_parts(
             tmp_path, gateways="3", listener=listener, vllm_args=["--chat-template", "t"]
@@ -242,12 +240,12 @@ def test_gateways_inherit_one_listening_socket_and_are_checked_on_their_own(tmp_
         assert part.argv[-3:] == ("--", "--chat-template", "t")
 
 
-def test_one_gateway_binds_its_own_socket(tmp_path):
-    with local.shared_listener(config(port="0"), Hardware((), 64)) as listener:
-        assert listener is None
-    gateway = make_parts(tmp_path)[-1]
-    assert (gateway.name, gateway.pass_fds) == ("gateway", ())
-    assert "--listen-fd" not in gateway.argv
+def test_one_gateway_inherits_the_socket_too_but_is_no_group(tmp_path):
+    with local.shared_listener(config(port="0")) as listener:
+        gateway = make_parts(tmp_path, listener=listener)[-1]
+        assert (gateway.name, gateway.pass_fds) == ("gateway", (listener.fileno(),))
+    assert "--listen-fd" in gateway.argv
+    assert "--gateway-socket" not in gateway.argv
     assert gateway.ready.path is None
 
 
@@ -255,11 +253,8 @@ def test_shared_port_in_use_is_one_clear_error():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        wanted = config(gateways="2", port=str(taken.getsockname()[1]))
-        with (
-            pytest.raises(StartupFailed, match="the port is already in use"),
-            local.shared_listener(wanted, Hardware((), 2)),
-        ):
+        wanted = config(port=str(taken.getsockname()[1]))
+        with pytest.raises(StartupFailed, match="the port is already in use"), local.shared_listener(wanted):
             pass
 
 
