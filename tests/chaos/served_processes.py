@@ -25,7 +25,7 @@ class ServedProcesses:
             "preparer": serve.preparer_pids,
             "fork server": lambda: sorted(set(map(parent_of, serve.preparer_pids()))),
             "worker": lambda: self._children("medialane worker"),
-            "engine": lambda: [pid for worker in self.of("worker") for pid in descendants(worker)],
+            "engine": lambda: [pid for pid in descendants(serve.pid) if "EngineCore" in command_of(pid)],
         }
 
     def of(self, kind: str) -> list[int]:
