@@ -128,11 +128,16 @@ def gateway_process(model: str, config: Config, folder: Path, flags: Sequence[st
     python_path = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
     with folder.joinpath("log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, str(here / "gateway_program.py"), "gateway", model, str(port), str(folder), *flags],
+            [sys.executable, str(here / "gateway_program.py"), model, str(port), str(folder), *flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(python_path), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(python_path),
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
             start_new_session=True,
         )
     gateway = GatewayProcess(process, port, model)

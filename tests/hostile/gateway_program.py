@@ -1,5 +1,5 @@
 """The gateway that the corpus attacks, in its own process: all of `medialane gateway` with a fake worker; and, in a
-child process, all of `medialane store`.
+child process, all of `medialane store`, which is forked once vLLM is imported and the processor built.
 
 The store differs from the product in two places. Names of `.test` resolve by the table here, which allows DNS
 rebinding; resolved addresses are validated as usual. And the preparers' processor is `breaking_processor`, which
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from aiohttp import ThreadedResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from medialane.config import Config, enter_environ
-from medialane.core.process.parent_death import dies_with_this_process
+from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.media.fetch import Fetcher
+from medialane.prepare import prebuilt
 from medialane.store import StoreLink
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
 from medialane.wire.config import RpcConfig
@@ -85,20 +86,17 @@ class AgreeingWorker(FakeHandler):
         return msgspec.structs.replace(welcome, card=card)
 
 
-def main(role: str, model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
-    """Serve on `port` with the settings of `folder`/config.json until SIGTERM; in role `store`, be its store."""
+def main(model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
+    """Serve on `port` with the settings of `folder`/config.json until SIGTERM."""
     config = msgspec.json.decode((folder / "config.json").read_bytes(), type=Config)
     # vllm reads its environment when it is imported.
     enter_environ(config, None, model, flags, on_gpu=False, own={"VLLM_MEDIA_CONNECTOR": "medialane"})
-    address = f"unix:{folder}/store"
-    if role == "store":
-        from medialane.cli import store
+    from medialane.cli import gateway, store  # noqa: F401 - vLLM, once for both processes
 
-        store.PROCESSOR_FACTORY = "breaking_processor:build_processor"
-        store.Fetcher = _fetcher
-        store.run(config, model, flags, address)
-        return
-    with _store_process(sys.argv[2:]):
+    store.PROCESSOR_FACTORY = "breaking_processor:build_processor"
+    store.Fetcher = _fetcher
+    store.prebuild(config, model, flags, os.environ)
+    with _forked(lambda: store.run(config, model, flags, f"unix:{folder}/store")):
         uvloop.run(_serve(config, model, folder, port=port, flags=[*flags, "--disable-uvicorn-access-log"]))
 
 
@@ -107,15 +105,24 @@ def _fetcher(*args: Any, **kwargs: Any) -> Fetcher:
 
 
 @contextmanager
-def _store_process(arguments: Sequence[str]) -> Iterator[None]:
-    process = subprocess.Popen(
-        [sys.executable, __file__, "store", *arguments], preexec_fn=dies_with_this_process(signal.SIGTERM)
-    )
+def _forked(run_store: Callable[[], int]) -> Iterator[None]:
+    """In a fork, run the store with a fork server that has the processor."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            if signal_on_parent_death(signal.SIGTERM, parent_pid=parent):
+                prebuilt.fork_forkserver()
+                status = run_store()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
     try:
         yield
     finally:
-        process.terminate()
-        process.wait(20)
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
 
 
 async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: Sequence[str]) -> None:
@@ -149,4 +156,4 @@ async def _mapping(handler: AgreeingWorker, config: Config, store: str) -> Async
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
