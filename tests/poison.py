@@ -44,8 +44,9 @@ def install() -> None:
 
 
 def poisoned_store(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command line of a process of `serve`, by PROGRAM if it is the store."""
-    return (argv[0], str(PROGRAM), *argv[3:]) if argv[3] == "store" else argv
+    """Return the command line of a process of `serve`, by PROGRAM if it is the store, or what that is forked from. As
+    in all of them, three words are the interpreter's."""
+    return (argv[0], "-u", str(PROGRAM), *argv[3:]) if argv[3] in ("warm", "store") else argv
 
 
 def poison_freed(monkeypatch) -> None:

@@ -20,6 +20,7 @@ class ServedProcesses:
     def __init__(self, serve: MedialaneProcess) -> None:
         self.serve = serve
         self._kinds: dict[str, Callable[[], list[int]]] = {
+            "warm": lambda: self._children("medialane warm"),
             "gateway": lambda: self._children("medialane gateway"),
             "store": lambda: self._children("medialane store"),
             "preparer": serve.preparer_pids,
@@ -56,6 +57,10 @@ class ServedProcesses:
     def has_another_store(self, than: list[int]) -> bool:
         """Whether there is a store that has mapped an arena."""
         return any(arenas_of(pid) for pid in self.of("store") if pid not in than)
+
+    def num_from_scratch(self) -> int:
+        """How many processes were not forked, by the log."""
+        return self.serve.log.read_text().count("is started from scratch")
 
     def num_descriptors(self) -> int:
         """Of `serve` itself."""

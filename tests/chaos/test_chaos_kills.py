@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.whole, pytest.mark.asyncio(loop_scop
 
 #: What clients may see when a process of this kind is killed.
 SEEN = {
+    "warm": frozenset(),
     "preparer": frozenset(),
     "fork server": STORE_LOST,
     "store": STORE_LOST,
@@ -39,6 +40,24 @@ async def test_killed_process_costs_time_and_its_own_requests_only(client, proce
         load.allowed = frozenset()
         await load.answers(len(load.repeated))
     await load.all_that_was_ready_is_a_hit()
+    assert processes.num_descriptors() == num_descriptors
+
+
+@pytest.mark.parametrize("kind", ["gateway", "store"])
+async def test_process_that_is_killed_with_the_warm_one_comes_back(client, processes, kind):
+    """It is started from scratch, or forked by the next warm process."""
+    before, num_descriptors = processes.numbers(), processes.num_descriptors()
+    async with asking(client, seed=4, num_new=12) as load:
+        load.allowed = SEEN[kind]
+        await processes.kill([*processes.of("warm"), *processes.of(kind)[:1]])
+        await processes.are(before)
+        load.allowed = frozenset()
+        await load.answers(len(load.repeated))
+        num_from_scratch = processes.num_from_scratch()
+        load.allowed = SEEN[kind]
+        await processes.kill(processes.of(kind)[:1])
+        await processes.are(before)
+    assert processes.num_from_scratch() == num_from_scratch
     assert processes.num_descriptors() == num_descriptors
 
 

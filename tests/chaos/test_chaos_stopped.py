@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from mixed_load import STORE_LOST, asking
+from mixed_load import GATEWAY_LOST, STORE_LOST, asking
 from openai_http import chat, picture, text
 from process_tree import is_alive, suspended
 
@@ -17,9 +17,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.whole, pytest.mark.asyncio(loop_scop
 #: Shorter than --worker-stall-timeout, and than the time after which `serve` replaces a stopped process.
 STOPPED_S = 4
 AT_ONCE_S = 3
+#: How long a process waits to be forked is 10 s.
+SCRATCH_S = 30
 
 
-@pytest.mark.parametrize("kind", ["preparer", "fork server", "store", "gateway", "engine", "worker"])
+@pytest.mark.parametrize("kind", ["warm", "preparer", "fork server", "store", "gateway", "engine", "worker"])
 async def test_process_that_is_stopped_for_seconds_costs_nothing_but_time(client, processes, kind):
     before = processes.numbers()
     async with asking(client, seed=11, num_new=12) as load:
@@ -63,3 +65,18 @@ async def test_store_is_killed_while_its_clients_are_stopped(client, processes, 
             assert all(map(is_alive, pids))
         await load.answers(len(load.repeated))
     await processes.are(before)
+
+
+@pytest.mark.timeout(400)
+async def test_gateway_is_started_from_scratch_while_the_warm_process_is_stopped(client, processes):
+    before, num_from_scratch = processes.numbers(), processes.num_from_scratch()
+    async with asking(client, seed=13, num_new=12) as load:
+        load.allowed = GATEWAY_LOST
+        with suspended(*processes.of("warm")):
+            await processes.kill(processes.of("gateway")[:1])
+            await eventually(lambda: processes.num_from_scratch() > num_from_scratch, "the log says so", SCRATCH_S)
+            await processes.are(before)
+        await load.answers(10)
+        await processes.kill(processes.of("gateway")[:1])
+        await processes.are(before)
+    assert processes.num_from_scratch() == num_from_scratch + 1

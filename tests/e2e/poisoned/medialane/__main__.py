@@ -11,7 +11,7 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[3]))
     import poison
 
-    if sys.argv[1] == "store":
+    if sys.argv[1] in ("warm", "store"):
         poison.install()
     specs = local.process_specs
     local.process_specs = lambda *arguments, **settings: [
