@@ -11,6 +11,7 @@ from medialane.arena.fill import FillWriter
 from medialane.arena.layout import ENTRY_HEADER_BYTES, describe, layout
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.reaper import Reaped, reap
+from medialane.arena.slots import ClientSlot, Unfinished
 from medialane.arena.view import ArenaView
 
 __all__ = [
@@ -19,10 +20,12 @@ __all__ = [
     "ArenaConfig",
     "ArenaView",
     "Cached",
+    "ClientSlot",
     "FillWriter",
     "Lease",
     "Reaped",
     "Reservation",
+    "Unfinished",
     "describe",
     "layout",
     "reap",

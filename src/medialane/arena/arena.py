@@ -16,6 +16,7 @@ from medialane.arena.entries import EntryTable
 from medialane.arena.file import ArenaFile
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, clear, is_completed, stamp
 from medialane.arena.lease import Cached, Lease, Reservation
+from medialane.arena.slots import Unfinished, new_slot
 from medialane.arena.view import ArenaView
 from medialane.core.errors import MediaTooLarge
 from medialane.core.feature import Feature
@@ -95,10 +96,40 @@ class Arena:
         """Use the first `num_bytes` of the file of an arena that grows."""
         self._table.extend(num_bytes - PAGE_BYTES)
 
-    def reserve(self, num_bytes: int, kind: EntryKind = "processed") -> Reservation:
+    #: Whether the file was that of an earlier owner (to be: `open`).
+    was_adopted = False
+
+    def new_slot(self) -> int:
+        """Return a slot that no client has."""
+        return new_slot()
+
+    def live_slots(self) -> set[int]:
+        """Return the slots whose clients live (`ClientSlot`)."""
+        return self._file.live_slots()
+
+    def unfinished(self) -> list[Unfinished]:
+        """Return the ranges that clients of an earlier owner were writing. The caller owns the reservations."""
+        return []
+
+    def allow_reserving(self) -> None:
+        """Reserve memory from now on: `reserve` of an adopted arena raises ArenaFull before."""
+
+    def end_takeover(self) -> None:
+        """Evict entries from now on: all that is held is leased."""
+
+    def note(self, reservation: Reservation, key: str, value: Cached) -> None:
+        """Note in the file what is to be cached once the range is completed (`FillWriter`)."""
+
+    def claim(self, range: ArenaRange) -> Lease[Cached] | None:  # noqa: A002 - the types' own name
+        """Lease the cached entry at this range, which a client of an earlier owner holds. None if there is none."""
+        pinned = self._table.pin_range(range)
+        return None if pinned is None else Lease(self._table, *pinned)
+
+    def reserve(self, num_bytes: int, kind: EntryKind = "processed", *, writer: int | None = None) -> Reservation:
         """Reserve a range for a payload of `num_bytes`, evicting cached entries that are not held if necessary.
 
-        `kind` is the share of the arena to which it counts. The caller owns the reservation. Raises ArenaFull if held
+        `kind` is the share of the arena to which it counts, `writer` the slot of the client that is to write the range,
+        None for the owner itself and its own processes. The caller owns the reservation. Raises ArenaFull if held
         entries leave no space, and MediaTooLarge if it would not fit into an empty arena; nothing was evicted then.
         """
         if num_bytes < 0:

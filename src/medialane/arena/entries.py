@@ -188,6 +188,15 @@ class EntryTable(Generic[V]):
         self.pin(found[0])
         return found
 
+    def pin_range(self, range_: ArenaRange) -> tuple[Entry, V] | None:
+        """Pin the cached entry at `range_`, held or not; None if there is none."""
+        idle = (self._idle[kind].get(range_.offset - self._start) for kind in KINDS)
+        entry = self.held(range_) or next((entry for entry in idle if entry is not None), None)
+        if entry is None or entry.range != range_ or entry.key is None:
+            return None
+        self.pin(entry)
+        return self._by_key[entry.kind, entry.key]
+
     def held(self, range_: ArenaRange) -> Entry | None:
         """Return the published entry at `range_` if it is pinned."""
         entry = self._held.get(range_.generation)

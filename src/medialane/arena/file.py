@@ -26,6 +26,7 @@ from threading import Event
 from medialane.arena.config import ArenaConfig, not_enough_space
 from medialane.arena.fill import lock_range, unlock_range
 from medialane.arena.layout import NONCE_BYTES, PAGE_BYTES, FileHeader, arena_of, file_path
+from medialane.arena.slots import live_slots
 from medialane.arena.view import ArenaView
 from medialane.core.errors import StartupFailed
 from medialane.core.process.libc import last_error, libc
@@ -102,6 +103,9 @@ class ArenaFile:
             if error.errno != errno.EINVAL:  # this kernel or sandbox has no such locks: no writer gets one either
                 raise
         return False
+
+    def live_slots(self) -> set[int]:
+        return set() if self._lock is None else live_slots(self._lock)
 
     def close(self) -> None:
         """Remove the file and release the lock. Idempotent. A child of os.fork() only closes its descriptor."""

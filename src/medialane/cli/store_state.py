@@ -19,7 +19,7 @@ async def read_store(address: str) -> StoreStatus:
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             client = await StoreClient.connect(
-                address, hello, RpcConfig(), holds=set(), on_passed=_ignore, on_reclaim=_ignore
+                address, hello, RpcConfig(), holds={}, on_passed=_ignore, on_reclaim=_ignore
             )
             try:
                 await client.refresh(_TIMEOUT_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from medialane.core.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
@@ -14,8 +14,10 @@ from medialane.store.messages import (
     EmbeddingFound,
     EntriesHeld,
     EntriesPulled,
+    HeldEntry,
     HoldsPassed,
     ItemFound,
+    PassedEmbedding,
     PassHolds,
     Proceed,
     Question,
@@ -46,7 +48,7 @@ class ConnectionLost(Exception):
 class StoreClient:
     """A registered connection. It does not reconnect: call `connect` again after `closed`.
 
-    `holds` are the ids of the holds that this process has, on any connection: one is added when its call's result
+    `holds` are the holds that this process has, on any connection, by id: one is added when its call's result
     arrives, and removed by `release`. `on_passed` owns those that another client has passed to this one; `on_reclaim`
     releases those that are not in use.
     """
@@ -56,7 +58,7 @@ class StoreClient:
     def __init__(
         self,
         config: RpcConfig,
-        holds: set[int],
+        holds: dict[int, HeldEntry],
         on_passed: Callable[[HoldsPassed], None],
         on_reclaim: Callable[[], None],
     ) -> None:
@@ -85,7 +87,7 @@ class StoreClient:
         hello: StoreHello,
         config: RpcConfig,
         *,
-        holds: set[int],
+        holds: dict[int, HeldEntry],
         on_passed: Callable[[HoldsPassed], None],
         on_reclaim: Callable[[], None],
     ) -> StoreClient:
@@ -144,7 +146,7 @@ class StoreClient:
                 await self._refreshed.wait()
 
     def release(self, hold_id: int) -> None:
-        self._holds.discard(hold_id)
+        self._holds.pop(hold_id, None)
         self._connection.send(Release([hold_id]))
 
     async def close(self) -> None:
@@ -169,7 +171,8 @@ class StoreClient:
             case StoreWelcome():
                 self._registration.welcome(message)
             case HoldsPassed():
-                self._holds.update(message.hold_ids, (embedding.hold_id for embedding in message.embeddings))
+                self._holds.update(zip(message.hold_ids, map(HeldEntry, message.ranges), strict=True))
+                self._holds.update((one.hold_id, _held_embedding(one)) for one in message.embeddings)
                 self._on_passed(message)
             case Reclaim():
                 self._on_reclaim()
@@ -217,12 +220,21 @@ class StoreClient:
             self.release(hold_id)
 
 
-def _granted(message: Reply | Question) -> Sequence[int]:
-    """Return the ids of the holds that a reply grants."""
+def _granted(message: Reply | Question) -> dict[int, HeldEntry]:
+    """Return the holds that a reply grants, by id."""
     match message:
-        case ItemFound() | EmbeddingFound():
-            return [message.hold_id]
-        case EntriesHeld() | EntriesPulled():
-            return message.hold_ids
+        case ItemFound():
+            return {message.hold_id: HeldEntry(message.range)}
+        case EmbeddingFound():
+            return {message.hold_id: _held_embedding(message)}
+        case EntriesHeld():
+            return dict(zip(message.hold_ids, map(HeldEntry, message.ranges), strict=True))
+        case EntriesPulled():
+            ranges = (copy.range for copy in message.copies)
+            return dict(zip(message.hold_ids, map(HeldEntry, ranges), strict=True))
         case _:
-            return ()
+            return {}
+
+
+def _held_embedding(embedding: EmbeddingFound | PassedEmbedding) -> HeldEntry:
+    return HeldEntry(embedding.tensor.range, not embedding.is_filled)

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
-from medialane.arena import Arena, Lease, Reservation, describe
+from medialane.arena import Arena, Lease, Reservation, Unfinished, describe
 from medialane.core.feature import Embedding, Feature, FoundEmbedding
 from medialane.core.stats import EmbeddingStats
 from medialane.store.messages import FindEmbedding
@@ -25,10 +25,10 @@ REVOKE_INTERVAL_S = 0.1
 
 
 class Fill:
-    """A range that processes of `client` may write, until `release`. `value` describes it as cached entry. It may have
-    `ended` before, when it is completed."""
+    """A range that processes of the client with this slot may write, until `release`. `value` describes it as cached
+    entry. It may have `ended` before, when it is completed."""
 
-    def __init__(self, embeddings: Embeddings, client: str, reservation: Reservation, value: Feature) -> None:
+    def __init__(self, embeddings: Embeddings, client: int, reservation: Reservation, value: Feature) -> None:
         self.client = client
         self.reservation = reservation
         self.value = value
@@ -69,10 +69,10 @@ class Embeddings:
         self._num_found += 1
         return self._arena.lookup(key, "embedded")
 
-    async def find(self, wanted: FindEmbedding, client: str) -> FoundEmbedding | None:
-        """Return the embedding, or a fill if nobody writes it. The caller owns the hold.
+    async def find(self, wanted: FindEmbedding, client: int) -> FoundEmbedding | None:
+        """Return the embedding, or a fill for the client with this slot if nobody writes it. The caller owns the hold.
 
-        None if `client` is writing it already, or another client does not finish in time, or it is larger than the
+        None if the client is writing it already, or another client does not finish in time, or it is larger than the
         arena. Raises ArenaFull. Cancellation leaves nothing behind.
         """
         loop = asyncio.get_running_loop()
@@ -87,7 +87,7 @@ class Embeddings:
                     await fill.ended.wait()
         return self.find_now(wanted, client)
 
-    def find_now(self, wanted: FindEmbedding, client: str) -> FoundEmbedding | None:
+    def find_now(self, wanted: FindEmbedding, client: int) -> FoundEmbedding | None:
         """As `find`, without waiting for a client that is writing the embedding."""
         if (lease := self.lookup(wanted.key)) is not None:
             return _checked(lease, wanted)
@@ -105,6 +105,16 @@ class Embeddings:
             self._revoke(reservation)
         fill.ended.set()
 
+    def resume(self, unfinished: Unfinished) -> Fill | None:
+        """Continue a fill of an earlier store of the arena. The caller owns it; None if it had ended."""
+        value = unfinished.value
+        if unfinished.is_revoked or value is None or _embedding(value).key in self._fills:
+            self._revoke(unfinished.reservation)
+            return None
+        fill = Fill(self, unfinished.writer, unfinished.reservation, value)
+        self._fills[_embedding(value).key] = fill
+        return fill
+
     def close(self) -> None:
         """Free all ranges: nothing in the arena is read any more. Idempotent."""
         for reservation, again in self._revoking.items():
@@ -119,13 +129,14 @@ class Embeddings:
             self.end(fill)
         return self._fills.get(key)
 
-    def _start(self, wanted: FindEmbedding, client: str) -> FoundEmbedding | None:
+    def _start(self, wanted: FindEmbedding, client: int) -> FoundEmbedding | None:
         if wanted.spec.nbytes > self._arena.max_payload_bytes:
             return None
-        reservation = self._arena.reserve(wanted.spec.nbytes, "embedded")
+        reservation = self._arena.reserve(wanted.spec.nbytes, "embedded", writer=client)
         (tensor,) = describe(reservation.range, [wanted.spec])
         embedding = Embedding(wanted.key, tensor)
         value = msgspec.structs.replace(wanted.feature, embedding=embedding)
+        self._arena.note(reservation, wanted.key, value)
         fill = self._fills[wanted.key] = Fill(self, client, reservation, value)
         return FoundEmbedding(embedding, fill, is_filled=False)
 

@@ -113,7 +113,7 @@ class HoldCache(Generic[K, V]):
             self._end(key)
 
     def _arena_changed(self, arena: ArenaOffer | None) -> None:
-        """After a lost connection, holds are not used again: the store may have lost them."""
+        """The holds have ended with their arena."""
         if arena is None:
             self.clear()
             self._held.clear()

@@ -104,7 +104,7 @@ class PassedHolds:
         return passed
 
     def _arena_changed(self, arena: ArenaOffer | None) -> None:
-        """The connection is lost, and what was on its way with it."""
+        """The holds have ended with their arena."""
         if arena is None:
             for request_id in list(self._arrived):
                 self._expire(request_id)

@@ -128,7 +128,7 @@ class StoreEntries:
         if (hold := self._embeddings.use(key)) is None:
             wait_ms = min(wait_s * 1000, MAX_EMBEDDING_WAIT_MS)
             reply = await self._link.call_at(
-                self._link.arena or "", lambda call_id: FindEmbedding(call_id, *wanted, wait_ms)
+                self._link.arena or "", lambda call_id: FindEmbedding(call_id, *wanted, wait_ms), waits=False
             )
             return self._found(key, reply) if isinstance(reply, EmbeddingFound) else None
         if hold.value.spec != wanted.spec:

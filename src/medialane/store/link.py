@@ -6,11 +6,11 @@ import asyncio
 import logging
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import MappingProxyType
 
-from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
+from medialane.arena import ENTRY_HEADER_BYTES, ArenaView, ClientSlot
 from medialane.core.backoff import Backoff
 from medialane.core.errors import (
     HandoverFailed,
@@ -26,6 +26,7 @@ from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor
 from medialane.store.client import AnswerQuestion, ConnectionLost, StoreClient
 from medialane.store.messages import (
     Call,
+    HeldEntry,
     HoldsPassed,
     PassHolds,
     Reply,
@@ -40,15 +41,49 @@ logger = logging.getLogger(__name__)
 
 INITIAL_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
+#: For this long after a loss, the next store is looked for at the shortest interval.
+EAGER_S = 3.0
 
 _UNAVAILABLE = "the media store of this host is not available"
+_LOST = "the media store of these entries is lost"
+
+
+class _MappedArena:
+    """A store's arena in this process. It stays mapped while its store is away: the next one may take it over."""
+
+    def __init__(self, offer: ArenaOffer, view: ArenaView, slot: ClientSlot) -> None:
+        self.offer = offer
+        self.view = view
+        self.slot = slot
+
+    @classmethod
+    def open(cls, welcome: StoreWelcome, directory: str, *, writable: bool) -> _MappedArena:
+        """Take the slot's lock, and map the arena. Raises HandoverFailed if this process has another /dev/shm."""
+        offer = welcome.arena
+        slot = ClientSlot.take(offer.id, directory, welcome.slot)
+        try:
+            view = ArenaView.open(offer.id, directory, writable=writable)
+        except HandoverFailed:
+            slot.release()
+            raise
+        if view.nonce != offer.nonce:
+            view.close()
+            slot.release()
+            raise HandoverFailed("the store's arena is not in our shared memory (--arena-directory)")
+        return cls(offer, view, slot)
+
+    def close(self) -> None:
+        """Entries that are being read stay mapped until their readers have finished."""
+        self.view.close()
+        self.slot.release()
 
 
 class StoreLink:
     """One per process. `run` keeps it connected; calls wait for a connection for `wait_timeout_s`.
 
-    The arena is mapped while the store is connected; `writable` for clients that send bytes. `processor` are the
-    settings for which this client wants features: a store with others refuses it. `scraped` is as in `StoreHello`.
+    The arena of the store stays mapped, and what is held in it stays held, until its file has been removed or a store
+    with another arena is connected; `writable` for clients that send bytes. `processor` are the settings for which this
+    client wants features: a store with others refuses it. `scraped` is as in `StoreHello`.
     """
 
     def __init__(
@@ -73,10 +108,13 @@ class StoreLink:
         self._scraped = scraped
         self._client: StoreClient | None = None
         self._connected = asyncio.Event()
-        self._view: ArenaView | None = None
-        self._holds: set[int] = set()
-        self._holds_arena = ""  # the entries that are held are in this arena
+        self._changed = asyncio.Event()  # set when there is a connection, or no arena any more
+        self._arena: _MappedArena | None = None
+        self._holds: dict[int, HeldEntry] = {}  # by id, in that arena
+        self._last_status: StoreStatus | None = None  # of the store of that arena, before it was lost
         self._outage = Outage()
+        self._lost_at = float("-inf")
+        self._last_report = ""
         self._refusal: StartupFailed | None = None
         self._refused = asyncio.Event()
         self._listeners: list[Callable[[ArenaOffer | None], None]] = []
@@ -85,8 +123,8 @@ class StoreLink:
 
     @property
     def arena(self) -> str | None:
-        """The id of the arena that is mapped here; None without a store."""
-        return None if self._view is None else self._view.id
+        """The id of the arena that is mapped here; None without one."""
+        return None if self._arena is None else self._arena.offer.id
 
     @property
     def can_grant(self) -> bool:
@@ -96,14 +134,15 @@ class StoreLink:
     @property
     def max_payload_bytes(self) -> int:
         """The largest item that fits into the arena; unlimited while it is unknown."""
-        return sys.maxsize if self._view is None else self._view.max_payload_bytes
+        return sys.maxsize if self._arena is None else self._arena.view.max_payload_bytes
 
     @property
     def retainable_bytes(self) -> int:
-        """Bytes of entries that this client may hold without using them; 0 while memory is short or unknown."""
-        if self.status is None:
+        """Bytes of entries that this client may hold without using them, by what the store has reported last; 0 while
+        memory is short or unknown."""
+        if (status := self.status or self._last_status) is None:
             return 0
-        arena = self.status.stats.arena
+        arena = status.stats.arena
         return 0 if arena.pinned_bytes > arena.size_bytes // 2 else arena.size_bytes // 8
 
     @property
@@ -132,11 +171,11 @@ class StoreLink:
         return len(self._holds)
 
     def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
-        """Call `listener` with the store's arena whenever the store is connected, and with None when it is lost. Called
-        on the event loop; must not block."""
+        """Call `listener` with the store's arena when it is mapped, and with None when it is unmapped. Not called when
+        another store has taken over the same arena. Called on the event loop; must not block."""
         self._listeners.append(listener)
-        if self._client is not None:
-            listener(self._client.welcome.arena)
+        if self._arena is not None:
+            listener(self._arena.offer)
 
     def watch_passed(self, listener: Callable[[HoldsPassed], None]) -> None:
         """Give `listener` the holds that other clients pass to this one: it owns them. Must not block."""
@@ -153,7 +192,9 @@ class StoreLink:
             while True:
                 if await self._connect_once():
                     backoff.reset()
-                await asyncio.sleep(backoff.next())
+                is_eager = time.monotonic() - self._lost_at < EAGER_S
+                await asyncio.sleep(INITIAL_BACKOFF_S if is_eager else backoff.next())
+                self._drop_removed()
         finally:
             if self._client is not None:
                 await self._client.close()
@@ -171,14 +212,10 @@ class StoreLink:
                 if client.started.is_set():
                     return
 
-    async def call_at(self, arena: str, make: Callable[[int], Call]) -> Reply:
-        """Make a call about entries of `arena`, which another store does not have. Raises like `call`, and
-        StoreUnavailable at once if their store is not connected."""
-        client = self._client
-        if client is not None and client.welcome.arena.id == arena:
-            with suppress(ConnectionLost):
-                return await client.call(make)
-        raise self.unavailable("the media store of these entries is lost")
+    async def call_at(self, arena: str, make: Callable[[int], Call], *, waits: bool = True) -> Reply:
+        """As `call`, about entries of `arena`. Raises StoreUnavailable at once if no store can have them any more, and
+        unless it `waits`, if no store is connected."""
+        return await self._call(make, arena=arena, wait_s=self._wait_timeout_s if waits else 0.0)
 
     def notify(self, arena: str, message: PassHolds) -> bool:
         """Send a message without a reply about entries of `arena`. Return False if their store is not connected."""
@@ -191,10 +228,20 @@ class StoreLink:
     async def call(self, make: Callable[[int], Call], answer: AnswerQuestion | None = None) -> Reply:
         """Make a call, again if the store is lost meanwhile. The caller owns a hold that is returned, and ends it with
         `release`. Raises the error that the store reports; StoreUnavailable if it does not come back in time."""
-        loop, remaining_s = asyncio.get_running_loop(), self._wait_timeout_s  # waits only: a call may take longer
+        return await self._call(make, answer, wait_s=self._wait_timeout_s)
+
+    async def _call(
+        self,
+        make: Callable[[int], Call],
+        answer: AnswerQuestion | None = None,
+        *,
+        arena: str | None = None,
+        wait_s: float,
+    ) -> Reply:
+        loop, remaining_s = asyncio.get_running_loop(), wait_s  # waits only: a call may take longer
         while True:
             started = loop.time()
-            client = await self._client_before(started + remaining_s)
+            client = await self._client_before(started + remaining_s, arena)
             remaining_s -= loop.time() - started
             try:
                 return await client.call(make, answer)
@@ -202,13 +249,13 @@ class StoreLink:
                 continue
 
     def release(self, hold_id: int, arena: str) -> None:
-        """End a hold on entries of `arena`. Those of an earlier store have ended with it."""
-        if arena != self._holds_arena:
+        """End a hold on entries of `arena`. Those of an earlier arena have ended with it."""
+        if arena != self.arena:
             return
         if self._client is not None:
             self._client.release(hold_id)
         else:
-            self._holds.discard(hold_id)
+            self._holds.pop(hold_id, None)  # the next connection does not list it
 
     def release_passed(self, passed: HoldsPassed) -> None:
         """End holds that nobody uses."""
@@ -218,29 +265,34 @@ class StoreLink:
             self.release(embedding.hold_id, embedding.tensor.range.arena)
 
     def payload(self, entry: ArenaRange) -> memoryview:
-        """Return the payload of an entry that this client writes. Raises ConnectionLost if its store is lost."""
-        if self._view is None:
+        """Return the payload of an entry that this client writes. Raises ConnectionLost if its connection is lost: at
+        the next one, the client has stopped writing."""
+        if self._arena is None or self._client is None:
             raise ConnectionLost("the store is lost")
         try:
-            return self._view.entry(entry, writable=True)[ENTRY_HEADER_BYTES:]
+            return self._arena.view.entry(entry, writable=True)[ENTRY_HEADER_BYTES:]
         except HandoverFailed as error:
             raise ConnectionLost(error.message) from error
 
     def tensor(self, descriptor: TensorDescriptor) -> memoryview:
-        """Return the bytes of a tensor of an entry that is held. Raises MediaLost if its store is lost."""
-        if self._view is None or self._view.id != descriptor.range.arena:
-            raise MediaLost("the media store of these entries is lost")
-        return self._view.tensor(descriptor)
+        """Return the bytes of a tensor of an entry that is held. Raises MediaLost if its arena is lost."""
+        if self._arena is None or self._arena.offer.id != descriptor.range.arena:
+            raise MediaLost(_LOST)
+        return self._arena.view.tensor(descriptor)
 
-    async def _client_before(self, deadline: float) -> StoreClient:
+    async def _client_before(self, deadline: float, arena: str | None) -> StoreClient:
+        """Wait for a connection; if the entries of a call are in `arena`, to a store that has it."""
         try:
             async with asyncio.timeout_at(deadline):
-                while (client := self._client) is None or client.closed.is_set():
-                    self._connected.clear()  # `run` may not have handled the loss yet
-                    await self._connected.wait()
+                while True:
+                    if arena not in (None, self.arena):
+                        raise self.unavailable(_LOST)
+                    if (client := self._client) is not None and not client.closed.is_set():
+                        return client
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             raise self.unavailable(_UNAVAILABLE) from None
-        return client
 
     async def _connect_once(self) -> bool:
         """Connect, and wait until the connection is lost. False if there was none."""
@@ -264,50 +316,59 @@ class StoreLink:
         return True
 
     async def _connect(self) -> None:
-        sent = list(self._holds)
+        arena, sent = self._arena, dict(self._holds)
         hello = StoreHello(
             client_id=self.client_id,
             processor=self._processor,
-            arena=self._holds_arena,
+            arena="" if arena is None else arena.offer.id,
+            slot=0 if arena is None else arena.slot.number,
             holds=sent,
             scraped=self._scraped,
         )
         client = await StoreClient.connect(
             self.address, hello, self._rpc, holds=self._holds, on_passed=self._passed, on_reclaim=self._reclaim
         )
-        welcome = client.welcome
         try:
-            self._view = self._map(welcome)
+            self._use_arena(client.welcome)
         except MedialaneError:
             await client.close()
             raise
-        if welcome.arena.id != self._holds_arena:
-            self._holds.clear()
-            self._holds_arena = welcome.arena.id
-        else:
-            for hold_id in sent:
-                if hold_id not in self._holds:  # released in the meantime
-                    client.release(hold_id)
+        for hold_id in sent:
+            if hold_id not in self._holds:  # released in the meantime, or those of an earlier arena
+                client.release(hold_id)
         self._client = client
         self._outage.end()
+        self._last_report = ""
         self._connected.set()
-        self._tell(welcome.arena)
+        self._changed.set()
         logger.info("the media store is connected: %s", self.address)
 
-    def _map(self, welcome: StoreWelcome) -> ArenaView:
-        """Map the store's arena. Raises HandoverFailed if this process has another /dev/shm."""
-        view = ArenaView.open(welcome.arena.id, self._arena_directory, writable=self._writable)
-        if view.nonce != welcome.arena.nonce:
-            view.close()
-            raise HandoverFailed("the store's arena is not in our shared memory (--arena-directory)")
-        return view
+    def _use_arena(self, welcome: StoreWelcome) -> None:
+        """Map the store's arena, unless it is mapped. Raises HandoverFailed."""
+        arena = self._arena
+        if arena is not None and arena.offer == welcome.arena and arena.slot.number == welcome.slot:
+            return
+        if arena is not None and arena.offer == welcome.arena:
+            slot = ClientSlot.take(welcome.arena.id, self._arena_directory, welcome.slot)
+            arena.slot.release()
+            arena.slot = slot
+            return
+        new = _MappedArena.open(welcome, self._arena_directory, writable=self._writable)
+        self._unmap()
+        self._arena = new
+        self._tell(new.offer)
 
     def _disconnect(self) -> None:
+        self._last_status = self.status
         self._client = None
+        self._lost_at = time.monotonic()
         self._outage.begin()
         self._connected.clear()
-        self._unmap()
-        self._tell(None)
+
+    def _drop_removed(self) -> None:
+        """Unmap the arena if no store can take it over any more: its file has been removed."""
+        if self._arena is not None and self._arena.slot.is_removed:
+            self._unmap()
 
     def _tell(self, arena: ArenaOffer | None) -> None:
         for listener in self._listeners:
@@ -324,14 +385,22 @@ class StoreLink:
             listener()
 
     def _unmap(self) -> None:
-        """Close the mapping. Entries that are being read stay mapped until their readers have finished."""
-        view, self._view = self._view, None
-        if view is not None:
-            view.close()
+        arena, self._arena = self._arena, None
+        if arena is None:
+            return
+        for hold_id in [hold_id for hold_id, held in self._holds.items() if held.range.arena == arena.offer.id]:
+            del self._holds[hold_id]
+        self._last_status = None
+        self._tell(None)
+        arena.close()
+        self._changed.set()
 
     def _report(self, error: MedialaneError) -> None:
+        """Log why there is no connection, once: connecting is tried many times in a second."""
         if isinstance(error, StartupFailed):
             self._refusal = error
             self._refused.set()
-        level = logging.INFO if isinstance(error, NoWorkerReady) else logging.ERROR
-        logger.log(level, "media store %s: %s", self.address, error.message)
+        if error.message != self._last_report:
+            self._last_report = error.message
+            level = logging.INFO if isinstance(error, NoWorkerReady) else logging.ERROR
+            logger.log(level, "media store %s: %s", self.address, error.message)

@@ -40,7 +40,8 @@ The hold on an embedding that is written ends like any other, at the first outpu
 when that has ended: if it is completed (`arena.fill`), it is cached, otherwise freed.
 
 When a connection is lost, its client may still read what it holds, and write what it was asked for: both end when its
-process has exited. If it connects again, it has stopped writing, and says what it still holds.
+process has exited, which the lock of its slot shows (`arena.ClientSlot`). If it connects again, it has stopped writing,
+and says what it still holds. So it does with the next store, which may have taken over the arena of the lost one.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from medialane.observability.timeline import TimelineReport
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -72,9 +73,17 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 Form = Literal["encoded", "decoded", "processed"]
 
 
+class HeldEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What a client holds: an entry that it reads or, if it `is_fill`, a range that processes of its engine write."""
+
+    range: ArenaRange
+    is_fill: bool = False
+
+
 class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Registration of a client. `client_id` is unique per process; a second connection of it replaces the first, and
-    takes over those of its holds that are in `holds`; they are holds on entries of `arena`.
+    takes over those of its holds that are in `holds`, by id; they are holds on entries of `arena`, of which the client
+    has the lock of `slot`.
 
     `processor` are the processor settings for which a gateway wants features; empty for a worker. Their digest is part
     of the features' keys. `scraped` is the kind of a client whose page of metrics has those of the store, too, if they
@@ -85,15 +94,18 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     client_id: str
     processor: dict[str, str] = {}
     arena: str = ""
-    holds: list[int] = []
+    slot: int = 0
+    holds: dict[int, HeldEntry] = {}
     scraped: ScrapedAs | None = None
 
 
 class StoreWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """The store's arena. `can_grant` is whether other hosts' stores can connect to the store."""
+    """The store's arena, and the slot whose lock the client takes before it uses the arena. `can_grant` is whether
+    other hosts' stores can connect to the store."""
 
     pid: int
     arena: ArenaOffer
+    slot: int
     can_grant: bool = False
 
 
@@ -169,10 +181,11 @@ class HoldEntries(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EntriesHeld(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One hold for each range, in their order."""
+    """One hold for each of the ranges, in their order."""
 
     call_id: int
     hold_ids: list[int]
+    ranges: list[ArenaRange]
 
 
 class PassedEmbedding(msgspec.Struct, frozen=True, array_like=True):

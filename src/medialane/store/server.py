@@ -14,7 +14,8 @@ from medialane.arena import Arena
 from medialane.core.errors import StartupFailed, StoreUnavailable
 from medialane.core.tensor import ArenaOffer
 from medialane.peers.pulls import Pulls
-from medialane.store.client_use import ClientUse
+from medialane.store.absent_clients import AbsentClients
+from medialane.store.client_use import ClientUse, UnknownEntry
 from medialane.store.items import Items
 from medialane.store.messages import PROTOCOL_VERSION, PassHolds, StoreHello, StoreStatus, StoreWelcome
 from medialane.store.session import StoreSession
@@ -55,11 +56,14 @@ class StoreServer:
         self._processor = processor
         self._status = status
         self._sessions: dict[StoreSession, None] = {}
-        self._departed = DepartedClients()
+        self._absent = AbsentClients(arena)
+        #: Set if clients hold entries that the table of the arena does not have: it must not be used, nor taken over.
+        self.is_damaged = asyncio.Event()
         self._listener: Listener | None = None
 
     async def serve(self, address: str) -> None:
         """Start listening. Raises StartupFailed."""
+        self._absent.take_over(self._items.embeddings)
         self._listener = await Listener.listen(address, self._open)
 
     def loaded(self) -> None:
@@ -86,7 +90,7 @@ class StoreServer:
             session.connection.end(StoreUnavailable("the store is shutting down"))
         for session in list(self._sessions):
             await session.connection.closed.wait()
-        self._departed.close()
+        self._absent.close()
         self._items.embeddings.close()
 
     def _open(self) -> Connection:
@@ -95,6 +99,7 @@ class StoreServer:
             self._arena,
             self._config,
             pulls=self._pulls,
+            absent=self._absent,
             register=self._register,
             status=self._status_now,
             pass_holds=self._pass_holds,
@@ -121,13 +126,20 @@ class StoreServer:
         return scraped[0].client_id
 
     def _register(self, session: StoreSession, hello: StoreHello) -> StoreWelcome:
-        """Raises StartupFailed for a client of another release, or with other processor settings."""
+        """Raises StartupFailed for a client of another release, or with other processor settings; StoreUnavailable if
+        what it holds shows that the arena cannot be used."""
         check_version(hello.version, PROTOCOL_VERSION, ("client", "store"))
         self._check_processor(hello)
-        session.use = self._earlier_use(hello)
-        session.use.keep_only(hello.holds if hello.arena == self._arena.id else ())
+        session.slot, session.use = self._earlier_use(hello)
+        try:
+            session.use.keep_only(hello.holds if hello.arena == self._arena.id else {}, self._arena.claim)
+        except UnknownEntry as error:
+            logger.error("the arena of an earlier store cannot be used: %s", error)
+            self.is_damaged.set()
+            raise StoreUnavailable("the store begins with a new arena") from error
+        self._absent.settle(session.slot)
         offer = ArenaOffer(self._arena.id, self._arena.nonce)
-        return StoreWelcome(pid=os.getpid(), arena=offer, can_grant=self._pulls.can_grant)
+        return StoreWelcome(pid=os.getpid(), arena=offer, slot=session.slot, can_grant=self._pulls.can_grant)
 
     def _check_processor(self, hello: StoreHello) -> None:
         """Raise StartupFailed if features made here would be others than the client wants."""
@@ -151,53 +163,20 @@ class StoreServer:
                 await asyncio.gather(*(s.reclaim() for s in self._sessions if s.hello is not None))
         return self._arena.stats().pinned_bytes < before
 
-    def _earlier_use(self, hello: StoreHello) -> ClientUse:
-        """Return what the client held on its earlier connection, which is closed if it still exists."""
+    def _earlier_use(self, hello: StoreHello) -> tuple[int, ClientUse]:
+        """Return the slot of the client, and what it used on its earlier connection, which is closed if it still
+        exists. In another arena than ours, it has neither."""
         for other in self._sessions:
             if other.hello is not None and other.hello.client_id == hello.client_id:
-                return other.replace()
-        return self._departed.take(hello.client_id) or ClientUse()
+                return other.slot, other.replace()
+        if hello.arena == self._arena.id and hello.slot not in {other.slot for other in self._sessions}:
+            return hello.slot, self._absent.take(hello.slot) or ClientUse()
+        return self._arena.new_slot(), ClientUse()
 
     def _lost(self, session: StoreSession) -> None:
         self._sessions.pop(session, None)
-        pidfd, session.pidfd = session.pidfd, None
-        if session.hello is not None and len(session.use) and pidfd is not None:
-            self._departed.add(session.hello.client_id, session.use, pidfd)
-            return
-        session.use.end()
-        if pidfd is not None:
-            os.close(pidfd)
-
-
-class DepartedClients:
-    """Clients that have disconnected and may still be using entries, until their process has exited or they connect
-    again."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, tuple[ClientUse, int]] = {}  # the second is a pidfd
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, client_id: str, use: ClientUse, pidfd: int) -> None:
-        """End `use` when the process has exited, unless it is taken before. Owns both."""
-        self._waiting[client_id] = use, pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._exited, client_id)
-
-    def take(self, client_id: str) -> ClientUse | None:
-        """Return what the client held: it has connected again."""
-        waiting = self._waiting.pop(client_id, None)
-        if waiting is None:
-            return None
-        use, pidfd = waiting
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-        return use
-
-    def close(self) -> None:
-        for client_id in list(self._waiting):
-            self._exited(client_id)
-
-    def _exited(self, client_id: str) -> None:
-        if (use := self.take(client_id)) is not None:
+        use, session.use = session.use, ClientUse()
+        if session.hello is not None and len(use):
+            self._absent.add(session.slot, use)
+        else:
             use.end()

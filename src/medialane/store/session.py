@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,13 +18,14 @@ from medialane.core.errors import (
     StoreUnavailable,
     to_report,
 )
-from medialane.core.feature import Feature
+from medialane.core.feature import Feature, Hold
 from medialane.core.hashing import digest
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.remote_entry import Copied
 from medialane.core.tensor import ArenaRange
 from medialane.observability.timeline import StageTimeline
 from medialane.peers.pulls import Pulls
+from medialane.store.absent_clients import AbsentClients
 from medialane.store.client_use import ClientUse
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.items import Items, Processing
@@ -93,6 +93,7 @@ class StoreSession:
         config: RpcConfig,
         *,
         pulls: Pulls,
+        absent: AbsentClients,
         register: Callable[[StoreSession, StoreHello], StoreWelcome],
         status: Callable[[], StoreStatus],
         pass_holds: Callable[[PassHolds], None],
@@ -103,6 +104,7 @@ class StoreSession:
         self._items = items
         self._arena = arena
         self._pulls = pulls
+        self._absent = absent
         self._register = register
         self._status = status
         self._pass_holds = pass_holds
@@ -115,10 +117,9 @@ class StoreSession:
         self._last_call_id = 0
         self.hello: StoreHello | None = None
         self._processor = ""  # the digest of its settings
-        #: What the client may still read or write.
+        #: What the client may still read or write, and the slot whose lock shows that it lives.
         self.use = ClientUse()
-        #: The client's process, opened while it was alive. None if it is in a PID namespace that is invisible here.
-        self.pidfd: int | None = None
+        self.slot = 0
         self.connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
 
     def refuse(self, error: MedialaneError) -> None:
@@ -149,13 +150,7 @@ class StoreSession:
     # The methods below are called by the connection; see connection.Peer.
 
     def opened(self, connection: Connection) -> None:
-        try:
-            self.pidfd = pidfd_of(connection.peer_pid)
-        except StoreUnavailable as error:
-            logger.error("a client is refused: %s", error.message)
-            self.refuse(error)
-        else:
-            self._on_open(self)
+        self._on_open(self)
 
     def received(self, frame: memoryview) -> None:
         message = decode_to_store(frame)
@@ -288,10 +283,9 @@ class StoreSession:
         )
 
     async def _find_embedding(self, call: FindEmbedding) -> Reply:
-        client = "" if self.hello is None else self.hello.client_id
         held = None
         with suppress(ArenaFull):
-            held = await self._with_memory(partial(self._items.embeddings.find, call, client), waits_for_growth=False)
+            held = await self._with_memory(partial(self._items.embeddings.find, call, self.slot), may_wait=False)
         if held is None:
             return NoEmbedding(call.call_id)
         hold_id = self.use.hold([held.hold])
@@ -299,22 +293,25 @@ class StoreSession:
 
     def _passed_embeddings(self, wanted: Sequence[FindEmbedding]) -> Iterator[PassedEmbedding]:
         """Have the client hold those embeddings for which it need not wait."""
-        client = "" if self.hello is None else self.hello.client_id
         for one in wanted:
             with suppress(ArenaFull):
-                if (held := self._items.embeddings.find_now(one, client)) is not None:
+                if (held := self._items.embeddings.find_now(one, self.slot)) is not None:
                     hold_id = self.use.hold([held.hold])
                     yield PassedEmbedding(one.key, hold_id, held.embedding.tensor, held.is_filled)
 
     def _hold(self, call: HoldEntries) -> Reply:
         """Raises HandoverFailed."""
-        return EntriesHeld(call.call_id, [self.use.hold([lease]) for lease in self._share(call.ranges)])
+        hold_ids = [self.use.hold([lease]) for lease in self._share(call.ranges)]
+        return EntriesHeld(call.call_id, hold_ids, call.ranges)
 
-    def _share(self, ranges: Sequence[ArenaRange]) -> list[Lease[None]]:
+    def _share(self, ranges: Sequence[ArenaRange]) -> list[Hold]:
         """Lease entries that their gateway holds. All or none: raises HandoverFailed."""
-        leases: list[Lease[None]] = []
+        leases: list[Hold] = []
         for entry in ranges:
-            if (lease := self._arena.share(entry)) is None:
+            lease: Hold | None = self._arena.share(entry)
+            if lease is None and self._absent.is_taking_over:  # the gateway may connect after this client
+                lease = self._arena.claim(entry)
+            if lease is None:
                 for taken in leases:
                     taken.release()
                 raise HandoverFailed("the request's media are no longer held")
@@ -327,16 +324,19 @@ class StoreSession:
         copies = [Copied(lease.range, self._pulls.mover_of(lease.range)) for lease in leases]
         return EntriesPulled(call.call_id, [self.use.hold([lease]) for lease in leases], copies)
 
-    async def _with_memory(self, find: Callable[[], Awaitable[T]], *, waits_for_growth: bool = True) -> T:
-        """Return what `find` does, called again if memory is short and more is to come: an arena that is being
-        prefaulted grows for a while, and clients release what they hold without using it. Raises ArenaFull."""
+    async def _with_memory(self, find: Callable[[], Awaitable[T]], *, may_wait: bool = True) -> T:
+        """Return what `find` does, called again if memory is short and more is to come: none is reserved at first in an
+        arena that was taken over, one that is being prefaulted grows for a while, and clients release what they hold
+        without using it. Raises ArenaFull."""
         loop = asyncio.get_running_loop()
-        deadline, has_reclaimed = loop.time() + (GROWTH_TIMEOUT_S if waits_for_growth else 0.0), False
+        deadline, has_reclaimed = loop.time() + (GROWTH_TIMEOUT_S if may_wait else 0.0), False
         while True:
             try:
                 return await find()
             except ArenaFull:
-                if self._arena.is_growing and loop.time() < deadline:
+                if may_wait and not self._absent.may_reserve.is_set():
+                    await self._absent.may_reserve.wait()
+                elif self._arena.is_growing and loop.time() < deadline:
                     await asyncio.sleep(GROWTH_INTERVAL_S)
                 elif has_reclaimed or not await self._reclaim_all():
                     raise
@@ -345,7 +345,7 @@ class StoreSession:
 
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""
-        reservation = store.reserve(num_bytes)
+        reservation = store.reserve(num_bytes, writer=self.slot)
         self.use.start_writing(reservation)
         try:
             await self._ask(SendData(call_id, reservation.range))
@@ -374,14 +374,3 @@ class StoreSession:
             raise StoreUnavailable("the request's media were not received in time") from None
         finally:
             self._questions.pop(question.call_id, None)
-
-
-def pidfd_of(pid: int) -> int | None:
-    """Open a process; None if it has exited, or its `pid` is invisible here (0). Raises StoreUnavailable if that fails
-    (EMFILE, EPERM): without it, the exit of a client is unknown, and so when what it reads may be freed."""
-    try:
-        return os.pidfd_open(pid) if pid else None
-    except ProcessLookupError:
-        return None
-    except OSError as error:
-        raise StoreUnavailable(f"the store cannot watch the process of its client: {error.strerror}") from error

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import struct
 from collections import deque
 from typing import Protocol, cast
 
@@ -28,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 #: A write buffer larger than this is written without waiting for the next iteration of the event loop.
 FLUSH_BYTES = 256 * 1024
-
-
-#: struct ucred of unix(7): pid, uid, gid.
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Peer(Protocol):
@@ -93,15 +88,6 @@ class Connection(asyncio.Protocol):
     def paused(self) -> bool:
         """Whether the peer reads too slowly: wait for `writable` before sending what can wait."""
         return not self._can_write.is_set()
-
-    @property
-    def peer_pid(self) -> int:
-        """The pid of the process that has connected over a unix socket; 0 if it is invisible in our PID namespace."""
-        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
-        if sock is None:
-            return 0
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return int(_CREDENTIALS.unpack(credentials)[0])
 
     async def writable(self) -> None:
         """Wait until the peer has read enough, or the connection is closed."""

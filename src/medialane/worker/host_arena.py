@@ -16,8 +16,8 @@ _NO_STORE = "this worker has no store on its host"
 
 class HostArena(Protocol):
     def watch(self, listener: Callable[[ArenaOffer | None], None]) -> None:
-        """Call `listener` with the arena of this host's store when the store is found, and with None when it is lost.
-        Called on the event loop; must not block."""
+        """Call `listener` with the arena of this host's store when there is one, and with None when it is gone: a store
+        that is lost may be followed by one with the same arena. Called on the event loop; must not block."""
         ...
 
     @property
@@ -33,7 +33,7 @@ class HostArena(Protocol):
     async def hold(self, ranges: Sequence[ArenaRange], *, passed_with: str | None = None) -> Hold:
         """Hold entries until the result is released. `passed_with` is the id of the request if its gateway has passed
         holds: embeddings among them are then found by `embedding`. Raises HandoverFailed if an entry is not held by the
-        gateway any more, StoreUnavailable if the store is lost."""
+        gateway any more, StoreUnavailable if the store is lost and does not come back with its arena."""
         ...
 
     async def pull(self, entries: Sequence[RemoteEntry]) -> tuple[Hold, Sequence[Copied]]:

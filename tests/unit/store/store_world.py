@@ -1,15 +1,14 @@
-"""A store without media: items are patterns of bytes. Its clients are of this process, with pipes for processes."""
+"""A store without media: items are patterns of bytes. Its clients are of this process: each has the lock of a slot."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from functools import cached_property
 
 import pytest
 
-from medialane.arena import Arena, ArenaConfig, FillWriter, Lease, layout
+from medialane.arena import Arena, ArenaConfig, ClientSlot, FillWriter, Lease, layout
 from medialane.core.feature import Feature, FoundEmbedding, WantedEmbedding
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stats import PoolStats, StoreStats
@@ -49,8 +48,8 @@ class PatternItems:
         lease = self._arena.lookup(ref.content)
         return LeasedItem(ref.content, lease or self._make(ref.content), is_hit=lease is not None)
 
-    def reserve(self, num_bytes: int):
-        return self._arena.reserve(num_bytes)
+    def reserve(self, num_bytes: int, *, writer: int):
+        return self._arena.reserve(num_bytes, writer=writer)
 
     def publish(self, reservation, ref: MediaRef, content: str) -> Lease[Feature]:
         return self._arena.publish(reservation, content, feature(content, reservation.range))
@@ -91,7 +90,7 @@ def reference(content: str) -> MediaRef:
 
 
 class Client:
-    """A gateway or worker. `die` is kill -9: the connection ends, then the process is gone."""
+    """A gateway or worker."""
 
     def __init__(self, world: World, **settings: object) -> None:
         self.world = world
@@ -99,7 +98,7 @@ class Client:
             world.address, rpc=RPC, arena_directory=DIRECTORY, wait_timeout_s=2.0, writable=True, **settings
         )
         self.holds: dict[int, tuple[str, ArenaRange]] = {}
-        self.exit: int | None = None
+        self._alive: ClientSlot | None = None
         self.running = asyncio.create_task(self.link.run())
 
     @cached_property
@@ -121,15 +120,16 @@ class Client:
         _, entry = self.holds.pop(hold_id)
         self.link.release(hold_id, entry.arena)
 
-    async def disconnect(self) -> None:
+    async def disconnect(self, *, lives: bool = False) -> None:
+        """The connection ends, and so does the process, unless it `lives` until `exit`."""
+        if lives:
+            self._alive = ClientSlot.take(self.link.arena, DIRECTORY, self.link._arena.slot.number)
         self.running.cancel()
         await asyncio.wait([self.running])
-        if self.link._client is not None:
-            await self.link._client.close()
 
-    async def die(self) -> None:
-        await self.disconnect()
-        self.world.kill(self)
+    def exit(self) -> None:
+        """The kernel drops the lock of its slot."""
+        self._alive.release()
 
 
 class World:
@@ -153,9 +153,7 @@ class World:
                 StoreStats(self.arena.stats(), IDLE, embeddings=self.items.embeddings.stats), None, self.has_started
             ),
         )
-        self._pipes: dict[str, int] = {}
-        monkeypatch.setattr("medialane.store.session.pidfd_of", self._pidfd)
-        self._exits: list[int] = []
+        monkeypatch.setattr("medialane.store.absent_clients.POLL_INTERVAL_S", 0.005)
         self._clients: list[Client] = []
 
     async def start(self) -> World:
@@ -163,26 +161,16 @@ class World:
         return self
 
     async def client(self, **settings: object) -> Client:
-        num_known = len(self._exits)
         client = Client(self, **settings)
         self._clients.append(client)
         await asyncio.wait_for(client.link.ready(), 5)
-        client.exits = self._exits[num_known:]
-        del self._exits[num_known:]
         return client
-
-    def kill(self, client: Client) -> None:
-        """The process exits: its pidfds become readable."""
-        for end in client.exits:
-            os.close(end)
 
     async def lose_connection(self, client: Client) -> None:
         """The connection ends, while the process lives; it connects again."""
         old = client.link._client
         await old.close()
         await eventually(lambda: client.link._client not in (old, None))
-        client.exits += self._exits
-        self._exits.clear()
 
     def bytes_of(self, entry: ArenaRange) -> bytes:
         return bytes(self.arena.view.memory[entry.offset + 64 : entry.offset + 64 + ITEM_BYTES])
@@ -197,8 +185,3 @@ class World:
     async def close(self) -> None:
         await self.server.close()
         self.arena.close()
-
-    def _pidfd(self, _pid: int) -> int:
-        read_end, write_end = os.pipe()
-        self._exits.append(write_end)
-        return read_end

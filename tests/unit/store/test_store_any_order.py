@@ -266,9 +266,7 @@ class Holding(RuleBasedStateMachine):
     @has_client
     @rule(which=number)
     def lose_connection(self, which):
-        client = self.pick(which)
-        self._forget_passed(client)
-        self.run(self.world.lose_connection(client))
+        self.run(self.world.lose_connection(self.pick(which)))
 
     @has_client
     @rule(which=number)
@@ -278,11 +276,8 @@ class Holding(RuleBasedStateMachine):
         self.passed = [found for found in self.passed if found[0] is not client]
         self.fills = [found for found in self.fills if found[0] is not client]
         self.embedded = [found for found in self.embedded if found[0] is not client]
-        self._forget_passed(client)
-        self.run(client.die())
-
-    def _forget_passed(self, worker) -> None:
-        self.passed_ahead = {name: found for name, found in self.passed_ahead.items() if found[0] is not worker}
+        self.passed_ahead = {name: found for name, found in self.passed_ahead.items() if found[0] is not client}
+        self.run(client.disconnect())
 
     @rule()
     def evict(self):

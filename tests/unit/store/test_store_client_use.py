@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from medialane.core.errors import ProtocolViolation
+from medialane.core.tensor import ArenaRange
 from medialane.store.client_use import ClientUse
+from medialane.store.messages import HeldEntry
 
 
 class Lease:
@@ -22,6 +24,13 @@ class Reservation:
 
     def abandon(self) -> None:
         self.num_abandons += 1
+
+
+ENTRY = HeldEntry(ArenaRange("0" * 32, 4096, 64, 1))
+
+
+def no_claim(entry):
+    raise AssertionError(f"{entry} is known")
 
 
 def test_each_lease_is_released_once():
@@ -50,7 +59,7 @@ def test_a_client_that_returns_keeps_only_what_it_names_and_has_stopped_writing(
     hold_id = use.hold([kept])
     use.hold([dropped])
     use.start_writing(writing)
-    use.keep_only([hold_id, 1234])
+    use.keep_only({hold_id: ENTRY}, claim=no_claim)
     assert (kept.num_releases, dropped.num_releases, writing.num_abandons) == (0, 1, 1)
     assert not use.stop_writing(writing), "it has ended"
 
@@ -58,7 +67,7 @@ def test_a_client_that_returns_keeps_only_what_it_names_and_has_stopped_writing(
 def test_ids_are_not_reused_after_a_return():
     use = ClientUse()
     ids = {use.hold([Lease()]) for _ in range(3)}
-    use.keep_only([])
+    use.keep_only({}, claim=no_claim)
     assert use.hold([Lease()]) not in ids
 
 

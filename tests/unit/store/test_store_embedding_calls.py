@@ -105,9 +105,9 @@ async def test_worker_that_waits_writes_when_the_other_is_killed(world):
     await one.embedding("a")
     task = asyncio.create_task(two.embedding("a", wait_s=50))
     await eventually(lambda: world.items.embeddings.stats.num_waited == 1)
-    await one.disconnect()
+    await one.disconnect(lives=True)
     assert not task.done()
-    world.kill(one)
+    one.exit()
     found = await asyncio.wait_for(task, 5)
     assert not found.is_filled
     write(found, "a")
@@ -118,7 +118,7 @@ async def test_worker_that_waits_writes_when_the_other_is_killed(world):
 async def test_embedding_is_cached_although_the_worker_died_after_its_engine_had_written_it(world):
     one, two = await world.client(), await world.client()
     write(await one.embedding("a"), "a")
-    await one.die()
+    await one.disconnect()
     await eventually(lambda: is_cached(world, "a"))
     (await two.embedding("a")).hold.release()
 
@@ -127,7 +127,7 @@ async def test_range_of_a_dead_worker_is_freed_only_when_its_engine_does_not_wri
     one = await world.client()
     entry = (await one.embedding("a")).embedding.tensor.range
     with FillWriter.open(entry, DIRECTORY) as payload:
-        await one.die()
+        await one.disconnect()
         await eventually(lambda: world.items.embeddings.stats.num_revoking == 1)
         payload[:] = pattern("w") * len(payload)
         world.arena.clear()
@@ -142,7 +142,7 @@ async def test_range_of_a_killed_worker_and_its_killed_engine_is_freed(world):
     entry = (await one.embedding("a")).embedding.tensor.range
     with engine_writing(entry) as engine:
         assert await asyncio.to_thread(line_of, engine) == b"writing\n"
-        await one.die()
+        await one.disconnect()
         await eventually(lambda: world.items.embeddings.stats.num_revoking == 1)
         world.arena.clear()
         assert world.bytes_of(entry)[:1] == b"\1"

@@ -34,9 +34,9 @@ class Worker:
         self._call_at = client.link.call_at
         client.link.call_at = self._counted
 
-    async def _counted(self, *args):
+    async def _counted(self, *args, **settings):
         self.num_calls += 1
-        return await self._call_at(*args)
+        return await self._call_at(*args, **settings)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ async def test_passed_hold_needs_no_call_and_outlives_its_gateway(world, gateway
     assert gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
     await eventually(lambda: num_leases(world) == 2)
     held = await (waiting or worker.entries.hold([entry], passed_with="r"))
-    await gateway.die()
+    await gateway.disconnect()
     await eventually(lambda: num_leases(world) == 1)
     world.arena.clear()
     assert worker.num_calls == 0
@@ -129,12 +129,12 @@ async def test_cancelled_request_leaves_no_hold(world, gateway, worker):
     await eventually(lambda: num_leases(world) == 1)
 
 
-async def test_lost_store_ends_the_wait_at_once(world, gateway, worker, monkeypatch):
+async def test_removed_arena_ends_the_wait_at_once(world, gateway, worker, monkeypatch):
     monkeypatch.setattr(hold_passing, "MAX_WAIT_S", 60)
     _, entry = await found(gateway)
     waiting = asyncio.create_task(worker.entries.hold([entry], passed_with="r"))
     await asyncio.sleep(0)
-    await world.server.close()
+    await world.close()
     with pytest.raises(StoreUnavailable):
         await asyncio.wait_for(waiting, 5)
     with pytest.raises(StoreUnavailable):
@@ -171,7 +171,7 @@ async def test_what_a_worker_retains_is_not_passed_again(gateway, worker):
 async def test_nothing_is_passed_without_a_store(world, gateway, worker):
     _, entry = await found(gateway)
     await world.server.close()
-    await eventually(lambda: gateway.link.arena is None)
+    await eventually(lambda: gateway.link.status is None)
     assert not gateway.passer.pass_on([entry], to=worker.link.client_id, request_id="r")
 
 

@@ -26,7 +26,6 @@ async def gateway(world):
     client = await world.client(processor=SETTINGS)
     yield client
     await client.disconnect()
-    client.world.kill(client)
 
 
 @pytest.fixture
@@ -34,7 +33,6 @@ async def worker(world):
     client = await world.client()
     yield client
     await client.disconnect()
-    client.world.kill(client)
 
 
 async def test_call_in_the_iteration_in_which_the_connection_is_lost_waits_for_the_next(world, gateway):
@@ -68,10 +66,10 @@ async def test_cancelled_link_closes_its_connection(world, gateway):
     await eventually(lambda: not world.server._sessions)
 
 
-async def test_entries_of_a_lost_store_are_refused_without_waiting_for_the_next(world, gateway):
+async def test_entries_of_a_removed_arena_are_refused_without_waiting_for_the_next_store(world, gateway):
     worker = await world.client()
     _, entry = gateway.holds[await gateway.find("a")]
-    await world.server.close()
+    await world.close()
     await eventually(lambda: worker.link.arena is None)
     with pytest.raises(StoreUnavailable):
         async with asyncio.timeout(0.5):

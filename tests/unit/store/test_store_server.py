@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import stat
-from functools import partial
 
 import pytest
 from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
@@ -14,8 +12,7 @@ from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 from medialane.core.errors import ArenaFull, HandoverFailed, ProtocolViolation, StartupFailed, StoreUnavailable
 from medialane.store.client import StoreClient
 from medialane.store.holds import StoreEntries
-from medialane.store.messages import FindItem, ItemFound, Release, StoreHello
-from medialane.store.session import pidfd_of
+from medialane.store.messages import FindItem, HeldEntry, ItemFound, Release, StoreHello
 from waiting import eventually
 
 
@@ -43,7 +40,7 @@ async def test_worker_holds_what_the_gateway_has_sent_beyond_the_gateways_death(
     hold_id = await gateway.find("a")
     _, entry = gateway.holds[hold_id]
     held = await StoreEntries(worker.link).hold([entry])
-    await gateway.die()
+    await gateway.disconnect()
     world.arena.clear()
     assert world.bytes_of(entry) == pattern("a") * ITEM_BYTES
     held.release()
@@ -64,31 +61,12 @@ async def test_worker_cannot_hold_what_its_gateway_has_released(world):
 async def test_killed_client_loses_its_holds_when_its_process_is_gone(world):
     worker = await world.client()
     _, entry = worker.holds[await worker.find("a")]
-    await worker.disconnect()
+    await worker.disconnect(lives=True)
     await asyncio.sleep(0.05)  # time: it must not be released before the process exits
     world.arena.clear()
     assert world.bytes_of(entry) == pattern("a") * ITEM_BYTES
-    world.kill(worker)
+    worker.exit()
     await eventually(lambda: world.arena.stats().num_leases == 0)
-
-
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EPERM])
-async def test_client_whose_process_cannot_be_watched_is_refused_until_it_can(world, monkeypatch, number):
-    """Nothing that it would read could be freed at the right time."""
-
-    def fail(_pid):
-        raise OSError(number, os.strerror(number))
-
-    hello = StoreHello(client_id="one", arena=world.arena.id, holds=[])
-    connect = partial(StoreClient.connect, world.address, hello, RPC, holds=set(), on_passed=list, on_reclaim=list)
-    with monkeypatch.context() as patched:
-        patched.setattr("medialane.store.session.pidfd_of", pidfd_of)
-        patched.setattr(os, "pidfd_open", fail)
-        with pytest.raises(StoreUnavailable, match=f"cannot watch the process of its client: {os.strerror(number)}"):
-            await connect()
-    client = await connect()
-    assert client.welcome.arena.id == world.arena.id
-    await client.close()
 
 
 async def test_lost_connection_keeps_what_the_living_client_still_holds(world):
@@ -109,16 +87,17 @@ async def test_lost_connection_keeps_what_the_living_client_still_holds(world):
 async def test_second_connection_of_a_client_takes_over_what_it_holds(world):
     """The store has not noticed that the first is lost."""
 
-    async def connect(*holds):
-        hello = StoreHello(client_id="one", arena=world.arena.id, holds=list(holds))
-        return await StoreClient.connect(world.address, hello, RPC, holds=set(holds), on_passed=list, on_reclaim=list)
+    async def connect(holds=None):
+        holds = holds or {}
+        hello = StoreHello(client_id="one", arena=world.arena.id, holds=holds)
+        return await StoreClient.connect(world.address, hello, RPC, holds=holds, on_passed=list, on_reclaim=list)
 
     async def find(client, content):
         return await client.call(lambda call_id: FindItem(call_id, reference(content), "processed"))
 
     first = await connect()
     kept, _dropped = await find(first, "a"), await find(first, "b")
-    second = await connect(kept.hold_id)
+    second = await connect({kept.hold_id: HeldEntry(kept.range)})
     await asyncio.wait_for(first.closed.wait(), 5)
     await eventually(lambda: world.arena.stats().num_leases == 1)
     world.arena.clear()
@@ -126,8 +105,6 @@ async def test_second_connection_of_a_client_takes_over_what_it_holds(world):
     second.release(kept.hold_id)
     await eventually(lambda: world.arena.stats().num_leases == 0)
     await second.close()
-    for end in world._exits:
-        os.close(end)
 
 
 async def test_cancelled_call_leaves_no_hold(world):
@@ -186,10 +163,10 @@ async def test_range_of_a_killed_writer_is_freed_when_its_process_is_gone(world)
 
     task = asyncio.create_task(upload(client, write))
     await writing.wait()
-    await client.disconnect()
+    await client.disconnect(lives=True)
     await asyncio.sleep(0.05)  # time: a living process may still be writing
     assert world.arena.stats().num_reservations == 1
-    world.kill(client)
+    client.exit()
     await eventually(lambda: world.arena.stats().num_reservations == 0)
     task.cancel()
 
@@ -221,7 +198,7 @@ async def test_socket_is_private_and_a_client_of_another_release_is_refused(worl
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     with pytest.raises(StartupFailed, match="same release"):
         await StoreClient.connect(
-            world.address, StoreHello(version=0, client_id="x"), RPC, holds=set(), on_passed=list, on_reclaim=list
+            world.address, StoreHello(version=0, client_id="x"), RPC, holds={}, on_passed=list, on_reclaim=list
         )
 
 
@@ -281,7 +258,7 @@ async def test_store_without_a_gateway_is_exposed_by_one_of_the_workers_that_are
     assert await first.entries.exposed_stats() is not None
     assert await second.entries.exposed_stats() is None
     assert await unscraped.entries.exposed_stats() is None
-    await first.die()
+    await first.disconnect()
     found = await second.entries.exposed_stats()
     assert found is not None
     assert found.arena.size_bytes == world.arena.stats().size_bytes
@@ -291,7 +268,7 @@ async def test_store_with_a_gateway_is_exposed_by_that_alone(world):
     worker = await world.client(scraped="worker")
     gateway = await world.client(scraped="gateway")
     assert await worker.entries.exposed_stats() is None
-    await gateway.die()
+    await gateway.disconnect()
     assert await worker.entries.exposed_stats() is not None
     await world.server.close()
     assert await worker.entries.exposed_stats() is None
