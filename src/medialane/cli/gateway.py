@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
+from medialane.core.process.memory import MemoryUse
 from medialane.core.process.phase import enter_phase
 from medialane.core.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.gateway import (
@@ -48,7 +50,7 @@ from medialane.gateway.intake import warm_up
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_link.join_server import JoinServer
-from medialane.observability.metrics import Metrics
+from medialane.observability.metrics import Memory, Metrics
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.store import HoldPasser, StoreGrants, StoreLink
@@ -308,12 +310,20 @@ async def _app(
     metrics.watch_routing(gateway.routes.stats)
     scrape = WorkerScrape(links)
     metrics.watch_engines(scrape.mirrors)
+    memory = MemoryUse(lambda: {"gateway": [os.getpid()]})
+    metrics.watch_memory(lambda: memory.latest, lambda: _memory(components.store, scrape))
 
     def health() -> tuple[int, bytes]:
         return health_of(links, [components.store.problem] if components.frontend.takes_media else []).response()
 
     group = (
-        GatewayMetrics(addresses.gateways, addresses.gateway_index, metrics=metrics, health=health)
+        GatewayMetrics(
+            addresses.gateways,
+            addresses.gateway_index,
+            metrics=metrics,
+            health=health,
+            refresh_own=partial(memory.refresh, SCRAPE_TIMEOUT_S / 2),
+        )
         if addresses.gateways
         else None
     )
@@ -322,7 +332,7 @@ async def _app(
         await asyncio.gather(
             scrape.refresh(),
             components.store.refresh(SCRAPE_TIMEOUT_S),
-            *([group.refresh()] if group is not None else []),
+            group.refresh() if group is not None else memory.refresh(SCRAPE_TIMEOUT_S),
         )
 
     app = await components.frontend.app(
@@ -344,3 +354,10 @@ async def _app(
         tasks=model_tasks,
     )
     return app, group
+
+
+def _memory(store: StoreLink, workers: WorkerScrape) -> Iterator[Memory]:
+    """Yield the memory of the processes that the gateways of this host have in common."""
+    if store.status is not None:
+        yield {}, store.status.stats.memory
+    yield from workers.memory()

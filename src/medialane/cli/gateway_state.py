@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -80,7 +81,8 @@ class Store(msgspec.Struct, frozen=True):
 
 
 class GatewayState(msgspec.Struct, frozen=True):
-    """`health` is `ok`, `degraded` or `unavailable`; `store` is None if the gateway is not connected to one."""
+    """`health` is `ok`, `degraded` or `unavailable`; `store` is None if the gateway is not connected to one. `memory`
+    is the bytes of all processes that report to the gateway, by kind."""
 
     url: str
     health: str
@@ -89,6 +91,7 @@ class GatewayState(msgspec.Struct, frozen=True):
     store: Store | None
     workers: tuple[Worker, ...]
     links: tuple[Link, ...]
+    memory: Mapping[str, int] = {}
 
     @property
     def is_well(self) -> bool:
@@ -162,7 +165,14 @@ def parse_state(url: str, health: bytes, metrics: bytes) -> GatewayState:
     if "medialane_request_seconds_count" not in samples:
         raise StartupFailed(f"{url} is not a gateway of medialane: its /metrics have no medialane_... series")
     return GatewayState(
-        url, reported.status, reported.problems, _gateways(samples), _store(samples), _workers(samples), _links(samples)
+        url,
+        reported.status,
+        reported.problems,
+        _gateways(samples),
+        _store(samples),
+        _workers(samples),
+        _links(samples),
+        _memory(samples),
     )
 
 
@@ -220,6 +230,13 @@ def _links(samples: _Samples) -> tuple[Link, ...]:
     return tuple(
         Link(*ends, value == 1, int(in_flight.get(ends, 0)), transports.get(ends, "")) for ends, value in sorted(links)
     )
+
+
+def _memory(samples: _Samples) -> dict[str, int]:
+    sizes = Counter[str]()
+    for labels, value in samples.get("medialane_process_memory_bytes", []):
+        sizes[labels["kind"]] += int(value)
+    return dict(sizes)
 
 
 def worker_host(name: str) -> str:

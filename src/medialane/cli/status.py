@@ -128,6 +128,9 @@ def _show(console: Console, state: GatewayState) -> None:
         if table.row_count:
             console.print(table)
     _show_store(console, state)
+    if state.memory:
+        sizes = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sorted(state.memory.items()))
+        console.print(f"memory (proportional share, without the arena): {sizes}", soft_wrap=True)
 
 
 def _show_store(console: Console, state: GatewayState) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import os
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,9 +23,13 @@ from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.cluster.vllm_flags import flag_value, processor_flags
 from medialane.config import Config, allowed_environ, process_environ, vllm_defaults
 from medialane.core.errors import StartupFailed
+from medialane.core.process.descendants import children
+from medialane.core.process.memory import MemoryUse, ProcessKind
 from medialane.core.process.phase import READY, enter_phase
+from medialane.core.process.title import WARM, has_title
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
+from medialane.core.watched_task import WatchedTask
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.peers.nixl.mover import NixlMover
@@ -144,6 +150,8 @@ class _Store:
             aliases=aliases,
             published=published,
         )
+        self._memory = MemoryUse(partial(self._pids, mover))
+        await stack.enter_async_context(WatchedTask(self._memory.run, "the reading of memory use"))
         self._server = StoreServer(
             self._items,
             arena,
@@ -172,8 +180,20 @@ class _Store:
 
     def _status(self) -> StoreStatus:
         embeddings = self._items.embeddings.stats
-        stats = StoreStats(self._arena.stats(), self._pool.stats(), self._pulls.stats, embeddings)
+        stats = StoreStats(
+            self._arena.stats(), self._pool.stats(), self._pulls.stats, embeddings, dict(self._memory.latest)
+        )
         return StoreStatus(stats, self._pool.degradation, self._has_started)
+
+    def _pids(self, mover: NixlMover | None) -> dict[ProcessKind, Iterable[int]]:
+        """Return the processes whose memory this store reports: its own, and the warm process of the same parent."""
+        movers = [mover.pid] if mover is not None and mover.pid is not None else []
+        return {
+            "store": [os.getpid(), *movers],
+            "forkserver": self._pool.forkserver_pids,
+            "preparer": self._pool.preparer_pids,
+            "warm": [pid for pid in children(os.getppid()) if has_title(pid, WARM)],
+        }
 
 
 def has_rdma_devices() -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
+
+from medialane.core.process.memory import ProcessKind
 
 
 class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
@@ -26,7 +30,7 @@ class MetricChanges(msgspec.Struct, frozen=True, array_like=True):
 
     `families` and `series` are new; series are numbered from 0 as they are sent, and no number is reused. `ids` (u32,
     little-endian) are the series whose values have changed, `values` (f64) their new values; `removed` (u32) are series
-    that no longer exist.
+    that no longer exist. `memory` is that of the worker's processes, in bytes; the first message of a read has it.
     """
 
     families: tuple[MetricFamily, ...] = ()
@@ -34,3 +38,4 @@ class MetricChanges(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes = b""
     values: bytes = b""
     removed: bytes = b""
+    memory: Mapping[ProcessKind, int] = {}

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from medialane.core.process.memory import ProcessKind
+
 
 class ArenaStats(msgspec.Struct, frozen=True):
     """Usage of an arena and its cache lookups. Bytes are allocated bytes, including headers and padding.
@@ -72,12 +74,13 @@ class EmbeddingStats(msgspec.Struct, frozen=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True):
-    """State of a host's media store."""
+    """State of a host's media store. `memory` is that of its processes, in bytes."""
 
     arena: ArenaStats
     preparers: PoolStats
     pulls: PullStats = PullStats()
     embeddings: EmbeddingStats = EmbeddingStats()
+    memory: Mapping[ProcessKind, int] = {}
 
 
 class RoutingStats(msgspec.Struct, frozen=True):

@@ -15,8 +15,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -38,7 +39,7 @@ _FAMILY = re.compile(rb"^(?=# HELP )", re.MULTILINE)
 
 class GatewayMetrics:
     """One gateway's view of the group. `sockets` are the paths of all gateways' sockets, `index` is its own place
-    there; `health` returns status and body of `/health`."""
+    there; `health` returns status and body of `/health`. `refresh_own` precedes each read of this gateway's figures."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class GatewayMetrics:
         *,
         metrics: Metrics,
         health: Callable[[], tuple[int, bytes]],
+        refresh_own: Callable[[], Coroutine[Any, Any, None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = sockets[index]
@@ -54,6 +56,7 @@ class GatewayMetrics:
         self._own = _Labelled(metrics.registry, str(index))
         self._host = metrics.host
         self._health = health
+        self._refresh_own = refresh_own
         self._clock = clock
         self._lock = asyncio.Lock()
         self._refreshed_at = float("-inf")
@@ -70,7 +73,8 @@ class GatewayMetrics:
         """Read the other gateways' metrics, at most every `MIN_INTERVAL_S`; takes at most `TIMEOUT_S`."""
         async with self._lock:
             if self._clock() - self._refreshed_at >= MIN_INTERVAL_S:
-                await gather_or_cancel([self._read(label, path) for label, path in self._others.items()])
+                others = [self._read(label, path) for label, path in self._others.items()]
+                await gather_or_cancel([self._refresh_own(), *others])
                 self._refreshed_at = self._clock()
 
     async def _read(self, label: str, path: str) -> None:
@@ -102,6 +106,7 @@ class GatewayMetrics:
             await runner.cleanup()
 
     async def _answer_metrics(self, _request: web.Request) -> web.Response:
+        await self._refresh_own()
         return web.Response(body=generate_latest(self._own))
 
     async def _answer_health(self, _request: web.Request) -> web.Response:

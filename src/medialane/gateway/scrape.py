@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.workers import WorkerPool
-from medialane.observability.worker_metrics import MetricMirror
+from medialane.observability.metrics import Memory
+from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -52,6 +53,11 @@ class WorkerScrape:
         """Return the metrics of the connected workers, by address."""
         clients = {link.name: link.client for link in self._workers.links.values()}
         return {address: client.calls.metrics for address, client in clients.items() if client is not None}
+
+    def memory(self) -> Iterator[Memory]:
+        """Yield the memory of the connected workers' processes."""
+        for name, mirror in self.mirrors().items():
+            yield {WORKER_LABEL: name}, mirror.memory
 
 
 class ScrapeMiddleware:

@@ -15,10 +15,14 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from medialane.core.process.memory import ProcessKind
 from medialane.core.request import WORKER_STATES, Endpoint
 from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, PullStats, RoutingStats, StoreStats
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
+
+#: Labels, and bytes by kind of process.
+Memory = tuple[Mapping[str, str], Mapping[ProcessKind, int]]
 
 _STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ROUTING_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01)
@@ -180,6 +184,16 @@ class Metrics:
         """Expose vLLM's metrics of each worker's engine, read on each scrape."""
         self._watch(self.host, lambda: collect(read()))
 
+    def watch_memory(
+        self, own: Callable[[], Mapping[ProcessKind, int]], of_host: Callable[[], Iterable[Memory]]
+    ) -> None:
+        """Expose the memory of this process and of the host's others, read on each scrape."""
+        if self.host is self.registry:  # a family may occur only once in a page
+            self._watch(self.registry, lambda: iter([memory_metric([({}, own()), *of_host()])]))
+        else:
+            self._watch(self.registry, lambda: iter([memory_metric([({}, own())])]))
+            self._watch(self.host, lambda: iter([memory_metric(of_host())]))
+
     def watch_gateways(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Expose which gateways of the host respond, by index."""
         text = "1 for a gateway that has responded to this scrape, 0 for one whose last values are exposed"
@@ -213,6 +227,19 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str
     """Add one sample for each value of the family's label."""
     for key, value in values.items():
         family.add_metric([key], value)
+    return family
+
+
+def memory_metric(memory: Iterable[Memory]) -> Metric:
+    """Return the memory of processes."""
+    text = (
+        "Memory by kind of process: proportional set size, in which a page that n processes share counts 1/n. Without"
+        " shared memory (medialane_arena_bytes), page tables, and the process of `medialane serve`"
+    )
+    family = Metric("medialane_process_memory_bytes", text, "gauge")
+    for labels, sizes in memory:
+        for kind, num_bytes in sizes.items():
+            family.add_sample(family.name, {"kind": kind, **labels}, num_bytes)
     return family
 
 

@@ -10,13 +10,15 @@ worker never decrease. A new connection starts with all series.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import METRIC_TYPES, Metric
 
 from medialane.core.metrics import MetricChanges, MetricFamily, MetricSeries
+from medialane.core.process.memory import ProcessKind
 
 #: Only vLLM's metrics: `process_` and `python_` would be mistaken for those of the gateway's process.
 PREFIX = "vllm:"
@@ -42,10 +44,17 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 class MetricReader:
     """Tracks which changes of a registry's `PREFIX` families one gateway has not been sent yet. Series above
-    `max_series` are left out and counted in `num_dropped`."""
+    `max_series` are left out and counted in `num_dropped`. `memory` returns that of the worker's processes."""
 
-    def __init__(self, registry: CollectorRegistry, *, max_series: int = MAX_SERIES) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        memory: Callable[[], Mapping[ProcessKind, int]] = dict,
+        *,
+        max_series: int = MAX_SERIES,
+    ) -> None:
         self._registry = registry
+        self._memory = memory
         self._max_series = max_series
         self._families: dict[str, int] = {}
         self._ids: dict[_Key, int] = {}
@@ -77,7 +86,8 @@ class MetricReader:
                     series.append(MetricSeries(family, sample.name, dict(sample.labels)))
                 if self._values.get(number) != sample.value:
                     self._values[number] = changed[number] = sample.value
-        return list(_pieces(families, series, changed, self._forget(left)))
+        first, *others = _pieces(families, series, changed, self._forget(left))
+        return [msgspec.structs.replace(first, memory=self._memory()), *others]
 
     def _family(self, metric: Metric, families: list[MetricFamily]) -> int:
         number = self._families.get(metric.name)
@@ -102,6 +112,8 @@ class MetricMirror:
         self._series: dict[int, MetricSeries] = {}
         self._values: dict[int, float] = {}
         self._num_sent = 0
+        #: That of the worker's processes, in bytes.
+        self.memory: Mapping[ProcessKind, int] = {}
 
     def __len__(self) -> int:
         return len(self._values)
@@ -119,6 +131,7 @@ class MetricMirror:
             raise ValueError("invalid metric family or series")
         if len(ids) != len(values) or any(i not in self._series and i not in new for i in (*ids, *removed)):
             raise ValueError("values do not match the series")
+        self.memory = changes.memory or self.memory
         self._families.extend(changes.families)
         self._series.update(new)
         self._num_sent += len(new)

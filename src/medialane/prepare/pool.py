@@ -171,7 +171,14 @@ class PreparerPool:
 
     @property
     def preparer_pids(self) -> tuple[int, ...]:
-        return tuple(preparer.pid for preparer in self._preparers.alive)
+        """May be read in any thread."""
+        return tuple(preparer.pid for preparer in tuple(self._preparers.alive))
+
+    @property
+    def forkserver_pids(self) -> tuple[int, ...]:
+        """The fork server and the spare, as far as there are. May be read in any thread."""
+        pids = (None if self._forkserver is None else self._forkserver.pid, self.spare_pid)
+        return tuple(pid for pid in pids if pid is not None)
 
     @property
     def spare_pid(self) -> int | None:

@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 
 from medialane.core.errors import StartupFailed
 from medialane.core.stats import StoreStats
-from medialane.observability.metrics import store_metrics
+from medialane.observability.metrics import Memory, memory_metric, store_metrics
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
 from medialane.worker.gateway_link.server import RpcServer
@@ -74,7 +74,10 @@ class WorkerStatus(Collector):
             ),
         }
         gauges = [GaugeMetricFamily(name, text, value=float(value)) for name, (text, value) in values.items()]
-        return [*gauges, self._embeddings(), *store_metrics(self._store)]
+        memory: list[Memory] = [({}, self._worker.memory())]
+        if self._store is not None:
+            memory.append(({}, self._store.memory))
+        return [*gauges, self._embeddings(), memory_metric(memory), *store_metrics(self._store)]
 
     def _embeddings(self) -> Metric:
         text = "Media items by what the engine did: loaded or encoded; of embeddings, saved, or failed to load or save"

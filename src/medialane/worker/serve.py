@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from medialane.core.errors import WorkerLost
+from medialane.core.process.descendants import group_below
+from medialane.core.process.memory import MemoryUse
 from medialane.core.process.phase import enter_phase
 from medialane.wire.address import TcpAddress
 from medialane.wire.config import RpcConfig
@@ -50,7 +52,8 @@ async def serve_worker(
 
     Owns the engine, which is closed in any case. Raises StartupFailed if it cannot listen at the address.
     """
-    worker = Worker(engine, config, arena_directory=arena_directory, host_arena=host_arena)
+    memory = MemoryUse(lambda: {engine.card.role: [os.getpid()], "engine": group_below()})
+    worker = Worker(engine, config, arena_directory=arena_directory, host_arena=host_arena, memory=memory.read)
     with stopped_by_signals() as stop:
         return await serve_until(stop, worker, engine, address, config=config, rpc=rpc, gateways=gateways)
 

@@ -22,6 +22,7 @@ from medialane.core.errors import (
 from medialane.core.feature import Hold
 from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
+from medialane.core.process.memory import ProcessKind
 from medialane.core.remote_entry import MoverName
 from medialane.core.request import (
     EncoderCard,
@@ -65,11 +66,13 @@ class Worker:
         arena_directory: str,
         host_arena: HostArena | None = None,
         registry: CollectorRegistry = REGISTRY,  # used by vLLM for its engine's metrics
+        memory: Callable[[], Mapping[ProcessKind, int]] = dict,  # of the worker's processes; called in threads
     ) -> None:
         self.worker_id = secrets.token_hex(8)
         self._engine = engine
         self._config = config
         self.registry = registry
+        self.memory = memory
         self._receiver = Receiver(arena_directory)
         self._blocks = BlockReports(engine.card)
         engine.watch_blocks(self._blocks.apply)
@@ -178,7 +181,7 @@ class Worker:
         return result
 
     def metrics(self) -> Callable[[], list[MetricChanges]]:
-        return MetricReader(self.registry).read
+        return MetricReader(self.registry, self.memory).read
 
     async def watch(self) -> None:
         """Ping the engine, and have it unmap unused arenas. Never returns; raises WorkerLost when the engine is lost.

@@ -31,13 +31,25 @@ def store_stats():
     return StoreStats(ArenaStats(**arena), PoolStats(**pool))
 
 
-def page(*endpoints, store=None):
+def page(*endpoints, store=None, memory=None):
     """`/metrics` of a gateway, as it exports them."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.watch_workers(lambda: endpoints)
     metrics.watch_store(lambda: store)
+    if memory is not None:
+        metrics.watch_memory(lambda: {"gateway": 3 << 20}, lambda: memory)
     return generate_latest(registry)
+
+
+async def test_memory_is_shown_by_kind_of_process(serve, capsys):
+    memory = [({}, {"store": 1 << 20}), *(({"worker": name}, {"engine": 2 << 20}) for name in ("a", "b"))]
+    url = await serve(metrics=page(endpoint("a"), endpoint("b"), memory=memory))
+    assert await status("--gateway", url) == 0
+    line = "memory (proportional share, without the arena): engine 4 MiB, gateway 3 MiB, store 1 MiB\n"
+    assert line in capsys.readouterr().out
+    assert await status("--gateway", url, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == {"engine": 4 << 20, "gateway": 3 << 20, "store": 1 << 20}
 
 
 async def test_embeddings_of_the_store_are_shown(serve, capsys):

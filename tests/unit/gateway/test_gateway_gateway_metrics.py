@@ -22,11 +22,23 @@ class Member:
 
     def __init__(self, sockets, index, clock):
         self.metrics = Metrics(CollectorRegistry(), host=CollectorRegistry())
+        self.num_refreshes = 0
         worker = Endpoint("w0", "unix:/w0", ready=True, num_in_flight=index + 1, load=WorkerLoad(num_running=3))
         self.metrics.watch_workers(lambda: [worker])
+        self.metrics.watch_memory(lambda: {"gateway": 100 * self.num_refreshes}, lambda: [({}, {"store": 5})])
         self.health = (200, b"")
         self.socket = sockets[index]
-        self.group = GatewayMetrics(sockets, index, metrics=self.metrics, health=lambda: self.health, clock=clock)
+        self.group = GatewayMetrics(
+            sockets,
+            index,
+            metrics=self.metrics,
+            health=lambda: self.health,
+            refresh_own=self._refresh_own,
+            clock=clock,
+        )
+
+    async def _refresh_own(self):
+        self.num_refreshes += 1
 
     async def scrape(self):
         await self.group.refresh()
@@ -72,6 +84,15 @@ async def test_scrape_of_any_gateway_covers_all(serving):
 async def test_figures_of_a_worker_are_exposed_once(serving):
     page = await serving[0].scrape()
     assert values(page, "medialane_worker_running") == {(("worker", "w0"),): 3}
+
+
+async def test_memory_of_each_gateway_is_read_for_the_scrape_and_that_of_the_host_occurs_once(serving):
+    sizes = values(await serving[0].scrape(), "medialane_process_memory_bytes")
+    assert sizes == {
+        (("gateway", "0"), ("kind", "gateway")): 100,
+        (("gateway", "1"), ("kind", "gateway")): 100,
+        (("kind", "store"),): 5,
+    }
 
 
 async def test_each_family_has_one_header(serving):

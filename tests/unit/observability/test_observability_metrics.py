@@ -73,6 +73,18 @@ def test_state_is_read_at_every_scrape(metrics, registry):
     assert value("medialane_preparer_queue") == 0
 
 
+def test_memory_of_all_processes_is_one_family(metrics, registry):
+    of_host = [({}, {"store": 2, "preparer": 3}), ({"worker": "h/0"}, {"worker": 4, "engine": 5})]
+    metrics.watch_memory(lambda: {"gateway": 1}, lambda: of_host)
+
+    def value(**labels):
+        return registry.get_sample_value("medialane_process_memory_bytes", labels)
+
+    assert (value(kind="gateway"), value(kind="store"), value(kind="preparer")) == (1, 2, 3)
+    assert (value(kind="worker", worker="h/0"), value(kind="engine", worker="h/0")) == (4, 5)
+    assert generate_latest(registry).count(b"# TYPE medialane_process_memory_bytes gauge") == 1
+
+
 def test_embeddings_of_the_store_are_exposed_by_outcome_and_state(metrics, registry):
     embeddings = EmbeddingStats(num_found=6, num_filled=5, num_dropped=4, num_waited=3, num_writing=2, num_revoking=1)
     arena = arena_stats(encoded_bytes=1, decoded_bytes=2, processed_bytes=3, embedded_bytes=4)

@@ -11,11 +11,12 @@ from medialane.observability.worker_metrics import PIECE_SERIES, MetricMirror, M
 
 
 class Pair:
-    """A worker's registry, and a gateway's mirror of it."""
+    """A worker's registry and the memory of its processes, and a gateway's mirror of them."""
 
     def __init__(self, **limits):
-        self.registry = CollectorRegistry()
-        self.reader, self.mirror = MetricReader(self.registry, **limits), MetricMirror(**limits)
+        self.registry, self.memory = CollectorRegistry(), {}
+        self.reader = MetricReader(self.registry, lambda: self.memory, **limits)
+        self.mirror = MetricMirror(**limits)
 
     def read(self):
         """Bring the mirror up to date; what travelled."""
@@ -130,6 +131,20 @@ def test_series_over_the_limit_are_dropped():
         gauge.labels(str(number)).set(1)
     pair.read()
     assert (len(pair.mirror), pair.reader.num_dropped) == (3, 2)
+
+
+def test_memory_is_mirrored_and_kept_while_it_is_unknown(pair):
+    pair.memory = {"worker": 7, "engine": 8}
+    assert len(pair.read()) == 1
+    assert pair.mirror.memory == {"worker": 7, "engine": 8}
+    pair.memory = {}
+    pair.read()
+    assert pair.mirror.memory == {"worker": 7, "engine": 8}
+
+
+def test_memory_of_an_unknown_kind_is_refused():
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode([[], [], b"", b"", b"", {"x": 1}]), type=MetricChanges)
 
 
 def test_reader_of_a_new_connection_starts_with_everything(pair):

@@ -6,6 +6,8 @@
 * `phase`: what a process does until it is ready, for whoever started it.
 * `cpu_time`: whether a process computes, or hangs.
 * `title`: what `ps` shows.
+* `memory`: how much memory processes use.
+* `descendants`: the processes below one.
 * `oom_kills`: whether the kernel killed one for lack of memory.
 * `libc`: system calls that Python does not wrap.
 """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
+
+from medialane.core.process.descendants import descendants
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 #: Fields of /proc/PID/stat after the name: state, utime, stime.
@@ -14,7 +16,7 @@ _STATE, _UTIME, _STIME = 0, 11, 12
 def used_cpu_s(pids: Iterable[int]) -> float | None:
     """Return the CPU time in seconds that these processes and their descendants have used so far. None if one of them
     is stopped (SIGSTOP, a debugger), or if none exists. Reads dozens of files: not for the event loop."""
-    stats = [stat for pid in pids for each in _tree(pid) if (stat := _stat(each))]
+    stats = [stat for pid in pids for each in (pid, *descendants(pid)) if (stat := _stat(each))]
     if not stats or any(stat[_STATE] in (b"T", b"t") for stat in stats):
         return None
     return sum(int(stat[_UTIME]) + int(stat[_STIME]) for stat in stats) / _TICKS_PER_S
@@ -23,17 +25,6 @@ def used_cpu_s(pids: Iterable[int]) -> float | None:
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal, debuggers excepted."""
     return _stat(pid)[:1] == [b"T"]
-
-
-def _tree(pid: int) -> Iterator[int]:
-    yield pid
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return  # it has exited
-    for thread in threads:
-        for child in _read(f"/proc/{pid}/task/{thread}/children").split():
-            yield from _tree(int(child))
 
 
 def _stat(pid: int) -> list[bytes]:

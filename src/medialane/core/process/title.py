@@ -7,8 +7,12 @@ overwritten as well; os.environ is not affected. A fork has its parent's title u
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import setproctitle
+
+#: The process that others are forked from.
+WARM: Final = "warm"
 
 
 def reserve_title() -> None:
@@ -23,3 +27,13 @@ def set_title(name: str, argv: Iterable[str] = ()) -> None:
     What does not fit into the command line and environment with which the process was executed is cut off.
     """
     setproctitle.setproctitle(" ".join(["medialane", name, *argv]))
+
+
+def has_title(pid: int, name: str) -> bool:
+    """Return whether a process has this title. Its arguments are not compared."""
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            title = file.read()
+    except OSError:
+        return False  # it has exited
+    return title.rstrip("\0") == f"medialane {name}" or title.startswith(f"medialane {name} ")

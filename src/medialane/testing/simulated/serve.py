@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 
 import msgspec
 
 from medialane.core.errors import StartupFailed
+from medialane.core.process.memory import MemoryUse
 from medialane.testing.simulated.config import SimulatedConfig
 from medialane.testing.simulated.engine import SimulatedEngine
 from medialane.wire.address import TcpAddress, consecutive_ports, parse_address
@@ -47,13 +49,20 @@ async def serve_simulated(
 
     Raises StartupFailed if it cannot listen at an address.
     """
+    memory = MemoryUse(lambda: {"worker": [os.getpid()]})
     addresses = [None] * config.num_workers if listen is None else addresses_of(listen, config.num_workers)
     with stopped_by_signals() as stop:
 
         async def serve_one(number: int, address: str | None) -> int:
             settings = _of_worker(worker, number) if number else worker
             engine = SimulatedEngine(config, model=model)
-            serving = SimulatedWorker(engine, settings, arena_directory=arena_directory, host_arena=host_arena)
+            serving = SimulatedWorker(
+                engine,
+                settings,
+                arena_directory=arena_directory,
+                host_arena=host_arena,
+                memory=dict if number else memory.read,  # one process: counted once
+            )
             try:
                 return await serve_until(stop, serving, engine, address, config=settings, rpc=rpc, gateways=gateways)
             finally:
