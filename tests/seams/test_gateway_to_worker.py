@@ -439,6 +439,7 @@ async def test_media_lost_with_their_store_are_unavailable(arena, preparers, wor
             prepared = await parts.gateway.prepare(prompt(png()))
             await parts.store.server.close()
             if is_noticed:
+                arena.close()
                 await eventually(lambda: parts.store.link.arena is None)
             with pytest.raises(StoreUnavailable) as lost:
                 await parts.generate(request("r", prepared.token_ids), prepared)
