@@ -84,7 +84,9 @@ def _store(arena: Arena, num_bytes: int) -> Lease[Feature]:
 
 
 def _stores(arena: Arena, rpc: RpcConfig) -> tuple[Pulls, NixlMover]:
-    nixl = NixlMover(arena.id, str(arena.path.parent), max_given_up_bytes=ARENA_BYTES, environ=os.environ)
+    nixl = NixlMover(
+        arena.id, str(arena.path.parent), slot=arena.slot, max_given_up_bytes=ARENA_BYTES, environ=os.environ
+    )
     return Pulls(arena, rpc, nixl, prefers_mover=False), nixl
 
 

@@ -30,7 +30,12 @@ class Host:
         self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes))
         directory = str(self.arena.path.parent)
         self.mover = NixlMover(
-            self.arena.id, directory, max_given_up_bytes=max_given_up_bytes, environ=os.environ, **mover
+            self.arena.id,
+            directory,
+            slot=self.arena.slot,
+            max_given_up_bytes=max_given_up_bytes,
+            environ=os.environ,
+            **mover,
         )
         self._owned = []
 

@@ -193,7 +193,13 @@ async def parts(arena, preparers, worker, monkeypatch):
     async with AsyncExitStack() as stack:
 
         async def make(stage):
-            mover = NixlMover(arena.id, str(arena.path.parent), max_given_up_bytes=arena.size_bytes, environ=os.environ)
+            mover = NixlMover(
+                arena.id,
+                str(arena.path.parent),
+                slot=arena.slot,
+                max_given_up_bytes=arena.size_bytes,
+                environ=os.environ,
+            )
             config = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05, stage=stage)
             return await stack.enter_async_context(Parts(arena, preparers, [worker], config=config, mover=mover))
 

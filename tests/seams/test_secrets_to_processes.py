@@ -107,7 +107,7 @@ async def test_mover_has_no_secret(monkeypatch):
 
     monkeypatch.setattr(store, "NixlMover", FakedNixlMover)
     arena = Arena.create(ArenaConfig(size_bytes=16 << 20))
-    mover = store.nixl_mover(load_config({"peer-nixl": "on"}), arena.id)
+    mover = store.nixl_mover(load_config({"peer-nixl": "on"}), arena.id, arena.slot)
     try:
         assert await mover.offer(wait=True) is not None
         assert secrets_of(mover.pid, SECRETS) == set()

@@ -35,6 +35,8 @@ class Arena:
     def __init__(self, file: ArenaFile, config: ArenaConfig, *, grows: bool) -> None:
         self._file = file
         self._closed = False
+        #: That of the owner's own processes which write to the arena.
+        self.slot = new_slot()
         self._table: EntryTable[Cached] = EntryTable(
             self.id,
             PAGE_BYTES,

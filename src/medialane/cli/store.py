@@ -128,7 +128,7 @@ class _Store:
         encoded = EncodedStore(arena, config.media)
         fetcher = await stack.enter_async_context(Fetcher(config.media, open_body=encoded.open))
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
-        mover = nixl_mover(config, arena.id)
+        mover = nixl_mover(config, arena.id, arena.slot)
         self._pulls = pulls = Pulls(
             arena,
             config.rpc,
@@ -207,7 +207,7 @@ def _wants_nixl(config: Config) -> bool:
     return not config.rpc.tls_cert and has_rdma_devices()
 
 
-def nixl_mover(config: Config, arena: str) -> NixlMover | None:
+def nixl_mover(config: Config, arena: str, slot: int) -> NixlMover | None:
     """Return the mover beside tcp, if there is one; it costs nothing until it is used."""
     if not _wants_nixl(config):
         return None
@@ -217,6 +217,7 @@ def nixl_mover(config: Config, arena: str) -> NixlMover | None:
     return NixlMover(
         arena,
         config.arena.directory,
+        slot=slot,
         max_given_up_bytes=int(config.arena.size_bytes * _MAX_GIVEN_UP_SHARE),
         environ=allowed_environ("mover", process_environ(), config.environment.pass_env),
     )

@@ -64,10 +64,12 @@ LENGTH = struct.Struct("<I")
 
 
 class PreparerSetup(msgspec.Struct, frozen=True):
-    """Settings of every preparer of a pool. `memory_limit_bytes` is added to its initial size; 0 means no limit."""
+    """Settings of every preparer of a pool. `memory_limit_bytes` is added to its initial size; 0 means no limit.
+    `slot` is the store's in the arena: preparers that write there have its lock, too."""
 
     arena: str
     arena_directory: str
+    slot: int
     media: MediaConfig
     memory_limit_bytes: int
 

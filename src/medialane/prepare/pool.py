@@ -68,7 +68,7 @@ class PreparerPool:
         self._config = config
         self._factory = factory
         self._factory_config = factory_config
-        self._setup = PreparerSetup(arena.id, str(arena.path.parent), media, config.memory_limit_bytes)
+        self._setup = PreparerSetup(arena.id, str(arena.path.parent), arena.slot, media, config.memory_limit_bytes)
         self._environment = environment
         self._progress = progress
         self._on_loaded = on_loaded

@@ -17,7 +17,7 @@ import os
 import socket
 import time
 
-from medialane.arena import ArenaView, describe
+from medialane.arena import ArenaView, ClientSlot, describe
 from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, to_report
 from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import MAX_METADATA_BYTES, EncodedMedia
@@ -65,6 +65,8 @@ class Preparer:
         self._media = setup.media
         self._items: dict[int, ProcessedItem] = {}
         confinement.drop_sockets(keep={jobs.fileno()})
+        if writes_arena:  # the lock shows the next store that this process may still write
+            self._slot = ClientSlot.take(setup.arena, setup.arena_directory, setup.slot)
         self._arena = ArenaView.open(setup.arena, setup.arena_directory, writable=writes_arena)
         allow_reader(reader_pid)
         confinement.drop_privileges()

@@ -229,19 +229,19 @@ def test_nixl_is_used_over_rdma_where_entries_need_not_be_encrypted_or_where_it_
     if has_rdma:
         (tmp_path / "mlx5_0").mkdir()
     config = Config(store=StoreConfig(nixl=setting), rpc=rpc)
-    assert (nixl_mover(config, "0" * 32) is not None) == expected
+    assert (nixl_mover(config, "0" * 32, 1) is not None) == expected
 
 
 def test_missing_nixl_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO):
-        assert nixl_mover(Config(store=StoreConfig(nixl="on")), "0" * 32) is None
+        assert nixl_mover(Config(store=StoreConfig(nixl="on")), "0" * 32, 1) is None
     assert len(caplog.records) == 1
 
 
 def test_published_images_need_nixl():
     config = Config(media=MediaConfig(allow_rdma=True), store=StoreConfig(nixl="on"))
-    mover = nixl_mover(config, "0" * 32)
+    mover = nixl_mover(config, "0" * 32, 1)
     assert isinstance(published_images(config.media, None, None, mover), PublishedImages)
     assert published_images(MediaConfig(), None, None, mover) is None
     with pytest.raises(StartupFailed, match="--peer-nixl on"):

@@ -14,7 +14,7 @@ RANGE = ArenaRange("0" * 32, 4096, 128, 1)
 @pytest.mark.parametrize(
     "message",
     [
-        m.Setup(b"{}", m.PreparerSetup("0" * 32, "/dev/shm", MediaConfig(), 1)),
+        m.Setup(b"{}", m.PreparerSetup("0" * 32, "/dev/shm", 1, MediaConfig(), 1)),
         m.Fork(3),
         m.Fork(3, True),
     ],

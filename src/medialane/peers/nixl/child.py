@@ -88,9 +88,9 @@ class MoverChild:
 
     @classmethod
     async def start(
-        cls, arena: str, directory: str, *, factory: str, variables: Mapping[str, str], timeout_s: float
+        cls, arena: str, directory: str, slot: int, *, factory: str, variables: Mapping[str, str], timeout_s: float
     ) -> Self:
-        """Start a process for the arena and wait until its agent is ready.
+        """Start a process for the arena, in which it has the lock of `slot`, and wait until its agent is ready.
 
         Raises NixlRefused, or TransferFailed; then no process is left running.
         """
@@ -104,7 +104,7 @@ class MoverChild:
                 raise
         self = cls(process, mine)
         try:
-            self._send(Start(arena, directory, agent))
+            self._send(Start(arena, directory, slot, agent))
             async with asyncio.timeout(timeout_s):
                 await self._started
         except BaseException as error:  # cancelled or failed: leave no process running

@@ -33,10 +33,12 @@ MAX_READS = 32
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """`agent` is the name of the NIXL agent, unique to this process."""
+    """`agent` is the name of the NIXL agent, unique to this process. `slot` is the store's in the arena: its lock shows
+    the next store that this process may still write."""
 
     arena: str
     directory: str
+    slot: int
     agent: str
 
 

@@ -67,7 +67,7 @@ class _TimedOutRead(NamedTuple):
 
 
 class NixlMover:
-    """A `Mover` over a mover process. `arena` is the id of our arena in `directory`.
+    """A `Mover` over a mover process. `arena` is the id of our arena in `directory`, `slot` the store's there.
 
     A destination whose read was given up cannot be reused until the read ends, which may take for ever. If there are
     more than `max_given_up_bytes` of them, the process is killed.
@@ -80,6 +80,7 @@ class NixlMover:
         arena: str,
         directory: str,
         *,
+        slot: int,
         max_given_up_bytes: int,
         environ: Mapping[str, str],
         factory: str = FACTORY,
@@ -87,6 +88,7 @@ class NixlMover:
         """`environ` is what the mover process inherits: it can be attacked from the network."""
         self._arena = arena
         self._directory = directory
+        self._slot = slot
         self._environ = environ
         self._factory = factory
         self._max_given_up_bytes = max_given_up_bytes
@@ -249,6 +251,7 @@ class NixlMover:
         return await MoverChild.start(
             self._arena,
             self._directory,
+            self._slot,
             factory=self._factory,
             variables=environment(self._environ),
             timeout_s=_START_TIMEOUT_S,

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from medialane.arena import ENTRY_HEADER_BYTES, ArenaView
+from medialane.arena import ENTRY_HEADER_BYTES, ArenaView, ClientSlot
 from medialane.arena.layout import is_header
 from medialane.core.errors import HandoverFailed
 from medialane.core.process.parent_death import signal_on_parent_death
@@ -221,12 +221,14 @@ def main(argv: list[str]) -> int:
         if not isinstance(start, Start):
             return 1
         try:
+            slot = ClientSlot.take(start.arena, start.directory, start.slot)
             arena = ArenaView.open(start.arena, start.directory, writable=True)
             mover = MoverProcess(control, _load(factory_name)(start.agent), arena)
         except (ImportError, AgentError, HandoverFailed) as error:
             send(control, ReadRefused(str(error)), max_bytes=MAX_PACKET_BYTES)
             return 1
         mover.run()
+        slot.release()
     return 0
 
 
