@@ -21,22 +21,25 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import NamedTuple
 
 from medialane.cluster.process_spec import NOT_NEEDED
-from medialane.cluster.warm import Fork, Forked, ForkFailed, answer_fork, receive_fork
-from medialane.config import load_config, replace_environ
+from medialane.cluster.warm import Fork, Forked, ForkFailed, answer_fork, read_environ, receive_fork
+from medialane.config import Config, SectionName, load_config, process_environ, replace_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.core.process.phase import enter_phase
 from medialane.observability.logging import configure
+from medialane.prepare import prebuilt
 from medialane.prepare.confinement import require_one_thread
 
 logger = logging.getLogger(__name__)
+
+SECTIONS: tuple[SectionName, ...] = ("gateway", "media", "prepare", "environment", "logging")
 
 #: Of requests that arrive together, those that do not need the model are served before it is read: engines start
 #: meanwhile.
@@ -52,10 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fork until killed; in a child, run its command and return its status. Raises StartupFailed."""
-    configure(load_config({}, sections=("logging",)).logging)
-    supervisor = os.getppid()
+    config = load_config({}, sections=SECTIONS)
+    configure(config.logging)
+    supervisor, given = os.getppid(), process_environ()
     enter_phase("importing vLLM")
     import_everything()
+    by_imports = {name: value for name, value in process_environ().items() if given.get(name) != value}
     try:
         _freeze()
     except StartupFailed as error:
@@ -64,11 +69,11 @@ def run(args: argparse.Namespace) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(args.listen))
         listener.listen()
-        child = Forks(listener, lambda: read_model(args.model, args.vllm_args)).run()
-    become(child, supervisor)
+        child = Forks(listener, lambda: read_model(config, args.model, args.vllm_args, given | by_imports)).run()
+    become(child, supervisor, by_imports)
     from medialane.vllm_bridge.threads import set_num_threads
 
-    set_num_threads(child.request.environ)
+    set_num_threads(process_environ())
     from medialane.cli.main import main
 
     return main(child.request.argv)
@@ -86,8 +91,12 @@ def import_everything() -> None:
     from medialane.worker import serve  # noqa: F401
 
 
-def read_model(model: str, vllm_args: list[str]) -> None:
-    """Build what gateways and the store build before they serve. Raises StartupFailed: they will report why."""
+def read_model(config: Config, model: str, vllm_args: list[str], environ: Mapping[str, str]) -> None:
+    """Build what gateways and the store with `environ` build before they serve. Raises StartupFailed: they will report
+    why."""
+    from medialane.cli import store
+
+    store.prebuild(config, model, vllm_args, environ)
 
 
 def _freeze() -> None:
@@ -157,8 +166,8 @@ class Forks:
         try:
             read()
             _freeze()
-        except StartupFailed as error:
-            logger.warning("the model is not read here: %s", error.message)
+        except Exception as error:  # also of a model's own code: the processes that need it will report it
+            logger.warning("the model is not read here: %s", error, exc_info=not isinstance(error, StartupFailed))
         else:
             logger.info("the model is read after %.1f s", time.monotonic() - started)
 
@@ -205,9 +214,10 @@ def _fork_orphan() -> int:
     return pid
 
 
-def become(child: Child, supervisor: int) -> None:
+def become(child: Child, supervisor: int, by_imports: Mapping[str, str]) -> None:
     """Make this fork what a process is that `supervisor` has started: its child, in a session of its own, with the
-    descriptors, environment and command line of the request."""
+    descriptors, environment and command line of the request, and the variables `by_imports` that libraries set when
+    they are imported."""
     os.setsid()
     deadline = time.monotonic() + _REPARENT_S
     while os.getppid() != supervisor:
@@ -216,12 +226,14 @@ def become(child: Child, supervisor: int) -> None:
         time.sleep(0.001)  # until the process that has forked this one is gone
     if not signal_on_parent_death(SIGTERM, parent_pid=supervisor):
         os._exit(1)
-    output, *passed = child.descriptors
+    environ, output, *passed = child.descriptors
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     _renumber(passed, child.request.pass_fds)
-    replace_environ(child.request.environ)
+    if child.request.argv[0] == "store":
+        prebuilt.fork_forkserver()  # before secrets are in this memory
+    replace_environ({**read_environ(environ), **by_imports})
     sys.argv[1:] = child.request.argv
     random.seed()
 

@@ -11,8 +11,10 @@ nothing has to be matched, and a request that is given up ends with its connecti
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,18 +23,19 @@ import msgspec
 from medialane.config import changed_imports
 from medialane.wire.child_channel import receive, send
 
-#: Below the kernel's send buffer (`child_channel.send`): an environment of more variables than that is not forked with.
+#: Below the kernel's send buffer (`child_channel.send`).
 MAX_REQUEST_BYTES = 200_000
-#: Standard output and error, and those of `ProcessSpec.pass_fds`.
+#: Environment, output, and those of `ProcessSpec.pass_fds`.
 MAX_DESCRIPTORS = 8
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Fork `medialane ARGV...` with the whole environment `environ`. The first descriptor of the message becomes the
-    standard output and error, the others get the numbers `pass_fds`. `needs_model`: after the model was read."""
+    """Fork `medialane ARGV...`. The descriptors of the message: one from which only the fork reads its whole
+    environment, whose secrets must not be in the memory of the warm process, and so of every other fork; one that
+    becomes the standard output and error; others, which get the numbers `pass_fds`. `needs_model`: after the model was
+    read."""
 
     argv: list[str]
-    environ: dict[str, str]
     pass_fds: list[int]
     needs_model: bool
 
@@ -77,10 +80,11 @@ class WarmProcess:
         that it inherits. Raises NotForked."""
         if changed := changed_imports(environ, self.environ):
             raise NotForked(f"{', '.join(changed)} may change what is imported")
-        request = Fork(list(argv), dict(environ), list(descriptors[1:]), needs_model)
+        request = Fork(list(argv), list(descriptors[1:]), needs_model)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._request(request, descriptors)
+            with _written(environ) as variables:
+                async with asyncio.timeout(timeout_s):
+                    return await self._request(request, [variables, *descriptors])
         except TimeoutError:
             raise NotForked(f"the warm process has not answered within {timeout_s:g} s") from None
         except (OSError, ValueError) as error:
@@ -97,6 +101,21 @@ class WarmProcess:
         if isinstance(answer, ForkFailed):
             raise NotForked(answer.message)
         return answer.pid
+
+
+@contextmanager
+def _written(environ: Mapping[str, str]) -> Iterator[int]:
+    """Yield a descriptor of memory that has the variables. Raises OSError."""
+    with open(os.memfd_create("environ"), "w+b", buffering=0) as memory:
+        memory.write(msgspec.msgpack.encode(environ))
+        yield memory.fileno()
+
+
+def read_environ(descriptor: int) -> dict[str, str]:
+    """Return the variables of a request, for the fork only. Closes the descriptor. Raises ValueError, OSError."""
+    with open(descriptor, "rb") as memory:
+        memory.seek(0)
+        return msgspec.msgpack.decode(memory.read(), type=dict[str, str])
 
 
 def receive_fork(sock: socket.socket) -> tuple[Fork | None, list[int]]:

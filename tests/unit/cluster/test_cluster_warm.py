@@ -63,7 +63,7 @@ async def test_fork_is_a_child_with_its_own_session_environment_command_and_desc
         assert await child.wait() == 7
         (facts,) = host.facts()
         assert facts["argv"] == facts["sys_argv"] == ["a", "-b"]
-        assert facts["environ"] == {"X": "1"}
+        assert facts["environ"] == {"X": "1", "BY_IMPORT": "1"}
         assert (facts["pid"], facts["parent"], facts["leads"]) == (child.pid, os.getpid(), True)
         output = str(host.output)
         assert facts["descriptors"] == {

@@ -43,7 +43,7 @@ def main() -> int:
         listener.bind(sys.argv[1])
         listener.listen()
         child = Forks(listener, read_model).run()
-    become(child, supervisor)
+    become(child, supervisor, {"BY_IMPORT": "1"})
     describe(child.request.argv, read)
     if child.request.argv == ["stay"]:
         signal.pause()
