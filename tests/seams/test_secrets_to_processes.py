@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from process_tree import command_of, descendants
@@ -19,6 +21,7 @@ from planted_secrets import VARIABLES, planted, secrets_of
 from waiting import wait_until
 
 START_S = 60
+PROGRAM = Path(__file__).parent / "warm_store_program.py"
 SECRETS = planted(*VARIABLES, "--api-key", "--hf-token", "--config")
 
 
@@ -56,25 +59,52 @@ def vllm_args_with_secrets(folder):
     return ["--api-key", SECRETS["--api-key"], f"--hf_token={SECRETS['--hf-token']}", "--config", str(file)]
 
 
+def store_flags(folder):
+    return [f"--listen=unix:{folder}/s.sock", "--stage=url", "--preparers=2", "--arena-size=16MiB"]
+
+
+def check_preparers(store_pid, process, log):
+    """Wait until the store is ready; then neither its fork servers nor its preparers have a secret."""
+    wait_until(lambda: "store is ready" in log() or process.poll() is not None, "the store is ready", START_S)
+    assert process.poll() is None, log()
+    below = descendants(store_pid())
+    titles = sorted(map(command_of, below))
+    assert [title.rpartition(" of store ")[0] or title for title in titles] == [
+        "medialane forkserver",
+        "medialane forkserver",  # the spare
+        "medialane preparer 1",
+        "medialane preparer 2",
+    ]
+    assert {pid: secrets_of(pid, SECRETS) for pid in below} == {pid: set() for pid in below}
+    assert not any(secret in log() for secret in SECRETS.values())
+
+
 def test_fork_server_and_preparers_have_no_secret(model, tmp_path, socket_folder):
-    flags = [f"--listen=unix:{socket_folder}/s.sock", "--stage=url", "--preparers=2", "--arena-size=16MiB"]
+    flags = store_flags(socket_folder)
     with started("store", model, tmp_path, *flags, vllm_args=vllm_args_with_secrets(tmp_path)) as process:
+        check_preparers(lambda: process.pid, process, (tmp_path / "log").read_text)
 
-        def log():
-            return (tmp_path / "log").read_text()
 
-        wait_until(lambda: "store is ready" in log() or process.poll() is not None, "the store is ready", START_S)
-        assert process.poll() is None, log()
-        below = descendants(process.pid)
-        titles = sorted(map(command_of, below))
-        assert [title.rpartition(" of store ")[0] or title for title in titles] == [
-            "medialane forkserver",
-            "medialane forkserver",  # the spare
-            "medialane preparer 1",
-            "medialane preparer 2",
-        ]
-        assert {pid: secrets_of(pid, SECRETS) for pid in below} == {pid: set() for pid in below}
-        assert not any(secret in log() for secret in SECRETS.values())
+def test_fork_server_that_a_store_has_forked_has_no_secret_of_it(model, tmp_path, socket_folder):
+    words = [sys.executable, str(PROGRAM), str(model), *store_flags(socket_folder)]
+    environ = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    given = json.dumps({name: SECRETS[name] for name in VARIABLES}).encode()
+    with (
+        open(tmp_path / "log", "wb") as log,
+        subprocess.Popen(words, env=environ, stdin=subprocess.PIPE, stdout=log, stderr=log) as process,
+    ):
+        process.stdin.write(given)
+        process.stdin.close()
+        try:
+            check_preparers(lambda: store_below(process.pid), process, (tmp_path / "log").read_text)
+            assert secrets_of(store_below(process.pid), SECRETS) >= {"MEDIALANE_RPC_SECRET", "HF_TOKEN"}
+            assert "prebuilt processor is not used" not in (tmp_path / "log").read_text()
+        finally:
+            os.kill(store_below(process.pid), signal.SIGTERM)
+
+
+def store_below(pid):
+    return min(descendants(pid))
 
 
 def test_each_process_has_the_secrets_that_it_uses_and_shows_none_in_its_command_line(model, tmp_path):

@@ -55,10 +55,13 @@ PROCESSOR_FACTORY = "medialane.vllm_bridge.items.processor_factory:build_process
 def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
     """In the process that stores are forked from: build the processor for stores with these arguments and the
     environment `environ`. The files of the model must be on this host. Raises StartupFailed, or what vLLM raises."""
-    if prepared_stage(config.gateway.stage).is_decoded:
-        defaults = vllm_defaults(model, vllm_args, on_gpu=True, num_workers=1)
-        environment = _preparer_environ(config, model, vllm_args, defaults | dict(environ))
-        prebuilt.build(PROCESSOR_FACTORY, _factory_config(config, model, vllm_args), environment)
+    defaults = vllm_defaults(model, vllm_args, on_gpu=True, num_workers=1)
+    environment = _preparer_environ(config, model, vllm_args, defaults | dict(environ))
+    prebuilt.build(_factory(config), _factory_config(config, model, vllm_args), environment)
+
+
+def _factory(config: Config) -> str:
+    return PROCESSOR_FACTORY if prepared_stage(config.gateway.stage).is_decoded else NO_PROCESSOR_FACTORY
 
 
 def _factory_config(config: Config, model: str, vllm_args: Sequence[str]) -> bytes:
@@ -109,7 +112,7 @@ class _Store:
         self._code_revision = flag_value(vllm_args, "--code-revision")
         self._pool = PreparerPool(
             config.prepare,
-            factory=PROCESSOR_FACTORY if self._prepares else NO_PROCESSOR_FACTORY,
+            factory=_factory(config),
             factory_config=_factory_config(config, model, vllm_args),
             arena=arena,
             media=config.media,

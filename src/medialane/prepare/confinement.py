@@ -102,7 +102,7 @@ def drop_sockets(keep: Collection[int]) -> None:
 
 def detach(keep: int) -> None:
     """Give this process, a fork of another kind of process, what a new one would have: a session of its own, no stdin,
-    no signal handlers, and no descriptors but stdout, stderr and `keep`."""
+    Python's signal handlers, and no descriptors but stdout, stderr and `keep`."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(null, 0)
@@ -111,10 +111,9 @@ def detach(keep: int) -> None:
             with suppress(OSError):  # that of the listing itself, closed by now
                 os.close(fd)
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *_IGNORED}:
-        signal.signal(number, signal.SIG_DFL)
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN if number in _IGNORED else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

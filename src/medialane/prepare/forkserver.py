@@ -233,6 +233,7 @@ def run_forked(control: socket.socket, prebuilt: Prebuilt, store_pid: int) -> No
     status = 1
     try:
         confinement.die_with_parent(store_pid)
+        faulthandler.disable()  # whose handlers are replaced
         confinement.detach(keep=control.fileno())
         control.setblocking(True)
         status = _run(control, store_pid, lambda setup: _enter(prebuilt, setup))
@@ -259,8 +260,8 @@ def _run(control: socket.socket, store_pid: int, get: Callable[[Setup], tuple[Pr
     """Serve the store at the other end of `control`, with the processor that `get` returns; return the exit status."""
     set_title(f"forkserver of store {store_pid}")
     faulthandler.enable()
-    form = "%(asctime)s %(levelname)s forkserver[%(process)d] %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, force=True)
+    logging.root.handlers.clear()  # not closed: their descriptors already are
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s forkserver[%(process)d] %(message)s")
     with control:
         setup, _ = receive_request(control)
         if not isinstance(setup, Setup):

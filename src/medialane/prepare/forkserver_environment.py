@@ -58,7 +58,7 @@ def required() -> Iterator[None]:
 
 def enter(given: Mapping[str, str]) -> None:
     """Make `given` and what is required the environment of this process, which was forked."""
-    _replace_environ({**given, **_REQUIRED})
+    _replace_environ(exec_environ(given))
     for path in _openmp_libraries():
         ctypes.CDLL(path).omp_set_num_threads(1)
     libc = ctypes.CDLL(None)

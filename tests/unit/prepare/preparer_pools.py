@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from medialane.arena import ENTRY_HEADER_BYTES, Arena, Lease
 from medialane.core.hashing import content_hash
 from medialane.core.media import EncodedMedia
 from medialane.media import MediaConfig
-from medialane.prepare import PrepareConfig, PreparerPool
+from medialane.prepare import PrepareConfig, PreparerPool, confinement, prebuilt
 
 FACTORY = "medialane.testing.fake_processor:build_processor"
 
@@ -57,6 +58,25 @@ def refuse_reading(*_: object) -> None:
     raise PermissionError
 
 
+@contextlib.contextmanager
+def _with_threads() -> Iterator[None]:
+    """A process of tests has threads, at the fork of a fork server, which has none."""
+    here, check = os.getpid(), confinement.require_one_thread
+    confinement.require_one_thread = lambda: check() if os.getpid() != here else None
+    try:
+        yield
+    finally:
+        confinement.require_one_thread = check
+        gc.unfreeze()
+
+
+def fork_forkserver(factory: str, factory_config: bytes, environment: Mapping[str, str]) -> None:
+    """Build a processor and fork a fork server with it, as for a store whose parent has built it."""
+    with _with_threads():
+        prebuilt.build(factory, factory_config, environment)
+        prebuilt.fork_forkserver()
+
+
 def make_pool(
     arena: Arena,
     factory_config: bytes = b"{}",
@@ -77,8 +97,10 @@ def make_pool(
 
 
 @contextlib.asynccontextmanager
-async def running(pool: PreparerPool) -> AsyncIterator[PreparerPool]:
+async def running(pool: PreparerPool, fork: Callable[[], None] = lambda: None) -> AsyncIterator[PreparerPool]:
+    """Start the pool; first `fork` its fork server, unless it is to be exec'ed."""
     before = children()
+    fork()
     await pool.start()
     pids = pool.preparer_pids
     try:

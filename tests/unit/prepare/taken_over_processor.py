@@ -5,6 +5,7 @@ Loaded by the fork server as `taken_over_processor:build_processor`.
 
 import ctypes
 import fcntl
+import importlib
 import json
 import os
 import signal
@@ -20,6 +21,9 @@ import msgspec
 
 from medialane.prepare.processor import ProcessedItem
 from medialane.testing.fake_processor import FakeProcessor
+
+#: A module that nothing has loaded.
+LATE = "this"
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -74,7 +78,14 @@ def start_thread():
 
 
 def import_late():
-    assert "xmlrpc.client" not in sys.modules
+    assert LATE not in sys.modules
+    importlib.import_module(LATE)
+
+
+def state():
+    """What of this process is not seen from outside."""
+    handlers = {int(number): str(signal.getsignal(number)) for number in signal.valid_signals()}
+    return {"environment": dict(os.environ), "handlers": handlers}
 
 
 def send_report(report):
@@ -191,6 +202,7 @@ ATTACKS = {
     "change limits": lambda: checked(libc.setrlimit(4, bytes(16))),
     "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
     # What must go on working.
+    "state": state,
     "thread": start_thread,
     "late import": import_late,
     "clock": lambda: time.sleep(0.001),  # time: the system call
@@ -201,8 +213,7 @@ class TakenOverProcessor(FakeProcessor):
     def process(self, media, options):
         wanted = json.loads(options)
         try:
-            ATTACKS[wanted["attack"]](*wanted.get("arguments", ()))
-            outcome = {"done": True}
+            outcome = {"result": ATTACKS[wanted["attack"]](*wanted.get("arguments", ()))}
         except OSError as error:
             outcome = {"errno": error.errno}
         item = super().process(media, b"{}")

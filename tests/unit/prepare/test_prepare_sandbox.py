@@ -5,6 +5,8 @@ import ctypes
 import errno
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from preparer_pools import forkserver_of, png, put, running
+from preparer_pools import fork_forkserver, forkserver_of, png, put, running
 
+from builders import checked_arena
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.errors import InvalidImage, MedialaneError, MediaTooLarge, PreparationFailed, PreparerCrashed
 from medialane.media import MediaConfig
@@ -25,6 +28,11 @@ from waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+FACTORY = "taken_over_processor:build_processor"
+#: Of fork servers.
+KINDS = ("exec'ed", "forked")
+#: What distinguishes descriptors of one kind.
+NUMBERED = re.compile(r"\[.*\]|-.*(?=\.arena)")
 REFUSED = (errno.EPERM, errno.EACCES)
 HERE = Path(__file__).parent
 
@@ -35,12 +43,15 @@ class TakenOver:
 
     async def tries(self, attack, *arguments):
         """The errno that it met, or None if it succeeded."""
+        return (await self.outcome(attack, *arguments)).get("errno")
+
+    async def outcome(self, attack, *arguments):
         self.num_tries += 1
         wanted = json.dumps({"attack": attack, "arguments": arguments}).encode()
         with put(self.arena, png()) as encoded:
             lease = await self.pool.prepare_item(encoded, wanted, f"{self.num_tries:064}")
         with lease:
-            return json.loads(lease.value.header).get("errno")
+            return json.loads(lease.value.header)
 
 
 def missing_here_in_a_process():
@@ -50,25 +61,26 @@ def missing_here_in_a_process():
 
 
 @asynccontextmanager
-async def taken_over_pool(arena):
+async def taken_over_pool(arena, kind):
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(paths)}
     config = PrepareConfig(num_preparers=1, image_timeout_s=10.0, start_timeout_s=30.0)
     pool = PreparerPool(
-        config,
-        factory="taken_over_processor:build_processor",
-        factory_config=b"",
-        arena=arena,
-        media=MediaConfig(),
-        environment={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        config, factory=FACTORY, factory_config=b"", arena=arena, media=MediaConfig(), environment=environment
     )
-    async with running(pool):
+
+    def fork():
+        if kind == "forked":
+            fork_forkserver(FACTORY, b"", environment)
+
+    async with running(pool, fork):
         yield TakenOver(arena, pool)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def taken_over():
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
+async def taken_over(request):
     arena = Arena.create(ArenaConfig(size_bytes=32 << 20))
-    async with taken_over_pool(arena) as found:
+    async with taken_over_pool(arena, request.param) as found:
         if missing_here_in_a_process():
             pytest.skip("this kernel, or a container, refuses a part of the sandbox; `medialane doctor` says which")
         yield found
@@ -263,6 +275,52 @@ async def test_preparer_may_exit_and_the_pool_continues(taken_over):
 async def test_pool_survived_all_attempts_without_restart(taken_over):
     assert taken_over.pool.stats().num_forkserver_restarts == 0
     assert taken_over.pool.degradation is None
+
+
+def state_of(pid):
+    """What a process may do and what it has, as the kernel says."""
+    folder = Path(f"/proc/{pid}")
+    parent, group, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()[1:]
+    status = dict(line.split(":\t", 1) for line in (folder / "status").read_text().splitlines())
+    names = ("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "NoNewPrivs", "Seccomp", "Threads")
+    limits = (folder / "limits").read_text().splitlines()
+    return {
+        "status": {name: status[name] for name in (*names, *(name for name in status if name.startswith("Cap")))},
+        "handled signals": int(status["SigCgt"], 16) & 0x7FFF_FFFF,  # 32 and 33 are the C library's own
+        "limits": [line for line in limits if not line.startswith("Max address space")],
+        "has a limit of memory": not any("Max address space" in line and "unlimited" in line for line in limits),
+        "in the session of its fork server": group == session == parent,
+        "descriptors": sorted(NUMBERED.sub("", os.readlink(path)) for path in (folder / "fd").iterdir()),
+        "folder": os.readlink(folder / "cwd"),
+        "oom_score_adj": (folder / "oom_score_adj").read_text(),
+    }
+
+
+@pytest.fixture
+def busy_store(tmp_path):
+    """The process of the tests, as one that has things which a preparer must not get."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    inheritable = os.open(tmp_path, os.O_RDONLY)
+    os.set_inheritable(inheritable, True)
+    yield
+    os.close(inheritable)
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("busy_store")
+async def test_preparers_of_both_kinds_of_fork_server_have_the_same_rights_and_nothing_more(monkeypatch):
+    monkeypatch.setenv("NOT_FOR_PREPARERS", "1")
+    states = []
+    for kind in KINDS:
+        with checked_arena(32 << 20) as arena:
+            async with taken_over_pool(arena, kind) as preparer:
+                state = (await preparer.outcome("state"))["result"]
+                state["environment"].pop("LC_CTYPE", None)  # set by a new Python where the locale is C
+                await eventually(lambda: preparer.pool.spare_pid is not None)
+                (pid,) = preparer.pool.preparer_pids
+                states.append([state, state_of(pid), state_of(forkserver_of(pid)), state_of(preparer.pool.spare_pid)])
+    for one, other in zip(*states, strict=True):
+        assert one == other
 
 
 async def test_process_vm_readv_is_available_and_invalid_addresses_raise():
