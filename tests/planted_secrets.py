@@ -6,13 +6,15 @@ from secrets import token_hex
 
 #: Of a supervisor's environment, beside its own variables.
 VARIABLES = ("MEDIALANE_RPC_SECRET", "VLLM_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "RAY_AUTH_TOKEN")
+#: Of each secret.
+BEGINNING = b"planted"
 #: A mapping is read in pieces of this size, which overlap by the length of a secret.
 _PIECE_BYTES = 8 << 20
 
 
 def planted(*names: str) -> dict[str, str]:
     """Return a new secret for each name."""
-    return {name: f"planted{token_hex(16)}" for name in names}
+    return {name: BEGINNING.decode() + token_hex(16) for name in names}
 
 
 def secrets_of(pid: int, secrets: dict[str, str]) -> set[str]:
@@ -20,12 +22,14 @@ def secrets_of(pid: int, secrets: dict[str, str]) -> set[str]:
     line."""
     needles = {name: value.encode() for name, value in secrets.items()}
     found = set()
-    for text in _texts(pid, overlap=max(map(len, needles.values()))):
-        found |= {name for name, needle in needles.items() if needle in text}
+    for text in texts_of(pid, overlap=max(map(len, needles.values()))):
+        if BEGINNING in text:
+            found |= {name for name, needle in needles.items() if needle in text}
     return found
 
 
-def _texts(pid: int, overlap: int):
+def texts_of(pid: int, overlap: int):
+    """Yield the process's readable memory, environment and command line in pieces that overlap."""
     for name in ("environ", "cmdline"):
         yield Path(f"/proc/{pid}/{name}").read_bytes()
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:

@@ -33,6 +33,7 @@ from medialane.config import Config, SectionName, load_config, process_environ, 
 from medialane.core.errors import StartupFailed
 from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.core.process.phase import enter_phase
+from medialane.core.process.title import WARM, set_title
 from medialane.observability.logging import configure
 from medialane.prepare import prebuilt
 from medialane.prepare.confinement import require_one_thread
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fork until killed; in a child, run its command and return its status. Raises StartupFailed."""
+    set_title(WARM, args.argv)
     config = load_config({}, sections=SECTIONS)
     configure(config.logging)
     supervisor, given = os.getppid(), process_environ()
@@ -219,6 +221,7 @@ def become(child: Child, supervisor: int, by_imports: Mapping[str, str]) -> None
     descriptors, environment and command line of the request, and the variables `by_imports` that libraries set when
     they are imported."""
     os.setsid()
+    set_title(child.request.argv[0])  # the command adds the rest
     deadline = time.monotonic() + _REPARENT_S
     while os.getppid() != supervisor:
         if time.monotonic() > deadline:
