@@ -23,7 +23,7 @@ from medialane.prepare.processor import ProcessedItem
 from medialane.testing.fake_processor import FakeProcessor
 
 #: A module that nothing has loaded.
-LATE = "this"
+LATE = "zipapp"
 
 libc = ctypes.CDLL(None, use_errno=True)
 
