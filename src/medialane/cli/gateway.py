@@ -54,6 +54,7 @@ from medialane.observability.metrics import Memory, Metrics
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.store import HoldPasser, StoreGrants, StoreLink
+from medialane.vllm_bridge.frontend import prebuilt
 from medialane.vllm_bridge.frontend.app import Frontend
 from medialane.vllm_bridge.frontend.engine_client import encode_params
 from medialane.wire.address import consecutive_ports, parse_named
@@ -89,6 +90,13 @@ class GatewayAddresses(NamedTuple):
     store: str | None
     gateways: Sequence[str] = ()
     gateway_index: int = 0
+
+
+def prebuild(model: str, vllm_args: Sequence[str]) -> None:
+    """In the process that gateways are forked from: build what those for this model and these flags start with. No
+    thread remains. Raises StartupFailed, or what vLLM raises."""
+    warm_up()
+    prebuilt.build(model, vllm_args)
 
 
 def run(

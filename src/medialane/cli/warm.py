@@ -96,8 +96,9 @@ def import_everything() -> None:
 def read_model(config: Config, model: str, vllm_args: list[str], environ: Mapping[str, str]) -> None:
     """Build what gateways and the store with `environ` build before they serve. Raises StartupFailed: they will report
     why."""
-    from medialane.cli import store
+    from medialane.cli import gateway, store
 
+    gateway.prebuild(model, vllm_args)
     store.prebuild(config, model, vllm_args, environ)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -15,38 +14,26 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 from vllm import envs
-from vllm.config import ModelConfig, VllmConfig
-from vllm.reasoning import ReasoningParserManager
-from vllm.renderers import BaseRenderer, renderer_from_config
-from vllm.tool_parsers import ToolParserManager
+from vllm.config import VllmConfig
+from vllm.renderers import BaseRenderer
 
-from medialane.core.errors import MedialaneError, PromptRejected, StartupFailed
-from medialane.core.feature import Feature
-from medialane.core.media import Modality
-from medialane.core.stage import StageName
-from medialane.observability.logging import unchanged_levels
-from medialane.prepare.processor import AssembledPrompt, Assembler, ImageCost
-from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.frontend import inline_rendering, pooling_endpoints, renderer_hook, speech
+from medialane.core.errors import MedialaneError
+from medialane.prepare.processor import Assembler
+from medialane.vllm_bridge.frontend import inline_rendering, pooling_endpoints, prebuilt, renderer_hook, speech
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
-from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, failing_fast, is_large
-from medialane.vllm_bridge.frontend.http_server import ServerFactory, check_http, serve_http
+from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
+from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.frontend.routes import RouteOf, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.items.media_options import check_model_io
-from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media
+from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.settings import processor_settings
 from medialane.vllm_bridge.seams.api_server import (
-    build_app,
     count_media_tokens_by,
     init_app_state,
-    middleware_stack_not_built,
-    validate_api_server_args,
     validate_in_thread,
 )
-from medialane.vllm_bridge.seams.multimodal import processor_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,31 +52,22 @@ class Frontend:
     """vLLM's objects in the gateway process: configuration, renderer, and the app built from them."""
 
     def __init__(self, model: str, vllm_args: Sequence[str], api_keys: Sequence[str] = ()) -> None:
-        """Load configuration and processors, no weights. Blocks for seconds: call it before serving. `api_keys` are
-        those of `--api-key`, which is not among the flags.
+        """Take what was built for this model and these flags before this process was forked. Otherwise it is built:
+        that blocks for seconds, so call it before serving. `api_keys` are those of `--api-key`, which is not among the
+        flags.
 
         Raises StartupFailed.
         """
-        self.args: Namespace = parse_vllm_args(model, vllm_args)
+        parts = prebuilt.take(model, vllm_args)
+        self.args: Namespace = parts.args
         self.args.api_key = list(api_keys) or self.args.api_key
-        check_http(self.args)
-        _import_plugins(self.args)
-        # It logs a line for each reasoning item of a request, on the event loop: 35 ms for 1500 of them.
-        logging.getLogger("vllm.entrypoints.openai.responses.utils").setLevel(logging.ERROR)
-        try:
-            self.config: VllmConfig = create_frontend_config(self.args)
-            self.renderer: BaseRenderer = renderer_from_config(self.config)
-        except (OSError, ValueError) as error:
-            raise StartupFailed(f"vLLM cannot load the model's configuration or processors: {error}") from error
+        self.config: VllmConfig = parts.config
+        self.renderer: BaseRenderer = parts.renderer
         #: None for a text-only model.
-        self.profile: ProcessorProfile | None = None
-        if self.config.model_config.supports_multimodal_inputs:  # not with --language-model-only
-            self.profile = ProcessorProfile(processor_of(self.renderer))
-            expand_marks(self.profile.processor)
-        if self.is_pooling:
-            pooling_endpoints.check_supported(self.config)
-        self.processor_settings: dict[str, str] = processor_settings(self.config.model_config, self.profile)
-        self.assembler: Assembler = self._assembler()
+        self.profile: ProcessorProfile | None = parts.profile
+        self.processor_settings: dict[str, str] = parts.processor_settings
+        self.assembler: Assembler = parts.assembler
+        self._tasks, self._routes = parts.tasks, parts.routes
 
     @property
     def is_pooling(self) -> bool:
@@ -114,11 +92,6 @@ class Frontend:
         """Raise StartupFailed for a decode option of the operator that our decoders do not support."""
         check_model_io(self.config.model_config)
 
-    def _assembler(self) -> Assembler:
-        if self.profile is None or self.profile.is_unfit:
-            return _NoAssembler({} if self.profile is None else self.profile.fallback_stages)
-        return self.profile.assembler(max_tokens=self.config.model_config.max_model_len)
-
     async def app(
         self,
         backend: RequestBackend,
@@ -139,10 +112,8 @@ class Frontend:
         tokenize_without_media(self.renderer)
         if self.profile is not None:
             renderer_hook.install(self.renderer, backend, self.profile)
-        tasks = tasks or _supported_tasks(self.config.model_config)
+        tasks, app = self._app(tasks)
         client = RoutedEngineClient(self.config, self.renderer, backend, tasks)
-        with middleware_stack_not_built(), failing_fast(), unchanged_levels():
-            app = build_app(self.args, tasks, self.config.model_config)
         validate_in_thread(is_large, VALIDATION)
         count_media_tokens_by(expected_num_tokens)
         replace_authentication(app, access)
@@ -176,6 +147,15 @@ class Frontend:
         client.is_serving = True
         return app
 
+    def _app(self, tasks: tuple[str, ...] | None) -> tuple[tuple[str, ...], Any]:
+        """Return the tasks, and vLLM's app for them."""
+        if self._routes is not None and self._tasks is not None and tasks in (None, self._tasks):
+            return self._tasks, self._routes
+        tasks = tasks or self._tasks
+        if tasks is None:
+            raise ValueError("the tasks of a model for pooling are those of its workers")
+        return tasks, prebuilt.routes_of(self.args, self.config, tasks)
+
     async def serve(
         self,
         app: Any,
@@ -187,22 +167,6 @@ class Frontend:
     ) -> None:
         """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish."""
         await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, server_of=server_of)
-
-
-class _NoAssembler:
-    """Used for models of which no items are processed one by one, or without media."""
-
-    accepts_item_options = False
-    max_tokens = sys.maxsize
-
-    def __init__(self, fallback_stages: Mapping[Modality, StageName]) -> None:
-        self.fallback_stages = fallback_stages
-
-    def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
-        raise PromptRejected("this model's prompts are not assembled by the gateway")
-
-    def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
-        return None
 
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
@@ -274,28 +238,3 @@ def _described(page: Page) -> dict[str, Any]:
             ]
         },
     }
-
-
-def _supported_tasks(config: ModelConfig) -> tuple[str, ...]:
-    """Return the tasks of a model that generates, as an engine would that had loaded it.
-
-    Transcription in real time is not among them: its WebSocket bypasses intake.
-    """
-    if not config.registry.is_transcription_model(config.architectures, config):
-        return ("generate",)
-    if config.registry.is_transcription_only_model(config.architectures, config):
-        return ("transcription",)
-    return ("generate", "transcription")
-
-
-def _import_plugins(args: Namespace) -> None:
-    """Import parser plugins like vLLM's own server start (`launcher.py:setup_server`). Raises StartupFailed for an
-    unknown parser."""
-    if args.tool_parser_plugin:
-        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
-    if args.reasoning_parser_plugin:
-        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
-    try:
-        validate_api_server_args(args)
-    except KeyError as error:
-        raise StartupFailed(f"vLLM flags after `--`: {error.args[0]}") from error

@@ -46,6 +46,12 @@ def submit_rendering_by(renderer: BaseRenderer, wrap: Callable[[Callable[..., An
     executor.submit = wrap(executor.submit)
 
 
+def without_media_warm_up(renderer: BaseRenderer) -> None:
+    """Keep this renderer from processing the model's largest items when it is warmed up: a second of CPU time and
+    hundreds of MB for a processor that it does not use."""
+    renderer._mm_warmup_done = True
+
+
 def is_mistral(tokenizer: Any) -> bool:
     """Return whether this is the tokenizer of mistral_common."""
     return bool(is_mistral_tokenizer(tokenizer))

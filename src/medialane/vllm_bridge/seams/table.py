@@ -216,6 +216,18 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="renderer's warm-up",
+        purpose="the gateway's renderer does not process the model's largest items when it is warmed up",
+        module="seams.multimodal",
+        processes=("gateway",),
+        without="a gateway starts a second later, with hundreds of MB more",
+        instead="none; a flag of the renderer would suffice",
+        tests=("tests/contract/test_prebuilt_frontend.py",),
+        seams=_seams("""
+            read vllm.renderers.base:BaseRenderer with _mm_warmup_done
+        """),
+    ),
+    Group(
         name="speech",
         purpose="the store decodes uploads for transcription, sandboxed and cached",
         module="seams.speech",
