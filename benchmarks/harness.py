@@ -38,12 +38,14 @@ class Bar(msgspec.Struct):
 class Options:
     """Options of all benchmarks. `quick` runs fewer rounds: a smoke test, whose figures are not meaningful.
 
-    `num_requests` is for benchmarks that send many: None is the benchmark's default.
+    `num_requests` is for benchmarks that send many: None is the benchmark's default. `other` is the folder of another
+    checkout, for benchmarks that compare with one.
     """
 
     quick: bool = False
     rounds: int | None = None
     num_requests: int | None = None
+    other: Path | None = None
 
 
 @dataclass

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,24 +52,35 @@ async def both_servers(model: str) -> AsyncIterator[tuple[Server, Server]]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder)
         async with (
-            plain_vllm(model, TINY_MODEL_FLAGS, environ=_environ(), log=log / "plain.log") as plain,
+            plain_server(model, log / "plain.log") as plain,
             medialane_server(model, log / "medialane.log") as ours,
         ):
-            yield ours, _server("plain vLLM", plain)
+            yield ours, plain
 
 
 @asynccontextmanager
-async def medialane_server(model: str, log: Path, *, sources: Path | None = None) -> AsyncIterator[Server]:
+async def plain_server(model: str, log: Path) -> AsyncIterator[Server]:
+    """Plain vLLM's API server."""
+    async with plain_vllm(model, TINY_MODEL_FLAGS, environ=_environ(), log=log) as process:
+        yield _server("plain vLLM", process)
+
+
+@asynccontextmanager
+async def medialane_server(
+    model: str, log: Path, *, sources: Path | None = None, settings: Sequence[str] = ("--workers", "1")
+) -> AsyncIterator[Server]:
     """`medialane serve`, by default of the installed package, otherwise of the sources in this folder."""
     environ = _environ() | ({} if sources is None else {"PYTHONPATH": str(sources)})
-    command = ["-m", "medialane", "serve", model, "--workers", "1"]
+    command = ["-m", "medialane", "serve", model, *settings]
     flags = ["--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS]
     async with server_process("medialane", command, flags, model=model, environ=environ, log=log, stop_s=60) as process:
         yield _server("medialane", process)
 
 
 def _environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _SPEED} | _ENVIRON
+    given = {name: value for name, value in os.environ.items() if name not in _SPEED}
+    # Empty is not set; an earlier medialane refuses settings that it does not know.
+    return {name: value for name, value in given.items() if value or not name.startswith("MEDIALANE_")} | _ENVIRON
 
 
 def _server(name: str, process: ServerProcess) -> Server:

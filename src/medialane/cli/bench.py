@@ -22,17 +22,23 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 _PREFIX = "bench_"
 _ALL = "all"
 #: Takes a quarter of an hour or more: runs only by name.
-_NOT_IN_ALL = frozenset({"soak"})
+_NOT_IN_ALL = frozenset({"soak", "start"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join([*names(FOLDER), _ALL]) if FOLDER.is_dir() else "only in a checkout"
-    parser.add_argument("name", metavar="NAME", help=f"benchmark: {known} (all but soak)")
+    parser.add_argument("name", metavar="NAME", help=f"benchmark: {known} (all but soak and start)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write machine, versions, commit, results and bars to this file"
     )
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds, as a smoke test: figures are not meaningful"
+    )
+    parser.add_argument(
+        "--other",
+        type=Path,
+        metavar="FOLDER",
+        help="start: another checkout, to compare with (default: commit 4f951fe)",
     )
     parser.add_argument("--requests", type=int, metavar="N", help="soak: how many requests (default: 20000)")
 
@@ -43,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     # The servers of the benchmarks are on loopback, and asked without a key.
     on_gpu = bool(find_hardware(process_environ()).gpus)
     enter_environ(Config(), None, str(FOLDER), (), on_gpu=on_gpu, own={"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": ""})
-    return run_benchmarks(FOLDER, args.name, json=args.json, quick=args.quick, num_requests=args.requests)
+    return run_benchmarks(
+        FOLDER, args.name, json=args.json, quick=args.quick, num_requests=args.requests, other=args.other
+    )
 
 
 def names(folder: Path) -> list[str]:
@@ -51,11 +59,21 @@ def names(folder: Path) -> list[str]:
     return sorted(path.stem.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*.py"))
 
 
-def run_benchmarks(folder: Path, name: str, *, json: Path | None, quick: bool, num_requests: int | None = None) -> int:
+def run_benchmarks(
+    folder: Path,
+    name: str,
+    *,
+    json: Path | None,
+    quick: bool,
+    num_requests: int | None = None,
+    other: Path | None = None,
+) -> int:
     """Like `run`, for the benchmarks of `folder`. The JSON file is written after each, so that no result is lost."""
     wanted = _wanted(folder, name)
     if num_requests is not None and num_requests < 1:
         raise StartupFailed("--requests must be positive")
+    if other is not None and not (other / "src" / "medialane").is_dir():
+        raise StartupFailed(f"--other {other}: not a checkout of medialane")
     if json is not None and not json.parent.is_dir():
         raise StartupFailed(f"--json {json}: there is no folder {json.parent}")
     if str(folder) not in sys.path:
@@ -65,7 +83,7 @@ def run_benchmarks(folder: Path, name: str, *, json: Path | None, quick: bool, n
     reports: list[Any] = []
     for benchmark in wanted:
         print(f"running {benchmark}: {_load(benchmark).ABOUT}", flush=True)
-        report = _load(benchmark).run(harness.Options(quick=quick, num_requests=num_requests))
+        report = _load(benchmark).run(harness.Options(quick=quick, num_requests=num_requests, other=other))
         print(harness.show(report), flush=True)
         reports.append(report)
         if json is not None:

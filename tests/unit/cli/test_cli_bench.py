@@ -65,13 +65,31 @@ def test_all_runs_every_benchmark_and_one_missed_target_fails(folder, capsys):
     assert "slow speed" in shown
 
 
-def test_soak_runs_only_if_named(folder, capsys):
+@pytest.mark.parametrize("long", ["soak", "start"])
+def test_long_benchmark_runs_only_if_named(folder, capsys, long):
     write(folder, "fast", 3.0)
-    write(folder, "soak", 3.0)
+    write(folder, long, 3.0)
     assert run(folder, "all") == 0
-    assert "soak" not in capsys.readouterr().out
-    assert run(folder, "soak") == 0
-    assert "soak speed" in capsys.readouterr().out
+    assert long not in capsys.readouterr().out
+    assert run(folder, long) == 0
+    assert f"{long} speed" in capsys.readouterr().out
+
+
+def test_other_checkout_is_passed_to_the_benchmark(folder, tmp_path):
+    (folder / "bench_which.py").write_text(
+        "from harness import Bar, Report\nABOUT = ''\n\n\ndef run(options):\n"
+        "    return Report('which', {}, [Bar(str(options.other), 1.0, 0.0, 'at least')])\n"
+    )
+    (tmp_path / "other" / "src" / "medialane").mkdir(parents=True)
+    file = tmp_path / "results.json"
+    bench.run_benchmarks(folder, "which", json=file, quick=False, other=tmp_path / "other")
+    assert json.loads(file.read_text())["bars"][0]["name"] == str(tmp_path / "other")
+
+
+def test_other_folder_that_is_no_checkout_is_refused(folder, tmp_path):
+    write(folder, "fast", 3.0)
+    with pytest.raises(StartupFailed, match="not a checkout"):
+        bench.run_benchmarks(folder, "fast", json=None, quick=False, other=tmp_path)
 
 
 def test_quick_flag_is_passed_to_the_benchmark(folder):
