@@ -26,7 +26,7 @@ TESTING := $(SERVING)-tests
 LOG := .venv/install.log
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo test test-all check fuzz lock bench test-families test-embeddings test-next-vllm test-gpu clean
+.PHONY: help venv demo test test-all check fuzz lock bench test-families test-embeddings test-next-vllm test-restarts test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -66,6 +66,9 @@ test-embeddings: $(TESTING) ## the states of an embedding in each family (two mi
 
 test-next-vllm: $(TESTING) ## which private seams the next vLLM breaks, by its sources (a wheel of 336 MB, downloaded once)
 	$(BIN)/pytest tests/contract/test_vllm_next_version.py $(ARGS)
+
+test-restarts: $(TESTING) ## 200 gateway restarts leave nothing behind (ten minutes)
+	$(BIN)/pytest tests/chaos/test_chaos_gateway_restarts.py $(ARGS)
 
 test-gpu: $(TESTING) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)

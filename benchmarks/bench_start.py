@@ -5,7 +5,7 @@ turns, each alone on the machine; a figure is the median over the rounds. A star
 request with an image, which must be plain vLLM's. Python's files are in the page cache, but for the rows `cold`: before
 these, the caches of all files below sys.prefix and the standard library are dropped.
 
-Kills are SIGKILLs. No process is killed twice within a minute: after the second death a supervisor waits. A gateway is
+Kills are SIGKILLs of processes that have been up for `restart-reset`: else a supervisor would wait. A gateway is
 back when its port answers /v1/models (*accepts*), or a text request (*answers*): connections wait meanwhile.
 
 Memory is what would be free if the process ended (unique set size), without shared memory, of which the arena is most.
@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from harness import REPOSITORY, Bar, Options, Report, median
 from medialane.testing.tiny_model import build_tiny_model, cache_folder
@@ -36,6 +37,7 @@ from servers import Server, medialane_server, plain_server, settle
 from start_probe import (
     MB,
     Client,
+    command,
     cpu_seconds,
     drop_page_cache,
     gateway_sockets,
@@ -58,8 +60,8 @@ ABOUT = "start to the first image answer, killed processes until they are back, 
 EARLIER = "4f951fe"
 NUM_CACHED = 20
 NUM_REQUESTS = 1000
-#: A process that dies again within this time is restarted later.
-CALM_S = 61.0
+#: Of two deaths of a process. After the second within a time that is a setting, it is restarted later.
+CALM_S = 2.0
 
 PLAIN, OTHER, ONE, TWO = "plain vLLM", "earlier", "--workers 1", "--workers 2"
 
@@ -212,22 +214,24 @@ async def _killed_store(run: Run, name: str, server: Server, client: Client) -> 
     await settle()
     (store,) = named(server.pids(), "store")
 
-    async def hits(number: int) -> bool:
-        answer = await client.answers(cached[number])
-        return answer is not None and is_hit(answer)
+    num_hits = 0
 
-    async def found() -> bool:
-        # The earlier server has lost it: then it is made again, which is told apart by its share of hits.
-        return await client.answers(cached[0]) is not None if name == OTHER else await hits(0)
+    async def answered(body: dict[str, Any]) -> bool:
+        nonlocal num_hits
+        answer = await client.answers(body)
+        num_hits += answer is not None and is_hit(answer)
+        return answer is not None
 
     killed_at = kill([store])
     hit, new = await asyncio.gather(
-        seconds_until(found, since=killed_at),
+        seconds_until(partial(answered, cached[0]), since=killed_at),
         seconds_until(partial(client.answers, client.image(next(_SEEDS))), since=killed_at),
     )
     run.add(name, "store: cached image", hit)
     run.add(name, "store: new image", new)
-    share = sum([await hits(number) for number in range(1, NUM_CACHED)]) / (NUM_CACHED - 1)
+    for body in cached[1:]:
+        await answered(body)
+    share = num_hits / NUM_CACHED
     print(f"  {name}, store: {share:.0%} of the cached images are hits", flush=True)
     return share
 
@@ -256,12 +260,13 @@ async def _cold(run: Run) -> str:
 
 async def _gateways(run: Run, num_requests: int) -> None:
     """Two gateways: what they and the worker's front end use, and both killed."""
-    flags = ("--workers", "1", "--gateways", "2")
+    flags = ("--workers", "1", "--gateways", "2", "--restart-reset", str(CALM_S))
     async with _started(run, "--gateways 2", _ours(run, *flags)) as (server, client):
         gateways = named(server.pids(), "gateway")
         sockets = gateway_sockets(gateways[0])
         processes = [*(("gateway", pid) for pid in gateways)]
         processes += [(kind, pid) for kind in ("worker", "store", "warm") for pid in named(server.pids(), kind)]
+        processes += [("engine", pid) for pid in server.pids() if "EngineCore" in command(pid)]
         at_start = {pid: private_bytes(pid) for _, pid in processes}
         await mixed_load(client, num_requests)
         await settle()
@@ -272,7 +277,7 @@ async def _gateways(run: Run, num_requests: int) -> None:
         killed_at = kill(gateways[:1])
         healthy = await seconds_until(partial(_all_healthy, sockets), since=killed_at)
         run.add("--gateways 2", "one gateway: is healthy", healthy)
-        await asyncio.sleep(0 if run.quick else CALM_S)
+        await asyncio.sleep(CALM_S)
         killed_at = kill(named(server.pids(), "gateway"))
         accepts = await seconds_until(client.accepts, since=killed_at)
         run.add("--gateways 2", "both gateways: accepts", accepts)

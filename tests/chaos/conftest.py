@@ -10,21 +10,11 @@ import pytest
 import pytest_asyncio
 from medialane_process import START_S, MedialaneProcess
 from openai_http import OpenAiHttp
-from served_processes import ServedProcesses
-from small_dummies import with_small_dummies
+from served_processes import FLAGS, SERVER_FLAGS, ServedProcesses
 
-from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
+from medialane.testing.tiny_model import TINY_MODEL_ENVIRON
 from poison import PROGRAM
 from waiting import eventually
-
-SERVER_FLAGS = (
-    *TINY_MODEL_FLAGS,
-    with_small_dummies({"image": 8, "video": 1}),
-    "--enable-mm-embeds",
-    f"--kv-cache-memory-bytes={256 << 20}",
-)
-#: The arena has room for all media of the tests. Their origins are on the loopback interface.
-FLAGS = ("--gateways", "2", "--preparers", "1", "--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8")
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,19 @@ from contextlib import suppress
 
 from medialane_process import MedialaneProcess, kill
 from process_tree import arenas_of, command_of, descendants, is_alive, parent_of, zombies
+from small_dummies import with_small_dummies
 
+from medialane.testing.tiny_model import TINY_MODEL_FLAGS
 from waiting import eventually
 
+SERVER_FLAGS = (
+    *TINY_MODEL_FLAGS,
+    with_small_dummies({"image": 8, "video": 1}),
+    "--enable-mm-embeds",
+    f"--kv-cache-memory-bytes={256 << 20}",
+)
+#: The arena has room for all media of the tests. Their origins are on the loopback interface.
+FLAGS = ("--gateways", "2", "--preparers", "1", "--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8")
 #: Long enough for a worker on a busy machine.
 RESTART_S = 240
 GONE_S = 30
