@@ -68,6 +68,12 @@ class ServedProcesses:
         """Whether there is a store that has mapped an arena."""
         return any(arenas_of(pid) for pid in self.of("store") if pid not in than)
 
+    async def can_fork(self) -> None:
+        """Wait until the warm process that was started last is ready."""
+        starts, ready = "warm process: starting", "warm process: ready"
+        log = self.serve.log
+        await eventually(lambda: log.read_text().rfind(starts) < log.read_text().rfind(ready), "it can fork", RESTART_S)
+
     def num_from_scratch(self) -> int:
         """How many processes were not forked, by the log."""
         return self.serve.log.read_text().count("is started from scratch")
