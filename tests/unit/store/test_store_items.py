@@ -132,9 +132,7 @@ class World:
         """Cache the embedding of an item, as a worker does."""
         key = embedding_key(mm_hash=mm_hash, encoder=encoder)
         feature = Feature("image", mm_hash, b"header", (), MediaSize(60, 40))
-        fill = await self.items.embeddings.find(
-            FindEmbedding(1, key, feature, TensorSpec("float32", (2, 4))), "a worker"
-        )
+        fill = await self.items.embeddings.find(FindEmbedding(1, key, feature, TensorSpec("float32", (2, 4))), 1)
         with FillWriter.open(fill.embedding.tensor.range, "/dev/shm"):
             pass
         fill.hold.release()
