@@ -60,7 +60,7 @@ async def test_store_is_killed_while_its_clients_are_stopped(client, processes, 
                 old = processes.of("store")
                 await processes.kill(old)
                 await eventually(lambda killed=old: processes.has_another_store(killed), "the next store", 30)
-                load.ready = set()  # overwritten now
+                load.ready.clear()  # overwritten now
                 os.kill(processes.of("store")[0], signal.SIGUSR1)
             assert all(map(is_alive, pids))
         await load.answers(len(load.repeated))

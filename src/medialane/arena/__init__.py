@@ -5,11 +5,10 @@ other processes open an `ArenaView` and resolve ranges and descriptors to memory
 writes the payload of a range. `reap` removes files of dead owners.
 """
 
-from medialane.arena.adoption import header_bytes
 from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
 from medialane.arena.fill import FillWriter
-from medialane.arena.layout import ENTRY_HEADER_BYTES, Lineage, describe, layout
+from medialane.arena.layout import ENTRY_HEADER_BYTES, describe, layout
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.reaper import Reaped, reap
 from medialane.arena.slots import ClientSlot, Unfinished
@@ -24,12 +23,10 @@ __all__ = [
     "ClientSlot",
     "FillWriter",
     "Lease",
-    "Lineage",
     "Reaped",
     "Reservation",
     "Unfinished",
     "describe",
-    "header_bytes",
     "layout",
     "reap",
 ]

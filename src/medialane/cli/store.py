@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -88,22 +88,32 @@ def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> i
 async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
     with stopped_by_signals() as stop:
         async with AsyncExitStack() as stack:
-            arena, prefaulted = await stack.enter_async_context(_arena(config))
-            store = _Store(config, model, vllm_args, arena)
+            arena, prefaulted = await stack.enter_async_context(_arena(config, address))
+            store = _Store(config, model, vllm_args, arena, on_damaged=stop.set)
             takes_media = await unless_set(stop, store.start(address, prefaulted, stack))
             if takes_media is False:
                 logger.warning("this model takes no media: it needs no media store")
                 return NOT_NEEDED
             await stop.wait()
-    return 0
+    return int(store.is_damaged)  # then the next one begins with a new arena
 
 
 class _Store:
     """The components of a store. It listens before its processor is loaded and its arena prefaulted, which take many
     seconds: clients map the arena, and their items are fetched, meanwhile."""
 
-    def __init__(self, config: Config, model: str, vllm_args: Sequence[str], arena: Arena) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: str,
+        vllm_args: Sequence[str],
+        arena: Arena,
+        *,
+        on_damaged: Callable[[], object],
+    ) -> None:
         self._config = config
+        self._on_damaged = on_damaged
+        self.is_damaged = False
         self._prepares = prepared_stage(config.gateway.stage).is_decoded
         self._arena = arena
         self._has_started = False
@@ -163,6 +173,7 @@ class _Store:
             max_connections=config.store.max_connections,
             processor=lambda: self._pool.processor_settings,
             status=self._status,
+            on_damaged=self._damaged,
         )
         stack.push_async_callback(self._server.close)
         await self._server.serve(address)
@@ -180,6 +191,10 @@ class _Store:
         enter_phase(READY)
         logger.info("the media store is ready")
         return True
+
+    def _damaged(self) -> None:
+        self.is_damaged = True
+        self._on_damaged()
 
     def _status(self) -> StoreStatus:
         embeddings = self._items.embeddings.stats
@@ -238,15 +253,19 @@ def published_images(
 
 
 @asynccontextmanager
-async def _arena(config: Config) -> AsyncIterator[tuple[Arena, asyncio.Task[int]]]:
-    """Create the arena, removed on exit, and the task that prefaults its pages.
+async def _arena(config: Config, address: str) -> AsyncIterator[tuple[Arena, asyncio.Task[int]]]:
+    """Take over the arena of an earlier store at this address that was killed, or create one; it is removed on exit.
+    The task prefaults its pages.
 
     Only prefaulted pages are used: if a page could not be allocated later, its writer would get SIGBUS.
     """
-    config.arena.validate()
+    lineage = address.encode()
+    arena = Arena.adopt(config.arena, lineage=lineage, grows=True)
+    if arena is None:
+        config.arena.validate()
     for dead in reap(config.arena.directory):
         logger.info("removed the arena of a store that has exited: %s", dead.path)
-    arena = Arena.create(config.arena, grows=True)
+    arena = arena or Arena.open(config.arena, lineage=lineage, grows=True)
     stop, loop = threading.Event(), asyncio.get_running_loop()
 
     def on_progress(num_bytes: int) -> None:

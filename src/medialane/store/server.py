@@ -34,7 +34,8 @@ class StoreServer:
     """Serves `items` to the gateways and workers of this host. Call `serve` once, and `close` in any case.
 
     `processor` returns the settings with which media are processed, empty if they are not or if that is not known yet;
-    `status` returns what is reported to clients at each heartbeat.
+    `status` returns what is reported to clients at each heartbeat. `on_damaged` is called if a client holds an entry
+    that the table of an adopted arena does not have: its file has been set aside, and the process is to end.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class StoreServer:
         max_connections: int,
         processor: Callable[[], Mapping[str, str]],
         status: Callable[[], StoreStatus],
+        on_damaged: Callable[[], object] = lambda: None,
     ) -> None:
         self._items = items
         self._arena = arena
@@ -57,8 +59,7 @@ class StoreServer:
         self._status = status
         self._sessions: dict[StoreSession, None] = {}
         self._absent = AbsentClients(arena)
-        #: Set if clients hold entries that the table of the arena does not have: it must not be used, nor taken over.
-        self.is_damaged = asyncio.Event()
+        self._on_damaged = on_damaged
         self._listener: Listener | None = None
 
     async def serve(self, address: str) -> None:
@@ -135,7 +136,8 @@ class StoreServer:
             session.use.keep_only(hello.holds if hello.arena == self._arena.id else {}, self._arena.claim)
         except UnknownEntry as error:
             logger.error("the arena of an earlier store cannot be used: %s", error)
-            self.is_damaged.set()
+            self._arena.set_aside()
+            self._on_damaged()
             raise StoreUnavailable("the store begins with a new arena") from error
         self._absent.settle(session.slot)
         offer = ArenaOffer(self._arena.id, self._arena.nonce)

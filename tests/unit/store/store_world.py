@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from functools import cached_property
 
 import pytest
@@ -60,6 +61,28 @@ class PatternItems:
         return self.publish(reservation, None, content)
 
 
+def serve_patterns(
+    items: PatternItems,
+    arena: Arena,
+    processor: Callable[[], dict[str, str]] = dict,
+    has_started: Callable[[], bool] = lambda: True,
+    on_damaged: Callable[[], object] = lambda: None,
+) -> StoreServer:
+    def status() -> StoreStatus:
+        return StoreStatus(StoreStats(arena.stats(), IDLE, embeddings=items.embeddings.stats), None, has_started())
+
+    return StoreServer(
+        items,
+        arena,
+        RPC,
+        pulls=Pulls(arena, RPC),
+        max_connections=16,
+        processor=processor,
+        status=status,
+        on_damaged=on_damaged,
+    )
+
+
 def pattern(content: str) -> bytes:
     return bytes([ord(content[0])])
 
@@ -79,9 +102,9 @@ def wanted(content: str, spec: TensorSpec = EMBEDDING) -> WantedEmbedding:
     return WantedEmbedding(content * 64, described(content), spec)
 
 
-def write(found: FoundEmbedding, content: str) -> None:
+def write(found: FoundEmbedding, content: str, directory: str = DIRECTORY) -> None:
     """What a process of an engine does."""
-    with FillWriter.open(found.embedding.tensor.range, DIRECTORY) as payload:
+    with FillWriter.open(found.embedding.tensor.range, directory) as payload:
         payload[:] = pattern(content) * len(payload)
 
 
@@ -95,7 +118,12 @@ class Client:
     def __init__(self, world: World, **settings: object) -> None:
         self.world = world
         self.link = StoreLink(
-            world.address, rpc=RPC, arena_directory=DIRECTORY, wait_timeout_s=2.0, writable=True, **settings
+            world.address,
+            rpc=RPC,
+            arena_directory=world.directory,
+            wait_timeout_s=world.wait_timeout_s,
+            writable=True,
+            **settings,
         )
         self.holds: dict[int, tuple[str, ArenaRange]] = {}
         self._alive: ClientSlot | None = None
@@ -123,7 +151,7 @@ class Client:
     async def disconnect(self, *, lives: bool = False) -> None:
         """The connection ends, and so does the process, unless it `lives` until `exit`."""
         if lives:
-            self._alive = ClientSlot.take(self.link.arena, DIRECTORY, self.link._arena.slot.number)
+            self._alive = ClientSlot.take(self.link.arena, self.world.directory, self.link._arena.slot.number)
         self.running.cancel()
         await asyncio.wait([self.running])
 
@@ -133,32 +161,43 @@ class Client:
 
 
 class World:
-    """The store, and the pipes whose ends stand for the processes of its clients."""
+    """The store and its clients."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, size_bytes: int = 16 << 20, *, grows: bool = False) -> None:
+    wait_timeout_s = 2.0
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        size_bytes: int = 16 << 20,
+        *,
+        grows: bool = False,
+        directory: str = DIRECTORY,
+    ) -> None:
         poison_freed(monkeypatch)  # before there is an arena
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
-        self.arena = Arena.create(ArenaConfig(size_bytes=size_bytes), grows=grows)
-        self.items = PatternItems(self.arena)
+        self.directory = directory
+        self._config, self._grows = ArenaConfig(size_bytes=size_bytes, directory=directory), grows
         self.processor: dict[str, str] = {}
         self.has_started = True
-        self.server = StoreServer(
-            self.items,
-            self.arena,
-            RPC,
-            pulls=Pulls(self.arena, RPC),
-            max_connections=16,
-            processor=lambda: self.processor,
-            status=lambda: StoreStatus(
-                StoreStats(self.arena.stats(), IDLE, embeddings=self.items.embeddings.stats), None, self.has_started
-            ),
-        )
+        self._open()
         monkeypatch.setattr("medialane.store.absent_clients.POLL_INTERVAL_S", 0.005)
         self._clients: list[Client] = []
 
     async def start(self) -> World:
         await self.server.serve(self.address)
         return self
+
+    async def replace_store(self) -> None:
+        """As kill -9 of the store's process, which leaves the arena as it is, and the start of another."""
+        self.arena.leave()
+        await self.server.close()
+        self._open()
+        await self.start()
+
+    def _open(self) -> None:
+        self.arena = Arena.open(self._config, lineage=b"patterns", grows=self._grows)
+        self.items = PatternItems(self.arena)
+        self.server = serve_patterns(self.items, self.arena, lambda: self.processor, lambda: self.has_started)
 
     async def client(self, **settings: object) -> Client:
         client = Client(self, **settings)

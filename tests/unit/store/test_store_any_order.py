@@ -1,10 +1,12 @@
-"""Any order of connect, find, send, receive, release, write embeddings, lose the connection and die: no byte is reused
-while it is held or written, and nothing else is held."""
+"""Any order of connect, find, send, receive, release, write embeddings, lose the connection, die and replace the store:
+no byte is reused while it is held or written, and nothing else is held."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -33,9 +35,9 @@ DOES = st.sampled_from(["nothing", "begins to write", "writes"])
 class Writing:
     """A process of an engine that writes to the range of a fill, from before `stop` to after it."""
 
-    def __init__(self, fill, content) -> None:
+    def __init__(self, fill, content, directory) -> None:
         self.fill, self.content = fill, content
-        self._writer = FillWriter.open(fill.embedding.tensor.range, DIRECTORY)
+        self._writer = FillWriter.open(fill.embedding.tensor.range, directory)
         self._payload = self._writer.__enter__()
         self.write(b"\1")
 
@@ -82,7 +84,9 @@ class Holding(RuleBasedStateMachine):
         self.published = set()  # ranges of fills that others have found completed
 
     async def _start(self) -> World:
-        return await World(self.patches).start()
+        self.directory = Path(DIRECTORY) / f"medialane-test-{secrets.token_hex(6)}"  # no other test reaps there
+        self.directory.mkdir(mode=0o700)
+        return await World(self.patches, directory=str(self.directory)).start()
 
     def run(self, work):
         return self.loop.run_until_complete(asyncio.wait_for(work, 10))
@@ -225,7 +229,7 @@ class Holding(RuleBasedStateMachine):
             assert not ranges
             self.fills.append((worker, found, content))
             if does != "nothing":
-                self.writing.append(Writing(found, content))
+                self.writing.append(Writing(found, content, self.world.directory))
             if does == "writes":
                 self.stop_writing(-1, completes=True)
 
@@ -268,6 +272,12 @@ class Holding(RuleBasedStateMachine):
     def lose_connection(self, which):
         self.run(self.world.lose_connection(self.pick(which)))
 
+    @rule()
+    def replace_store(self):
+        """The next one takes over the arena."""
+        self.run(self.world.replace_store())
+        self.run(eventually(lambda: all(client.link.status is not None for client in self.clients)))
+
     @has_client
     @rule(which=number)
     def die(self, which):
@@ -305,6 +315,9 @@ class Holding(RuleBasedStateMachine):
         finally:
             self.run(self.world.close())
             self.loop.close()
+            for path in self.directory.iterdir():
+                path.unlink()
+            self.directory.rmdir()
             self.patches.undo()
 
     async def _settled(self) -> None:
@@ -313,10 +326,15 @@ class Holding(RuleBasedStateMachine):
         stats = self.world.arena.stats
         is_counted = not (self.retention_s and self.clients)  # otherwise, holds are shared and retained
         num_held = len(self.held())
-        ranges = {fill.embedding.tensor.range for _, fill, _ in self.fills} - self.published
-        ranges |= {found.range for found in self.writing}
+        fills = {fill.embedding.tensor.range for _, fill, _ in self.fills} - self.published
+        ranges = fills | {found.range for found in self.writing}
+        embeddings = self.world.items.embeddings
         await eventually(
-            lambda: stats().num_reservations == len(ranges) and (stats().num_leases == num_held or not is_counted),
+            lambda: (
+                stats().num_reservations == len(ranges)
+                and embeddings.stats.num_writing <= len(fills)
+                and (stats().num_leases == num_held or not is_counted)
+            ),
             f"the store holds what its {len(self.clients)} clients hold",
             5,
             more=lambda: f"{stats().num_leases} leases, {num_held} held",
