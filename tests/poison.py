@@ -5,6 +5,7 @@
 
 import asyncio
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena
@@ -19,7 +20,7 @@ _PIECE = POISON * 65536
 PROGRAM = Path(__file__).parent / "e2e" / "poisoned" / "medialane"
 
 _clear = Arena._clear
-_create = Arena.create
+_created, _opened = Arena.create, Arena.open
 
 
 def _clear_and_overwrite(self: Arena, entry: ArenaRange) -> None:
@@ -31,16 +32,19 @@ def _clear_and_overwrite(self: Arena, entry: ArenaRange) -> None:
             piece[:] = _PIECE[: len(piece)]
 
 
-def _create_evictable(*arguments: object, **settings: object) -> Arena:
-    arena = _create(*arguments, **settings)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, arena.clear)
-    return arena
+def _evictable(make: Callable[..., Arena]) -> Callable[..., Arena]:
+    def made(*arguments: object, **settings: object) -> Arena:
+        arena = make(*arguments, **settings)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, arena.clear)
+        return arena
+
+    return made
 
 
 def install() -> None:
     """Poison the arenas of this process, which evicts every entry that is not held when it gets SIGUSR1."""
     Arena._clear = _clear_and_overwrite
-    Arena.create = _create_evictable
+    Arena.create, Arena.open = _evictable(_created), _evictable(_opened)
 
 
 def poisoned_store(argv: tuple[str, ...]) -> tuple[str, ...]:
