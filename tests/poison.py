@@ -20,7 +20,7 @@ _PIECE = POISON * 65536
 PROGRAM = Path(__file__).parent / "e2e" / "poisoned" / "medialane"
 
 _clear = Arena._clear
-_created, _opened = Arena.create, Arena.open
+_MADE_BY = {name: getattr(Arena, name) for name in ("create", "open", "adopt") if name in vars(Arena)}
 
 
 def _clear_and_overwrite(self: Arena, entry: ArenaRange) -> None:
@@ -32,10 +32,11 @@ def _clear_and_overwrite(self: Arena, entry: ArenaRange) -> None:
             piece[:] = _PIECE[: len(piece)]
 
 
-def _evictable(make: Callable[..., Arena]) -> Callable[..., Arena]:
-    def made(*arguments: object, **settings: object) -> Arena:
+def _evictable(make: Callable[..., Arena | None]) -> Callable[..., Arena | None]:
+    def made(*arguments: object, **settings: object) -> Arena | None:
         arena = make(*arguments, **settings)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, arena.clear)
+        if arena is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, arena.clear)
         return arena
 
     return made
@@ -44,7 +45,8 @@ def _evictable(make: Callable[..., Arena]) -> Callable[..., Arena]:
 def install() -> None:
     """Poison the arenas of this process, which evicts every entry that is not held when it gets SIGUSR1."""
     Arena._clear = _clear_and_overwrite
-    Arena.create, Arena.open = _evictable(_created), _evictable(_opened)
+    for name, make in _MADE_BY.items():
+        setattr(Arena, name, _evictable(make))
 
 
 def poisoned_store(argv: tuple[str, ...]) -> tuple[str, ...]:

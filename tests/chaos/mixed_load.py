@@ -101,7 +101,7 @@ class MixedLoad:
     counts: Counter[str] = field(default_factory=Counter)
     #: Descriptions of answers that were not as they must be.
     problems: list[str] = field(default_factory=list)
-    #: Content, and its uuids, that an answer has had.
+    #: Content, and its uuids, that an answer has had. Replaced when that may have been evicted.
     ready: set[str] = field(default_factory=set)
     _right: dict[str, list[int]] = field(default_factory=dict)
     _num_new_asked: int = 0
@@ -160,35 +160,40 @@ class MixedLoad:
         return self.random.choice([each for each in self.repeated if not each.needs_uuid or each.uuid in self.ready])
 
     async def _ask(self, question: Question, *, stream: bool) -> None:
-        ready, num_fetched = self.ready.intersection(question.media), self._num_fetched(question)
+        before, num_fetched = self.ready, self._num_fetched(question)
+        ready = before.intersection(question.media)
         body = chat(*question.content, max_tokens=question.max_tokens, stream=stream)
         body["medialane"] = {"report": True}
         async with asyncio.timeout(ANSWERED_S):
-            found = await self._answer(body, question)
+            found = await self._answer(body, question, before)
             while found is None:
                 await asyncio.sleep(_RETRY_S)  # time: as clients do that ask again
-                found = await self._answer(body, question)
+                found = await self._answer(body, question, before)
         self.counts["answer"] += 1
         if found.status == 200:
+            ready = ready if before is self.ready else set()
             self._judge(question, found, ready)
             if ready and self._num_fetched(question) > num_fetched:
                 self.problems.append(f"{question.right} was fetched again")
             self.ready.update((*question.media, question.uuid))
 
-    async def _answer(self, body: dict[str, Any], question: Question) -> Answer | None:
-        """None if the client may ask again."""
+    async def _answer(self, body: dict[str, Any], question: Question, ready: set[str]) -> Answer | None:
+        """None if the client may ask again. What was `ready` may have been evicted."""
         try:
             found = await self.client.post(body)
-        except (aiohttp.ClientError, BrokenOff):
-            code, may_retry = CONNECTION_LOST, True
-        else:
-            if found.status == 200 and not (found.events and "error" in found.events[-1]):
-                return found
-            code, may_retry = found.error["code"], found.status in (200, 500) or "retry-after" in found.headers
-        self.counts[code] += 1
-        if code in self.allowed and may_retry:
+        except (aiohttp.ClientError, BrokenOff) as error:
+            self.counts[CONNECTION_LOST] += 1
+            if CONNECTION_LOST not in self.allowed:
+                self.problems.append(f"{question.right}: {error!r}")
             return None
-        self.problems.append(f"{question.right}: {code} is not allowed: {found.error}")
+        if found.status == 200 and not (found.events and "error" in found.events[-1]):
+            return found
+        code = found.error["code"]
+        self.counts[code] += 1
+        if code in self.allowed and (found.status != 503 or "retry-after" in found.headers):
+            return None
+        if code != "unknown_media_uuid" or ready is self.ready:
+            self.problems.append(f"{question.right}: {code} is not allowed: {found.error}")
         return found
 
     def _judge(self, question: Question, found: Answer, ready: set[str]) -> None:

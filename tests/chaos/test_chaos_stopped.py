@@ -49,7 +49,7 @@ async def test_text_is_answered_while_the_store_is_stopped_and_media_afterwards(
 @pytest.mark.parametrize("kind", ["gateway", "engine", "worker"])
 async def test_store_is_killed_while_its_clients_are_stopped(client, processes, kind):
     """They go on with what they held, or wrote, in the arena of the killed store. What nobody holds is overwritten
-    before they return to the next one."""
+    before they return to the next one, or right afterwards."""
     before = processes.numbers()
     async with asking(client, seed=12, num_new=24) as load:
         load.allowed = STORE_LOST
@@ -60,8 +60,9 @@ async def test_store_is_killed_while_its_clients_are_stopped(client, processes, 
                 old = processes.of("store")
                 await processes.kill(old)
                 await eventually(lambda killed=old: processes.has_another_store(killed), "the next store", 30)
-                load.ready.clear()  # overwritten now
+                load.ready = set()  # overwritten now
                 os.kill(processes.of("store")[0], signal.SIGUSR1)
+            os.kill(processes.of("store")[0], signal.SIGUSR1)
             assert all(map(is_alive, pids))
         await load.answers(len(load.repeated))
     await processes.are(before)

@@ -1,4 +1,5 @@
-"""Several `medialane gateway` processes, forked from one that has imported vLLM: `python gateways_program.py JSON`.
+"""Several `medialane gateway` processes, forked from one that has imported vLLM and built what those with the last
+one's flags of vLLM start with: `python gateways_program.py JSON`.
 
 JSON is a list of [log, arguments, ending]. Importing vLLM takes ten seconds of CPU time; apart from that each process
 is as the command starts it. SIGTERM ends all of them, and so does the failure of one; their exit statuses are printed.
@@ -14,7 +15,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from medialane.cli import gateway  # noqa: F401 - vLLM, once for all of them
+from medialane.cli import gateway
 from medialane.cli.main import main
 from medialane.gateway import WorkerPool
 from medialane.gateway.http_server import BoundedServer
@@ -63,8 +64,14 @@ def run(log: str, arguments: list[str]) -> NoReturn:
         os._exit(status)
 
 
+def prebuild(arguments: list[str]) -> None:
+    """What those with these flags of vLLM start with."""
+    gateway.prebuild(arguments[0], arguments[arguments.index("--") + 1 :])
+
+
 def start(commands: list[tuple[str, list[str], str | None]]) -> list[int]:
     pids = []
+    prebuild(commands[-1][1])
     gc.collect()
     gc.freeze()  # garbage collection would write to, and so copy, each page that they share
     for log, arguments, ending in commands:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from medialane_process import launch
+from process_tree import descendants
 
 from medialane.check.server_process import free_port
 from medialane.config import Config
@@ -106,7 +108,7 @@ class GatewayProcess:
         The kernel keeps a high-water mark of each process's resident memory (proc(5): VmHWM, set back by clear_refs).
         """
         before = {}
-        for pid in _family(self._process.pid):
+        for pid in (self._process.pid, *descendants(self._process.pid)):
             with suppress(OSError):  # a process that is exiting
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
                 before[pid] = _resident_kib(pid, "VmRSS")
@@ -126,20 +128,9 @@ def gateway_process(model: str, config: Config, folder: Path, flags: Sequence[st
     port = free_port()
     here = Path(__file__).resolve().parent
     python_path = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with folder.joinpath("log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(here / "gateway_program.py"), model, str(port), str(folder), *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(python_path),
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-            },
-            start_new_session=True,
-        )
+    program = [sys.executable, str(here / "gateway_program.py"), model, str(port), str(folder), *flags]
+    own = {"PYTHONPATH": os.pathsep.join(python_path), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    process = launch(program, environ={**os.environ, **own}, log=folder / "log")
     gateway = GatewayProcess(process, port, model)
     try:
         wait_until(
@@ -157,19 +148,6 @@ def gateway_process(model: str, config: Config, folder: Path, flags: Sequence[st
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _family(pid: int) -> list[int]:
-    """The process and its descendants."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError):
-            if entry.name.isdigit():
-                parents[int(entry.name)] = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found
 
 
 def _resident_kib(pid: int, field: str) -> int:
