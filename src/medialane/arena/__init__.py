@@ -10,6 +10,7 @@ from medialane.arena.config import ArenaConfig
 from medialane.arena.fill import FillWriter
 from medialane.arena.layout import ENTRY_HEADER_BYTES, describe, layout
 from medialane.arena.lease import Cached, Lease, Reservation
+from medialane.arena.names import NamesArea
 from medialane.arena.reaper import Reaped, reap
 from medialane.arena.slots import ClientSlot, Unfinished
 from medialane.arena.view import ArenaView
@@ -23,6 +24,7 @@ __all__ = [
     "ClientSlot",
     "FillWriter",
     "Lease",
+    "NamesArea",
     "Reaped",
     "Reservation",
     "Unfinished",

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from medialane.arena import Arena, reap
+from medialane.arena import Arena, NamesArea, reap
 from medialane.cli.essential_tasks import unless_set
 from medialane.cli.tuning import tune_process
 from medialane.cluster.model_files import fetch_files, repositories
@@ -139,8 +139,11 @@ class _Store:
         config, arena = self._config, self._arena
         stack.push_async_callback(self._pool.close)
         encoded = EncodedStore(arena, config.media)
-        fetcher = await stack.enter_async_context(Fetcher(config.media, open_body=encoded.open))
-        aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s)
+        names = names_area(config, arena)
+        stack.callback(names.close)
+        urls, uuids = names.records("url"), names.records("uuid")
+        fetcher = await stack.enter_async_context(Fetcher(config.media, open_body=encoded.open, records=urls))
+        aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s, records=uuids)
         mover = nixl_mover(config, arena.id, arena.slot)
         self._pulls = pulls = Pulls(
             arena,
@@ -212,6 +215,12 @@ class _Store:
             "preparer": self._pool.preparer_pids,
             "warm": [pid for pid in children(os.getppid()) if has_title(pid, WARM)],
         }
+
+
+def names_area(config: Config, arena: Arena) -> NamesArea:
+    """Open what the arena's file has of uuids and URLs, for this store and the next one."""
+    max_records = config.store.max_uuids + config.media.max_cached_urls
+    return NamesArea(arena.path, first_byte=arena.size_bytes, nonce=arena.nonce, max_records=max_records)
 
 
 def has_rdma_devices() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,6 +11,7 @@ from aiohttp.abc import AbstractResolver
 
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef, Modality
+from medialane.core.name_records import NOT_KEPT, NameRecords, boot_time
 from medialane.core.single_flight import SingleFlight
 from medialane.media.body import Body, HeapBody
 from medialane.media.config import MediaConfig
@@ -45,18 +45,20 @@ class Fetcher:
         *,
         open_body: OpenBody = lambda *_: HeapBody(),
         resolver: AbstractResolver | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = boot_time,
+        records: NameRecords = NOT_KEPT,
     ) -> None:
         """`open_body` determines where bodies are stored, by default on the heap. It gets the modality, the tenant's
         salt as in `MediaRef`, and the most bytes that will be written.
 
-        `resolver` replaces the system's; its results are validated all the same.
+        `resolver` replaces the system's; its results are validated all the same. What is known of URLs is kept in
+        `records`, with times of the `clock`: an earlier process that has written them must have had the same settings.
         """
         self._config = config
         self._open_body = open_body
         self._resolver = resolver
         self._clock = clock
-        self._urls = UrlCache(config.max_cached_urls)
+        self._urls = UrlCache(config.max_cached_urls, records)
         self._flights: SingleFlight[tuple[bytes, Modality, bool], Fetched] = SingleFlight()
 
     async def __aenter__(self) -> Self:

@@ -5,25 +5,30 @@ The cache stores only hashes; the content may be stored elsewhere. The caller su
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 import msgspec
 from blake3 import blake3
-from cachetools import LRUCache
 from multidict import CIMultiDict, CIMultiDictProxy
+
+from medialane.core.name_records import NOT_KEPT, NameRecords
 
 Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 
 #: Longer validators are not stored: an origin must not control how much memory an entry uses.
 _MAX_VALIDATOR_CHARS = 512
+#: Longer ones are not kept for the next process.
+_MAX_KEPT_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
 class Validators:
-    """Validators for a conditional request. Valid only for `url`, the one after redirects that returned them."""
+    """Validators for a conditional request. Valid only for the URL of which `url` is the digest (`url_digest`): the one
+    after redirects that returned them. A URL may be long, and contain a client's secret."""
 
-    url: str
+    url: bytes
     etag: str | None
     last_modified: str | None
 
@@ -43,14 +48,29 @@ class KnownUrl:
     validators: Validators | None = None
 
 
-class UrlCache:
-    """An LRU cache of `max_urls` URLs, by key."""
+#: A `KnownUrl`, with the fields of its `Validators`.
+_Record = tuple[str, float, float | None, tuple[bytes, str | None, str | None] | None]
 
-    def __init__(self, max_urls: int) -> None:
-        self._known: LRUCache[bytes, KnownUrl] = LRUCache(max_urls)
+
+class UrlCache:
+    """An LRU cache of `max_urls` URLs, by key. They are kept in `records` and taken from there: `now` must be the time
+    of the clock of the process that has written them. Validators that are too long for a record are not kept."""
+
+    def __init__(self, max_urls: int, records: NameRecords = NOT_KEPT) -> None:
+        self._max_urls = max_urls
+        self._records = records
+        self._known: OrderedDict[bytes, KnownUrl] = OrderedDict()
+        for key, payload in records.read():
+            content, fresh_until, lifetime_s, validators = msgspec.msgpack.decode(payload, type=_Record)
+            sent = None if validators is None else Validators(*validators)
+            self._known[key] = KnownUrl(content, fresh_until, lifetime_s, sent)
+        while len(self._known) > max_urls:
+            self._forget_oldest()
 
     def get(self, key: bytes) -> KnownUrl | None:
-        return self._known.get(key)
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+        return known
 
     def fresh(self, key: bytes, now: float) -> KnownUrl | None:
         """Return the entry if it is fresh, i.e. needs no revalidation."""
@@ -61,14 +81,34 @@ class UrlCache:
         """Store an entry, unless it is stale and cannot be revalidated."""
         if known.fresh_until <= now and known.validators is None:
             self.forget(key)
-        elif self._known.maxsize:
+        elif self._max_urls:
+            if key not in self._known and len(self._known) >= self._max_urls:
+                self._forget_oldest()
             self._known[key] = known
+            self._known.move_to_end(key)
+            self._write(key, known)
 
     def forget(self, key: bytes) -> None:
-        self._known.pop(key, None)
+        if self._known.pop(key, None) is not None:
+            self._records.erase(key)
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def _write(self, key: bytes, known: KnownUrl) -> None:
+        sent = known.validators
+        text = "" if sent is None else (sent.etag or "") + (sent.last_modified or "")
+        is_kept = sent is not None and len(text) <= _MAX_KEPT_CHARS and text.isascii()
+        validators = (sent.url, sent.etag, sent.last_modified) if sent is not None and is_kept else None
+        record: _Record = known.content_hash, known.fresh_until, known.lifetime_s, validators
+        self._records.write(key, msgspec.msgpack.encode(record))
+
+    def _forget_oldest(self) -> None:
+        self.forget(next(iter(self._known)))
+
+
+def url_digest(url: str) -> bytes:
+    return blake3(url.encode()).digest(length=16)
 
 
 def url_key(url: str, salt: str) -> bytes:

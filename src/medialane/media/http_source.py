@@ -39,7 +39,7 @@ from medialane.core.errors import (
 from medialane.core.own_fault import raise_exhausted
 from medialane.media.body import Body, HeapBody
 from medialane.media.config import FetchLimits, MediaConfig
-from medialane.media.http_cache import Freshness, Validators, freshness_of
+from medialane.media.http_cache import Freshness, Validators, freshness_of, url_digest
 from medialane.media.url_guard import UrlGuard
 
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
@@ -113,7 +113,7 @@ class HttpSource:
         redirected: list[Freshness] = []
         for _ in range(self._config.max_redirects + 1):
             sent = request.validators
-            if sent is not None and sent.url != str(target):
+            if sent is not None and sent.url != url_digest(str(target)):
                 sent = None
             with _mapped_errors():
                 async with self._session.get(target, allow_redirects=False, headers=_conditions(sent)) as response:
@@ -140,7 +140,7 @@ class HttpSource:
             return Received(None, None, freshness, sent)
         _check(response)
         content, data = await self._read(response, request)
-        validators = Validators(str(target), headers.get("ETag"), headers.get("Last-Modified"))
+        validators = Validators(url_digest(str(target)), headers.get("ETag"), headers.get("Last-Modified"))
         return Received(content, data, freshness, validators if validators.usable else None)
 
     async def _read(self, response: aiohttp.ClientResponse, request: _FetchRequest) -> tuple[str, bytearray | None]:

@@ -1,4 +1,4 @@
-"""Maps client-chosen names of media (vLLM's `uuid`) to content hashes. Pure: the clock is injected.
+"""Maps client-chosen names of media (vLLM's `uuid`) to content hashes. Pure: clock and records are injected.
 
 A name is bound, per client's key and tenant (`cache_salt`, or none), to the hash of the content that was sent with it
 first, until it expires: nobody else can make it name other content meanwhile. It is not a cache key: if a request has
@@ -7,16 +7,16 @@ both a name and content, the name never affects which content is used.
 
 from __future__ import annotations
 
-import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
-from cachetools import TTLCache
 
 from medialane.core.errors import UuidConflict
 from medialane.core.media import Alias
+from medialane.core.name_records import NOT_KEPT, NameRecords, boot_time
 
 
 class AliasTarget(NamedTuple):
@@ -27,36 +27,85 @@ class AliasTarget(NamedTuple):
     options: bytes
 
 
-class Aliases:
-    """An LRU cache; names expire after `ttl_s` seconds without use."""
+class _Bound(NamedTuple):
+    target: AliasTarget
+    expires_at: float
 
-    def __init__(self, *, max_aliases: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._is_enabled = max_aliases > 0
-        self._targets: TTLCache[bytes, AliasTarget] = TTLCache(max_aliases, ttl_s, clock)
+
+class Aliases:
+    """An LRU cache; names expire after `ttl_s` seconds without use. They are kept in `records` and taken from there;
+    the `clock` must be that of the process which has written them."""
+
+    def __init__(
+        self,
+        *,
+        max_aliases: int,
+        ttl_s: float,
+        clock: Callable[[], float] = boot_time,
+        records: NameRecords = NOT_KEPT,
+    ) -> None:
+        self._max_aliases = max_aliases
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._records = records
+        self._bound: OrderedDict[bytes, _Bound] = OrderedDict()  # the least recently used first, which expires first
+        self._restore()
 
     def __len__(self) -> int:
-        return len(self._targets)
+        self._expire()
+        return len(self._bound)
 
     def bind(self, salt: str, alias: Alias, content: str) -> None:
         """Bind the name to this content and to the options given now. Raises UuidConflict if it is bound to other
         content."""
-        if not self._is_enabled:
+        if not self._max_aliases:
             return
+        self._expire()
         key = _key(salt, alias)
-        if (bound := self._targets.get(key)) is not None and bound.content != content:
+        if (bound := self._bound.get(key)) is not None and bound.target.content != content:
             raise UuidConflict("this uuid is in use for other content: choose another one")
-        self._targets[key] = AliasTarget(content, alias.io, alias.options)
+        if bound is None and len(self._bound) >= self._max_aliases:
+            self._forget_oldest()
+        self._use(key, AliasTarget(content, alias.io, alias.options))
 
     def find(self, salt: str, alias: Alias) -> AliasTarget | None:
         """Return what the name is bound to, or None. Options given with the name now override those it is bound to."""
+        self._expire()
         key = _key(salt, alias)
-        if (bound := self._targets.get(key)) is None:
+        if (bound := self._bound.get(key)) is None:
             return None
-        self._targets[key] = bound  # a use: it expires later
-        return bound._replace(
-            io=bound.io if alias.io == b"{}" else alias.io,
-            options=bound.options if alias.options == b"{}" else alias.options,
+        target = bound.target
+        self._use(key, target)
+        return target._replace(
+            io=target.io if alias.io == b"{}" else alias.io,
+            options=target.options if alias.options == b"{}" else alias.options,
         )
+
+    def _use(self, key: bytes, target: AliasTarget) -> None:
+        """Let the name expire later."""
+        bound = self._bound[key] = _Bound(target, self._clock() + self._ttl_s)
+        self._bound.move_to_end(key)
+        self._records.write(key, msgspec.msgpack.encode(bound))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._bound and next(iter(self._bound.values())).expires_at <= now:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        key, _ = self._bound.popitem(last=False)
+        self._records.erase(key)
+
+    def _restore(self) -> None:
+        """Take the names of an earlier process; what exceeds the settings of this one is forgotten."""
+        latest = self._clock() + self._ttl_s
+        kept = [(key, msgspec.msgpack.decode(payload, type=_Bound)) for key, payload in self._records.read()]
+        kept.sort(key=lambda one: one[1].expires_at)
+        for key, bound in kept:
+            self._bound[key] = bound._replace(expires_at=min(bound.expires_at, latest))
+        while len(self._bound) > self._max_aliases:
+            self._forget_oldest()
+        self._expire()
 
 
 def _key(salt: str, alias: Alias) -> bytes:

@@ -14,6 +14,7 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetched, Fetcher
+from medialane.testing.kept_names import KeptNames
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",), max_fresh_s=1000.0)
 BODY = b"body" * 1000
@@ -227,3 +228,25 @@ async def test_file_below_the_allowed_folder_is_read(tmp_path):
     (tmp_path / "a.png").write_bytes(BODY)
     async with Fetcher(MediaConfig(allowed_local_media_path=str(tmp_path))) as fetcher:
         assert await fetcher.fetch(image(f"FILE://{tmp_path}/a.png")) == Fetched(content_hash(BODY), BODY)
+
+
+async def test_next_process_neither_fetches_what_is_fresh_nor_trusts_what_is_stale(origin, clock):
+    kept = KeptNames()
+    origin.routes["/a"] = answer(200, BODY, cache_control="max-age=60", etag='"1"')
+    async with Fetcher(CONFIG, clock=clock, records=kept) as fetcher:
+        await fetcher.fetch(image(origin.url("/a")))
+    assert not any(b"127.0.0.1" in key + payload for key, payload in kept.items())
+    clock.now += 59
+    async with Fetcher(CONFIG, clock=clock, records=kept) as fetcher:
+        assert await fetcher.fetch(image(origin.url("/a"))) == Fetched(content_hash(BODY), None)
+        assert (await fetcher.fetch(image(origin.url("/a"), salt="tenant"))).data == BODY
+        clock.now += 2
+        origin.routes["/a"] = answer(304, content_length=None)
+        assert await fetcher.fetch(image(origin.url("/a"))) == Fetched(content_hash(BODY), None)
+        assert origin.requests[-1].headers["if-none-match"] == '"1"'
+        origin.routes["/a"] = answer(200, OTHER, cache_control="no-store")
+        clock.now += 61
+        await fetcher.fetch(image(origin.url("/a")))
+    async with Fetcher(CONFIG, clock=clock, records=kept) as fetcher:
+        assert (await fetcher.fetch(image(origin.url("/a")))).content_hash == content_hash(OTHER)
+        assert "if-none-match" not in origin.requests[-1].headers

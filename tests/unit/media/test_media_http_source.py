@@ -24,7 +24,7 @@ from medialane.core.errors import (
 from medialane.core.hashing import content_hash
 from medialane.media import FetchLimits, MediaConfig
 from medialane.media.body import HeapBody
-from medialane.media.http_cache import Freshness, Validators
+from medialane.media.http_cache import Freshness, Validators, url_digest
 from medialane.media.http_source import HttpSource, _mapped_errors, _RetryableFailure
 from waiting import eventually
 
@@ -107,7 +107,7 @@ async def test_body_is_returned_with_its_validators(source, origin):
     received = await source.get(origin.url("/a"), LIMITS)
     assert (received.data, received.content_hash) == (BODY, content_hash(BODY))
     assert received.freshness == Freshness(lifetime_s=60)
-    assert received.validators == Validators(origin.url("/a"), '"1"', "Tue")
+    assert received.validators == Validators(url_digest(origin.url("/a")), '"1"', "Tue")
 
 
 async def test_request_headers_reveal_nothing_about_us(source, origin):
@@ -127,7 +127,7 @@ async def test_connection_is_reused(source, origin):
 
 async def test_not_modified(source, origin):
     origin.routes["/a"] = answer(304, cache_control="max-age=5", content_length=None)
-    validators = Validators(origin.url("/a"), '"1"', "Tue")
+    validators = Validators(url_digest(origin.url("/a")), '"1"', "Tue")
     received = await source.get(origin.url("/a"), LIMITS, validators)
     assert (received.content_hash, received.data) == (None, None)
     assert (received.validators, received.freshness.lifetime_s) == (validators, 5)
@@ -138,8 +138,8 @@ async def test_not_modified(source, origin):
 async def test_validators_are_sent_only_to_their_url(source, origin):
     origin.routes["/a"] = answer(302, location="/b")
     origin.routes["/b"] = answer(200, BODY, etag='"2"')
-    received = await source.get(origin.url("/a"), LIMITS, Validators(origin.url("/old"), '"1"', None))
-    assert received.validators == Validators(origin.url("/b"), '"2"', None)
+    received = await source.get(origin.url("/a"), LIMITS, Validators(url_digest(origin.url("/old")), '"1"', None))
+    assert received.validators == Validators(url_digest(origin.url("/b")), '"2"', None)
     assert not any("if-none-match" in request.headers for request in origin.requests)
 
 

@@ -1,7 +1,13 @@
+import pytest
+
+from medialane.arena.names import MAX_PAYLOAD_BYTES
+from medialane.core.media import Alias
 from medialane.media.http_cache import KnownUrl, UrlCache, Validators, url_key
+from medialane.store.aliases import Aliases
+from medialane.testing.kept_names import KeptNames
 
 HASH = "ab" * 32
-TAGGED = Validators("http://a/", '"1"', None)
+TAGGED = Validators(b"a", '"1"', None)
 
 
 def test_url_is_known_until_stale():
@@ -55,6 +61,57 @@ def test_keys_are_separate_per_tenant():
 
 def test_validators_must_exist_and_be_short():
     assert TAGGED.usable
-    assert Validators("u", None, "Tue").usable
-    assert not Validators("u", None, None).usable
-    assert not Validators("u", "x" * 600, None).usable
+    assert Validators(b"u", None, "Tue").usable
+    assert not Validators(b"u", None, None).usable
+    assert not Validators(b"u", "x" * 600, None).usable
+
+
+def test_next_process_knows_urls():
+    kept = KeptNames()
+    before = UrlCache(10, kept)
+    validators = Validators(b"t" * 16, '"' + "e" * 40 + '"', "Tue, 24 Nov 2026 00:00:00 GMT")
+    known = KnownUrl(HASH, fresh_until=5.0, lifetime_s=60.0, validators=validators)
+    before.put(b"k", known, now=0.0)
+    before.put(b"l", KnownUrl(HASH, fresh_until=5.0), now=0.0)
+    before.forget(b"l")
+    after = UrlCache(10, kept)
+    assert after.get(b"k") == known
+    assert after.fresh(b"k", now=5.0) is None
+    assert len(after) == 1
+
+
+def test_url_that_must_be_fetched_again_is_not_kept():
+    kept = KeptNames()
+    cache = UrlCache(10, kept)
+    cache.put(b"k", KnownUrl(HASH, fresh_until=9.0), now=0.0)
+    cache.put(b"k", KnownUrl(HASH, fresh_until=0.0), now=0.0)
+    assert not kept
+
+
+@pytest.mark.parametrize("etag", ["x" * 200, "\udce9"])
+def test_validators_that_are_long_or_odd_are_not_kept_with_the_url(etag):
+    kept = KeptNames()
+    cache = UrlCache(10, kept)
+    known = KnownUrl(HASH, fresh_until=9.0, validators=Validators(b"t" * 16, etag, None))
+    cache.put(b"k", known, now=0.0)
+    assert cache.get(b"k") == known
+    assert UrlCache(10, kept).get(b"k") == KnownUrl(HASH, fresh_until=9.0)
+
+
+def test_evicted_url_is_not_kept_and_a_lower_limit_holds():
+    kept = KeptNames()
+    cache = UrlCache(2, kept)
+    for key in (b"a", b"b", b"c"):
+        cache.put(key, KnownUrl(HASH, 9.0), now=0.0)
+    assert set(kept) == {b"b", b"c"}
+    assert len(UrlCache(1, kept)) == len(kept) == 1
+
+
+def test_every_record_of_urls_and_uuids_fits():
+    urls, uuids = KeptNames(), KeptNames()
+    validators = Validators(b"t" * 16, "e" * 40, "m" * 40)
+    UrlCache(1, urls).put(b"k", KnownUrl(HASH, 1e9, 1e9, validators), now=0.0)
+    options = b'{"min_pixels":3136,"max_pixels":12845056}'
+    aliases = Aliases(max_aliases=1, ttl_s=1, records=uuids)
+    aliases.bind("", Alias("u", "video", io=b'{"fps":2.0,"num_frames":32}', options=options), HASH)
+    assert max(map(len, [*urls.values(), *uuids.values()])) <= MAX_PAYLOAD_BYTES

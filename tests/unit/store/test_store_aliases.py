@@ -7,6 +7,7 @@ import pytest
 from medialane.core.errors import UuidConflict
 from medialane.core.media import Alias
 from medialane.store.aliases import Aliases, AliasTarget
+from medialane.testing.kept_names import KeptNames
 
 
 @pytest.fixture
@@ -94,3 +95,53 @@ def test_alias_length_does_not_affect_memory(aliases):
         tracemalloc.stop()
     assert kept_bytes < 100_000
     assert aliases.find("", alias(name)).content == "content"
+
+
+def test_next_process_knows_names_until_they_expire(clock):
+    kept = KeptNames()
+    before = Aliases(max_aliases=3, ttl_s=10, clock=clock, records=kept)
+    before.bind("", alias(options=b'{"max_pixels":9}'), "content")
+    before.bind("tenant", alias("v", client="key"), "other")
+    clock.now += 6
+    before.find("", alias())
+    clock.now += 6
+    after = Aliases(max_aliases=3, ttl_s=10, clock=clock, records=kept)
+    assert len(after) == 1, "the other one has expired meanwhile"
+    with pytest.raises(UuidConflict):
+        after.bind("", alias(), "new")
+    assert after.find("", alias()) == AliasTarget("content", b"{}", b'{"max_pixels":9}')
+    clock.now += 10
+    assert after.find("", alias()) is None
+    assert not kept
+
+
+def test_next_process_with_lower_limits_keeps_what_was_used_last(clock):
+    kept = KeptNames()
+    before = Aliases(max_aliases=3, ttl_s=10, clock=clock, records=kept)
+    for name in "abc":
+        before.bind("", alias(name), name)
+        clock.now += 1
+    before.find("", alias("a"))
+    after = Aliases(max_aliases=2, ttl_s=4, clock=clock, records=kept)
+    assert [after.find("", alias(name)) is not None for name in "abc"] == [True, False, True]
+    clock.now += 4
+    assert len(after) == 0
+
+
+def test_evicted_name_is_not_kept(clock):
+    kept = KeptNames()
+    aliases = Aliases(max_aliases=1, ttl_s=10, clock=clock, records=kept)
+    aliases.bind("", alias("a"), "a")
+    aliases.bind("", alias("b"), "b")
+    assert len(kept) == 1
+    assert Aliases(max_aliases=3, ttl_s=10, clock=clock, records=kept).find("", alias("a")) is None
+
+
+def test_records_contain_no_name_and_no_tenant(clock):
+    kept = KeptNames()
+    Aliases(max_aliases=1, ttl_s=10, clock=clock, records=kept).bind(
+        "a tenant's salt", alias("a client's uuid", client="a client's key"), "ab" * 32
+    )
+    ((key, payload),) = kept.items()
+    assert len(key) == 32
+    assert not any(secret in key + payload for secret in (b"tenant", b"uuid", b"client"))

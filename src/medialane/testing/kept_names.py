@@ -1,0 +1,16 @@
+"""Records of names in memory: what an arena's file keeps for the next process."""
+
+from __future__ import annotations
+
+
+class KeptNames(dict[bytes, bytes]):
+    """`core.name_records.NameRecords`."""
+
+    def read(self) -> list[tuple[bytes, bytes]]:
+        return list(self.items())
+
+    def write(self, key: bytes, payload: bytes) -> None:
+        self[key] = payload
+
+    def erase(self, key: bytes) -> None:
+        self.pop(key, None)
