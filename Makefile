@@ -67,7 +67,7 @@ test-embeddings: $(TESTING) ## the states of an embedding in each family (two mi
 test-next-vllm: $(TESTING) ## which private seams the next vLLM breaks, by its sources (a wheel of 336 MB, downloaded once)
 	$(BIN)/pytest tests/contract/test_vllm_next_version.py $(ARGS)
 
-test-restarts: $(TESTING) ## 200 gateway restarts leave nothing behind (ten minutes)
+test-restarts: $(TESTING) ## 200 gateway restarts leave nothing behind (five minutes)
 	$(BIN)/pytest tests/chaos/test_chaos_gateway_restarts.py $(ARGS)
 
 test-gpu: $(TESTING) ## the tests that need a GPU

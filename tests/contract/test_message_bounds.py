@@ -9,6 +9,7 @@ import msgspec.inspect as inspect
 import pytest
 
 import medialane
+from medialane.cluster import warm
 from medialane.core.embeds import Embeds
 from medialane.core.errors import InvalidFeature, ProtocolViolation
 from medialane.core.tensor import MAX_RANK
@@ -26,6 +27,8 @@ from medialane.wire import protocol as rpc
 
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {
+    "Fork": warm.Fork,
+    "Answer": warm.Answer,
     "ControlRequest": preparers.ControlRequest,
     "ControlReport": preparers.ControlReport,
     "JobRequest": preparers.JobRequest,
@@ -57,10 +60,14 @@ TOKENS = "token ids, which are compared with the maximum length of a prompt, or 
 OWN = "settings, or counters, of a process that we have started; from no client and no preparer"
 BLOCKS = "of the blocks that an engine has stored or removed; each is entered into the index once"
 HEADER = "a header is bounded (MAX_HEADER_BYTES), and each value in it is visited once, to a bounded depth"
+KINDS = "its keys are the kinds of processes, those of a Literal"
 LOGPROBS = "of the tokens of an answer; vLLM bounds their alternatives"
 
 #: Sequences without a bound of their own: a frame's bounds them. Reading them costs as much as receiving them.
 EXPLAINED = {
+    "Fork.argv": OWN,
+    "Fork.pass_fds": OWN,
+    "Setup.environment": OWN,
     "MediaConfig.allowed_media_domains": OWN,
     "MediaConfig.allowed_media_networks": OWN,
     "MediaConfig.allowed_media_ports": OWN,
@@ -75,6 +82,7 @@ EXPLAINED = {
     "Release.hold_ids": HOLDS,
     "TimelineReport.seconds": "its keys are the names of the steps",
     "EntriesHeld.hold_ids": ITEMS,
+    "EntriesHeld.ranges": ITEMS,
     "PullsGranted.entries": ITEMS,
     "EntriesPulled.hold_ids": ITEMS,
     "EntriesPulled.copies": ITEMS,
@@ -108,6 +116,8 @@ EXPLAINED = {
     "OutputDelta.movers": "names of a Literal, one for each mover",
     "CompletionDelta.token_ids": TOKENS,
     "CompletionDelta.logprobs": LOGPROBS,
+    "MetricChanges.memory": KINDS,
+    "StoreStats.memory": KINDS,
     "MetricChanges.families": OWN,
     "MetricChanges.series": OWN,
     "MetricSeries.labels": OWN,

@@ -14,7 +14,9 @@ import pytest
 from medialane.core.process.memory import INTERVAL_S, MIN_PAUSE, MemoryUse, pss_bytes
 
 MIB = 1 << 20
-SIZE = 64 * MIB
+SIZE = 128 * MIB
+#: Libraries' pages count more when another process that has mapped them exits.
+OF_FILES = 24 * MIB
 
 
 @contextmanager
@@ -35,11 +37,11 @@ def test_pages_of_forks_count_once():
     alone = pss_bytes(os.getpid())
     held = b"\1" * SIZE
     before = pss_bytes(os.getpid())
-    assert before - alone == pytest.approx(SIZE, abs=4 * MIB)
+    assert before - alone == pytest.approx(SIZE, abs=OF_FILES)
     with fork() as first, fork() as second:
         pids = (os.getpid(), first, second)
         sizes = [pss_bytes(pid) for pid in pids]
-        assert sum(sizes) == pytest.approx(before, abs=8 * MIB)
+        assert sum(sizes) == pytest.approx(before, abs=OF_FILES)
         assert max(sizes) < before * 0.6
     assert len(held) == SIZE
 
