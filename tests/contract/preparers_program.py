@@ -1,5 +1,5 @@
-"""`preparers_program.py MODEL`: prepare an image and a video with vLLM's processor, in preparers of a forked fork server
-and of one that is exec'ed. Prints JSON: for each, the digests of what was made, and facts of its processes."""
+"""`preparers_program.py MODEL`: prepare an image and a video with vLLM's processor, in preparers of a forked fork
+server and of one that is exec'ed. Prints JSON: for each, the digests of what was made, and facts of its processes."""
 
 import asyncio
 import json

@@ -31,7 +31,9 @@ _REQUIRED: Mapping[str, str] = {
 }
 
 #: Preparers allocate with transparent huge pages (glibc 2.35, madvise(2); no effect elsewhere): the store, which
-#: copies tensors out of them page by page, spends 1.35 ms of CPU time per 1024x768 image instead of 1.6.
+#: copies tensors out of them page by page, spends 1.35 ms of CPU time per 1024x768 image instead of 1.6. It cannot be
+#: set by call. Preparers of a forked fork server do without: their jobs reuse small pages that the build has left in
+#: the heap, and the medians of the store were 1.10 to 1.28 ms with either kind of fork server.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _TUNABLES = "GLIBC_TUNABLES"
 
@@ -57,7 +59,8 @@ def required() -> Iterator[None]:
 
 
 def enter(given: Mapping[str, str]) -> None:
-    """Make `given` and what is required the environment of this process, which was forked."""
+    """Make `given` and what is required the environment of this process, which was forked. Its libraries have read
+    the number of OpenBLAS's threads: it must have been 1 when they were loaded, or there would be threads by now."""
     _replace_environ(exec_environ(given))
     for path in _openmp_libraries():
         ctypes.CDLL(path).omp_set_num_threads(1)
