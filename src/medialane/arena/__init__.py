@@ -5,10 +5,11 @@ other processes open an `ArenaView` and resolve ranges and descriptors to memory
 writes the payload of a range. `reap` removes files of dead owners.
 """
 
+from medialane.arena.adoption import header_bytes
 from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
 from medialane.arena.fill import FillWriter
-from medialane.arena.layout import ENTRY_HEADER_BYTES, describe, layout
+from medialane.arena.layout import ENTRY_HEADER_BYTES, LINEAGE_BYTES, Lineage, describe, layout
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.names import NamesArea
 from medialane.arena.reaper import Reaped, reap
@@ -17,6 +18,7 @@ from medialane.arena.view import ArenaView
 
 __all__ = [
     "ENTRY_HEADER_BYTES",
+    "LINEAGE_BYTES",
     "Arena",
     "ArenaConfig",
     "ArenaView",
@@ -24,11 +26,13 @@ __all__ = [
     "ClientSlot",
     "FillWriter",
     "Lease",
+    "Lineage",
     "NamesArea",
     "Reaped",
     "Reservation",
     "Unfinished",
     "describe",
+    "header_bytes",
     "layout",
     "reap",
 ]

@@ -57,6 +57,21 @@ class Allocator:
         self.used_bytes += size
         return offset
 
+    def allocate_at(self, offset: int, nbytes: int) -> None:
+        """Allocate the piece at `offset`, behind all others. Raises ValueError if that is not free."""
+        end, size = self._usable_bytes, align(nbytes)
+        start = self._hole_before.get(end, end)
+        if nbytes <= 0 or offset % ALIGNMENT or not start <= offset <= end - size:
+            raise ValueError(f"there are no {nbytes} free bytes at {offset}")
+        self._remove_hole(start, end - start)
+        if offset > start:
+            self._add_hole(start, offset - start)
+        if offset + size < end:
+            self._add_hole(offset + size, end - offset - size)
+        self._allocated[offset] = size
+        self._allocated_before[offset + size] = offset
+        self.used_bytes += size
+
     def free(self, offset: int) -> None:
         """Free the piece at `offset`. Raises ValueError if there is none (for example, a double free)."""
         size = self._allocated.pop(offset, None)

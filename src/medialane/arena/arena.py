@@ -7,43 +7,27 @@ Single-threaded: one process owns an arena and calls it from one thread (except 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Literal, TypeVar, cast, overload
 
+from medialane.arena.adoption import RECORD_BYTES, AdoptedEntries, encode_record, read_entries
 from medialane.arena.config import ArenaConfig
-from medialane.arena.entries import EntryTable
-from medialane.arena.entry_log import (
-    EntryLog,
-    Freed,
-    LoggedArena,
-    Prefaulted,
-    Reserved,
-    describe_entry,
-    read_log,
-)
+from medialane.arena.entries import Entry, EntryTable
 from medialane.arena.file import ArenaFile
-from medialane.arena.layout import (
-    ENTRY_HEADER_BYTES,
-    FILE_NAME,
-    PAGE_BYTES,
-    clear,
-    is_completed,
-    is_valid,
-    is_well_formed,
-    log_path,
-    stamp,
-)
+from medialane.arena.index import Indexed, State
+from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, Lineage, clear, is_completed, stamp
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.slots import Unfinished, new_slot
 from medialane.arena.view import ArenaView
-from medialane.core.errors import ArenaFull, MediaTooLarge, StartupFailed
+from medialane.core.errors import MediaTooLarge
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia
 from medialane.core.remote_entry import EntryKind
 from medialane.core.stats import ArenaStats
-from medialane.core.tensor import ArenaRange
+from medialane.core.tensor import ALIGNMENT, ArenaRange, align
 
 logger = logging.getLogger(__name__)
 
@@ -52,125 +36,75 @@ C = TypeVar("C", bound=Cached)
 
 
 class Arena:
-    """The owner of an arena file and its entries; created by `open` or `create`, ended by `close` or `leave`.
+    """The owner of an arena file and its entries; created by `Arena.create` or `Arena.open`, ended by `close`."""
 
-    What the file holds is written to a log (`entry_log`), by which the next owner takes it over.
-    """
-
-    def __init__(self, file: ArenaFile, config: ArenaConfig, *, grows: bool, log: EntryLog) -> None:
+    def __init__(self, file: ArenaFile, config: ArenaConfig, *, grows: bool) -> None:
         self._file = file
-        self._log = log
+        #: Whether the file was that of an earlier owner.
+        self.was_adopted = False
+        self._unfinished: list[Unfinished] = []
         self._closed = False
         #: That of the owner's own processes which write to the arena.
         self.slot = new_slot()
-        #: Whether the file was that of an earlier owner.
-        self.was_adopted = False
-        self._may_reserve = True
-        self._unfinished: list[Unfinished] = []
         self._table: EntryTable[Cached] = EntryTable(
             self.id,
             PAGE_BYTES,
             file.view.size_bytes - PAGE_BYTES,
             self._clear,
             shares=config.shares,
-            usable_bytes=0 if grows else None,
+            usable_bytes=max(0, file.usable_bytes - PAGE_BYTES) if grows else None,
         )
 
     @classmethod
-    def create(cls, config: ArenaConfig, *, grows: bool = False) -> Arena:
+    def create(cls, config: ArenaConfig, *, lineage: Lineage = Lineage(), grows: bool = False) -> Arena:  # noqa: B008
         """Create and lock the file. Raises StartupFailed, leaving no file behind. Call `reap` first.
 
         If it `grows`, only memory that was reported to `prefaulted` is used.
         """
-        return cls._create(config, b"", grows=grows)
+        return cls(ArenaFile.create(config, lineage), config, grows=grows)
 
     @classmethod
-    def open(cls, config: ArenaConfig, *, lineage: bytes, grows: bool = False) -> Arena:
-        """Take over the arena of an owner of the same `lineage` which has exited; create one if there is none. Entries
-        that were cached are cached again, and not evicted before `end_takeover`; nothing is reserved before
-        `allow_reserving`.
+    def open(cls, config: ArenaConfig, *, lineage: Lineage, grows: bool = False) -> Arena:
+        """Take over the file of an earlier owner of this lineage, with its entries, if there is one; else as `create`.
 
-        A file that is damaged is removed. Raises StartupFailed.
+        A file that does not check out is removed: its memory is freed when the last process has unmapped it. Clients
+        of the earlier owner may be using entries: nothing is reserved before `allow_reserving`, and nothing evicted
+        before `end_takeover`.
         """
-        return cls.adopt(config, lineage=lineage, grows=grows) or cls._create(config, lineage, grows=grows)
-
-    @classmethod
-    def adopt(cls, config: ArenaConfig, *, lineage: bytes, grows: bool = False) -> Arena | None:
-        """As `open`; None if there is nothing to take over."""
-        paths = [path for path in Path(config.directory).glob("medialane-*.arena") if FILE_NAME.fullmatch(path.name)]
-        for file in filter(None, map(ArenaFile.adopt, paths)):
-            if (arena := cls._adopt(file, config, lineage, grows=grows)) is not None:
-                return arena
-        return None
-
-    @classmethod
-    def _create(cls, config: ArenaConfig, lineage: bytes, *, grows: bool) -> Arena:
-        file = ArenaFile.create(config)
-        try:
-            log = EntryLog.create(log_path(file.path), arena=file.view.id, lineage=lineage, nonce=file.view.nonce)
-        except OSError as error:
-            file.close()
-            raise StartupFailed(f"cannot create the arena in {config.directory}: {error.strerror}") from error
-        return cls(file, config, grows=grows, log=log)
-
-    @classmethod
-    def _adopt(cls, file: ArenaFile, config: ArenaConfig, lineage: bytes, *, grows: bool) -> Arena | None:
-        """Take over a file. None if it is left to others, or is damaged: then it is removed. Owns `file`."""
-        path = log_path(file.path)
-        try:
-            logged = read_log(path, arena=file.view.id, nonce=file.view.nonce)
-            is_wanted = logged.began.lineage == lineage and file.view.size_bytes == config.file_bytes
-            if not lineage or not is_wanted:
-                file.leave()
-                return None
-            file.num_prefaulted = logged.num_prefaulted
-            arena = cls(file, config, grows=grows, log=EntryLog.resume(path, logged, file.view.nonce))
+        while (file := ArenaFile.take_over(config, lineage)) is not None:
             try:
-                arena._resume(logged)
-            except BaseException:
-                arena._log.close()
-                raise
-        except FileNotFoundError:
-            file.leave()
-            return None
-        except (OSError, ValueError) as error:
-            logger.warning("the arena of an earlier store is not taken over: %s: %s", file.path, error)
-            path.unlink(missing_ok=True)
-            file.close()
-            return None
+                return cls._adopt(file, config, grows=grows)
+            except ValueError as error:  # msgspec.DecodeError is one
+                logger.warning("the arena of an earlier owner is not used: %s: %s", file.path, error)
+                file.close()
+        return cls.create(config, lineage=lineage, grows=grows)
+
+    @classmethod
+    def _adopt(cls, file: ArenaFile, config: ArenaConfig, *, grows: bool) -> Arena:
+        """Raises ValueError if the file is damaged."""
+        ceiling, file.usable_bytes, entries = file.index.load()
+        if file.usable_bytes > file.view.size_bytes:
+            raise ValueError("it is smaller than its usable part")
+        adopted = read_entries(file.view, entries)
+        arena = cls(file, config, grows=grows)
+        for range_ in adopted.freed:
+            file.index.remove(range_.generation)
+        arena._restore(ceiling, adopted)
         return arena
 
-    def _resume(self, logged: LoggedArena) -> None:
-        """Raises ValueError if the log and the file contradict each other."""
-        words, known = self._file.view.words, []
-        if not 0 <= logged.num_prefaulted <= self.size_bytes or logged.num_prefaulted % PAGE_BYTES:
-            raise ValueError(f"{logged.num_prefaulted} bytes are said to have pages")
-        if self._table.is_growing and logged.num_prefaulted:
-            self._table.extend(logged.num_prefaulted - PAGE_BYTES)
-        freed = []
-        for entry in logged.entries.values():
-            if not is_well_formed(entry.range) or entry.range.offset + entry.range.nbytes > words.nbytes:
-                raise ValueError(f"the entry {entry.range} is outside of the arena")
-            is_there = is_valid(words, entry.range)
-            if entry.is_published and not is_there:
-                if words[entry.range.offset // 8 + 1]:
-                    raise ValueError(f"the header of {entry.range} is another one")
-                freed.append(entry.range)  # its record was the next one
-                continue
-            cached = (entry.key, entry.value) if entry.is_published and entry.key and entry.value else None
-            if cached is not None and not _describes(cached[1], entry.kind):
-                raise ValueError(f"the description of {entry.range} is of another kind")
-            known.append((entry.range, entry.kind, cached))
-        for writing in self._table.adopt(known, logged.generation):
-            entry = logged.entries[writing.range.generation]
-            value = entry.value if isinstance(entry.value, Feature) else None
-            is_revoked = not is_valid(words, writing.range)
-            reservation = Reservation(self._table, writing, self._file.view)
-            self._unfinished.append(Unfinished(reservation, entry.writer, value, is_revoked))
-        for range_ in freed:
-            self._log.append(Freed(range_.generation))
+    def _restore(self, ceiling: int, adopted: AdoptedEntries) -> None:
+        """Raises ValueError if entries overlap, or two have one key."""
         self.was_adopted = True
-        self._may_reserve = self._table.may_evict = False
+        table = self._table
+        table.may_evict = table.may_reserve = False
+        table.restore(ceiling, [each.entry for each in adopted.writing], adopted.published)
+        self._unfinished = [
+            Unfinished(self._reservation(each.entry), each.writer, each.value, is_revoked=each.is_revoked)
+            for each in adopted.writing
+        ]
+        for _, _, value in adopted.published:
+            if isinstance(value, Feature) and value.embedding is not None:
+                table.demote(value.mm_hash)
 
     @property
     def id(self) -> str:
@@ -214,11 +148,19 @@ class Arena:
 
     def prefaulted(self, num_bytes: int) -> None:
         """Use the first `num_bytes` of the file of an arena that grows."""
-        if num_bytes > self._file.num_prefaulted:
-            self._file.num_prefaulted = num_bytes
-            self._log.append(Prefaulted(num_bytes))
-            if self._table.is_growing:
-                self._table.extend(num_bytes - PAGE_BYTES)
+        self._table.extend(num_bytes - PAGE_BYTES)
+        if not self._closed:
+            self._file.index.set_usable(num_bytes)
+
+    @property
+    def end_bytes(self) -> int:
+        """Offset in the file of what follows the arena: space of whoever uses it."""
+        return self._file.end_bytes
+
+    def keep_for(self, keeper: str) -> None:
+        """Have `reap` spare the file while another process has the lock (`owner_lock`) of the file `keeper`. Raises
+        ValueError if the path is too long."""
+        self._file.keep_for(keeper)
 
     def new_slot(self) -> int:
         """Return a slot that no client has."""
@@ -229,53 +171,60 @@ class Arena:
         return self._file.live_slots()
 
     def unfinished(self) -> list[Unfinished]:
-        """Return the ranges that clients of an earlier owner were writing. The caller owns the reservations."""
+        """Return the ranges that clients of an earlier owner were writing, once: the caller owns the reservations."""
         unfinished, self._unfinished = self._unfinished, []
         return unfinished
 
     def allow_reserving(self) -> None:
         """Reserve memory from now on: `reserve` of an adopted arena raises ArenaFull before."""
-        self._may_reserve = True
+        self._table.may_reserve = True
 
     def end_takeover(self) -> None:
         """Evict entries from now on: all that is held is leased."""
-        self._table.may_evict = True
+        self._table.may_evict = self._table.may_reserve = True
+        self._table.free_unclaimed()
 
     def note(self, reservation: Reservation, key: str, value: Cached) -> None:
-        """Note for the next owner what is to be cached once the range is completed (`FillWriter`)."""
-        self._log.append(describe_entry(reservation.range, key, value, is_published=False))
+        """Note in the file what is to be cached once the range is completed (`FillWriter`)."""
+        self._enter(reservation.entry, State.NOTED, key, value)
 
     def set_aside(self) -> None:
         """Remove the file: no other owner is to take it over. Mappings stay valid."""
-        self._log.remove()
         self._file.path.unlink(missing_ok=True)
 
-    def claim(self, range: ArenaRange) -> Lease[Cached] | None:  # noqa: A002 - the types' own name
-        """Lease the cached entry at this range, which a client of an earlier owner holds. None if there is none."""
+    def claim(self, range: ArenaRange) -> Lease[Cached | None] | None:  # noqa: A002 - the types' own name
+        """Lease the entry at this range, which a client of an earlier owner holds. None if there is none."""
         pinned = self._table.pin_range(range)
         return None if pinned is None else Lease(self._table, *pinned)
 
-    def reserve(self, num_bytes: int, kind: EntryKind = "processed", *, writer: int | None = None) -> Reservation:
+    def reserve(
+        self,
+        num_bytes: int,
+        kind: EntryKind = "processed",
+        *,
+        writer: int | None = None,
+        header_bytes: int = 0,
+    ) -> Reservation:
         """Reserve a range for a payload of `num_bytes`, evicting cached entries that are not held if necessary.
 
         `kind` is the share of the arena to which it counts, `writer` the slot of the client that is to write the range,
-        None for the owner itself and its own processes. The caller owns the reservation. Raises ArenaFull if held
-        entries leave no space, and MediaTooLarge if it would not fit into an empty arena; nothing was evicted then.
+        None for the owner itself and its own processes. `header_bytes` are those of the `Feature` (see
+        `arena.header_bytes`): the next owner of the file finds only entries whose description fits. The caller owns the
+        reservation. Raises ArenaFull if held entries leave no space, and MediaTooLarge if it would not fit into an
+        empty arena; nothing was evicted then.
         """
         if num_bytes < 0:
             raise ValueError(f"a payload of {num_bytes} bytes")
         if num_bytes > self.max_payload_bytes:
             raise MediaTooLarge(f"the item needs {num_bytes} bytes, more than this server can store")
         self._check_open()
-        if not self._may_reserve:
-            raise ArenaFull("the store is taking over the media of an earlier one", retry_after_s=1)
-        entry = self._table.reserve(ENTRY_HEADER_BYTES + num_bytes, kind)
-        range_ = entry.range
-        self._log.append(
-            Reserved(range_.generation, range_.offset, range_.nbytes, kind, self.slot if writer is None else writer)
-        )
+        room = min(RECORD_BYTES + header_bytes, self.max_payload_bytes - num_bytes)
+        entry = self._table.reserve(ENTRY_HEADER_BYTES + num_bytes, kind, more_bytes=room - room % ALIGNMENT)
+        entry.writer = self.slot if writer is None else writer
+        self._file.index.use_generation(entry.range.generation)
+        self._enter(entry, State.WRITING)
         stamp(self._file.view.words, entry.range)
-        return Reservation(self._table, entry, self._file.view)
+        return self._reservation(entry)
 
     def publish(self, reservation: Reservation, key: str, value: C) -> Lease[C]:
         """Cache the written entry under `key` and the reservation's kind, and lease it.
@@ -288,10 +237,9 @@ class Arena:
         self._check_open()
         if not _describes(value, reservation.kind):
             raise TypeError(f"a {type(value).__name__} does not describe an entry of kind {reservation.kind}")
-        written = reservation.range
+        if not self._table.contains(key, reservation.kind):
+            self._enter(reservation.entry, State.PUBLISHED, key, value)
         entry, found = self._table.publish(reservation.take(), key, value)
-        if entry.range == written:
-            self._log.append(describe_entry(written, key, value, is_published=True))
         if isinstance(value, Feature) and value.embedding is not None:
             self._table.demote(value.mm_hash)
         return Lease(self._table, entry, cast("C", found))
@@ -314,6 +262,7 @@ class Arena:
         """Lease the written entry without caching it: it is freed when its last lease ends."""
         self._check_open()
         entry = reservation.take()
+        self._enter(entry, State.PUBLISHED)
         self._table.keep(entry)
         return Lease(self._table, entry, value)
 
@@ -368,22 +317,18 @@ class Arena:
     def stats(self) -> ArenaStats:
         return self._table.stats()
 
-    def close(self) -> None:
-        """Remove the file. Idempotent. Leases and reservations may still end, but none can be created.
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the file, or with `keep` leave it for the next owner. Idempotent. Leases and reservations may still
+        end, but none can be created.
 
-        Mappings in other processes stay valid; so do entries that a client may hold unknown to this owner.
+        Mappings in other processes stay valid.
         """
-        self._log.remove()
-        self._table.clear()
+        if not keep:
+            self._table.clear()
         self._closed = True
-        self._file.close()
-
-    def leave(self) -> None:
-        """Leave the file, and all that is in it, to the next owner. Leases and reservations may still end here, which
-        changes nothing in it."""
-        self._closed = True
-        self._log.close()
-        self._file.leave()
+        for unfinished in self.unfinished():
+            unfinished.reservation.abandon()
+        self._file.close(keep=keep)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -392,7 +337,22 @@ class Arena:
     def _clear(self, entry: ArenaRange) -> None:
         if not self._closed:  # later there is no mapping, and the memory is not reused
             clear(self._file.view.words, entry)
-            self._log.append(Freed(entry.generation))
+            self._file.index.remove(entry.generation)
+
+    def _reservation(self, entry: Entry) -> Reservation:
+        return Reservation(self._table, entry, self._file.view, lambda entry: self._enter(entry, State.WRITING))
+
+    def _enter(self, entry: Entry, state: State, key: str = "", value: Cached | None = None) -> None:
+        """Enter an entry in the index, with its record, if there is room for that behind its range."""
+        record = b"" if value is None else encode_record(key, value)
+        start = entry.range.offset + align(entry.range.nbytes)
+        if start + len(record) > entry.range.offset + entry.size:
+            record = b""
+        with self._file.view.memory as memory:
+            memory[start : start + len(record)] = record
+        checksum = zlib.crc32(record)
+        kind, writer = entry.kind, entry.writer
+        self._file.index.put(Indexed(entry.range, entry.size, kind, state, writer, len(record), checksum))
 
 
 def _describes(value: Cached, kind: EntryKind) -> bool:

@@ -8,7 +8,6 @@ import os
 import msgspec
 from msgspec import field
 
-from medialane.arena.layout import PAGE_BYTES
 from medialane.arena.reaper import reclaimable_bytes
 from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
@@ -38,11 +37,6 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """the same for the outputs of models' encoders"""
     directory: str = field(default="/dev/shm", name="arena-directory")  # noqa: S108 - the file is created exclusively, mode 0600, under a random name
     """directory of the shared-memory file; must be a tmpfs"""
-
-    @property
-    def file_bytes(self) -> int:
-        """Size of the file: whole pages."""
-        return self.size_bytes - self.size_bytes % PAGE_BYTES
 
     @property
     def shares(self) -> dict[EntryKind, float]:

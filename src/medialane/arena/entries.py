@@ -16,7 +16,7 @@ A writing or pinned entry is *held* and cannot be evicted. Every entry is freed 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from heapq import merge
@@ -40,6 +40,8 @@ KINDS: tuple[EntryKind, ...] = get_args(EntryKind)
 #: them (20 000 small images) would block the event loop for a tenth of a second.
 _MAX_SEEDS = 64
 
+_NOT_FREE = "no memory for media is free at the moment"
+
 
 class EntryState(Enum):
     WRITING = "writing"
@@ -49,15 +51,18 @@ class EntryState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One entry, modified only by its table."""
+    """One entry, modified only by its table. `size` bytes are allocated for it."""
 
     range: ArenaRange
+    size: int
     kind: EntryKind = "processed"
     state: EntryState = EntryState.WRITING
     key: str | None = None
     pins: int = 0
     last_use: int = 0
     is_demoted: bool = False
+    #: Slot of the client that writes it, for the index.
+    writer: int = 0
 
 
 class EntryTable(Generic[V]):
@@ -81,6 +86,10 @@ class EntryTable(Generic[V]):
         self._allocator = Allocator(size_bytes, usable_bytes=usable_bytes)
         self._on_free = on_free
         self._generations = count(1)
+        #: Entries without a key that were published by an earlier owner, until they are pinned.
+        self._unclaimed: dict[int, Entry] = {}
+        #: Whether entries without pins may be evicted, and any be reserved.
+        self.may_evict = self.may_reserve = True
         self._uses = count(1)
         self._demotions = count(-1, -1)  # before all uses
         self._held: dict[int, Entry] = {}
@@ -93,8 +102,6 @@ class EntryTable(Generic[V]):
         self._writing_bytes = self._pinned_bytes = 0
         self._num_reservations = self._num_leases = 0
         self._num_hits = self._num_misses = self._num_evictions = 0
-        #: Whether entries are evicted that nobody holds, as far as is known.
-        self.may_evict = True
 
     @property
     def is_growing(self) -> bool:
@@ -104,54 +111,50 @@ class EntryTable(Generic[V]):
         """Use the first `usable_bytes` from now on."""
         self._allocator.extend(usable_bytes)
 
-    def reserve(self, nbytes: int, kind: EntryKind = "processed") -> Entry:
-        """Reserve a range for an entry of `kind`, evicting idle entries if necessary.
+    def reserve(self, nbytes: int, kind: EntryKind = "processed", *, more_bytes: int = 0) -> Entry:
+        """Reserve a range for an entry of `kind`, and `more_bytes` behind it, evicting idle entries if necessary.
 
         Raises ArenaFull if held entries leave no space; nothing was evicted then.
         """
-        offset = self._allocator.allocate(nbytes)
+        if not self.may_reserve:
+            raise ArenaFull(_NOT_FREE, retry_after_s=self._places.retry_after_s)
+        size = align(nbytes) + align(more_bytes)
+        offset = self._allocator.allocate(size)
         if offset is None:
-            offset = self._evict_for(nbytes, kind)
+            offset = self._evict_for(size, kind)
         range_ = ArenaRange(self._arena, self._start + offset, nbytes, next(self._generations))
-        entry = Entry(range_, kind)
-        self._held[range_.generation] = entry
-        self._num_reservations += 1
-        self._writing_bytes += align(nbytes)
-        self._kind_bytes[kind] += align(nbytes)
+        entry = Entry(range_, size, kind)
+        self._hold_writing(entry)
         return entry
 
-    def adopt(
-        self, known: Iterable[tuple[ArenaRange, EntryKind, tuple[str, V] | None]], generation: int
-    ) -> list[Entry]:
-        """Fill an empty table with the entries of an earlier owner, cached ones with their key and value, others as
-        being written, which are returned. Generations up to `generation` have been used.
+    def restore(self, ceiling: int, writing: Sequence[Entry], published: Sequence[tuple[Entry, str, V | None]]) -> None:
+        """Have the entries of an earlier owner: those that are being written, and those that are published, the least
+        recently used first, of which those without a value have no key. Generations are above `ceiling`.
 
-        Raises ValueError if they are not disjoint, or outside of the arena; the table cannot be used then.
+        Raises ValueError if they do not fit.
         """
-        writing, gaps, end = [], [], 0
-        for range_, kind, cached in sorted(known, key=lambda one: one[0].offset):
-            offset = range_.offset - self._start
-            if offset > end:
-                gaps.append(self._allocator.allocate(offset - end))
-            if offset < end or self._allocator.allocate(range_.nbytes) != offset:
-                raise ValueError(f"the entry {range_} overlaps another one, or the end of the arena")
-            end = offset + align(range_.nbytes)
-            entry = Entry(range_, kind)
-            self._held[range_.generation] = entry
-            self._num_reservations += 1
-            self._writing_bytes += align(range_.nbytes)
-            self._kind_bytes[kind] += align(range_.nbytes)
-            if cached is None:
-                writing.append(entry)
-            elif (kind, cached[0]) in self._by_key:
-                raise ValueError(f"there are two entries of {kind} {cached[0]}")
+        self._generations = count(ceiling + 1)
+        entries = [*writing, *(entry for entry, _, _ in published)]
+        for entry in sorted(entries, key=self._offset):
+            self._allocator.allocate_at(self._offset(entry), entry.size)
+        for entry in writing:
+            self._hold_writing(entry)
+        for entry, key, value in published:
+            entry.state = EntryState.PUBLISHED
+            self._kind_bytes[entry.kind] += entry.size
+            if value is None:
+                self._unclaimed[entry.range.generation] = entry
+            elif (entry.kind, key) in self._by_key:
+                raise ValueError("two entries have one key")
             else:
-                self.unpin(self.publish(entry, *cached)[0])
-        for gap in gaps:
-            if gap is not None:
-                self._allocator.free(gap)
-        self._generations = count(generation + 1)
-        return writing
+                entry.key = key
+                self._by_key[entry.kind, key] = (entry, value)
+                self._idle_since_now(entry)
+
+    def free_unclaimed(self) -> None:
+        """Free entries of an earlier owner that have no key and no pins."""
+        while self._unclaimed:
+            self._free(self._unclaimed.popitem()[1])
 
     def trim(self, entry: Entry, nbytes: int) -> None:
         """Shrink an entry that is being written to `nbytes`. Its range changes, but not its generation.
@@ -164,7 +167,8 @@ class EntryTable(Generic[V]):
             raise ValueError(f"entry {old} cannot be trimmed to {nbytes} bytes")
         freed = align(old.nbytes) - align(nbytes)
         if freed:
-            self._allocator.shrink(self._offset(entry), nbytes)
+            entry.size -= freed
+            self._allocator.shrink(self._offset(entry), entry.size)
         entry.range = ArenaRange(old.arena, old.offset, nbytes, old.generation)
         self._writing_bytes -= freed
         self._kind_bytes[entry.kind] -= freed
@@ -223,14 +227,16 @@ class EntryTable(Generic[V]):
         self.pin(found[0])
         return found
 
-    def pin_range(self, range_: ArenaRange) -> tuple[Entry, V] | None:
-        """Pin the cached entry at `range_`, held or not; None if there is none."""
+    def pin_range(self, range_: ArenaRange) -> tuple[Entry, V | None] | None:
+        """Pin the published entry at `range_`, held or not, and return it with its value if it is cached; None if there
+        is none."""
         idle = (self._idle[kind].get(range_.offset - self._start) for kind in KINDS)
-        entry = self.held(range_) or next((entry for entry in idle if entry is not None), None)
-        if entry is None or entry.range != range_ or entry.key is None:
+        others = (*idle, self._unclaimed.get(range_.generation))
+        entry = self.held(range_) or next((entry for entry in others if entry is not None), None)
+        if entry is None or entry.range != range_:
             return None
         self.pin(entry)
-        return self._by_key[entry.kind, entry.key]
+        return (entry, None) if entry.key is None else self._by_key[entry.kind, entry.key]
 
     def held(self, range_: ArenaRange) -> Entry | None:
         """Return the published entry at `range_` if it is pinned."""
@@ -245,8 +251,9 @@ class EntryTable(Generic[V]):
         if entry.pins == 0:
             self._held[entry.range.generation] = entry
             self._places.take(entry.range.generation)
-            self._pinned_bytes += align(entry.range.nbytes)
+            self._pinned_bytes += entry.size
             self._idle[entry.kind].pop(self._offset(entry), None)
+            self._unclaimed.pop(entry.range.generation, None)
         entry.pins += 1
         self._num_leases += 1
 
@@ -260,7 +267,7 @@ class EntryTable(Generic[V]):
             return
         del self._held[entry.range.generation]
         self._places.free(entry.range.generation)
-        self._pinned_bytes -= align(entry.range.nbytes)
+        self._pinned_bytes -= entry.size
         if entry.key is None:
             self._free(entry)
         else:
@@ -305,7 +312,10 @@ class EntryTable(Generic[V]):
             processed_bytes=self._kind_bytes["processed"],
             embedded_bytes=self._kind_bytes["embedded"],
             num_reservations=self._num_reservations,
-            num_entries=len(self._held) - self._num_reservations + sum(map(len, self._idle.values())),
+            num_entries=len(self._held)
+            - self._num_reservations
+            + sum(map(len, self._idle.values()))
+            + len(self._unclaimed),
             num_leases=self._num_leases,
             num_hits=self._num_hits,
             num_misses=self._num_misses,
@@ -323,12 +333,11 @@ class EntryTable(Generic[V]):
         need = align(nbytes)
         if need > self._allocator.size_bytes:
             raise ArenaFull("the media need more memory than the server has for media", retry_after_s=None)
-        if not self.may_evict:
-            raise ArenaFull("media of an earlier store are still in use", retry_after_s=1)
-        span = self._choose(need, self._over_share(kind, need), _MAX_SEEDS) or self._choose(need, KINDS, None)
+        span = None
+        if self.may_evict:
+            span = self._choose(need, self._over_share(kind, need), _MAX_SEEDS) or self._choose(need, KINDS, None)
         if span is None:
-            message = "no memory for media is free at the moment"
-            raise ArenaFull(message, retry_after_s=self._places.retry_after_s)
+            raise ArenaFull(_NOT_FREE, retry_after_s=self._places.retry_after_s)
         for offset in span.offsets:
             self._evict(next(self._idle[k][offset] for k in KINDS if offset in self._idle[k]))
         found = self._allocator.allocate(nbytes)
@@ -360,6 +369,12 @@ class EntryTable(Generic[V]):
         del self._idle[entry.kind][self._offset(entry)]
         self._free(entry)
 
+    def _hold_writing(self, entry: Entry) -> None:
+        self._held[entry.range.generation] = entry
+        self._num_reservations += 1
+        self._writing_bytes += entry.size
+        self._kind_bytes[entry.kind] += entry.size
+
     def _check_writing(self, entry: Entry) -> None:
         if self._held.get(entry.range.generation) is not entry or entry.state is not EntryState.WRITING:
             raise RuntimeError(f"entry {entry.range} is not being written here")
@@ -368,12 +383,12 @@ class EntryTable(Generic[V]):
         self._check_writing(entry)
         del self._held[entry.range.generation]
         self._num_reservations -= 1
-        self._writing_bytes -= align(entry.range.nbytes)
+        self._writing_bytes -= entry.size
 
     def _free(self, entry: Entry) -> None:
         entry.state = EntryState.FREED
         if entry.key is not None:
             del self._by_key[entry.kind, entry.key]
-        self._kind_bytes[entry.kind] -= align(entry.range.nbytes)
+        self._kind_bytes[entry.kind] -= entry.size
         self._on_free(entry.range)
         self._allocator.free(self._offset(entry))

@@ -1,4 +1,4 @@
-"""The owner's side of an arena file: creation, prefault, removal.
+"""The owner's side of an arena file: creation, take-over, prefault, removal.
 
 Creation ensures that a file with a final name has a live owner or can be recognised as abandoned:
 
@@ -17,22 +17,36 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
+import mmap
 import os
 import secrets
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
 from medialane.arena.config import ArenaConfig, not_enough_space
 from medialane.arena.fill import lock_range, unlock_range
-from medialane.arena.layout import NONCE_BYTES, FileHeader, arena_of, file_path
+from medialane.arena.index import Index, index_bytes
+from medialane.arena.layout import (
+    FILE_GLOB,
+    KEEPER_AT,
+    NONCE_BYTES,
+    PAGE_BYTES,
+    FileHeader,
+    Lineage,
+    arena_of,
+    encode_keeper,
+    file_path,
+)
 from medialane.arena.slots import live_slots
-from medialane.arena.view import ArenaView
+from medialane.arena.view import ArenaView, open_file, read_header
 from medialane.core.errors import HandoverFailed, StartupFailed
 from medialane.core.process.libc import last_error, libc
 from medialane.core.process.owner_lock import try_lock
 from medialane.core.tensor import ArenaRange
+
+logger = logging.getLogger(__name__)
 
 #: Pages are allocated in pieces of this size (10 ms each), between which a prefault can be stopped.
 PREFAULT_BYTES = 16 << 20
@@ -46,56 +60,75 @@ _CREATE_TRIES = 16
 class ArenaFile:
     """The file, its lock and the owner's mapping (`view`); created by `ArenaFile.create`."""
 
-    def __init__(self, path: Path, lock: int, view: ArenaView) -> None:
+    def __init__(self, path: Path, lock: int, view: ArenaView, index: mmap.mmap) -> None:
         self.path = path
         self.view = view
+        self.index = Index(memoryview(index).cast("Q"), view.id)
+        #: Bytes that need not be prefaulted any more.
+        self.usable_bytes = 0
+        self._index_mapping = index
         self._lock: int | None = lock
-        #: Bytes that have pages, those that an earlier owner has allocated.
-        self.num_prefaulted = 0
         self._owner_pid = os.getpid()
 
     @classmethod
-    def create(cls, config: ArenaConfig) -> ArenaFile:
+    def create(cls, config: ArenaConfig, lineage: Lineage = Lineage()) -> ArenaFile:  # noqa: B008 - immutable
         """Create an arena file with a random id. Raises StartupFailed, leaving no file behind."""
         config.validate()
         try:
-            path, lock = _create_locked(config)
+            path, lock = _create_locked(config, lineage)
         except OSError as error:
             raise StartupFailed(f"cannot create the arena in {config.directory}: {error.strerror}") from error
         try:
-            view = ArenaView.open(arena_of(path), config.directory, writable=True)
+            return cls._map(path, lock, config)
         except BaseException:  # includes KeyboardInterrupt: leave no file behind
             path.unlink()
             os.close(lock)
             raise
-        return cls(path, lock, view)
 
     @classmethod
-    def adopt(cls, path: Path) -> ArenaFile | None:
-        """Take over a file whose owner has exited. None if it has one, or is no arena."""
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # removed in the meantime, or another user's
-            return None
-        try:
-            status = os.fstat(lock)
-            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-            if is_ours and _lock(lock):
-                return cls(path, lock, ArenaView.open(arena_of(path), str(path.parent), writable=True))
-        except HandoverFailed:
-            pass  # a file of another version
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
+    def take_over(cls, config: ArenaConfig, lineage: Lineage) -> ArenaFile | None:
+        """Lock and map the file of an earlier owner of this lineage that has exited; None if there is none that fits.
+        Those with other settings, or a damaged header, are removed."""
+        for path in sorted(Path(config.directory).glob(FILE_GLOB)):
+            lock = _open_abandoned(path, lineage)
+            if lock is None:
+                continue
+            try:
+                header = read_header(lock, arena_of(path))
+                if header.lineage == lineage and header.size_bytes == _file_bytes(config):
+                    return cls._map(path, lock, config)
+                logger.info("an arena with other settings is removed: %s", path)
+            except (OSError, ValueError, HandoverFailed) as error:
+                logger.warning("an arena that cannot be used is removed: %s: %s", path, error)
+            _discard(path, lock)
         return None
 
-    def leave(self) -> None:
-        """Release the lock, and leave the file to the next owner. `close` follows, which does not remove it."""
+    @classmethod
+    def _map(cls, path: Path, lock: int, config: ArenaConfig) -> ArenaFile:
+        """Raises HandoverFailed, OSError."""
+        view = ArenaView.open(arena_of(path), config.directory, writable=True)
+        try:
+            descriptor = open_file(view.id, config.directory, writable=True)
+            try:
+                num_bytes = index_bytes(view.size_bytes)
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                index = mmap.mmap(descriptor, num_bytes, flags=flags, offset=view.size_bytes)
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            view.close()
+            raise
+        return cls(path, lock, view, index)
+
+    @property
+    def end_bytes(self) -> int:
+        """Offset of what follows the index."""
+        return self.view.size_bytes + index_bytes(self.view.size_bytes)
+
+    def keep_for(self, keeper: str) -> None:
+        """Have `reap` spare this file while another process has the lock (`owner_lock`) of the file `keeper`."""
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-            self.view.close()
+            os.pwrite(self._lock, encode_keeper(keeper), KEEPER_AT)
 
     def prefault(self, stop: Event, on_progress: Callable[[int], object] = lambda _: None) -> int:
         """Allocate all pages of the arena, about 1 s per GiB; return the bytes allocated before `stop` was set, which
@@ -105,7 +138,7 @@ class ArenaFile:
         Until it has returned, a write to a new page is slow, and if the file system is full (because of other
         programs' files), it kills the writing process with SIGBUS. Raises StartupFailed if the file system is full.
         """
-        done = self.num_prefaulted
+        done = self.usable_bytes
         if stop.is_set():
             return done
         with self.view.memory as memory:
@@ -137,14 +170,17 @@ class ArenaFile:
     def live_slots(self) -> set[int]:
         return set() if self._lock is None else live_slots(self._lock)
 
-    def close(self) -> None:
-        """Remove the file and release the lock. Idempotent. A child of os.fork() only closes its descriptor."""
+    def close(self, *, keep: bool = False) -> None:
+        """Release the lock, and remove the file unless it is to be kept for the next owner. Idempotent. A child of
+        os.fork() only closes its descriptor."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
-        if os.getpid() == self._owner_pid:
+        if os.getpid() == self._owner_pid and not keep:
             self.path.unlink(missing_ok=True)
         os.close(lock)
+        self.index.close()
+        self._index_mapping.close()
         self.view.close()
 
     def _populate(self, piece: memoryview, offset: int) -> None:
@@ -178,16 +214,39 @@ class ArenaFile:
         return not_enough_space(self.view.size_bytes, str(self.path.parent), found.f_bavail * found.f_frsize)
 
 
-def _create_locked(config: ArenaConfig) -> tuple[Path, int]:
+def _file_bytes(config: ArenaConfig) -> int:
+    """Return the size of an arena, without its index."""
+    return config.size_bytes - config.size_bytes % PAGE_BYTES
+
+
+def _open_abandoned(path: Path, lineage: Lineage) -> int | None:
+    """Return a descriptor of a file of this lineage, with its lock, if it has no owner; None otherwise."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None  # removed in the meantime, or another user's
+    try:
+        header = FileHeader.decode(os.pread(descriptor, PAGE_BYTES, 0))
+        if header.lineage.owner == lineage.owner and _lock(descriptor) and os.fstat(descriptor).st_uid == os.geteuid():
+            return descriptor
+    except ValueError:
+        pass  # of another version, or damaged: it is reaped
+    os.close(descriptor)
+    return None
+
+
+def _create_locked(config: ArenaConfig, lineage: Lineage) -> tuple[Path, int]:
     """Create a file with its final name; return it and the descriptor that holds its lock."""
+    size_bytes = _file_bytes(config)
     for _ in range(_CREATE_TRIES):
-        header = FileHeader(secrets.token_hex(16), config.file_bytes, secrets.token_bytes(NONCE_BYTES))
+        header = FileHeader(secrets.token_hex(16), size_bytes, secrets.token_bytes(NONCE_BYTES), lineage)
         path = file_path(config.directory, header.arena)
         temporary = path.with_name(path.name + ".tmp")
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             if _lock(descriptor):
-                os.ftruncate(descriptor, header.size_bytes)
+                os.ftruncate(descriptor, size_bytes)
+                os.posix_fallocate(descriptor, size_bytes, index_bytes(size_bytes))
                 os.pwrite(descriptor, header.encode(), 0)
                 os.rename(temporary, path)
                 return path, descriptor

@@ -2,13 +2,16 @@
 
     directory/medialane-<32 hex digits>.arena
 
-    0        file header: magic, version, offset of the first entry, size of the file, arena id, nonce; rest zero
+    0        file header: magic, version, offset of the first entry, size of what follows up to the index, arena id,
+             nonce, lineage (whose arena it is), checksum
+    2048     keeper: path of a file that is locked by the process for which this file is kept
     4096     entries, aligned to 64, with holes between them:
                +0   u64 magic
                +8   u64 generation   0: freed, the rest is invalid
                +16  u64 nbytes       size of the entry, including this header
                +24  u64 completed    the generation, once another process has written the payload (`fill`); else zero
                +64  payload: tensors one after another, each aligned to 64
+    size     index of the entries, for the next owner (`index`); what follows belongs to whoever uses the arena
 
 Offsets of entries are relative to the start of the file, offsets of tensors to the start of their entry. Only the owner
 writes headers, except for `completed`; a payload is written by the process that got the range from the owner. Every
@@ -21,16 +24,20 @@ or detected as invalid by reading one word, however old it is.
 
 from __future__ import annotations
 
+import os
 import re
 import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from medialane.core.tensor import ALIGNMENT, ArenaRange, TensorDescriptor, TensorSpec, align
 
 PAGE_BYTES = 4096
+KEEPER_AT = 2048
 ENTRY_HEADER_BYTES = 64
 NONCE_BYTES = 16
 #: The word of an entry's header that a writer of the payload sets.
@@ -38,13 +45,26 @@ COMPLETED_WORD = 3
 
 #: Names of arena files; one that is being created ends in .tmp.
 FILE_NAME = re.compile(r"medialane-(?P<id>[0-9a-f]{32})\.arena(?:\.tmp)?")
+FILE_GLOB = "medialane-*.arena"
 ARENA_ID = re.compile(r"[0-9a-f]{32}")
 
 FILE_MAGIC = b"medialan"
-VERSION = 1
+VERSION = 2
 ENTRY_MAGIC = 0x4D4C_454E  # "MLEN"
 
-_HEADER = struct.Struct(f"<8sIIQ16s{NONCE_BYTES}s")
+LINEAGE_BYTES = 16
+_HEADER = struct.Struct(f"<8sIIQ16s{NONCE_BYTES}s{LINEAGE_BYTES}s{LINEAGE_BYTES}s")
+_CHECKSUM = struct.Struct("<I")
+_KEEPER = struct.Struct("<II")
+_MAX_KEEPER_BYTES = PAGE_BYTES - KEEPER_AT - _KEEPER.size
+
+
+class Lineage(NamedTuple):
+    """Whose arena a file is: digests of 16 bytes. The next arena with this `owner` takes over the file of an earlier
+    one, if `settings`, which decide what entries mean, are the same, and replaces it otherwise."""
+
+    owner: bytes = bytes(LINEAGE_BYTES)
+    settings: bytes = bytes(LINEAGE_BYTES)
 
 
 class FileHeader(msgspec.Struct, frozen=True):
@@ -53,21 +73,41 @@ class FileHeader(msgspec.Struct, frozen=True):
     arena: str
     size_bytes: int
     nonce: bytes
+    lineage: Lineage = Lineage()
 
     def encode(self) -> bytes:
-        return _HEADER.pack(FILE_MAGIC, VERSION, PAGE_BYTES, self.size_bytes, bytes.fromhex(self.arena), self.nonce)
+        arena = bytes.fromhex(self.arena)
+        data = _HEADER.pack(FILE_MAGIC, VERSION, PAGE_BYTES, self.size_bytes, arena, self.nonce, *self.lineage)
+        return data + _CHECKSUM.pack(zlib.crc32(data))
 
     @classmethod
     def decode(cls, data: bytes) -> FileHeader:
         """Decode a header. Raises ValueError if it is not that of an arena of this version."""
-        if len(data) < _HEADER.size:
+        if len(data) < _HEADER.size + _CHECKSUM.size:
             raise ValueError("the file is too short for an arena")
-        magic, version, first, size_bytes, arena, nonce = _HEADER.unpack_from(data)
+        magic, version, first, size_bytes, arena, nonce, *lineage = _HEADER.unpack_from(data)
         if magic != FILE_MAGIC:
             raise ValueError("the file is not an arena")
         if version != VERSION or first != PAGE_BYTES:
             raise ValueError(f"the arena has version {version}, not {VERSION}")
-        return cls(arena.hex(), size_bytes, nonce)
+        if _CHECKSUM.unpack_from(data, _HEADER.size)[0] != zlib.crc32(data[: _HEADER.size]):
+            raise ValueError("the file's header is damaged")
+        return cls(arena.hex(), size_bytes, nonce, Lineage(*lineage))
+
+
+def encode_keeper(path: str) -> bytes:
+    """Return the block at KEEPER_AT, for the path of a file; empty for none. Raises ValueError if it is too long."""
+    data = os.fsencode(path)
+    if len(data) > _MAX_KEEPER_BYTES:
+        raise ValueError(f"the path has {len(data)} bytes, more than {_MAX_KEEPER_BYTES}")
+    return _KEEPER.pack(len(data), zlib.crc32(data)) + data
+
+
+def decode_keeper(page: bytes) -> str:
+    """Return the path in the first page of a file; empty if there is none, or it is damaged."""
+    length, checksum = _KEEPER.unpack_from(page, KEEPER_AT)
+    data = page[KEEPER_AT + _KEEPER.size :][:length]
+    return os.fsdecode(data) if length == len(data) and checksum == zlib.crc32(data) else ""
 
 
 def file_path(directory: str, arena: str) -> Path:
@@ -76,11 +116,6 @@ def file_path(directory: str, arena: str) -> Path:
     if not ARENA_ID.fullmatch(arena):
         raise ValueError("an arena id is 32 hex digits")
     return Path(directory) / f"medialane-{arena}.arena"
-
-
-def log_path(path: Path) -> Path:
-    """Return the path of the log beside an arena's file (`entry_log`)."""
-    return path.with_suffix(".entries")
 
 
 def arena_of(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -27,13 +28,20 @@ class Reservation:
     instead, its range stays allocated (a process may still be writing there) and a ResourceWarning is issued.
     """
 
-    def __init__(self, table: EntryTable[Cached], entry: Entry, view: ArenaView) -> None:
+    def __init__(
+        self,
+        table: EntryTable[Cached],
+        entry: Entry,
+        view: ArenaView,
+        on_trim: Callable[[Entry], object] = lambda _: None,
+    ) -> None:
         self._table = table
         self._entry = entry
         self._view = view
+        self._on_trim = on_trim
         self._ended = True  # until the next line has succeeded
-        range_ = entry.range  # its header may be invalid: `Arena.revoke`
-        self._buffer = view.memory[range_.offset + ENTRY_HEADER_BYTES : range_.offset + range_.nbytes]
+        range_ = entry.range  # its header is not valid any more if it was revoked by an earlier owner
+        self._buffer = view.memory[range_.offset : range_.offset + range_.nbytes][ENTRY_HEADER_BYTES:]
         self._ended = False
 
     @property
@@ -47,6 +55,13 @@ class Reservation:
         return self._buffer[:]
 
     @property
+    def entry(self) -> Entry:
+        """For the arena. Raises RuntimeError if the reservation has ended."""
+        if self._ended:
+            raise RuntimeError(f"the reservation of {self.range} has ended")
+        return self._entry
+
+    @property
     def kind(self) -> EntryKind:
         return self._entry.kind
 
@@ -58,17 +73,17 @@ class Reservation:
         """
         self._buffer[:0]  # raises if it has ended
         self._table.trim(self._entry, ENTRY_HEADER_BYTES + num_bytes)
+        self._on_trim(self._entry)
         stamp(self._view.words, self.range)
         self._buffer.release()
         self._buffer = self._view.entry(self.range, writable=True)[ENTRY_HEADER_BYTES:]
 
     def take(self) -> Entry:
         """End the reservation without freeing the entry; for the arena. Raises RuntimeError if it has ended."""
-        if self._ended:
-            raise RuntimeError(f"the reservation of {self.range} has ended")
+        entry = self.entry
         self._ended = True
         self._buffer.release()
-        return self._entry
+        return entry
 
     def abandon(self) -> None:
         """Free the range, to which no process may be writing any more. No effect if the reservation has ended."""

@@ -1,4 +1,5 @@
-"""Removes the arena files of processes that have exited (`core.owner_lock`).
+"""Removes the arena files of processes that have exited (`core.owner_lock`), unless the next owner may take them over:
+while a client of theirs lives, or the process that they are kept for.
 
 The lock is held until the file is unlinked, so that a process that is just creating this file notices its removal (see
 file.py). Readers keep their mappings: the memory is freed with the last one.
@@ -9,11 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import msgspec
 
-from medialane.arena.layout import FILE_MAGIC, FILE_NAME, log_path
+from medialane.arena.layout import FILE_MAGIC, FILE_NAME, PAGE_BYTES, FileHeader, decode_keeper
+from medialane.arena.slots import live_slots
 from medialane.core.process.owner_lock import abandoned
 
 
@@ -38,7 +39,6 @@ def reap(directory: str) -> list[Reaped]:
                 path = os.path.join(directory, name)
                 with suppress(FileNotFoundError):  # a creator that lost the race for the lock unlinks it too
                     os.unlink(path)
-                    log_path(Path(path)).unlink(missing_ok=True)
                     removed.append(Reaped(path, num_bytes))
     return removed
 
@@ -59,7 +59,24 @@ def _abandoned(directory: str, name: str) -> Iterator[int | None]:
         yield None
         return
     with abandoned(os.path.join(directory, name)) as descriptor:
-        yield os.fstat(descriptor).st_blocks * 512 if descriptor is not None and _is_arena(descriptor) else None
+        is_reapable = descriptor is not None and _is_arena(descriptor) and not _is_awaited(descriptor)
+        yield os.fstat(descriptor).st_blocks * 512 if descriptor is not None and is_reapable else None
+
+
+def _is_awaited(descriptor: int) -> bool:
+    """Return whether the file may be taken over."""
+    page = os.pread(descriptor, PAGE_BYTES, 0)
+    try:
+        FileHeader.decode(page)
+    except ValueError:
+        return False  # never finished, or of another version
+    if live_slots(descriptor):
+        return True
+    keeper = decode_keeper(page)
+    if not keeper or not os.path.exists(keeper):
+        return False
+    with abandoned(keeper) as lock:
+        return lock is None
 
 
 def _is_arena(descriptor: int) -> bool:

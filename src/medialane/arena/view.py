@@ -106,6 +106,6 @@ def read_header(descriptor: int, arena: str) -> FileHeader:
     header = FileHeader.decode(os.pread(descriptor, PAGE_BYTES, 0))
     if header.arena != arena:
         raise ValueError("the file's header names another arena")
-    if header.size_bytes > os.fstat(descriptor).st_size or header.size_bytes % PAGE_BYTES:  # names may follow (`names`)
+    if header.size_bytes > os.fstat(descriptor).st_size or header.size_bytes % PAGE_BYTES:
         raise ValueError("the file's size does not match its header")
     return header

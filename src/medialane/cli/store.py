@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from medialane.arena import Arena, NamesArea, reap
+from medialane import __version__
+from medialane.arena import LINEAGE_BYTES, Arena, Lineage, NamesArea, reap
 from medialane.cli.essential_tasks import unless_set
 from medialane.cli.tuning import tune_process
 from medialane.cluster.model_files import fetch_files, repositories
@@ -23,6 +24,7 @@ from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.cluster.vllm_flags import flag_value, processor_flags
 from medialane.config import Config, allowed_environ, process_environ, vllm_defaults
 from medialane.core.errors import StartupFailed
+from medialane.core.hashing import digest
 from medialane.core.process.descendants import children
 from medialane.core.process.memory import MemoryUse, ProcessKind
 from medialane.core.process.phase import READY, enter_phase
@@ -88,7 +90,9 @@ def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> i
 async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
     with stopped_by_signals() as stop:
         async with AsyncExitStack() as stack:
-            arena, prefaulted = await stack.enter_async_context(_arena(config, address))
+            arena, prefaulted = await stack.enter_async_context(
+                _arena(config, _lineage(config, model, vllm_args, address))
+            )
             store = _Store(config, model, vllm_args, arena, on_damaged=stop.set)
             takes_media = await unless_set(stop, store.start(address, prefaulted, stack))
             if takes_media is False:
@@ -220,7 +224,7 @@ class _Store:
 def names_area(config: Config, arena: Arena) -> NamesArea:
     """Open what the arena's file has of uuids and URLs, for this store and the next one."""
     max_records = config.store.max_uuids + config.media.max_cached_urls
-    return NamesArea(arena.path, first_byte=arena.size_bytes, nonce=arena.nonce, max_records=max_records)
+    return NamesArea(arena.path, first_byte=arena.end_bytes, nonce=arena.nonce, max_records=max_records)
 
 
 def has_rdma_devices() -> bool:
@@ -261,20 +265,32 @@ def published_images(
     return PublishedImages(arena, pulls, mover, config)
 
 
+def _lineage(config: Config, model: str, vllm_args: Sequence[str], address: str) -> Lineage:
+    """Return whose arena this store takes over: that of an earlier one at the same address, which made the same of
+    media."""
+    settings = {
+        "version": __version__,
+        "model": model,
+        "arguments": list(processor_flags(vllm_args)),
+        "media": msgspec.to_builtins(config.media),
+    }
+    return Lineage(_short_digest({"address": address}), _short_digest(settings))
+
+
+def _short_digest(settings: Mapping[str, object]) -> bytes:
+    return bytes.fromhex(digest(settings))[:LINEAGE_BYTES]
+
+
 @asynccontextmanager
-async def _arena(config: Config, address: str) -> AsyncIterator[tuple[Arena, asyncio.Task[int]]]:
-    """Take over the arena of an earlier store at this address that was killed, or create one; it is removed on exit.
+async def _arena(config: Config, lineage: Lineage) -> AsyncIterator[tuple[Arena, asyncio.Task[int]]]:
+    """Take over the arena of an earlier store of this lineage that was killed, or create one; it is removed on exit.
     The task prefaults its pages.
 
     Only prefaulted pages are used: if a page could not be allocated later, its writer would get SIGBUS.
     """
-    lineage = address.encode()
-    arena = Arena.adopt(config.arena, lineage=lineage, grows=True)
-    if arena is None:
-        config.arena.validate()
-    for dead in reap(config.arena.directory):
+    arena = Arena.open(config.arena, lineage=lineage, grows=True)
+    for dead in reap(config.arena.directory):  # not what has just been taken over
         logger.info("removed the arena of a store that has exited: %s", dead.path)
-    arena = arena or Arena.open(config.arena, lineage=lineage, grows=True)
     stop, loop = threading.Event(), asyncio.get_running_loop()
 
     def on_progress(num_bytes: int) -> None:

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 MAX_PULLS = 8
 #: Copies, and other stores, whose mover is known.
 MAX_REMEMBERED = 4096
+#: Of the header of a feature, which is not known when memory is reserved: most are smaller.
+_HEADER_BYTES = 4096
 
 K = TypeVar("K")
 
@@ -193,7 +195,7 @@ class Pulls:
             return self._arena.publish(reservation, entry.key, value)
 
     async def _pull_by_tcp(self, entry: RemoteEntry, deadline: float) -> Lease[Cached]:
-        with self._arena.reserve(entry.range.nbytes - ENTRY_HEADER_BYTES, entry.kind) as reservation:
+        with self._reserve(entry) as reservation:
             try:
                 with reservation.buffer as payload:
                     value = await self._peers.fetch(entry, payload, deadline=deadline)
@@ -203,10 +205,15 @@ class Pulls:
             self._note_copied("tcp", entry, reservation.range)
             return self._arena.publish(reservation, entry.key, _moved(value, entry, reservation.range))
 
+    def _reserve(self, entry: RemoteEntry) -> Reservation:
+        """Reserve a range for a copy. The caller owns it. Raises ArenaFull."""
+        num_bytes = entry.range.nbytes - ENTRY_HEADER_BYTES
+        return self._arena.reserve(num_bytes, entry.kind, header_bytes=_HEADER_BYTES)
+
     async def _read(self, mover: Mover, opened: OpenedEntry, deadline_s: float) -> Reservation:
         """Reserve a range and have the mover fill it. The caller owns it. Raises TransferFailed, ArenaFull."""
         entry = opened.entry
-        reservation = self._arena.reserve(entry.range.nbytes - ENTRY_HEADER_BYTES, entry.kind)
+        reservation = self._reserve(entry)
         try:
             with self._freed_on_errors(reservation), reservation.buffer as payload:
                 await mover.read(opened, Destination(reservation.range, payload), deadline_s=deadline_s)

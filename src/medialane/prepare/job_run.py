@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from medialane.arena import Arena, Lease, Reservation, describe, layout
+from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, layout
 from medialane.core.errors import (
     MedialaneError,
     MediaTooLarge,
@@ -25,6 +25,7 @@ from medialane.core.errors import (
     Unavailable,
 )
 from medialane.core.feature import Feature
+from medialane.core.remote_entry import EntryKind
 from medialane.core.tensor import TensorDescriptor
 from medialane.prepare.job_queue import Job, JobResult
 from medialane.prepare.messages import (
@@ -110,7 +111,7 @@ class JobRunner:
         if nbytes <= OVERLAPPED_BYTES and not preparer.writes_arena:
             await send_next()
         try:
-            reservation = self._reserve(job, nbytes)
+            reservation = self._reserve(job, nbytes, need)
         except MedialaneError:
             await preparer.send(NoRange(job_id))
             raise
@@ -124,14 +125,15 @@ class JobRunner:
         feature = Feature(job.source.value.modality, job.mm_hash, need.header, tensors, need.size)
         return self._arena.publish(reservation, job.mm_hash, feature)
 
-    def _reserve(self, job: Job, nbytes: int) -> Reservation:
+    def _reserve(self, job: Job, nbytes: int, need: NeedRange) -> Reservation:
         """Reserve the item's range.
 
         Raises ArenaFull, or MediaTooLarge if it can never fit in the arena together with its encoded bytes.
         """
         if nbytes > self._arena.max_payload_bytes - job.source.range.nbytes:
             raise MediaTooLarge(f"the item takes {nbytes} bytes once it is prepared, more than this server can store")
-        job.reservation = self._arena.reserve(nbytes, "decoded" if job.options is None else "processed")
+        kind: EntryKind = "decoded" if job.options is None else "processed"
+        job.reservation = self._arena.reserve(nbytes, kind, header_bytes=header_bytes(need.header, need.specs))
         return job.reservation
 
     async def _copy(self, preparer: PreparerProcess, need: NeedRange, tensors: Sequence[TensorDescriptor]) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
-from medialane.arena import Arena, Lease, Reservation, Unfinished, describe
+from medialane.arena import Arena, Lease, Reservation, Unfinished, describe, header_bytes
 from medialane.core.feature import Embedding, Feature, FoundEmbedding
 from medialane.core.stats import EmbeddingStats
 from medialane.store.messages import FindEmbedding
@@ -132,7 +132,8 @@ class Embeddings:
     def _start(self, wanted: FindEmbedding, client: int) -> FoundEmbedding | None:
         if wanted.spec.nbytes > self._arena.max_payload_bytes:
             return None
-        reservation = self._arena.reserve(wanted.spec.nbytes, "embedded", writer=client)
+        num_described = header_bytes(wanted.feature.header, [wanted.spec])
+        reservation = self._arena.reserve(wanted.spec.nbytes, "embedded", writer=client, header_bytes=num_described)
         (tensor,) = describe(reservation.range, [wanted.spec])
         embedding = Embedding(wanted.key, tensor)
         value = msgspec.structs.replace(wanted.feature, embedding=embedding)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from medialane.arena import Arena, ArenaConfig, ArenaView, describe, layout
+from medialane.arena.adoption import RECORD_BYTES
 from medialane.core.errors import ArenaFull, HandoverFailed, MediaTooLarge
 from medialane.core.feature import Embedding, Feature
 from medialane.core.media import EncodedMedia, MediaSize
@@ -161,8 +162,9 @@ def test_stats_account_for_every_byte(arena):
     leased = write(arena, "a", 1, 1000)
     write(arena, "b", 2, 1000).release()
     stats = arena.stats()
-    assert (stats.writing_bytes, stats.pinned_bytes, stats.published_bytes) == (1088, 1088, 2 * 1088)
-    assert stats.free_bytes == stats.size_bytes - 3 * 1088 == arena.size_bytes - 4096 - 3 * 1088
+    used = 64 + 1024 + RECORD_BYTES  # header, payload and description of one entry
+    assert (stats.writing_bytes, stats.pinned_bytes, stats.published_bytes) == (used, used, 2 * used)
+    assert stats.free_bytes == stats.size_bytes - 3 * used == arena.size_bytes - 4096 - 3 * used
     assert (stats.num_reservations, stats.num_entries, stats.num_leases) == (1, 2, 1)
     writing.abandon()
     leased.release()
@@ -267,7 +269,7 @@ def test_features_whose_embedding_is_cached_are_evicted_first(arena):
     assert [arena.contains(key) for key in "abcd"] == [True, True, False, True]
     with arena.lookup("key", "embedded") as found:
         assert found.value == value
-    assert arena.stats().embedded_bytes == 128
+    assert arena.stats().embedded_bytes == 128 + RECORD_BYTES
 
 
 def test_trimmed_reservation_keeps_its_bytes_and_its_old_range_is_stale(arena, reader):

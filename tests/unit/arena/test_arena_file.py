@@ -13,6 +13,7 @@ import pytest
 from medialane.arena import ArenaConfig, ArenaView, reap
 from medialane.arena import file as file_module
 from medialane.arena.file import ArenaFile
+from medialane.arena.index import index_bytes
 from medialane.core.errors import StartupFailed
 
 MIB = 1 << 20
@@ -29,7 +30,7 @@ def test_file_is_private_and_named_after_its_id(file, shm):
     assert file.path == Path(shm, f"medialane-{file.view.id}.arena")
     found = file.path.stat()
     assert stat.S_IMODE(found.st_mode) == 0o600
-    assert found.st_size == 16 * MIB
+    assert found.st_size == 16 * MIB + index_bytes(16 * MIB)
     assert os.listdir(shm) == [file.path.name]
 
 
@@ -42,7 +43,8 @@ def test_no_two_arenas_share_an_id_or_a_nonce(file, config):
 
 def test_size_is_rounded_down_to_pages(shm):
     made = ArenaFile.create(ArenaConfig(size_bytes=16 * MIB + 4097, directory=shm))
-    assert made.view.size_bytes == made.path.stat().st_size == 16 * MIB + 4096
+    assert made.view.size_bytes == 16 * MIB + 4096
+    assert made.path.stat().st_size == made.end_bytes == 16 * MIB + 4096 + index_bytes(16 * MIB + 4096)
     made.close()
 
 
@@ -51,7 +53,7 @@ def test_close_removes_the_file_exactly_once(file, shm):
     file.close()
     file.close()
     assert os.listdir(shm) == []
-    assert len(os.listdir("/proc/self/fd")) == descriptors - 2  # the lock's and the mapping's
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 3  # the lock's and those of two mappings
 
 
 def test_failed_creation_leaves_no_file(config, shm, monkeypatch):
@@ -149,7 +151,7 @@ def test_prefault_allocates_all_pages_and_changes_no_byte(file):
     before = bytes(memory[:4096])
     assert resident(file.path) < MIB
     assert file.prefault(threading.Event()) == 16 * MIB
-    assert resident(file.path) == 16 * MIB
+    assert resident(file.path) == 16 * MIB + index_bytes(16 * MIB)
     assert bytes(memory[5 * MIB : 5 * MIB + 5]) == b"hello"
     assert bytes(memory[:4096]) == before
 
@@ -165,7 +167,7 @@ def test_prefault_can_stop_between_chunks(file, monkeypatch):
 
     monkeypatch.setattr(file_module, "_madvise", populate)
     assert file.prefault(stop) == 4 * MIB
-    assert resident(file.path) <= 4 * MIB
+    assert resident(file.path) <= 4 * MIB + index_bytes(16 * MIB)
     assert file.prefault(stop) == 0
 
 
@@ -180,7 +182,7 @@ def test_kernel_without_populate_allocates_instead(file, monkeypatch):
     refuse_with(monkeypatch, errno.EINVAL)
     file.view.memory[5 * MIB : 5 * MIB + 5] = b"hello"
     assert file.prefault(threading.Event()) == 16 * MIB
-    assert resident(file.path) == 16 * MIB
+    assert resident(file.path) == 16 * MIB + index_bytes(16 * MIB)
     assert bytes(file.view.memory[5 * MIB : 5 * MIB + 5]) == b"hello"
 
 
@@ -210,7 +212,7 @@ def test_prefault_in_a_thread_releases_the_gil(shm, monkeypatch):
     while thread.is_alive():
         thread.join(0.001)
         turns += 1
-    assert resident(made.path) == 256 * MIB
+    assert resident(made.path) == 256 * MIB + index_bytes(256 * MIB)
     made.close()
     assert turns > 5
 

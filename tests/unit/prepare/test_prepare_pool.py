@@ -209,9 +209,9 @@ async def test_range_of_a_preparer_dying_while_writing_is_freed_after_its_exit(a
         (victim,) = pool.preparer_pids
         reserve = arena.reserve
 
-        def reserve_and_stop_the_writer(num_bytes, kind):
+        def reserve_and_stop_the_writer(num_bytes, kind, **options):
             os.kill(victim, signal.SIGSTOP)
-            return reserve(num_bytes, kind)
+            return reserve(num_bytes, kind, **options)
 
         monkeypatch.setattr(arena, "reserve", reserve_and_stop_the_writer)
         job = asyncio.create_task(pool.prepare_item(encoded, b"{}", "a" * 64))
@@ -232,9 +232,9 @@ async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, enco
         (victim,) = pool.preparer_pids
         reserve = arena.reserve
 
-        def watched_reserve(num_bytes, kind):
+        def watched_reserve(num_bytes, kind, **options):
             os.kill(victim, signal.SIGSTOP)
-            reservation = reserve(num_bytes, kind)
+            reservation = reserve(num_bytes, kind, **options)
             abandon = reservation.abandon
 
             def watched_abandon():

@@ -174,10 +174,10 @@ async def test_cancelled_job_is_not_retried(arena, encoded, monkeypatch):
 async def test_full_arena_fails_only_its_own_job(arena, encoded, monkeypatch):
     reserve, failures = arena.reserve, [ArenaFull("no space")]
 
-    def failing_once(num_bytes, kind):
+    def failing_once(num_bytes, kind, **options):
         if failures:
             raise failures.pop()
-        return reserve(num_bytes, kind)
+        return reserve(num_bytes, kind, **options)
 
     monkeypatch.setattr(arena, "reserve", failing_once)
     async with running(make_pool(arena)) as used:

@@ -7,7 +7,7 @@ import asyncio
 import signal
 import sys
 
-from store_world import PatternItems, serve_patterns
+from store_world import LINEAGE, PatternItems, serve_patterns
 
 import poison
 from medialane.arena import Arena, ArenaConfig
@@ -15,7 +15,7 @@ from medialane.arena import Arena, ArenaConfig
 
 async def main(address: str, directory: str) -> None:
     poison.install()
-    arena = Arena.open(ArenaConfig(size_bytes=16 << 20, directory=directory), lineage=b"patterns")
+    arena = Arena.open(ArenaConfig(size_bytes=16 << 20, directory=directory), lineage=LINEAGE)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, arena.clear)
     is_damaged = asyncio.Event()
     server = serve_patterns(PatternItems(arena), arena, on_damaged=is_damaged.set)

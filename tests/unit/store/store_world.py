@@ -9,7 +9,7 @@ from functools import cached_property
 
 import pytest
 
-from medialane.arena import Arena, ArenaConfig, ClientSlot, FillWriter, Lease, layout
+from medialane.arena import Arena, ArenaConfig, ClientSlot, FillWriter, Lease, Lineage, layout
 from medialane.core.feature import Feature, FoundEmbedding, WantedEmbedding
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stats import PoolStats, StoreStats
@@ -30,6 +30,7 @@ ITEM_BYTES = 500_000
 #: As many bytes as an item has.
 EMBEDDING = TensorSpec("float32", (ITEM_BYTES // 400, 100))
 DIRECTORY = "/dev/shm"
+LINEAGE = Lineage(owner=b"patterns".ljust(16))
 
 
 class PatternItems:
@@ -189,13 +190,13 @@ class World:
 
     async def replace_store(self) -> None:
         """As kill -9 of the store's process, which leaves the arena as it is, and the start of another."""
-        self.arena.leave()
+        self.arena.close(keep=True)
         await self.server.close()
         self._open()
         await self.start()
 
     def _open(self) -> None:
-        self.arena = Arena.open(self._config, lineage=b"patterns", grows=self._grows)
+        self.arena = Arena.open(self._config, lineage=LINEAGE, grows=self._grows)
         self.items = PatternItems(self.arena)
         self.server = serve_patterns(self.items, self.arena, lambda: self.processor, lambda: self.has_started)
 

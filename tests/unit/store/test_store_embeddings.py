@@ -51,19 +51,19 @@ def embeddings(arena):
     made.close()
 
 
-async def published(embeddings, client="one", **changed):
+async def published(embeddings, client=1, **changed):
     fill = await embeddings.find(wanted(**changed), client)
     write(fill)
     fill.hold.release()
 
 
 async def test_first_client_writes_and_all_others_read_it(arena, embeddings):
-    fill = await embeddings.find(wanted(), "one")
+    fill = await embeddings.find(wanted(), 1)
     assert not fill.is_filled
     assert fill.embedding.tensor.spec == SPEC
     write(fill)
     fill.hold.release()
-    for client in ("one", "two"):
+    for client in (1, 2):
         found = await embeddings.find(wanted(), client)
         assert found.is_filled
         assert found.embedding == fill.embedding
@@ -75,9 +75,9 @@ async def test_first_client_writes_and_all_others_read_it(arena, embeddings):
     assert (stats.num_filled, stats.num_found, stats.num_dropped, stats.num_writing) == (1, 2, 0, 0)
 
 
-@pytest.mark.parametrize("client", ["one", "two"])
+@pytest.mark.parametrize("client", [1, 2])
 async def test_completed_embedding_is_found_before_its_writer_releases_it(arena, embeddings, client):
-    fill = await embeddings.find(wanted(), "one")
+    fill = await embeddings.find(wanted(), 1)
     write(fill)
     found = await embeddings.find(wanted(), client)
     assert found.is_filled
@@ -91,11 +91,11 @@ async def test_completed_embedding_is_found_before_its_writer_releases_it(arena,
 
 
 async def test_release_of_a_fill_that_was_published_and_evicted_ends_no_other(arena, embeddings):
-    first = await embeddings.find(wanted(), "one")
+    first = await embeddings.find(wanted(), 1)
     write(first)
     embeddings.lookup(KEY).release()
     assert arena.evict(KEY, "embedded")
-    second = await embeddings.find(wanted(), "two")
+    second = await embeddings.find(wanted(), 2)
     assert not second.is_filled
     first.hold.release()
     assert embeddings.stats.num_writing == 1
@@ -118,9 +118,9 @@ async def test_features_of_a_cached_embedding_are_evicted_first(arena, embedding
 
 
 async def test_fill_that_is_not_written_is_freed_and_the_next_client_writes(arena, embeddings):
-    first = await embeddings.find(wanted(), "one")
+    first = await embeddings.find(wanted(), 1)
     first.hold.release()
-    second = await embeddings.find(wanted(), "two")
+    second = await embeddings.find(wanted(), 2)
     assert not second.is_filled
     assert second.embedding.tensor.range.generation != first.embedding.tensor.range.generation
     second.hold.release()
@@ -130,21 +130,21 @@ async def test_fill_that_is_not_written_is_freed_and_the_next_client_writes(aren
 
 
 async def test_client_that_writes_an_embedding_is_not_made_to_wait_for_itself(embeddings):
-    fill = await embeddings.find(wanted(), "one")
-    assert await asyncio.wait_for(embeddings.find(wanted(wait_ms=50_000), "one"), 1) is None
+    fill = await embeddings.find(wanted(), 1)
+    assert await asyncio.wait_for(embeddings.find(wanted(wait_ms=50_000), 1), 1) is None
     fill.hold.release()
 
 
 async def test_client_that_does_not_wait_gets_nothing_while_another_writes(embeddings):
-    fill = await embeddings.find(wanted(), "one")
-    assert await asyncio.wait_for(embeddings.find(wanted(), "two"), 1) is None
+    fill = await embeddings.find(wanted(), 1)
+    assert await asyncio.wait_for(embeddings.find(wanted(), 2), 1) is None
     assert embeddings.stats.num_waited == 0
     fill.hold.release()
 
 
 async def test_wait_for_another_client_has_an_end(embeddings):
-    fill = await embeddings.find(wanted(), "one")
-    assert await asyncio.wait_for(embeddings.find(wanted(wait_ms=20), "two"), 5) is None
+    fill = await embeddings.find(wanted(), 1)
+    assert await asyncio.wait_for(embeddings.find(wanted(wait_ms=20), 2), 5) is None
     assert embeddings.stats.num_waited == 1
     fill.hold.release()
 
@@ -157,8 +157,8 @@ async def waiting(embeddings, *clients):
 
 
 async def test_clients_that_wait_get_what_the_first_has_written(embeddings):
-    fill = await embeddings.find(wanted(), "one")
-    tasks = await waiting(embeddings, "two", "three", "three")
+    fill = await embeddings.find(wanted(), 1)
+    tasks = await waiting(embeddings, 2, 3, 3)
     write(fill)
     fill.hold.release()
     for found in await asyncio.wait_for(asyncio.gather(*tasks), 5):
@@ -168,8 +168,8 @@ async def test_clients_that_wait_get_what_the_first_has_written(embeddings):
 
 
 async def test_clients_that_wait_get_it_as_soon_as_it_is_completed(embeddings):
-    fill = await embeddings.find(wanted(), "one")
-    tasks = await waiting(embeddings, "two", "three")
+    fill = await embeddings.find(wanted(), 1)
+    tasks = await waiting(embeddings, 2, 3)
     write(fill)
     for found in await asyncio.wait_for(asyncio.gather(*tasks), 5):
         assert found.is_filled
@@ -179,8 +179,8 @@ async def test_clients_that_wait_get_it_as_soon_as_it_is_completed(embeddings):
 
 
 async def test_one_of_those_that_wait_writes_if_the_first_does_not(embeddings):
-    fill = await embeddings.find(wanted(), "one")
-    two, three = await waiting(embeddings, "two", "three")
+    fill = await embeddings.find(wanted(), 1)
+    two, three = await waiting(embeddings, 2, 3)
     fill.hold.release()
     second = await asyncio.wait_for(two, 5)
     assert not second.is_filled
@@ -194,8 +194,8 @@ async def test_one_of_those_that_wait_writes_if_the_first_does_not(embeddings):
 
 
 async def test_cancelled_wait_leaves_nothing_behind(embeddings):
-    fill = await embeddings.find(wanted(), "one")
-    two, three = await waiting(embeddings, "two", "three")
+    fill = await embeddings.find(wanted(), 1)
+    two, three = await waiting(embeddings, 2, 3)
     two.cancel()
     fill.hold.release()
     await asyncio.wait([two])
@@ -206,7 +206,7 @@ async def test_cancelled_wait_leaves_nothing_behind(embeddings):
 
 
 async def test_range_is_freed_when_its_late_writer_has_stopped(arena, embeddings):
-    fill = await embeddings.find(wanted(spec=TensorSpec("uint8", (10 * MIB,))), "one")
+    fill = await embeddings.find(wanted(spec=TensorSpec("uint8", (10 * MIB,))), 1)
     with FillWriter.open(fill.embedding.tensor.range, DIRECTORY) as payload:
         payload[:5] = b"still"
         fill.hold.release()
@@ -220,7 +220,7 @@ async def test_range_is_freed_when_its_late_writer_has_stopped(arena, embeddings
 
 
 async def test_ranges_that_are_still_written_are_freed_at_the_end(arena, embeddings):
-    fill = await embeddings.find(wanted(), "one")
+    fill = await embeddings.find(wanted(), 1)
     with FillWriter.open(fill.embedding.tensor.range, DIRECTORY):
         fill.hold.release()
         embeddings.close()
@@ -229,14 +229,14 @@ async def test_ranges_that_are_still_written_are_freed_at_the_end(arena, embeddi
 
 
 async def test_embedding_that_has_been_copied_meanwhile_is_cached_once(arena, embeddings):
-    fill = await embeddings.find(wanted(), "one")
+    fill = await embeddings.find(wanted(), 1)
     write(fill)
     reservation = arena.reserve(SPEC.nbytes, "embedded")
     (tensor,) = describe(reservation.range, [SPEC])
     copy = msgspec.structs.replace(FEATURE, embedding=Embedding(KEY, tensor))
     arena.publish(reservation, KEY, copy).release()
     fill.hold.release()
-    found = await embeddings.find(wanted(), "two")
+    found = await embeddings.find(wanted(), 2)
     assert found.embedding == copy.embedding
     found.hold.release()
     assert arena.stats().num_entries == 1
@@ -245,18 +245,18 @@ async def test_embedding_that_has_been_copied_meanwhile_is_cached_once(arena, em
 async def test_embedding_of_another_shape_is_not_what_is_wanted(arena, embeddings):
     await published(embeddings)
     other = TensorSpec(SPEC.dtype, (50, 128))
-    assert await embeddings.find(wanted(spec=other), "two") is None
+    assert await embeddings.find(wanted(spec=other), 2) is None
     assert arena.stats().num_leases == 0
 
 
 async def test_embedding_larger_than_the_arena_is_not_kept(arena, embeddings):
-    assert await embeddings.find(wanted(spec=TensorSpec("uint8", (arena.size_bytes,))), "one") is None
+    assert await embeddings.find(wanted(spec=TensorSpec("uint8", (arena.size_bytes,))), 1) is None
     assert embeddings.stats.num_writing == 0
 
 
 async def test_full_arena_refuses_and_reserves_nothing(arena, embeddings):
     with arena.reserve(arena.max_payload_bytes), pytest.raises(ArenaFull):
-        await embeddings.find(wanted(), "one")
+        await embeddings.find(wanted(), 1)
     assert embeddings.stats.num_writing == 0
     await published(embeddings)
 

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image as PILImage
 
 from medialane.arena import FillWriter
+from medialane.arena.adoption import RECORD_BYTES
 from medialane.core.errors import (
     ArenaFull,
     InvalidImage,
@@ -132,9 +133,7 @@ class World:
         """Cache the embedding of an item, as a worker does."""
         key = embedding_key(mm_hash=mm_hash, encoder=encoder)
         feature = Feature("image", mm_hash, b"header", (), MediaSize(60, 40))
-        fill = await self.items.embeddings.find(
-            FindEmbedding(1, key, feature, TensorSpec("float32", (2, 4))), "a worker"
-        )
+        fill = await self.items.embeddings.find(FindEmbedding(1, key, feature, TensorSpec("float32", (2, 4))), 1)
         with FillWriter.open(fill.embedding.tensor.range, "/dev/shm"):
             pass
         fill.hold.release()
@@ -403,6 +402,6 @@ async def test_item_with_an_embedding_does_not_count_as_a_use_of_its_feature(wor
     await world.find(by_url(io=b'{"image_mode":"L"}'))
     await world.keep_embedding(feature.mm_hash, WITH_ENCODER.encoder)
     await world.find(by_url(), processing=WITH_ENCODER)
-    with arena.reserve(arena.stats().largest_hole_bytes - 64), arena.reserve(10):
+    with arena.reserve(arena.stats().largest_hole_bytes - 64 - RECORD_BYTES), arena.reserve(10):
         assert not arena.contains(feature.mm_hash)
     assert (arena.stats().num_evictions, arena.stats().num_entries) == (1, 3)

@@ -1,0 +1,200 @@
+"""The index of an arena's entries in its file, from which the next owner rebuilds the table.
+
+It follows the entries in the file; only owners map it. Slots of 64 bytes, one for each entry:
+
+    +0   u64 generation    0: free. Written last, and erased first: it makes the rest valid
+    +8   u64 offset, nbytes   as in the entry's range
+    +24  u64 size          bytes that are allocated for the entry: the range, and behind it the record
+    +32  u64 state         and kind
+    +40  u64 writer        slot of the client that writes the range (`slots`)
+    +48  u64 nbytes of the record
+    +56  u32 checksum of the record, u32 checksum of all of this and of the arena's id
+
+A slot is never changed, but replaced: the new one is valid before the old one is erased. So wherever an owner is
+killed, each entry has a valid slot, or two, of which the later state counts. A slot that is there and has a wrong
+checksum was damaged: then nothing in the file can be trusted, since the range of an entry that is missing would be
+reused.
+
+The first slot has words of the whole arena: no generation above its *ceiling* was ever used, so that none is used
+twice; the first `usable` bytes of the file have been allocated by the kernel; an arena is *incomplete* if an entry was
+not entered. The first two contain a checksum.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from medialane.arena.entries import KINDS
+from medialane.arena.layout import PAGE_BYTES
+from medialane.core.remote_entry import EntryKind
+from medialane.core.tensor import ArenaRange
+
+#: An entry of every so many bytes has a slot: an arena of smaller ones, which are rare, is not taken over.
+BYTES_PER_SLOT = 16 << 10
+SLOT_BYTES = 64
+_WORDS = SLOT_BYTES // 8
+_CEILING, _USABLE, _INCOMPLETE = 0, 1, 2
+
+#: The ceiling is raised in such steps.
+_GENERATIONS = 4096
+
+
+class State(IntEnum):
+    """What an entry is, as in `entries.EntryState`. The higher one of two counts: an owner was killed on the way."""
+
+    WRITING = 1
+    #: With the record of what it will be.
+    NOTED = 2
+    PUBLISHED = 3
+
+
+class Indexed(NamedTuple):
+    """One entry. `record` is where its record is in the file, and its checksum; empty if it has none."""
+
+    range: ArenaRange
+    size: int
+    kind: EntryKind
+    state: State
+    writer: int = 0
+    record_bytes: int = 0
+    record_checksum: int = 0
+
+
+def index_bytes(size_bytes: int) -> int:
+    """Return the size of the index of an arena of this size, whole pages."""
+    num_bytes = (1 + size_bytes // BYTES_PER_SLOT) * SLOT_BYTES
+    return num_bytes + -num_bytes % PAGE_BYTES
+
+
+class Index:
+    """The owner's mapping of the index, as native 8-byte words."""
+
+    def __init__(self, words: memoryview, arena: str) -> None:
+        self._words = words
+        self._arena = arena
+        self._seed = zlib.crc32(bytes.fromhex(arena))
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self._num_used = 1  # slots from here on were never used
+        self._num_slots = words.nbytes // SLOT_BYTES
+        self._ceiling = 0
+
+    def use_generation(self, generation: int) -> None:
+        """Call it before an entry of this generation is stamped."""
+        if generation > self._ceiling:
+            self._ceiling = generation + _GENERATIONS
+            self._words[_CEILING] = self._checked(_CEILING, self._ceiling // _GENERATIONS + 1)
+
+    def set_usable(self, num_bytes: int) -> None:
+        self._words[_USABLE] = self._checked(_USABLE, num_bytes // PAGE_BYTES)
+
+    def put(self, entry: Indexed) -> None:
+        """Enter an entry, in place of what was entered of it before."""
+        generation = entry.range.generation
+        slot, earlier = self._free_slot(), self._slots.get(generation)
+        if slot is None:
+            self._words[_INCOMPLETE] = 1
+            return
+        first, words = slot * _WORDS, self._encode(entry)
+        for position in range(1, _WORDS):
+            self._words[first + position] = words[position]
+        self._words[first] = generation
+        self._slots[generation] = slot
+        if earlier is not None:
+            self._erase(earlier)
+
+    def remove(self, generation: int) -> None:
+        """Before the bytes of the entry are reused. No effect if it is not entered."""
+        if (slot := self._slots.pop(generation, None)) is not None:
+            self._erase(slot)
+
+    def load(self) -> tuple[int, int, list[Indexed]]:
+        """Return the ceiling of generations, the usable bytes, and all entries, sorted by offset, of an earlier owner.
+
+        Raises ValueError if anything in the index is damaged, or an entry is missing.
+        """
+        if self._words[_INCOMPLETE]:
+            raise ValueError("it has more entries than its index")
+        self._ceiling = self._read(_CEILING) * _GENERATIONS
+        usable = self._read(_USABLE) * PAGE_BYTES
+        entries: dict[int, tuple[int, Indexed]] = {}
+        used = set()
+        for slot in self._nonzero():
+            entry = self._decode(slot)
+            used.add(slot)
+            other = entries.get(entry.range.generation)
+            if other is not None and (other[1].range.offset, other[1].kind) != (entry.range.offset, entry.kind):
+                raise ValueError("two entries have one generation")
+            if other is None or _is_later(entry, other[1]):
+                entries[entry.range.generation] = slot, entry
+        self._slots = {generation: slot for generation, (slot, _) in entries.items()}
+        self._num_used = max(used, default=0) + 1
+        kept = set(self._slots.values())
+        for slot in range(1, self._num_used):
+            if slot not in kept:
+                self._erase(slot)
+        return self._ceiling, usable, sorted((entry for _, entry in entries.values()), key=lambda e: e.range.offset)
+
+    def close(self) -> None:
+        self._words.release()
+
+    def _nonzero(self) -> Iterator[int]:
+        """Yield the slots in use. Unused pages of the file read as zero."""
+        for slot, generation in enumerate(self._words[::_WORDS].tolist()):
+            if slot and generation:
+                yield slot
+
+    def _free_slot(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        if self._num_used == self._num_slots:
+            return None
+        self._num_used += 1
+        return self._num_used - 1
+
+    def _erase(self, slot: int) -> None:
+        self._words[slot * _WORDS] = 0
+        self._free.append(slot)
+
+    def _encode(self, entry: Indexed) -> list[int]:
+        range_ = entry.range
+        words = [
+            range_.generation,
+            range_.offset,
+            range_.nbytes,
+            entry.size,
+            entry.state | KINDS.index(entry.kind) << 8,
+            entry.writer,
+            entry.record_bytes,
+        ]
+        return [*words, entry.record_checksum << 32 | self._checksum(words, entry.record_checksum)]
+
+    def _decode(self, slot: int) -> Indexed:
+        *words, checksums = self._words[slot * _WORDS : (slot + 1) * _WORDS]
+        generation, offset, nbytes, size, what, writer, record_bytes = words
+        if checksums & 0xFFFF_FFFF != self._checksum(words, checksums >> 32):
+            raise ValueError("a slot of its index is damaged")
+        if not 0 < generation <= self._ceiling or what >> 8 >= len(KINDS):
+            raise ValueError("a slot of its index is impossible")
+        range_ = ArenaRange(self._arena, offset, nbytes, generation)
+        return Indexed(range_, size, KINDS[what >> 8], State(what & 0xFF), writer, record_bytes, checksums >> 32)
+
+    def _checksum(self, words: list[int], record_checksum: int) -> int:
+        return zlib.crc32(b"".join(word.to_bytes(8, "little") for word in (*words, record_checksum)), self._seed)
+
+    def _checked(self, position: int, value: int) -> int:
+        return value << 32 | zlib.crc32(value.to_bytes(8, "little"), self._seed + position)
+
+    def _read(self, position: int) -> int:
+        word = self._words[position]
+        if word and word != self._checked(position, word >> 32):
+            raise ValueError("the first slot of its index is damaged")
+        return int(word >> 32)
+
+
+def _is_later(entry: Indexed, other: Indexed) -> bool:
+    """Of two slots of one entry: the later state, and of two that are being written the one that was trimmed."""
+    return (entry.state, -entry.range.nbytes) > (other.state, -other.range.nbytes)
