@@ -100,6 +100,17 @@ class Host:
     def evict(self) -> None:
         self.store.signal(signal.SIGUSR1)
 
+    async def evicts(self, content: str, client: Client) -> None:
+        """Have the store evict the item, which nobody holds."""
+
+        async def is_evicted() -> bool:
+            self.evict()
+            found = await find(client, content)
+            client.link.release(found.hold_id, found.range.arena)
+            return not found.is_hit
+
+        await eventually(is_evicted)
+
     @property
     def arenas(self) -> list[str]:
         return sorted(path.name for path in Path(self.directory).glob("*.arena"))
@@ -193,9 +204,7 @@ async def test_hold_that_is_released_while_the_store_is_away_is_not_kept(host):
     await host.kill_store()
     gateway.release(released)
     await host.start_store()
-    await arena_stats(gateway)
-    host.evict()
-    assert not (await find(gateway, "b")).is_hit
+    await host.evicts("b", gateway)
     assert bytes_of(gateway, "a", kept) == pattern("a") * ITEM_BYTES
 
 
@@ -245,14 +254,7 @@ async def test_nothing_is_evicted_before_a_late_client_has_returned(host):
     with pytest.raises(ArenaFull):
         await find(gateway, "~")
     late.signal(signal.SIGCONT)
-
-    async def is_evicted() -> bool:
-        host.evict()
-        found = await find(gateway, "b")
-        gateway.link.release(found.hold_id, found.range.arena)
-        return not found.is_hit
-
-    await eventually(is_evicted)
+    await host.evicts("b", gateway)
     assert not await comes_true(lambda: late.has_ended, 0.3), "it has read what it holds"
 
 
