@@ -22,7 +22,7 @@ from waiting import wait_until
 
 START_S = 60
 PROGRAM = Path(__file__).parent / "warm_store_program.py"
-SECRETS = planted(*VARIABLES, "--api-key", "--hf-token", "--config")
+SECRETS = planted(*VARIABLES, "--api-key", "--hf-token", "--config", "--kv-transfer-config")
 
 
 @pytest.fixture
@@ -110,13 +110,15 @@ def store_below(pid):
 @pytest.mark.timeout(90)
 def test_each_process_has_the_secrets_that_it_uses_and_shows_none_in_its_command_line(model, tmp_path):
     flags = ["--workers=1", "--port=0", "--arena-size=16MiB"]
-    with started("serve", model, tmp_path, *flags, vllm_args=vllm_args_with_secrets(tmp_path)) as process:
+    connector = json.dumps({"kv_connector_extra_config": {"password": SECRETS["--kv-transfer-config"]}})
+    vllm_args = [*vllm_args_with_secrets(tmp_path), "--kv-transfer-config", connector]
+    with started("serve", model, tmp_path, *flags, vllm_args=vllm_args) as process:
         shared = {"MEDIALANE_RPC_SECRET", "--hf-token"}
         expected = {
             "warm": set(),
             "store": shared,
-            "worker": shared,
-            "gateway": shared | {"VLLM_API_KEY", "--api-key"},
+            "worker": shared | {"--kv-transfer-config"},
+            "gateway": shared | {"VLLM_API_KEY", "--api-key", "--kv-transfer-config"},
         }
         found = {}
 

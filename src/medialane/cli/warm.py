@@ -28,7 +28,7 @@ from signal import SIGKILL, SIGTERM
 from typing import NamedTuple
 
 from medialane.cluster.process_spec import NOT_NEEDED
-from medialane.cluster.warm import Fork, Forked, ForkFailed, answer_fork, read_environ, receive_fork
+from medialane.cluster.warm import Fork, Forked, ForkFailed, answer_fork, read_start, receive_fork
 from medialane.config import Config, SectionName, load_config, process_environ, replace_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.parent_death import signal_on_parent_death
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
         listener.bind(str(args.listen))
         listener.listen()
         child = Forks(listener, lambda: read_model(config, args.model, args.vllm_args, given | by_imports)).run()
-    become(child, supervisor, by_imports)
+    argv = become(child, supervisor, by_imports)
     from medialane.vllm_bridge.threads import set_num_threads
 
     set_num_threads(process_environ())
     from medialane.cli.main import main
 
-    return main(child.request.argv)
+    return main(argv)
 
 
 def import_everything() -> None:
@@ -217,12 +217,12 @@ def _fork_orphan() -> int:
     return pid
 
 
-def become(child: Child, supervisor: int, by_imports: Mapping[str, str]) -> None:
+def become(child: Child, supervisor: int, by_imports: Mapping[str, str]) -> list[str]:
     """Make this fork what a process is that `supervisor` has started: its child, in a session of its own, with the
     descriptors, environment and command line of the request, and the variables `by_imports` that libraries set when
-    they are imported."""
+    they are imported. Return the command line."""
     os.setsid()
-    set_title(child.request.argv[0])  # the command adds the rest
+    set_title(child.request.command)  # the command adds the rest
     deadline = time.monotonic() + _REPARENT_S
     while os.getppid() != supervisor:
         if time.monotonic() > deadline:
@@ -230,16 +230,18 @@ def become(child: Child, supervisor: int, by_imports: Mapping[str, str]) -> None
         time.sleep(0.001)  # until the process that has forked this one is gone
     if not signal_on_parent_death(SIGTERM, parent_pid=supervisor):
         os._exit(1)
-    environ, output, *passed = child.descriptors
+    start, output, *passed = child.descriptors
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     _renumber(passed, child.request.pass_fds)
-    if child.request.argv[0] == "store":
+    if child.request.command == "store":
         prebuilt.fork_forkserver()  # before secrets are in this memory
-    replace_environ({**read_environ(environ), **by_imports})
-    sys.argv[1:] = child.request.argv
+    own = read_start(start)
+    replace_environ({**own.environ, **by_imports})
+    sys.argv[1:] = own.argv
     random.seed()
+    return own.argv
 
 
 def _renumber(descriptors: list[int], numbers: list[int]) -> None:

@@ -15,7 +15,14 @@ import msgspec
 from medialane.cluster.placement import Engines, Hardware, Placement, place_engines, usable_cores
 from medialane.cluster.preflight import check_start
 from medialane.cluster.process_spec import NUM_INTERPRETER_WORDS, HttpAnswers, ProcessSpec, SocketExists
-from medialane.cluster.vllm_flags import engine_flags, flag_value, has_flag, processor_flags, ranks_per_worker
+from medialane.cluster.vllm_flags import (
+    engine_flags,
+    flag_value,
+    has_flag,
+    processor_flags,
+    ranks_per_worker,
+    warm_flags,
+)
 from medialane.cluster.warm import WarmProcess
 from medialane.config import Config, RoleName, child_environ
 from medialane.core.errors import StartupFailed
@@ -183,7 +190,7 @@ def process_specs(
     warm_socket = folder / "warm.sock"
     warm = ProcessSpec(
         name="warm process",
-        argv=_command("warm", model, ["--listen", str(warm_socket)], vllm_args),
+        argv=_command("warm", model, ["--listen", str(warm_socket)], warm_flags(vllm_args)),
         environ=inherited("warm"),
         ready=SocketExists(warm_socket),
         layer=-1,

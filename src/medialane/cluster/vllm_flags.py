@@ -16,6 +16,11 @@ from medialane.core.errors import StartupFailed
 API_KEY, HF_TOKEN = "--api-key", "--hf-token"
 #: Flags whose values are secrets. `take_secrets` removes them.
 SECRET_FLAGS = (API_KEY, HF_TOKEN)
+#: Flags of connectors, loaders and exporters, whose values may have passwords. No processor depends on them.
+_MAY_HAVE_PASSWORDS = (
+    "--kv-transfer-config", "--ec-transfer-config", "--kv-events-config", "--weight-transfer-config",
+    "--model-loader-extra-config", "--additional-config", "--otlp-traces-endpoint",
+)  # fmt: skip
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
@@ -113,6 +118,12 @@ def processor_flags(vllm_args: Sequence[str]) -> list[str]:
         if name not in SECRET_FLAGS and (name in table["processor"] or name not in table["flags"])
         for word in words
     ]
+
+
+def warm_flags(vllm_args: Sequence[str]) -> list[str]:
+    """Return the flags of the warm process, in whose forks hostile media are decoded: without those that may have
+    passwords. Gateways with such a flag build their front end themselves."""
+    return [word for name, words in _grouped(vllm_args) if name not in _MAY_HAVE_PASSWORDS for word in words]
 
 
 def take_secrets(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:

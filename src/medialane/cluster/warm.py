@@ -30,14 +30,21 @@ MAX_DESCRIPTORS = 8
 
 
 class Fork(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Fork `medialane ARGV...`. The descriptors of the message: one from which only the fork reads its whole
-    environment, whose secrets must not be in the memory of the warm process, and so of every other fork; one that
-    becomes the standard output and error; others, which get the numbers `pass_fds`. `needs_model`: after the model was
-    read."""
+    """Fork `medialane COMMAND ...`. The descriptors of the message: one from which only the fork reads its command line
+    and whole environment (`Start`), whose secrets must not be in the memory of the warm process, and so of every other
+    fork; one that becomes the standard output and error; others, which get the numbers `pass_fds`. `needs_model`: after
+    the model was read."""
 
-    argv: list[str]
+    command: str
     pass_fds: list[int]
     needs_model: bool
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True):
+    """What a fork becomes: `medialane ARGV...` with the whole environment `environ`."""
+
+    argv: list[str]
+    environ: dict[str, str]
 
 
 class Forked(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -80,11 +87,11 @@ class WarmProcess:
         that it inherits. Raises NotForked."""
         if changed := changed_imports(environ, self.environ):
             raise NotForked(f"{', '.join(changed)} may change what is imported")
-        request = Fork(list(argv), list(descriptors[1:]), needs_model)
+        request = Fork(argv[0], list(descriptors[1:]), needs_model)
         try:
-            with _written(environ) as variables:
+            with _written(Start(list(argv), dict(environ))) as start:
                 async with asyncio.timeout(timeout_s):
-                    return await self._request(request, [variables, *descriptors])
+                    return await self._request(request, [start, *descriptors])
         except TimeoutError:
             raise NotForked(f"the warm process has not answered within {timeout_s:g} s") from None
         except (OSError, ValueError) as error:
@@ -104,18 +111,19 @@ class WarmProcess:
 
 
 @contextmanager
-def _written(environ: Mapping[str, str]) -> Iterator[int]:
-    """Yield a descriptor of memory that has the variables. Raises OSError."""
-    with open(os.memfd_create("environ"), "w+b", buffering=0) as memory:
-        memory.write(msgspec.msgpack.encode(environ))
+def _written(start: Start) -> Iterator[int]:
+    """Yield a descriptor of memory that has it. Raises OSError."""
+    with open(os.memfd_create("start"), "w+b", buffering=0) as memory:
+        memory.write(msgspec.msgpack.encode(start))
         yield memory.fileno()
 
 
-def read_environ(descriptor: int) -> dict[str, str]:
-    """Return the variables of a request, for the fork only. Closes the descriptor. Raises ValueError, OSError."""
+def read_start(descriptor: int) -> Start:
+    """Return command line and environment of a request, for the fork only. Closes the descriptor. Raises ValueError,
+    OSError."""
     with open(descriptor, "rb") as memory:
         memory.seek(0)
-        return msgspec.msgpack.decode(memory.read(), type=dict[str, str])
+        return msgspec.msgpack.decode(memory.read(), type=Start)
 
 
 def receive_fork(sock: socket.socket) -> tuple[Fork | None, list[int]]:

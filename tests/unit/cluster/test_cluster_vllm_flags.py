@@ -11,6 +11,7 @@ from medialane.cluster.vllm_flags import (
     has_flag,
     processor_flags,
     take_secrets,
+    warm_flags,
     with_config_file,
 )
 from medialane.core.errors import StartupFailed
@@ -83,6 +84,13 @@ def test_processor_gets_the_flags_of_the_model_and_its_media():
     args = ["--hf-token", "--hf-token=x", "--api-key", "k", "--seed=1", "--kv-transfer-config", "{}", "-tp", "2"]
     assert processor_flags([*args, "--limit-mm-per-prompt.image", "2", "--of-a-plugin", "x"]) == [
         *("--seed=1", "--limit-mm-per-prompt.image", "2", "--of-a-plugin", "x")
+    ]
+
+
+def test_warm_process_gets_no_flag_that_may_have_a_password():
+    args = ["--kv-transfer-config", "{}", "--seed=1", "--kv_transfer_config.kv_connector_extra_config.password=x"]
+    assert warm_flags([*args, "--otlp-traces-endpoint=http://u:p@h", "--tool-call-parser", "hermes"]) == [
+        *("--seed=1", "--tool-call-parser", "hermes")
     ]
 
 

@@ -43,9 +43,9 @@ def main() -> int:
         listener.bind(sys.argv[1])
         listener.listen()
         child = Forks(listener, read_model).run()
-    become(child, supervisor, {"BY_IMPORT": "1"})
-    describe(child.request.argv, read)
-    if child.request.argv == ["stay"]:
+    argv = become(child, supervisor, {"BY_IMPORT": "1"})
+    describe(argv, read)
+    if argv == ["stay"]:
         signal.pause()
     return 7
 
