@@ -27,6 +27,8 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import NamedTuple
 
+import numpy as np
+
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.cluster.warm import Fork, Forked, ForkFailed, answer_fork, read_start, receive_fork
 from medialane.config import Config, SectionName, load_config, process_environ, replace_environ
@@ -241,6 +243,7 @@ def become(child: Child, supervisor: int, by_imports: Mapping[str, str]) -> list
     replace_environ({**own.environ, **by_imports})
     sys.argv[1:] = own.argv
     random.seed()
+    np.random.seed()  # libraries use the global generator: forks would draw equal numbers
     return own.argv
 
 

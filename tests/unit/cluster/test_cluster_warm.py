@@ -85,6 +85,13 @@ async def test_model_is_read_once(host):
     assert [facts["read"] for facts in host.facts()] == [["model"], ["model"]]
 
 
+async def test_forks_draw_different_random_numbers(host):
+    for _ in range(2):
+        await (await host.fork("x")).wait()
+    first, second = (facts["drawn"] for facts in host.facts())
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
 async def test_request_that_was_given_up_is_not_forked(host):
     with pytest.raises(NotForked, match="has not answered"):
         await host.fork("given up", needs_model=True, timeout_s=0.1)

@@ -3,11 +3,14 @@ their command is `stay`. The first word `slow` makes reading the model take a wh
 
 import json
 import os
+import random
 import signal
 import socket
 import sys
 import time
 from contextlib import suppress
+
+import numpy as np
 
 from medialane.cli.warm import Forks, become
 
@@ -26,6 +29,7 @@ def describe(argv: list[str], read: list[str]) -> None:
         "leads": os.getpid() == os.getpgrp() == os.getsid(0),
         "descriptors": dict(sorted(fds)),
         "read": read,
+        "drawn": [random.random(), float(np.random.random())],
     }
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
@@ -39,6 +43,7 @@ def main() -> int:
         time.sleep(0.5)  # time: requests arrive meanwhile
 
     supervisor = os.getppid()
+    np.random.random()  # as imports do: the generator has a state that forks inherit
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(sys.argv[1])
         listener.listen()
