@@ -35,8 +35,9 @@ class OrphanReaper:
         os.close(reader)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int | None:
+        """None once it has exited."""
+        return self._process.pid if self._process.poll() is None else None
 
     def watch(self, group: int) -> None:
         self._groups.add(group)

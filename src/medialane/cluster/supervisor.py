@@ -139,7 +139,7 @@ class Supervisor:
     def _reap_orphans(self) -> None:
         """As a subreaper we inherit the orphans of our processes. A fork that is about to be ours is not one."""
         if self._has_forks and not any(each.is_forking for each in self._supervisors.values()):
-            reap_orphans({*self.pids.values(), self._context.orphan_reaper.pid})
+            reap_orphans({*self.pids.values(), *filter(None, [self._context.orphan_reaper.pid])})
 
     def _read_output(self, supervisor: ProcessSupervisor) -> None:
         """Read one log, and the phase; a log that cannot be read or shown is reported once and affects nothing else."""

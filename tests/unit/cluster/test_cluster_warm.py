@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripted_processes import Recorder, is_running, make_supervisor
+from process_tree import command_of, descendants
+from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
 from medialane.cluster import ProcessSpec
 from medialane.cluster.child_process import ChildProcess, Fork
@@ -144,6 +145,36 @@ async def test_process_is_started_from_scratch_if_there_is_no_warm_process(tmp_p
         await supervisor.start()
         assert is_running(supervisor.pids["part"])
         assert "part is started from scratch: the warm process cannot be asked" in caplog.text
+    finally:
+        await supervisor.stop()
+
+
+ORPHAN = """
+middle = os.fork()
+if middle == 0:
+    orphan = os.fork()
+    if orphan == 0:
+        stay()
+    with open({note!r}, "w") as note:
+        note.write(str(orphan))
+    os._exit(0)
+os.waitpid(middle, 0)
+ready()
+stay()
+"""
+
+
+async def test_orphans_are_reaped_although_the_orphan_reaper_was_killed(tmp_path):
+    note = tmp_path / "orphan"
+    part = script_part(tmp_path, "part", ORPHAN.format(note=str(note)), warm=WarmProcess(tmp_path / "none.sock", {}))
+    supervisor = make_supervisor(tmp_path, Recorder(), [part])
+    try:
+        await supervisor.start()
+        orphan = number_in(note)
+        (reaper,) = [pid for pid in descendants(os.getpid()) if "orphan reaper" in command_of(pid)]
+        for pid in (reaper, orphan):
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: not {reaper, orphan} & set(descendants(os.getpid())), "both are waited for")
     finally:
         await supervisor.stop()
 
