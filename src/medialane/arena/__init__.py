@@ -9,15 +9,16 @@ from medialane.arena.adoption import header_bytes
 from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
 from medialane.arena.fill import FillWriter
-from medialane.arena.layout import ENTRY_HEADER_BYTES, LINEAGE_BYTES, Lineage, describe, layout
+from medialane.arena.layout import ENTRY_HEADER_BYTES, KEPT, LINEAGE_BYTES, Lineage, describe, layout
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.names import NamesArea
-from medialane.arena.reaper import Reaped, reap
+from medialane.arena.reaper import Reaped, kept_arenas, reap
 from medialane.arena.slots import ClientSlot, Unfinished
 from medialane.arena.view import ArenaView
 
 __all__ = [
     "ENTRY_HEADER_BYTES",
+    "KEPT",
     "LINEAGE_BYTES",
     "Arena",
     "ArenaConfig",
@@ -33,6 +34,7 @@ __all__ = [
     "Unfinished",
     "describe",
     "header_bytes",
+    "kept_arenas",
     "layout",
     "reap",
 ]

@@ -38,6 +38,10 @@ class ArenaConfig(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = field(default="/dev/shm", name="arena-directory")  # noqa: S108 - the file is created exclusively, mode 0600, under a random name
     """directory of the shared-memory file; must be a tmpfs"""
 
+    keep: bool = field(default=False, name="keep-arena")
+    """leave the shared memory's file when the store stops, for the next store with the same model and settings; until
+    then it occupies memory (`medialane doctor` names such files)"""
+
     @property
     def shares(self) -> dict[EntryKind, float]:
         return {

@@ -95,6 +95,10 @@ class FileHeader(msgspec.Struct, frozen=True):
         return cls(arena.hex(), size_bytes, nonce, Lineage(*lineage))
 
 
+#: In place of a keeper's path: the file is kept until its owner's operator removes it.
+KEPT = "kept"
+
+
 def encode_keeper(path: str) -> bytes:
     """Return the block at KEEPER_AT, for the path of a file; empty for none. Raises ValueError if it is too long."""
     data = os.fsencode(path)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 
 import msgspec
 
-from medialane.arena.layout import FILE_MAGIC, FILE_NAME, PAGE_BYTES, FileHeader, decode_keeper
+from medialane.arena.layout import FILE_MAGIC, FILE_NAME, KEPT, PAGE_BYTES, FileHeader, decode_keeper
 from medialane.arena.slots import live_slots
 from medialane.core.process.owner_lock import abandoned
 
@@ -41,6 +41,20 @@ def reap(directory: str) -> list[Reaped]:
                     os.unlink(path)
                     removed.append(Reaped(path, num_bytes))
     return removed
+
+
+def kept_arenas(directory: str) -> list[Reaped]:
+    """Return the files that nobody uses at present, and `reap` spares (`--keep-arena`). Raises OSError if the directory
+    cannot be read."""
+    kept = []
+    for name in filter(FILE_NAME.fullmatch, os.listdir(directory)):
+        path = os.path.join(directory, name)
+        with abandoned(path) as descriptor:
+            if descriptor is None or not _is_arena(descriptor) or live_slots(descriptor):
+                continue
+            if decode_keeper(os.pread(descriptor, PAGE_BYTES, 0)) == KEPT:
+                kept.append(Reaped(path, os.fstat(descriptor).st_blocks * 512))
+    return kept
 
 
 def reclaimable_bytes(directory: str) -> int:
@@ -73,6 +87,8 @@ def _is_awaited(descriptor: int) -> bool:
     if live_slots(descriptor):
         return True
     keeper = decode_keeper(page)
+    if keeper == KEPT:
+        return True
     if not keeper or not os.path.exists(keeper):
         return False
     with abandoned(keeper) as lock:

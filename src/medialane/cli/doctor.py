@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from medialane.arena import kept_arenas
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cluster.local import check_port
 from medialane.cluster.placement import find_gpus, installed_version, usable_cores, vllm_is_for_cpu
@@ -135,6 +137,7 @@ def run_checks(config: Config) -> Iterator[tuple[str, Finding]]:
     yield "devices", check_devices()
     yield "memory", check_memory()
     yield "shared memory", check_shared_memory(config)
+    yield from check_kept_arenas(config)
     yield "kernel", check_kernel(platform.release())
     yield "preparers", check_sandbox()
     yield "open files", check_open_files()
@@ -307,6 +310,14 @@ def check_shared_memory(config: Config) -> Finding:
     except StartupFailed as error:
         return Finding("fail", text, error.message)
     return Finding("ok", text)
+
+
+def check_kept_arenas(config: Config) -> Iterator[tuple[str, Finding]]:
+    """Name the arenas that stores have left (`--keep-arena`)."""
+    with suppress(OSError):  # reported by the check before
+        for kept in kept_arenas(config.arena.directory):
+            text = f"{kept.path} occupies {format_bytes(kept.num_bytes)} for the next store (--keep-arena)"
+            yield "kept arena", Finding("warn", text, f"if there will be none: rm {kept.path}")
 
 
 def check_kernel(release: str) -> Finding:

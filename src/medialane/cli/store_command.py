@@ -15,7 +15,7 @@ from medialane.wire.address import parse_unix
 from medialane.wire.listener import check_listen
 
 SECTIONS: tuple[SectionName, ...] = ("gateway", "store", "media", "prepare", "arena", "rpc", "environment", "logging")
-_COMMON = ("preparers", "arena-size", "stage", "peer-listen", *PROTECTION, "log-level")
+_COMMON = ("preparers", "arena-size", "keep-arena", "stage", "peer-listen", *PROTECTION, "log-level")
 
 _EPILOG = """\
 A store fetches, decodes and processes the media of one host, once for all gateways there, and keeps them in shared

@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from medialane.arena import kept_arenas, reap
 from medialane.cli import store, store_command
+from medialane.cli.doctor import check_kept_arenas
 from medialane.cli.main import main
 from medialane.cli.store import nixl_mover, published_images
 from medialane.cluster.process_spec import NOT_NEEDED
@@ -246,3 +248,36 @@ def test_published_images_need_nixl():
     assert published_images(MediaConfig(), None, None, mover) is None
     with pytest.raises(StartupFailed, match="--peer-nixl on"):
         published_images(config.media, None, None, None)
+
+
+async def test_kept_arena_is_adopted_by_the_next_store_and_named_until_then(config, address, monkeypatch, capfd):
+    monkeypatch.setattr(store, "PROCESSOR_FACTORY", NO_PROCESSOR_FACTORY)
+    folder = config.arena.directory
+    kept = load_config({**SETTINGS, "stage": "url", "arena-directory": folder, "keep-arena": "true"}, environ={})
+
+    async def run(config, address) -> str:
+        """Run a store; return the id of its arena."""
+        serving = asyncio.create_task(store.serve(config, "model", [], address))
+        link = StoreLink(address, rpc=RpcConfig(), arena_directory=folder, wait_timeout_s=5)
+        running = asyncio.create_task(link.run())
+        await asyncio.wait_for(link.ready(), 30)
+        arena = link.arena
+        running.cancel()
+        await asyncio.wait([running])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(serving, 30) == 0
+        return arena
+
+    first = await run(kept, address)
+    (one,) = kept_arenas(folder)
+    assert first in one.path
+    assert f"arena kept: {one.path}, 64 MiB; remove it with: rm {one.path}" in capfd.readouterr().err
+    assert not reap(folder), "another store spares it"
+    assert next(finding.text for _, finding in check_kept_arenas(kept)).startswith(f"{one.path} occupies ")
+    assert await run(kept, address + "2") == first, "whatever its address"
+    other = msgspec.structs.replace(kept, media=msgspec.structs.replace(kept.media, max_image_pixels=1000))
+    third = await run(other, address)
+    assert third != first
+    (one,) = kept_arenas(folder)
+    assert third in one.path, "the earlier one is replaced"
+    os.unlink(one.path)
