@@ -51,8 +51,8 @@ MESSAGES = {
     "Published": kv_events.Published,
 }
 
-#: Decoded, but not messages.
-NO_MESSAGES = {"FakeMetadata", "dict", "SimulatedParams"}
+#: Decoded, but not messages; the last three are what a store has written for the next one, each bounded in bytes.
+NO_MESSAGES = {"FakeMetadata", "dict", "SimulatedParams", "Record", "_Record", "_Bound"}
 
 ITEMS = "one for each media item of a request (--media-max-items, --media-max-batch-items), each looked up once"
 HOLDS = "one for each entry that the client holds, each looked up once"
