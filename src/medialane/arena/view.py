@@ -10,6 +10,13 @@ from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, FileHeader, f
 from medialane.core.errors import HandoverFailed
 from medialane.core.tensor import ArenaRange, TensorDescriptor
 
+#: Neighbouring pieces of a mapping differ in their advice, and are walked one by one when this process's memory use is
+#: read (`core.process.memory`): its mmap and munmap wait for a piece then, and not for the whole arena. Worst of them
+#: during reads of 4 GiB: 430 ms without pieces, 37 ms with. The advice is about reading ahead, which has no use here.
+PIECE_BYTES = 16 << 20
+#: A process may have 65,530 mappings (vm.max_map_count).
+MAX_PIECES = 8192
+
 
 class ArenaView:
     """One mapping of an arena; created by `ArenaView.open`.
@@ -38,6 +45,7 @@ class ArenaView:
             header = read_header(descriptor, arena)
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             mapping = mmap.mmap(descriptor, header.size_bytes, flags=mmap.MAP_SHARED, prot=protection)
+            _split(mapping)
         except (OSError, ValueError) as error:
             raise HandoverFailed(f"the arena {arena!r} cannot be mapped: {error}") from error
         finally:
@@ -89,6 +97,12 @@ class ArenaView:
         if mapping is not None:
             with suppress(BufferError):  # memoryviews exist: the last one unmaps the file
                 mapping.close()
+
+
+def _split(mapping: mmap.mmap) -> None:
+    piece = max(PIECE_BYTES, len(mapping) // MAX_PIECES // PAGE_BYTES * PAGE_BYTES)
+    for start in range(0, len(mapping), 2 * piece):
+        mapping.madvise(mmap.MADV_RANDOM, start, min(piece, len(mapping) - start))
 
 
 def open_file(arena: str, directory: str, *, writable: bool) -> int:

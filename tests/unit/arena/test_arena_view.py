@@ -7,9 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from medialane.arena import ArenaView, describe, layout
+from medialane.arena import ArenaConfig, ArenaView, describe, layout
 from medialane.arena.file import ArenaFile
 from medialane.arena.layout import PAGE_BYTES, clear, stamp
+from medialane.arena.view import PIECE_BYTES
 from medialane.core.errors import HandoverFailed
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 
@@ -142,6 +143,18 @@ def test_close_keeps_live_views_readable_and_forbids_new_ones(file, view, entry,
         view.entry(entry)
     with pytest.raises(ValueError, match="released"):
         view.memory  # noqa: B018 - the access is what is tested
+
+
+def test_large_arena_is_mapped_in_pieces_that_the_kernel_walks_one_by_one(shm):
+    num_pieces = 5
+    file = ArenaFile.create(ArenaConfig(size_bytes=num_pieces * PIECE_BYTES, directory=str(shm)))
+    try:
+        assert mappings(file.view.id) >= num_pieces
+        with file.view.memory as memory:
+            memory[PIECE_BYTES - 8 : PIECE_BYTES + 8] = bytes(range(16))
+            assert bytes(memory[PIECE_BYTES - 8 : PIECE_BYTES + 8]) == bytes(range(16))
+    finally:
+        file.close()
 
 
 def mappings(name):

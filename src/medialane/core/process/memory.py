@@ -4,8 +4,8 @@ Forks share most of their pages with the process that they were forked from: a s
 many times, a sum of PSS counts them once. Shared memory is left out: the arena has figures of its own.
 
 The kernel computes PSS by walking all page tables of the process: 4 ms for one that has imported vLLM, and 12 ms for
-each GiB of the arena that it has touched. The process's own mmap and munmap wait meanwhile. Hence memory is read in
-threads, and the more rarely the longer it takes.
+each GiB of the arena that it has touched. The process's own mmap and munmap wait while one of its mappings is walked
+(`arena.view.PIECE_BYTES`). Hence memory is read in threads, and the more rarely the longer it takes.
 """
 
 from __future__ import annotations
