@@ -92,7 +92,10 @@ def import_everything() -> None:
     from medialane.cli import gateway, gateway_command, store, store_command, worker_command  # noqa: F401
     from medialane.vllm_bridge import threads  # noqa: F401
     from medialane.vllm_bridge.engine import engine  # noqa: F401
+    from medialane.vllm_bridge.engine.warm_imports import warm_imports
     from medialane.worker import serve  # noqa: F401
+
+    warm_imports()
 
 
 def read_model(config: Config, model: str, vllm_args: list[str], environ: Mapping[str, str]) -> None:
