@@ -19,6 +19,7 @@ import uvloop
 from medialane import __version__
 from medialane.arena import KEPT, LINEAGE_BYTES, Arena, Lineage, NamesArea, reap
 from medialane.cli.essential_tasks import unless_set
+from medialane.cli.store_replace import replace, serve_lock
 from medialane.cli.tuning import tune_process
 from medialane.cluster.model_files import fetch_files, repositories
 from medialane.cluster.placement import installed_version
@@ -42,7 +43,6 @@ from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
 from medialane.store import Aliases, EncodedStore, Items, PublishedImages, StoreServer
 from medialane.store.messages import StoreStatus
-from medialane.wire.address import parse_unix
 from medialane.worker.serve import stopped_by_signals
 
 logger = logging.getLogger(__name__)
@@ -85,22 +85,24 @@ def _preparer_environ(
     return allowed | ({"HF_HUB_OFFLINE": "1"} if repositories(model, vllm_args, environ) else {})
 
 
-def run(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
-    """Serve until SIGINT or SIGTERM (0), or until it turns out that the model takes no media (NOT_NEEDED).
+def run(config: Config, model: str, vllm_args: Sequence[str], address: str, *, replaces: bool = False) -> int:
+    """Serve until SIGINT or SIGTERM (0), or until it turns out that the model takes no media (NOT_NEEDED). If it
+    `replaces` the store at the address, that exits first.
 
     Raises StartupFailed.
     """
     tune_process()
-    return uvloop.run(serve(config, model, vllm_args, address))
+    return uvloop.run(serve(config, model, vllm_args, address, replaces=replaces))
 
 
-async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
+async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str, *, replaces: bool = False) -> int:
+    lineage = _lineage(config, model, vllm_args, address)
     with stopped_by_signals() as stop:
+        if replaces:
+            await replace(address, b"".join(lineage), config.rpc)
         async with AsyncExitStack() as stack:
-            arena, prefaulted, leave = await stack.enter_async_context(
-                _arena(config, _lineage(config, model, vllm_args, address), address)
-            )
-            store = _Store(config, model, vllm_args, arena, on_damaged=stop.set)
+            arena, prefaulted, leave = await stack.enter_async_context(_arena(config, lineage, address))
+            store = _Store(config, model, vllm_args, arena, lineage=lineage, on_damaged=stop.set)
             takes_media = await unless_set(stop, store.start(address, prefaulted, stack))
             if takes_media is False:
                 logger.warning("this model takes no media: it needs no media store")
@@ -122,9 +124,11 @@ class _Store:
         vllm_args: Sequence[str],
         arena: Arena,
         *,
+        lineage: Lineage,
         on_damaged: Callable[[], object],
     ) -> None:
         self._config = config
+        self._lineage = lineage
         self._on_damaged = on_damaged
         self.is_damaged = False
         self._prepares = prepared_stage(config.gateway.stage).is_decoded
@@ -190,6 +194,8 @@ class _Store:
             processor=lambda: self._pool.processor_settings,
             status=self._status,
             on_damaged=self._damaged,
+            lineage=b"".join(self._lineage),
+            on_replaced=_exit_at_once,
         )
         stack.push_async_callback(self._server.close)
         await self._server.serve(address)
@@ -228,6 +234,13 @@ class _Store:
             "preparer": self._pool.preparer_pids,
             "warm": [pid for pid in children(os.getppid()) if has_title(pid, WARM)],
         }
+
+
+def _exit_at_once() -> None:
+    """The next store takes over: change nothing in the arena, which clients may be writing to."""
+    logger.info("the next store takes over: this one exits")
+    logging.shutdown()
+    os._exit(0)
 
 
 def names_area(config: Config, arena: Arena) -> NamesArea:
@@ -282,6 +295,7 @@ def _lineage(config: Config, model: str, vllm_args: Sequence[str], address: str)
         "model": model,
         "arguments": list(processor_flags(vllm_args)),
         "media": msgspec.to_builtins(config.media),
+        "arena_bytes": config.arena.size_bytes,
         "clocks": _clocks(),
         **_versions(),
     }
@@ -320,7 +334,7 @@ async def _arena(config: Config, lineage: Lineage, address: str) -> AsyncIterato
     arena = Arena.open(config.arena, lineage=lineage, grows=True)
     if arena.was_adopted:
         logger.info("adopted %d entries of an earlier store's arena", arena.stats().num_entries)
-    arena.keep_for(KEPT if config.arena.keep else _keeper(address))
+    arena.keep_for(KEPT if config.arena.keep else serve_lock(address))
     for dead in reap(config.arena.directory):  # not what has just been taken over
         logger.info("removed the arena of a store that has exited: %s", dead.path)
     stop, loop = threading.Event(), asyncio.get_running_loop()
@@ -343,10 +357,3 @@ async def _arena(config: Config, lineage: Lineage, address: str) -> AsyncIterato
         stop.set()
         await asyncio.wait([prefault])
         arena.close()
-
-
-def _keeper(address: str) -> str:
-    """Return the lock of the `medialane serve` in whose folder the store listens, which keeps the arena while the store
-    is restarted; empty if there is none."""
-    lock = parse_unix(address).path.rpartition("/")[0] + "/owner.lock"
-    return lock if os.path.exists(lock) else ""

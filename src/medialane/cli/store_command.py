@@ -6,6 +6,7 @@ import argparse
 
 from medialane.cli import store
 from medialane.cli.flags import PROTECTION, add_settings, given_settings
+from medialane.cli.store_replace import check_replace
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import SectionName, enter_environ, load_config, process_environ
@@ -23,6 +24,7 @@ memory. `medialane serve` starts one.
 
 example:
   medialane store ./model --listen unix:/run/medialane/store.sock
+  medialane store ./model --listen unix:/run/medialane/store.sock --replace    # instead of the one that runs there
   medialane worker ./model --listen unix:/run/medialane/worker.sock --store unix:/run/medialane/store.sock
   medialane gateway ./model --worker unix:/run/medialane/worker.sock --store unix:/run/medialane/store.sock"""
 
@@ -35,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen", metavar="ADDRESS", required=True, help="unix socket to listen on: unix:/path (mode 0600)"
     )
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="take over from the store that runs there, with all that it has cached, while requests run: it exits, and "
+        "gateways and workers connect to this one. Refused, and the other one runs on, if the model or a setting that "
+        "decides what is made of media differs",
+    )
     add_settings(parser, SECTIONS, common=_COMMON)
 
 
@@ -44,11 +53,14 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging)
     parse_unix(args.listen, "--listen")
-    check_listen(args.listen, "--listen", config.rpc)
-    if config.store.peer_listen:
+    if args.replace:
+        check_replace(args.listen)
+    else:
+        check_listen(args.listen, "--listen", config.rpc)
+    if config.store.peer_listen and not args.replace:  # the other store listens there
         check_listen(config.store.peer_listen, "--peer-listen", config.rpc)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     # For the fork server of the preparers, which imports vllm.
     enter_environ(config, "store", args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
-    return store.run(config, args.model, args.vllm_args, args.listen)
+    return store.run(config, args.model, args.vllm_args, args.listen, replaces=args.replace)

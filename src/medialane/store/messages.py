@@ -88,6 +88,8 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     `processor` are the processor settings for which a gateway wants features; empty for a worker. Their digest is part
     of the features' keys. `scraped` is the kind of a client whose page of metrics has those of the store, too, if they
     are exposed there (`StoreStatus.exposed_by`).
+
+    `replaces` is sent by the next store, which takes over arenas of this lineage: if that is the receiver's, it exits.
     """
 
     version: int = PROTOCOL_VERSION
@@ -97,6 +99,7 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     slot: int = 0
     holds: dict[int, HeldEntry] = {}
     scraped: ScrapedAs | None = None
+    replaces: bytes = b""
 
 
 class StoreWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -198,7 +198,7 @@ def test_store_runs_with_its_settings_and_vllms_flags(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(store_command, "enter_environ", lambda *args, **kwargs: None)
     monkeypatch.setattr(store_command, "configure", lambda config: None)
-    monkeypatch.setattr(store, "run", lambda *args: calls.append(args) or 5)
+    monkeypatch.setattr(store, "run", lambda *args, **_: calls.append(args) or 5)
     words = ["store", str(tmp_path), "--listen", "unix:/run/s.sock", "--store-max-uuids", "7"]
     assert main([*words, "--", "--max-model-len", "8"]) == 5
     ((config, model, vllm_args, address),) = calls
