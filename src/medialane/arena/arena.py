@@ -20,7 +20,7 @@ from medialane.arena.file import ArenaFile
 from medialane.arena.index import Indexed, State
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, Lineage, clear, is_completed, stamp
 from medialane.arena.lease import Cached, Lease, Reservation
-from medialane.arena.slots import Unfinished, new_slot
+from medialane.arena.slots import ClientSlot, Unfinished, new_slot
 from medialane.arena.view import ArenaView
 from medialane.core.errors import MediaTooLarge
 from medialane.core.feature import Feature
@@ -44,6 +44,7 @@ class Arena:
         self.was_adopted = False
         self._unfinished: list[Unfinished] = []
         self._closed = False
+        self._leaving: ClientSlot | None = None
         #: That of the owner's own processes which write to the arena.
         self.slot = new_slot()
         self._table: EntryTable[Cached] = EntryTable(
@@ -324,11 +325,20 @@ class Arena:
         Mappings in other processes stay valid.
         """
         if not keep:
+            if self._leaving is not None:
+                self._leaving.release()
             self._table.clear()
         self._closed = True
         for unfinished in self.unfinished():
             unfinished.reservation.abandon()
         self._file.close(keep=keep)
+
+    def leave(self) -> None:
+        """Leave the file to the next owner, which waits with the ranges that this one was writing until `close`, when
+        nothing writes there any more, or the end of this process."""
+        if not self._closed:
+            self._leaving = ClientSlot.take(self.id, str(self.path.parent), self.slot)
+            self.close(keep=True)
 
     def _check_open(self) -> None:
         if self._closed:

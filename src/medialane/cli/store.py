@@ -347,7 +347,7 @@ async def _arena(config: Config, lineage: Lineage, address: str) -> AsyncIterato
     async def leave() -> None:
         stop.set()
         await asyncio.wait([prefault])
-        arena.close(keep=True)
+        arena.leave()
         size = format_bytes(config.arena.size_bytes)
         print(f"arena kept: {arena.path}, {size}; remove it with: rm {arena.path}", file=sys.stderr, flush=True)
 

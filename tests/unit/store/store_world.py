@@ -190,8 +190,9 @@ class World:
 
     async def replace_store(self) -> None:
         """As kill -9 of the store's process, which leaves the arena as it is, and the start of another."""
-        self.arena.close(keep=True)
+        self.arena.leave()
         await self.server.close()
+        self.arena.close()
         self._open()
         await self.start()
 
