@@ -20,7 +20,7 @@ _PIECE = POISON * 65536
 PROGRAM = Path(__file__).parent / "e2e" / "poisoned" / "medialane"
 
 _clear = Arena._clear
-_MADE_BY = {name: getattr(Arena, name) for name in ("create", "open", "adopt") if name in vars(Arena)}
+_created, _opened = Arena.create, Arena.open
 
 
 def _clear_and_overwrite(self: Arena, entry: ArenaRange) -> None:
@@ -32,11 +32,10 @@ def _clear_and_overwrite(self: Arena, entry: ArenaRange) -> None:
             piece[:] = _PIECE[: len(piece)]
 
 
-def _evictable(make: Callable[..., Arena | None]) -> Callable[..., Arena | None]:
-    def made(*arguments: object, **settings: object) -> Arena | None:
+def _evictable(make: Callable[..., Arena]) -> Callable[..., Arena]:
+    def made(*arguments: object, **settings: object) -> Arena:
         arena = make(*arguments, **settings)
-        if arena is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, arena.clear)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, arena.clear)
         return arena
 
     return made
@@ -45,8 +44,7 @@ def _evictable(make: Callable[..., Arena | None]) -> Callable[..., Arena | None]
 def install() -> None:
     """Poison the arenas of this process, which evicts every entry that is not held when it gets SIGUSR1."""
     Arena._clear = _clear_and_overwrite
-    for name, make in _MADE_BY.items():
-        setattr(Arena, name, _evictable(make))
+    Arena.create, Arena.open = _evictable(_created), _evictable(_opened)
 
 
 def poisoned_store(argv: tuple[str, ...]) -> tuple[str, ...]:

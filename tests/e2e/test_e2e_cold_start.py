@@ -30,6 +30,8 @@ STATUS = (
     "Uid", "Gid", "Groups", "Umask", "SigBlk", "SigIgn", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb",
     "NoNewPrivs", "Seccomp", "Seccomp_filters", "Cpus_allowed_list", "Mems_allowed_list", "CoreDumping", "THP_enabled",
 )  # fmt: skip
+#: Signals that people and supervisors send. Others are caught by libraries, and for a fork server that is exec'ed.
+SENT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE, signal.SIGTERM)
 KINDS = {
     "store": "medialane store",
     "worker": "medialane worker",
@@ -72,8 +74,7 @@ def traits(pid: int) -> dict[str, object]:
     limits = (folder / "limits").read_text().splitlines()  # that of addresses is what is used at first, and some more
     return {
         **{name: status[name].strip() for name in STATUS if name in status},
-        # vLLM's libraries catch SIGSEGV once they are loaded, which a store from scratch does not do.
-        "SigCgt": int(status["SigCgt"], 16) & ~(1 << (signal.SIGSEGV - 1)),
+        "SigCgt": [number.name for number in SENT if int(status["SigCgt"], 16) >> (number - 1) & 1],
         "limits": [line for line in limits if not line.startswith("Max address space")],
         "has limited addresses": not any(line.split()[3] == "unlimited" for line in limits if "address space" in line),
         "oom_score_adj": (folder / "oom_score_adj").read_text(),
