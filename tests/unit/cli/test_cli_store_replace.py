@@ -10,9 +10,9 @@ import pytest
 
 from medialane.cli.main import main
 from medialane.core.hashing import content_hash
-from medialane.core.media import MediaRef
+from medialane.core.media import Alias, MediaRef
 from medialane.store import StoreLink
-from medialane.store.messages import FindItem
+from medialane.store.messages import FindItem, ResolveAlias
 from medialane.testing.sample_images import sample_jpeg
 from medialane.wire.config import RpcConfig
 
@@ -58,7 +58,8 @@ async def test_next_store_takes_over_all_that_is_cached(host):
         running = asyncio.create_task(link.run())
         await asyncio.wait_for(link.ready(), 60)
         data, arena = sample_jpeg(0, 64, 48), link.arena
-        ref = MediaRef("image", "p", content=content_hash(data))
+        named = MediaRef("image", "p", alias=Alias("a client's uuid", "image"))
+        ref = MediaRef("image", "p", content=content_hash(data), alias=named.alias)
 
         async def write(question) -> None:
             link.payload(question.range)[: len(data)] = data
@@ -79,6 +80,8 @@ async def test_next_store_takes_over_all_that_is_cached(host):
         assert (status, "the next store takes over" in errors) == (0, True), errors
         again = await link.call(lambda call_id: FindItem(call_id, ref, "encoded"))
         assert (again.range, link.arena) == (item.range, arena), "the bytes were not sent again"
+        resolved = await link.call(lambda call_id: ResolveAlias(call_id, named))
+        assert resolved.ref.content == ref.content
         await asyncio.wait_for(link.ready(), 60)
         link.release(item.hold_id, arena)
         link.release(again.hold_id, arena)
