@@ -136,6 +136,7 @@ def test_without_a_built_processor_no_process_is_forked():
     assert done.stdout.split() == []
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_200_preparers_leave_nothing_behind(arena, kind):
     pool = make_pool(arena, CONFIG, num_preparers=2, max_jobs_per_preparer=1)
@@ -168,6 +169,7 @@ def below(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_20_fork_servers_leave_nothing_behind(arena, kind):
     pool, used = make_pool(arena, CONFIG), set()
