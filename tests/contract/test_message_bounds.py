@@ -28,6 +28,7 @@ from medialane.wire import protocol as rpc
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {
     "Fork": warm.Fork,
+    "Start": warm.Start,
     "Answer": warm.Answer,
     "ControlRequest": preparers.ControlRequest,
     "ControlReport": preparers.ControlReport,
@@ -51,8 +52,8 @@ MESSAGES = {
     "Published": kv_events.Published,
 }
 
-#: Decoded, but not messages; the last three are what a store has written for the next one, each bounded in bytes.
-NO_MESSAGES = {"FakeMetadata", "dict", "SimulatedParams", "Record", "_Record", "_Bound"}
+#: Decoded, but not messages; the last four are what a store has written for the next one, each bounded in bytes.
+NO_MESSAGES = {"FakeMetadata", "dict", "SimulatedParams", "Record", "_Record", "_Bound", "tuple"}
 
 ITEMS = "one for each media item of a request (--media-max-items, --media-max-batch-items), each looked up once"
 HOLDS = "one for each entry that the client holds, each looked up once"
@@ -65,7 +66,8 @@ LOGPROBS = "of the tokens of an answer; vLLM bounds their alternatives"
 
 #: Sequences without a bound of their own: a frame's bounds them. Reading them costs as much as receiving them.
 EXPLAINED = {
-    "Fork.argv": OWN,
+    "Start.argv": OWN,
+    "Start.environ": OWN,
     "Fork.pass_fds": OWN,
     "Setup.environment": OWN,
     "MediaConfig.allowed_media_domains": OWN,

@@ -67,7 +67,7 @@ class Counted:
 
     def __init__(self, clock, duration_s=0.0):
         self.clock, self.duration_s, self.num_reads = clock, duration_s, 0
-        self.use = MemoryUse(self._pids, clock=clock)
+        self.use = MemoryUse(self._pids, clock=clock, cpu_clock=lambda: clock.now)
 
     def _pids(self):
         self.num_reads += 1

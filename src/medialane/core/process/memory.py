@@ -22,7 +22,7 @@ ProcessKind = Literal["gateway", "worker", "encoder", "engine", "store", "forkse
 
 #: Of two reads, at least.
 INTERVAL_S = 10.0
-#: The interval is at least so many times the duration of a read.
+#: The interval is at least so many times the CPU time of a read.
 MIN_PAUSE = 200
 
 _KIB = 1024
@@ -36,9 +36,11 @@ class MemoryUse:
         pids: Callable[[], Mapping[ProcessKind, Iterable[int]]],
         *,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,  # on a busy machine a read takes longer, but costs no more
     ) -> None:
         self._pids = pids
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._lock = threading.Lock()
         self._due = float("-inf")
         #: Bytes, as of the last read; kinds without a process are missing.
@@ -49,10 +51,10 @@ class MemoryUse:
         for the event loop."""
         if self._lock.acquire(blocking=False):
             try:
-                if (began := self._clock()) >= self._due:
+                if self._clock() >= self._due:
+                    began = self._cpu_clock()
                     self.latest = _by_kind(self._pids())
-                    ended = self._clock()
-                    self._due = ended + max(INTERVAL_S, MIN_PAUSE * (ended - began))
+                    self._due = self._clock() + max(INTERVAL_S, MIN_PAUSE * (self._cpu_clock() - began))
             finally:
                 self._lock.release()
         return self.latest
