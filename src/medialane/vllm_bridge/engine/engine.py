@@ -58,12 +58,13 @@ from medialane.core.request import (
 )
 from medialane.vllm_bridge.engine.adapters import LoadedAdapters
 from medialane.vllm_bridge.engine.administration import ACTIONS
-from medialane.vllm_bridge.engine.engine_core import install
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, has_arena_items, placed_media
+from medialane.vllm_bridge.engine.engine_start import engines_forked_ahead
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.outputs import ended_by_front_end, has_error, to_deltas
+from medialane.vllm_bridge.engine.plugin import register
 from medialane.vllm_bridge.engine.private_folder import PrivateFolder
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
 from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder
@@ -117,21 +118,22 @@ def build_engine(
         folder.enter()
         events = KvEventReader(folder.path)
         args = engine_args(model, vllm_args, kv_events=events.config, role=role)
-        install()
+        register()  # vLLM calls it only once in a process, perhaps in one from which this one was forked
         limit_sampled_frames(max_sampled_frames)
         recorder = LoadRecorder()
         usage = UsageContext.OPENAI_API_SERVER
-        config = args.create_engine_config(usage)
-        check_prefix_cache(config)
-        unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory, role=role)
-        enter_phase("starting the engine")
-        llm = AsyncLLM.from_vllm_config(
-            config,
-            usage_context=usage,
-            stat_loggers=[recorder.factory],
-            enable_log_requests=args.enable_log_requests,
-            disable_log_stats=args.disable_log_stats,
-        )
+        with engines_forked_ahead(args):
+            config = args.create_engine_config(usage)
+            check_prefix_cache(config)
+            unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory, role=role)
+            enter_phase("starting the engine")
+            llm = AsyncLLM.from_vllm_config(
+                config,
+                usage_context=usage,
+                stat_loggers=[recorder.factory],
+                enable_log_requests=args.enable_log_requests,
+                disable_log_stats=args.disable_log_stats,
+            )
     except BaseException as error:
         folder.remove()
         if isinstance(error, OSError | RuntimeError | ValueError):

@@ -547,6 +547,19 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="start of EngineCore",
+        purpose="on a CPU, EngineCore is a fork of the worker's front end, from before that has threads",
+        module="seams.engine_start",
+        processes=("worker",),
+        without="EngineCore imports vLLM itself and shares no pages with its front end",
+        instead="VLLM_WORKER_MULTIPROC_METHOD, which vLLM overrides on a CPU",
+        tests=("tests/contract/test_vllm_engine_start.py",),
+        seams=_seams("""
+            replace vllm.v1.engine.utils:get_mp_context() in CoreEngineProcManager.__init__
+            call vllm.ray.lazy_utils:is_in_ray_actor()
+        """),
+    ),
+    Group(
         name="phases of a start",
         purpose="a worker that starts reports what its engine does",
         module="seams.start_phases",

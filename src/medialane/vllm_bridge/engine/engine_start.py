@@ -1,0 +1,51 @@
+"""EngineCore as a fork of the worker, on a machine without a GPU.
+
+vLLM spawns it there: a new interpreter, which imports vLLM again and has pages of its own. What that is for, OpenMP
+settings by environment variables, is done by calls here (`cpu_executor`). The processes that run a model of several
+ranks are spawned by EngineCore, as vLLM does: their cores are set by variables. On a GPU, vLLM decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from medialane.core.process.forked_ahead import ForkedContext, forked_ahead
+from medialane.vllm_bridge.seams.engine_start import engines_of, why_spawned
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def engines_forked_ahead(args: AsyncEngineArgs) -> Iterator[None]:
+    """Fork the processes that become the EngineCores of this block, before this one has threads; none if they must be
+    spawned, which is logged. To be entered in the main thread, with whose end they end. Raises OSError."""
+    if not current_platform.is_cpu():
+        yield
+        return
+    reason = why_spawned()
+    if args.numa_bind:
+        reason = "--numa-bind"
+    if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "spawn":
+        reason = "VLLM_WORKER_MULTIPROC_METHOD is spawn"
+    number = args.data_parallel_size_local or args.data_parallel_size
+    with forked_ahead(0 if reason else number) as forked:
+        if reason := reason or forked.reason:
+            logger.info("EngineCore is spawned, not forked: %s", reason)
+            yield
+            return
+        with engines_of(lambda: _fit(forked)):
+            yield
+
+
+def _fit(forked: ForkedContext) -> ForkedContext | None:
+    """Called when vLLM has set the environment with which it would spawn EngineCore."""
+    if missing := forked.lacks():
+        logger.warning("EngineCore is spawned, not forked: this process was started without %s", missing)
+        return None
+    return forked
