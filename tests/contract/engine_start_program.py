@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from medialane.core.process.title import reserve_title
 from medialane.vllm_bridge.engine.cpu_executor import CpuExecutor
 from medialane.vllm_bridge.engine.engine import build_engine
 from medialane.vllm_bridge.engine.warm_imports import warm_imports
@@ -28,8 +29,8 @@ FLAGS = [
     "--distributed-executor-backend=engine_start_program.ReportingExecutor",
 ]
 FILE = "ENGINE_START_FILE"
-#: Set anew by each start.
-VARYING = {"VLLM_RPC_BASE_PATH", "_", FILE, "VLLM_WORKER_MULTIPROC_METHOD"}
+#: Set anew by each start; cv2 prepends a folder of its own to the last at each import.
+VARYING = {"VLLM_RPC_BASE_PATH", "VLLM_DIST_IDENT", "VLLM_WORKER_MULTIPROC_METHOD", "_", FILE, "LD_LIBRARY_PATH"}
 
 
 class ReportingExecutor(CpuExecutor):
@@ -99,11 +100,12 @@ def main(model, folder):
 
 
 if __name__ == "__main__":
+    reserve_title()
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
     logging.basicConfig(level=logging.INFO)
     sys.modules["engine_start_program"] = sys.modules["__main__"]  # the class is the one that the executor's name means
     with contextlib.redirect_stdout(sys.stderr):
         result = main(*sys.argv[1:])
-    json.dump(result, sys.stdout)
+    sys.stdout.write("\n" + json.dumps(result))  # after what EngineCore has logged
     sys.stdout.flush()
     os._exit(0)
