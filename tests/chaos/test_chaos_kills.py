@@ -45,14 +45,14 @@ async def test_killed_process_costs_time_and_its_own_requests_only(client, proce
 
 @pytest.mark.parametrize("kind", ["gateway", "store"])
 async def test_process_that_is_killed_with_the_warm_one_comes_back(client, processes, kind):
-    """It is started from scratch; the next one is forked by the next warm process."""
+    """It waits for the next warm process, and is forked by that."""
     before, num_descriptors = processes.numbers(), processes.num_descriptors()
     async with asking(client, seed=4, num_new=12) as load:
         load.allowed = SEEN[kind]
         await processes.kill([*processes.of("warm"), *processes.of(kind)[:1]])
+        num_from_scratch = processes.num_from_scratch()
         await processes.are(before)
         await processes.can_fork()
-        num_from_scratch = processes.num_from_scratch()
         await processes.kill(processes.of(kind)[:1])
         await processes.are(before)
     assert processes.num_from_scratch() == num_from_scratch

@@ -197,7 +197,7 @@ def process_specs(
         stop_timeout_s=_WARM_STOP_S,
         not_needed="not needed: processes start from scratch",
     )
-    forks = WarmProcess(warm_socket, warm.environ) if config.cluster.warm_start else None
+    forks = WarmProcess(warm_socket, warm.environ, warm.name) if config.cluster.warm_start else None
     after = None if forks is None else warm.name
     worker_environ, for_engines = inherited("worker"), engine_flags(vllm_args)
     store_socket = store_socket or store_path(folder)

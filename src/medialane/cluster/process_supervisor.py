@@ -15,7 +15,7 @@ from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import NOT_NEEDED, NUM_INTERPRETER_WORDS, ProcessSpec
 from medialane.cluster.restart_delay import RestartDelay
-from medialane.cluster.warm import NotForked, WarmProcess
+from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
 from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
 from medialane.core.process.cpu_time import is_stopped
@@ -33,6 +33,8 @@ _SHOWN_LINES = 15
 #: How long a process may wait for the warm process to fork it. The first time, that reads the model before.
 FORK_TIMEOUT_S = 10.0
 FIRST_FORK_TIMEOUT_S = 120.0
+#: How long it may wait for a warm process that is being restarted.
+WARM_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +75,20 @@ class SupervisorContext:
 
 
 class ProcessSupervisor:
-    """Runs one process. The first start waits for `gate`. `is_ready` is set while the process is ready, or not
-    needed; `is_forking` is whether a child may exist that is not `process` yet."""
+    """Runs one process. The first start waits for `gate`; a fork waits for `is_warm` if the warm process is away.
+
+    `is_ready` is set while the process is ready, or not needed; `is_forking` is whether a child may exist that is not
+    `process` yet.
+    """
 
     def __init__(
-        self, spec: ProcessSpec, log: ProcessLog, context: SupervisorContext, gate: asyncio.Event | None
+        self,
+        spec: ProcessSpec,
+        log: ProcessLog,
+        context: SupervisorContext,
+        *,
+        gate: asyncio.Event | None = None,
+        is_warm: asyncio.Event | None = None,
     ) -> None:
         self.spec = spec
         self.process: ChildProcess | None = None
@@ -90,6 +101,7 @@ class ProcessSupervisor:
         self._shown = Phase("")
         self._context = context
         self._gate = gate
+        self._is_warm = is_warm
         self._status: int | None = None
         self._delay = RestartDelay(context.config)
 
@@ -175,12 +187,25 @@ class ProcessSupervisor:
         try:
             if self.spec.warm is not None:
                 try:
-                    return await self._fork(self.spec.warm, environ, output)
+                    return await self._fork_once_warm(self.spec.warm, environ, output)
                 except NotForked as error:
                     logger.warning("%s is started from scratch: %s", self.spec.name, error)
             return ChildProcess.spawn(self.spec.argv, environ, output, pass_fds=self.spec.pass_fds)
         finally:
             os.close(output)
+
+    async def _fork_once_warm(self, warm: WarmProcess, environ: Mapping[str, str], output: int) -> ChildProcess | None:
+        """As `_fork`. If the warm process has exited, too, wait for the next one: it imports vLLM once for all that do.
+        Raises NotForked."""
+        try:
+            return await self._fork(warm, environ, output)
+        except WarmProcessGone:
+            if self._is_warm is None:
+                raise
+        stopping = self._context.stopping
+        await first_of(stopping.wait(), asyncio.sleep(POLL_S))  # its own supervisor has noticed then
+        await first_of(stopping.wait(), self._is_warm.wait(), asyncio.sleep(WARM_TIMEOUT_S))
+        return None if stopping.is_set() else await self._fork(warm, environ, output)
 
     async def _fork(self, warm: WarmProcess, environ: Mapping[str, str], output: int) -> ChildProcess | None:
         """Raises NotForked."""

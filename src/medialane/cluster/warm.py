@@ -67,12 +67,18 @@ class NotForked(Exception):
     """The process has to be started from scratch."""
 
 
+class WarmProcessGone(NotForked):
+    """There is no warm process at the moment."""
+
+
 @dataclass(frozen=True)
 class WarmProcess:
-    """Where the warm process listens, and the environment with which it has imported everything."""
+    """Where the warm process listens, and the environment with which it has imported everything. `name` is that of its
+    specification, if it is supervised here."""
 
     path: Path
     environ: Mapping[str, str] = field(repr=False)
+    name: str = ""
 
     async def fork(
         self,
@@ -94,7 +100,9 @@ class WarmProcess:
                     return await self._request(request, [start, *descriptors])
         except TimeoutError:
             raise NotForked(f"the warm process has not answered within {timeout_s:g} s") from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise WarmProcessGone(f"the warm process cannot be asked: {error}") from error
+        except ValueError as error:
             raise NotForked(f"the warm process cannot be asked: {error}") from error
 
     async def _request(self, request: Fork, descriptors: Sequence[int]) -> int:
@@ -104,7 +112,9 @@ class WarmProcess:
             await loop.sock_connect(sock, str(self.path))
             send(sock, request, descriptors, max_bytes=MAX_REQUEST_BYTES)
             packet = await loop.sock_recv(sock, MAX_REQUEST_BYTES)
-        answer = _ANSWER.decode(packet) if packet else ForkFailed("the warm process has exited")
+        if not packet:
+            raise WarmProcessGone("the warm process has exited")
+        answer = _ANSWER.decode(packet)
         if isinstance(answer, ForkFailed):
             raise NotForked(answer.message)
         return answer.pid

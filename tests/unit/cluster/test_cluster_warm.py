@@ -10,7 +10,7 @@ import pytest
 from process_tree import command_of, descendants
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
-from medialane.cluster import ProcessSpec
+from medialane.cluster import ProcessSpec, SocketExists
 from medialane.cluster.child_process import ChildProcess, Fork
 from medialane.cluster.warm import NotForked, WarmProcess
 from medialane.core.process.subreaper import set_subreaper
@@ -182,3 +182,31 @@ async def test_orphans_are_reaped_although_the_orphan_reaper_was_killed(tmp_path
 async def test_fork_whose_environment_may_change_an_import_is_refused(host):
     with pytest.raises(NotForked, match="LD_PRELOAD may change what is imported"):
         await host.fork("x", environ={"LD_PRELOAD": "/lib/x.so"})
+
+
+async def test_process_that_exits_with_the_warm_one_waits_for_the_next_and_is_its_fork(tmp_path, caplog):
+    path = tmp_path / "warm.sock"
+    environ = {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
+    warm = ProcessSpec("warm", (sys.executable, str(PROGRAM), str(path)), environ, SocketExists(path), layer=-1)
+
+    class IsFork:
+        """Ready when its log has what the program prints of a fork."""
+
+        def reset(self):
+            (tmp_path / "part.log").write_text("")
+
+        async def passes(self):
+            return '"argv": ["stay"]' in (tmp_path / "part.log").read_text()
+
+    argv = (sys.executable, "-m", "no_such_module", "stay")
+    part = ProcessSpec("part", argv, {}, IsFork(), after="warm", warm=WarmProcess(path, {}, "warm"))
+    observer = Recorder()
+    supervisor = make_supervisor(tmp_path, observer, [warm, part], start_timeout_s=30.0)
+    try:
+        await supervisor.start()
+        for name in ("warm", "part"):
+            os.kill(supervisor.pids[name], signal.SIGKILL)
+        await eventually(lambda: observer.count("ready", "part") == 2, timeout_s=30)
+        assert "from scratch" not in caplog.text
+    finally:
+        await supervisor.stop()
