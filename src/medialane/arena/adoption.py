@@ -14,7 +14,7 @@ import msgspec
 
 from medialane.arena.entries import Entry
 from medialane.arena.index import Indexed, State
-from medialane.arena.layout import ENTRY_HEADER_BYTES, is_valid, is_well_formed
+from medialane.arena.layout import ENTRY_HEADER_BYTES, GENERATION_WORD, is_valid, is_well_formed
 from medialane.arena.lease import Cached
 from medialane.arena.view import ArenaView
 from medialane.core.feature import Feature
@@ -73,6 +73,8 @@ def read_entries(view: ArenaView, indexed: Sequence[Indexed]) -> AdoptedEntries:
             known = value[1] if value is not None and isinstance(value[1], Feature) else None
             writing.append(Writing(entry, each.writer, known, not is_stamped))
         elif not is_stamped:
+            if view.words[each.range.offset // 8 + GENERATION_WORD]:
+                raise ValueError(f"the header of {each.range} is damaged")
             freed.append(each.range)
         elif not each.record_bytes:
             published.append((entry, "", None))

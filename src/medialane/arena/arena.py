@@ -358,8 +358,9 @@ class Arena:
         start = entry.range.offset + align(entry.range.nbytes)
         if start + len(record) > entry.range.offset + entry.size:
             record = b""
-        with self._file.view.memory as memory:
-            memory[start : start + len(record)] = record
+        if record:
+            with self._file.view.memory as memory:
+                memory[start : start + len(record)] = record
         checksum = zlib.crc32(record)
         kind, writer = entry.kind, entry.writer
         self._file.index.put(Indexed(entry.range, entry.size, kind, state, writer, len(record), checksum))

@@ -30,6 +30,7 @@ from medialane.arena.fill import lock_range, unlock_range
 from medialane.arena.index import Index, index_bytes
 from medialane.arena.layout import (
     FILE_GLOB,
+    FILE_NAME,
     KEEPER_AT,
     NONCE_BYTES,
     PAGE_BYTES,
@@ -90,12 +91,13 @@ class ArenaFile:
         """Lock and map the file of an earlier owner of this lineage that has exited; None if there is none that fits.
         Those with other settings, or a damaged header, are removed."""
         for path in sorted(Path(config.directory).glob(FILE_GLOB)):
-            lock = _open_abandoned(path, lineage)
+            lock = _open_abandoned(path, lineage) if FILE_NAME.fullmatch(path.name) else None
             if lock is None:
                 continue
             try:
                 header = read_header(lock, arena_of(path))
                 if header.lineage == lineage and header.size_bytes == _file_bytes(config):
+                    _check_locks(lock, header.arena)
                     return cls._map(path, lock, config)
                 logger.info("an arena with other settings is removed: %s", path)
             except (OSError, ValueError, HandoverFailed) as error:
@@ -229,10 +231,17 @@ def _open_abandoned(path: Path, lineage: Lineage) -> int | None:
         header = FileHeader.decode(os.pread(descriptor, PAGE_BYTES, 0))
         if header.lineage.owner == lineage.owner and _lock(descriptor) and os.fstat(descriptor).st_uid == os.geteuid():
             return descriptor
-    except ValueError:
-        pass  # of another version, or damaged: it is reaped
+    except (OSError, ValueError):
+        pass  # a pipe; of another version, or damaged: it is reaped
     os.close(descriptor)
     return None
+
+
+def _check_locks(descriptor: int, arena: str) -> None:
+    """Raise OSError where bytes of files cannot be locked: it is not known then which clients use the file."""
+    header = ArenaRange(arena, 0, PAGE_BYTES, 0)
+    lock_range(descriptor, header)
+    unlock_range(descriptor, header)
 
 
 def _create_locked(config: ArenaConfig, lineage: Lineage) -> tuple[Path, int]:

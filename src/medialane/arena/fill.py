@@ -8,7 +8,7 @@ fcntl_locking(2)) say whether a range is being written; the kernel drops those o
     lock its bytes, or fail                         header: generation = 0
     header: generation as expected, or fail         lock its bytes; if that fails, try again later
     write the payload                               unlock them, reuse them
-    header: completed = generation
+    header: completed
     unlock
 
 If the writer's lock comes first, the owner sees it, and waits. Otherwise the writer sees that the generation is gone.
@@ -25,7 +25,14 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from medialane.arena.layout import COMPLETED_WORD, ENTRY_HEADER_BYTES, PAGE_BYTES, is_header, is_well_formed
+from medialane.arena.layout import (
+    COMPLETED_WORD,
+    ENTRY_HEADER_BYTES,
+    PAGE_BYTES,
+    completed_mark,
+    is_header,
+    is_well_formed,
+)
 from medialane.arena.view import open_file, read_header
 from medialane.core.errors import HandoverFailed
 from medialane.core.tensor import ArenaRange
@@ -53,7 +60,7 @@ class FillWriter:
                 if not is_header(header, range) or header[COMPLETED_WORD]:
                     raise HandoverFailed(f"no such entry to write: {range}")
                 yield payload
-                header[COMPLETED_WORD] = range.generation
+                header[COMPLETED_WORD] = completed_mark(range)
         finally:
             os.close(descriptor)
 

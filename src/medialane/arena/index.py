@@ -22,6 +22,7 @@ not entered. The first two contain a checksum.
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Iterator
 from enum import IntEnum
@@ -36,6 +37,8 @@ from medialane.core.tensor import ArenaRange
 BYTES_PER_SLOT = 16 << 10
 SLOT_BYTES = 64
 _WORDS = SLOT_BYTES // 8
+_CHECKED = struct.Struct(f"={_WORDS}Q")
+_BEHIND_GENERATION = struct.Struct(f"={_WORDS - 1}Q")
 _CEILING, _USABLE, _INCOMPLETE = 0, 1, 2
 
 #: The ceiling is raised in such steps.
@@ -98,10 +101,8 @@ class Index:
         if slot is None:
             self._words[_INCOMPLETE] = 1
             return
-        first, words = slot * _WORDS, self._encode(entry)
-        for position in range(1, _WORDS):
-            self._words[first + position] = words[position]
-        self._words[first] = generation
+        _BEHIND_GENERATION.pack_into(self._words, slot * SLOT_BYTES + 8, *self._encode(entry))
+        self._words[slot * _WORDS] = generation
         self._slots[generation] = slot
         if earlier is not None:
             self._erase(earlier)
@@ -160,30 +161,25 @@ class Index:
         self._free.append(slot)
 
     def _encode(self, entry: Indexed) -> list[int]:
+        """Return the words behind the generation."""
         range_ = entry.range
-        words = [
-            range_.generation,
-            range_.offset,
-            range_.nbytes,
-            entry.size,
-            entry.state | KINDS.index(entry.kind) << 8,
-            entry.writer,
-            entry.record_bytes,
-        ]
-        return [*words, entry.record_checksum << 32 | self._checksum(words, entry.record_checksum)]
+        what = entry.state | KINDS.index(entry.kind) << 8
+        words = [range_.offset, range_.nbytes, entry.size, what, entry.writer, entry.record_bytes]
+        checksum = self._checksum(range_.generation, words, entry.record_checksum)
+        return [*words, entry.record_checksum << 32 | checksum]
 
     def _decode(self, slot: int) -> Indexed:
-        *words, checksums = self._words[slot * _WORDS : (slot + 1) * _WORDS]
-        generation, offset, nbytes, size, what, writer, record_bytes = words
-        if checksums & 0xFFFF_FFFF != self._checksum(words, checksums >> 32):
+        generation, *words, checksums = self._words[slot * _WORDS : (slot + 1) * _WORDS]
+        offset, nbytes, size, what, writer, record_bytes = words
+        if checksums & 0xFFFF_FFFF != self._checksum(generation, words, checksums >> 32):
             raise ValueError("a slot of its index is damaged")
         if not 0 < generation <= self._ceiling or what >> 8 >= len(KINDS):
             raise ValueError("a slot of its index is impossible")
         range_ = ArenaRange(self._arena, offset, nbytes, generation)
         return Indexed(range_, size, KINDS[what >> 8], State(what & 0xFF), writer, record_bytes, checksums >> 32)
 
-    def _checksum(self, words: list[int], record_checksum: int) -> int:
-        return zlib.crc32(b"".join(word.to_bytes(8, "little") for word in (*words, record_checksum)), self._seed)
+    def _checksum(self, generation: int, words: list[int], record_checksum: int) -> int:
+        return zlib.crc32(_CHECKED.pack(generation, *words, record_checksum), self._seed)
 
     def _checked(self, position: int, value: int) -> int:
         return value << 32 | zlib.crc32(value.to_bytes(8, "little"), self._seed + position)

@@ -9,7 +9,7 @@
                +0   u64 magic
                +8   u64 generation   0: freed, the rest is invalid
                +16  u64 nbytes       size of the entry, including this header
-               +24  u64 completed    the generation, once another process has written the payload (`fill`); else zero
+               +24  u64 completed    `completed_mark`, once another process has written the payload (`fill`); else zero
                +64  payload: tensors one after another, each aligned to 64
     size     index of the entries, for the next owner (`index`); what follows belongs to whoever uses the arena
 
@@ -40,8 +40,10 @@ PAGE_BYTES = 4096
 KEEPER_AT = 2048
 ENTRY_HEADER_BYTES = 64
 NONCE_BYTES = 16
-#: The word of an entry's header that a writer of the payload sets.
-COMPLETED_WORD = 3
+#: Words of an entry's header: zero when it is freed; set by a writer of the payload.
+GENERATION_WORD, COMPLETED_WORD = 1, 3
+#: So that no single flipped bit completes an entry.
+_COMPLETED = 0x5AA5_C33C_0FF0_9669
 
 #: Names of arena files; one that is being created ends in .tmp.
 FILE_NAME = re.compile(r"medialane-(?P<id>[0-9a-f]{32})\.arena(?:\.tmp)?")
@@ -160,7 +162,12 @@ def is_valid(words: memoryview, entry: ArenaRange) -> bool:
 
 def is_completed(words: memoryview, entry: ArenaRange) -> bool:
     """Return whether the payload of the valid `entry` has been written by another process."""
-    return bool(words[entry.offset // 8 + COMPLETED_WORD] == entry.generation)
+    return bool(words[entry.offset // 8 + COMPLETED_WORD] == completed_mark(entry))
+
+
+def completed_mark(entry: ArenaRange) -> int:
+    """Return the word by which a writer of the payload completes `entry`."""
+    return entry.generation ^ _COMPLETED
 
 
 def is_header(words: memoryview, entry: ArenaRange) -> bool:

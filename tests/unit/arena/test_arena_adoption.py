@@ -1,5 +1,7 @@
 """The next owner of an arena's file: what it finds, wherever the earlier one was killed, and whatever was damaged."""
 
+import errno
+import fcntl
 import os
 import random
 import shutil
@@ -14,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from medialane.arena import Arena, ArenaConfig, ArenaView, ClientSlot, FillWriter, Lineage, describe, layout, reap
 from medialane.arena.index import SLOT_BYTES, index_bytes
+from medialane.arena.layout import COMPLETED_WORD, GENERATION_WORD
 from medialane.core.errors import ArenaFull, HandoverFailed
 from medialane.core.feature import Embedding, Feature
 from medialane.core.media import EncodedMedia, MediaSize
@@ -263,6 +266,54 @@ def test_file_is_spared_while_a_client_or_its_keeper_lives(arena, config, shm, t
     assert reap(shm) == []
     folder.close(keep=True)
     assert [reaped.path for reaped in reap(shm)] == [str(arena.path)]
+
+
+def test_damaged_header_of_a_cached_entry_is_no_freed_entry(arena, config):
+    """Its bytes would be reused while a client reads them."""
+    with write(arena, "a") as lease:
+        arena.view.words[lease.range.offset // 8 + GENERATION_WORD] ^= 1 << 40
+    later = next_owner(arena, config)
+    assert not later.was_adopted
+    later.close()
+
+
+@pytest.mark.parametrize("generation", [1, 2, 4])
+def test_no_flipped_bit_completes_an_entry(arena, generation):
+    reservations = [arena.reserve(8, "embedded", writer=7) for _ in range(generation)]
+    word = reservations[-1].range.offset // 8 + COMPLETED_WORD
+    for bit in range(64):
+        arena.view.words[word] = 1 << bit
+        assert not arena.is_completed(reservations[-1])
+    for reservation in reservations:
+        reservation.abandon()
+
+
+def test_arena_is_not_taken_over_where_slots_cannot_be_locked(arena, config, monkeypatch):
+    """In gVisor: who still uses it is not known."""
+    write(arena, "a").release()
+    arena.close(keep=True)
+
+    def refuse(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    later = Arena.open(config, lineage=LINEAGE)
+    assert not later.was_adopted
+    assert os.listdir(config.directory) == [later.path.name]
+    later.close()
+
+
+def test_files_that_only_look_like_an_arena_are_left_alone(arena, config, shm):
+    copy, pipe = Path(shm, "medialane-copy.arena"), Path(shm, f"medialane-{'ab' * 16}.arena")
+    copy.write_bytes(arena.path.read_bytes()[:8192])
+    os.mkfifo(pipe)
+    later = next_owner(arena, config)
+    assert later.was_adopted
+    assert copy.exists()
+    assert pipe.exists()
+    later.close()
+    copy.unlink()
+    pipe.unlink()
 
 
 def snapshots(arena, act):
