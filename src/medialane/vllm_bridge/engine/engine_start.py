@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -33,6 +35,7 @@ def engines_forked_ahead(args: AsyncEngineArgs) -> Iterator[None]:
         reason = "--numa-bind"
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "spawn":
         reason = "VLLM_WORKER_MULTIPROC_METHOD is spawn"
+    _let_modules_be_scanned()
     number = args.data_parallel_size_local or args.data_parallel_size
     with forked_ahead(0 if reason else number) as forked:
         if reason := reason or forked.reason:
@@ -41,6 +44,23 @@ def engines_forked_ahead(args: AsyncEngineArgs) -> Iterator[None]:
             return
         with engines_of(lambda: _fit(forked)):
             yield
+
+
+def _let_modules_be_scanned() -> None:
+    """vLLM's EngineCore looks at the `__dict__` of everything in all modules (`triton_utils/dispatcher.py`). llvmlite,
+    which numba imports, and a spawned EngineCore does not have, has an object that gives a C function for any name."""
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None or not hasattr(ffi.lib, "__dict__"):
+        return
+    library = type(ffi.lib)
+    inner = library.__getattr__
+
+    def __getattr__(self: Any, name: str) -> Any:  # noqa: N807 - replaces it
+        if name == "__dict__":
+            raise AttributeError(name)
+        return inner(self, name)
+
+    library.__getattr__ = __getattr__
 
 
 def _fit(forked: ForkedContext) -> ForkedContext | None:
