@@ -7,6 +7,7 @@ import random
 import pytest
 from mixed_load import GATEWAY_LOST, STORE_LOST, WORKER_LOST, asking
 from process_tree import is_alive
+from served_processes import RESTART_S
 
 from waiting import eventually
 
@@ -79,7 +80,7 @@ async def test_twenty_store_kills_in_five_minutes_lose_nothing(client, processes
         load.allowed = STORE_LOST
         for _ in range(NUM_STORE_KILLS):
             between = asyncio.sleep(choice.uniform(0, MAX_BETWEEN_S))  # time: when the next kill comes
-            await asyncio.gather(between, eventually(lambda: processes.of("store"), "there is a store", 30))
+            await asyncio.gather(between, eventually(lambda: processes.of("store"), "there is a store", RESTART_S))
             await processes.kill(processes.of("store"))
         await load.answers(len(load.repeated))
         await processes.are(before)
