@@ -25,16 +25,16 @@ class Reaped(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-def reap(directory: str) -> list[Reaped]:
+def reap(directory: str, *, successor: bytes = b"") -> list[Reaped]:
     """Remove every arena file in `directory` whose owner has exited, unfinished ones included; return the removed
-    files.
+    files. Those that an owner of the lineage `successor` is about to take over are spared.
 
     Files of live owners, other users and other programs are not touched. Raises OSError if the directory cannot be
     read.
     """
     removed = []
     for name in os.listdir(directory):
-        with _abandoned(directory, name) as num_bytes:
+        with _abandoned(directory, name, successor) as num_bytes:
             if num_bytes is not None:
                 path = os.path.join(directory, name)
                 with suppress(FileNotFoundError):  # a creator that lost the race for the lock unlinks it too
@@ -67,24 +67,24 @@ def reclaimable_bytes(directory: str) -> int:
 
 
 @contextmanager
-def _abandoned(directory: str, name: str) -> Iterator[int | None]:
+def _abandoned(directory: str, name: str, successor: bytes = b"") -> Iterator[int | None]:
     """Yield the memory occupied by an abandoned arena file, with its lock held; None for other files."""
     if not FILE_NAME.fullmatch(name):
         yield None
         return
     with abandoned(os.path.join(directory, name)) as descriptor:
-        is_reapable = descriptor is not None and _is_arena(descriptor) and not _is_awaited(descriptor)
+        is_reapable = descriptor is not None and _is_arena(descriptor) and not _is_awaited(descriptor, successor)
         yield os.fstat(descriptor).st_blocks * 512 if descriptor is not None and is_reapable else None
 
 
-def _is_awaited(descriptor: int) -> bool:
+def _is_awaited(descriptor: int, successor: bytes) -> bool:
     """Return whether the file may be taken over."""
     page = os.pread(descriptor, PAGE_BYTES, 0)
     try:
-        FileHeader.decode(page)
+        header = FileHeader.decode(page)
     except ValueError:
         return False  # never finished, or of another version
-    if live_slots(descriptor):
+    if header.lineage.owner == successor or live_slots(descriptor):
         return True
     keeper = decode_keeper(page)
     if keeper == KEPT:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -331,12 +331,13 @@ async def _arena(config: Config, lineage: Lineage, address: str) -> AsyncIterato
 
     Only prefaulted pages are used: if a page could not be allocated later, its writer would get SIGBUS.
     """
+    with suppress(OSError):  # a folder that cannot be used is reported below
+        for dead in reap(config.arena.directory, successor=lineage.owner):  # first: a new arena needs the memory
+            logger.info("removed the arena of a store that has exited: %s", dead.path)
     arena = Arena.open(config.arena, lineage=lineage, grows=True)
     if arena.was_adopted:
         logger.info("adopted %d entries of an earlier store's arena", arena.stats().num_entries)
     arena.keep_for(KEPT if config.arena.keep else serve_lock(address))
-    for dead in reap(config.arena.directory):  # not what has just been taken over
-        logger.info("removed the arena of a store that has exited: %s", dead.path)
     stop, loop = threading.Event(), asyncio.get_running_loop()
 
     def on_progress(num_bytes: int) -> None:

@@ -316,6 +316,12 @@ def test_files_that_only_look_like_an_arena_are_left_alone(arena, config, shm):
     pipe.unlink()
 
 
+def test_file_that_is_about_to_be_taken_over_is_spared(arena, shm):
+    arena.close(keep=True)
+    assert reap(shm, successor=LINEAGE.owner) == []
+    assert len(reap(shm, successor=b"x" * 16)) == 1
+
+
 def snapshots(arena, act):
     """The contents of the arena's file after each line of the arena's code that `act` runs."""
     taken = []
