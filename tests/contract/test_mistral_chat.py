@@ -19,7 +19,7 @@ from medialane.core.errors import PromptRejected
 from medialane.core.feature import Feature, MediaPayload
 from medialane.core.media import AudioSamples, Image, MediaSize
 from medialane.core.request import EngineRequest, SourcePrompt
-from medialane.prepare.forkserver_process import ENVIRONMENT
+from medialane.prepare.forkserver_environment import exec_environ
 from medialane.prepare.processor import FactoryConfig
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
@@ -235,6 +235,6 @@ def test_process_that_preparers_fork_from_stays_single_threaded(family):
     """mistral_common resizes images with OpenCV, which has a thread pool."""
     model, flags = str(FAMILIES[family].build(cache_folder(os.environ))), FAMILIES[family].flags
     config = msgspec.json.encode(FactoryConfig(model=model, vllm_args=flags))
-    environ = {**os.environ, **TINY_MODEL_ENVIRON, **ENVIRONMENT}
+    environ = exec_environ({**os.environ, **TINY_MODEL_ENVIRON})
     built = subprocess.run([sys.executable, "-c", _BUILT], input=config, env=environ, capture_output=True, check=True)
     assert built.stdout.split()[-1] == b"1"

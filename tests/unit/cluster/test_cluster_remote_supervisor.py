@@ -153,7 +153,7 @@ async def test_start_waits_for_the_gateways_of_other_hosts(run):
 async def test_worker_that_ends_during_the_start_fails_it_with_its_report(run):
     running = run()
     starting = asyncio.create_task(running.supervisor.start())
-    await eventually(lambda: running.observer.count("starting") == 2)
+    await eventually(lambda: running.observer.count("starting") == 2 and "worker 1" in running.cluster.runs)
     running.cluster.end("worker 1", "exit status 2")
     with pytest.raises(StartupFailed, match="worker 1 on host-a: exit status 2"):
         await starting
