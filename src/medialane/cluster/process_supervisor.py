@@ -122,7 +122,7 @@ class ProcessSupervisor:
             if self._fails_start():
                 self._fail(how)
                 return
-            delay_s = self._delay.next(had_become_ready=self.is_ready.is_set())
+            delay_s = self._delay.next(had_become_ready=self._has_been_ready)
             self.is_ready.clear()
             self._context.observer.ended(self.spec.name, how, delay_s)
             await first_of(stopping.wait(), asyncio.sleep(delay_s))

@@ -13,8 +13,8 @@ MAX_READY_S = 4.0
 
 
 class RestartDelay:
-    """The delays of one process. One that had become ready is restarted at once, but for its second and further exits
-    within `restart_reset_s`. One that had not is the more likely to fail again, and waits longer."""
+    """The delays of one process. One that has ever become ready is restarted at once, but for its second and further
+    exits within `restart_reset_s`. One that has not is the more likely to fail again, and waits longer."""
 
     def __init__(self, config: ClusterConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
