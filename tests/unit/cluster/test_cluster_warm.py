@@ -111,6 +111,7 @@ async def test_forks_outlive_the_warm_process(host):
         await host.fork("x")
 
 
+@pytest.mark.timeout(120)  # on a busy machine a fork takes half a second
 async def test_many_forks_leave_nothing_behind(host):
     def state():
         folder = Path(f"/proc/{host.process.pid}")
