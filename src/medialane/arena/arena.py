@@ -75,7 +75,7 @@ class Arena:
         while (file := ArenaFile.take_over(config, lineage)) is not None:
             try:
                 return cls._adopt(file, config, grows=grows)
-            except ValueError as error:  # msgspec.DecodeError is one
+            except ValueError as error:
                 logger.warning("the arena of an earlier owner is not used: %s: %s", file.path, error)
                 file.close()
         return cls.create(config, lineage=lineage, grows=grows)

@@ -117,7 +117,7 @@ class ArenaFile:
                 index = mmap.mmap(descriptor, num_bytes, flags=flags, offset=view.size_bytes)
             finally:
                 os.close(descriptor)
-        except BaseException:
+        except BaseException:  # includes KeyboardInterrupt: leave nothing mapped
             view.close()
             raise
         return cls(path, lock, view, index)

@@ -49,6 +49,7 @@ SECTIONS: tuple[SectionName, ...] = ("gateway", "media", "prepare", "environment
 _SETTLE_S = 0.2
 #: A fork becomes the supervisor's child within a millisecond, unless that has exited.
 _REPARENT_S = 5.0
+_MAX_PID_BYTES = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -214,8 +215,8 @@ def _fork_orphan() -> int:
         os.close(writer)
         return 0
     os.close(writer)
-    with open(reader, "rb") as pipe:
-        pid = int(pipe.read() or 0)
+    pid = int(os.read(reader, _MAX_PID_BYTES) or 0)  # not until the end: the fork has the other end, and may be stopped
+    os.close(reader)
     os.waitpid(middle, 0)
     if not pid:
         raise StartupFailed("there are not enough processes or memory for a fork")

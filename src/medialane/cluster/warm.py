@@ -25,7 +25,7 @@ from medialane.wire.child_channel import receive, send
 
 #: Below the kernel's send buffer (`child_channel.send`).
 MAX_REQUEST_BYTES = 200_000
-#: Environment, output, and those of `ProcessSpec.pass_fds`.
+#: `Start`, output, and those of `ProcessSpec.pass_fds`.
 MAX_DESCRIPTORS = 8
 
 
