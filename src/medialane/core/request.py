@@ -79,6 +79,9 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     `lora` is a LoRA request in the engine's encoding, `lora_name` the adapter's name in it; `reasoning` are the
     reasoning parser's arguments. Outputs are deltas, or a single final one; if `cumulative`, each has everything so
     far. If `has_passed_holds`, the store tells the worker that it holds entries that the prompt refers to.
+
+    `generated` are the tokens that the answer has had at an earlier worker: they follow the prompt once that is
+    rendered and validated, since a placeholder's id among them is no item, and the output begins behind them.
     """
 
     request_id: str
@@ -98,6 +101,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     has_passed_holds: bool = False
     is_pooling: bool = False
     reads_prefix_cache: bool = True
+    generated: list[int] = []
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
