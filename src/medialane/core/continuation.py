@@ -34,6 +34,11 @@ class Continuable(Protocol):
         empty if there is nothing."""
         ...
 
+    @property
+    def num_choices(self) -> int:
+        """The number of completions that were asked for."""
+        ...
+
     def rest(
         self, index: int, token_ids: Sequence[int], *, num_chars: int, cumulative_logprob: float | None
     ) -> RestOfChoice:
