@@ -30,19 +30,20 @@ class Case:
         self._params = params
         self._count = 0
 
-    def request(self, prompt, max_tokens=4):
+    def request(self, prompt, max_tokens=4, generated=()):
         self._count += 1
-        return EngineRequest(f"contract-{self._count}", prompt, self._params(max_tokens))
+        return EngineRequest(f"contract-{self._count}", prompt, self._params(max_tokens), generated=list(generated))
 
-    def start(self, prompt, max_tokens=4):
-        return self.engine.generate(self.request(prompt, max_tokens), bytes_of(prompt))
+    def start(self, prompt, max_tokens=4, generated=()):
+        return self.engine.generate(self.request(prompt, max_tokens, generated), bytes_of(prompt))
 
-    async def deltas(self, prompt, max_tokens=4):
-        async with aclosing(self.start(prompt, max_tokens)) as deltas:
+    async def deltas(self, prompt, max_tokens=4, generated=()):
+        async with aclosing(self.start(prompt, max_tokens, generated)) as deltas:
             return [delta async for delta in deltas]
 
-    async def answer(self, prompt, max_tokens=4):
-        return [token for d in await self.deltas(prompt, max_tokens) for token in d.completions[0].token_ids]
+    async def answer(self, prompt, max_tokens=4, generated=()):
+        deltas = await self.deltas(prompt, max_tokens, generated)
+        return [token for delta in deltas for token in delta.completions[0].token_ids]
 
 
 @pytest.fixture(params=["fake", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -136,13 +137,59 @@ async def test_unreadable_parameters_are_rejected(case, text):
 
 
 async def test_source_prompt_generates_output(case, maker):
-    file = io.BytesIO()
-    PILImage.fromarray(pixels(120, 80)).save(file, "PNG")
-    source = SourcePrompt(maker.token_ids(1), (encoded_item(file.getvalue(), "e" * 64),))
+    source = source_prompt(maker)
     deltas = await case.deltas(source)
     assert deltas[-1].finished
     assert len(deltas[0].prompt_token_ids) >= len(source.token_ids)
     assert all(d.prompt_token_ids is None for d in deltas[1:])
+
+
+def source_prompt(maker):
+    file = io.BytesIO()
+    PILImage.fromarray(pixels(120, 80)).save(file, "PNG")
+    return SourcePrompt(maker.token_ids(1), (encoded_item(file.getvalue(), "e" * 64),))
+
+
+@pytest.mark.parametrize("kind", ["text", "features", "source"])
+async def test_answer_goes_on_after_what_was_generated_elsewhere(case, maker, text, kind):
+    prompt = {
+        "text": lambda: text,
+        "features": lambda: maker.inline(pixels(200, 100)),
+        "source": lambda: source_prompt(maker),
+    }[kind]()
+    whole = await case.answer(prompt, 8)
+    assert await case.answer(prompt, 5, whole[:3]) == whole[3:]
+
+
+async def test_placeholder_token_that_was_generated_is_no_item(case, maker):
+    """It is neither matched with an item nor expanded, in a prompt that is expanded by the worker either."""
+    placeholder = maker.tokenizer.encode("<|image_pad|>")
+    for prompt in (maker.inline(pixels(200, 100)), source_prompt(maker)):
+        deltas = await case.deltas(prompt, 2, [*placeholder, *placeholder])
+        assert sum(len(d.completions[0].token_ids) for d in deltas) == 2
+
+
+async def test_expanded_prompt_does_not_include_what_was_generated_elsewhere(case, maker):
+    prompt = source_prompt(maker)
+    (first, *_) = await case.deltas(prompt)
+    (again, *_) = await case.deltas(prompt, generated=[5, 6, 7])
+    assert again.prompt_token_ids == first.prompt_token_ids
+    assert again.placed == first.placed
+
+
+async def test_generated_tokens_count_for_the_length_of_the_model(case, text):
+    room = case.engine.card.max_model_len - len(text.token_ids)
+    assert len(await case.answer(text, 1, text.token_ids[:1] * (room - 1))) == 1
+    with pytest.raises(PromptRejected, match="8192"):
+        await case.answer(text, 1, text.token_ids[:1] * room)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("token_id", [-1, 1 << 40])
+async def test_generated_token_that_is_none_of_the_vocabulary_is_rejected(vllm_engine, text, token_id):
+    case = Case(vllm_engine, lambda n: encoded(max_tokens=n))
+    with pytest.raises(PromptRejected, match="vocabulary"):
+        await case.answer(text, 4, [token_id])
 
 
 async def test_requests_run_concurrently(case, maker):

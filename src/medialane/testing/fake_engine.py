@@ -60,6 +60,32 @@ class FakeParams(msgspec.Struct, frozen=True):
     token_s: float = 0.0
 
 
+class FakeContinuable:
+    """`core.continuation.Continuable` of a request to the fake engine; `obstacle` is given."""
+
+    num_choices = 1
+
+    def __init__(self, sampling_params: bytes, obstacle: str = "") -> None:
+        self.obstacle = obstacle
+        self._params = msgspec.json.decode(sampling_params, type=FakeParams)
+
+    def rest(
+        self, index: int, token_ids: Sequence[int], *, num_chars: int, cumulative_logprob: float | None
+    ) -> FakeRest:
+        left = self._params.max_tokens - len(token_ids)
+        return FakeRest(index, msgspec.json.encode(msgspec.structs.replace(self._params, max_tokens=left)))
+
+
+class FakeRest(msgspec.Struct, frozen=True):
+    """`core.continuation.RestOfChoice` of the fake engine, whose text does not depend on what precedes it."""
+
+    index: int
+    sampling_params: bytes
+
+    def restore(self, completion: CompletionDelta) -> CompletionDelta:
+        return msgspec.structs.replace(completion, index=self.index)
+
+
 class EmbeddingMemory(Protocol):
     """How a fake engine reads and writes embeddings: the arena is mapped by others."""
 
@@ -73,7 +99,7 @@ class EmbeddingMemory(Protocol):
 
 
 class FakeEngine:
-    """Outputs token ids derived from the prompt's ids and the bytes of the features, one delta each.
+    """Outputs token ids derived from all ids before them and the bytes of the features, one delta each.
 
     With `memory`, its `card` may have an encoder: an item's embedding is a digest of its bytes, repeated, and the same
     tokens follow from it. `num_encoded` and `num_loaded` count items; encoding one takes `encode_s`.
@@ -165,6 +191,7 @@ class FakeEngine:
         num_cached = self._prefill(request)
         self.num_requests += 1
         self.num_reading += 1
+        preceding = list(request.generated)
         try:
             await self._encode(request, tensors, embeddings)
             for number in range(params.max_tokens):
@@ -172,12 +199,14 @@ class FakeEngine:
                 await self._steps.wait()
                 self._check_alive()
                 items = self._items(tensors, embeddings)
-                inputs = msgspec.msgpack.encode((request.prompt.token_ids, items, number))
                 finished = number == params.max_tokens - 1
                 if request.is_pooling:
+                    inputs = msgspec.msgpack.encode((request.prompt.token_ids, items, number))
                     yield _pooled(request, params, inputs, num_cached, finished=finished)
                     continue
+                inputs = msgspec.msgpack.encode((request.prompt.token_ids, items, preceding))
                 token = int(content_hash(inputs)[:8], 16) % VOCABULARY
+                preceding.append(token)
                 yield _delta(request, number, token, num_cached, finished=finished)
         finally:
             try:
@@ -255,7 +284,7 @@ class FakeEngine:
         """Cache and report the prompt's blocks; return the number of its tokens that were already cached."""
         if not isinstance(request.prompt, ExpandedPrompt):
             return 0
-        size, num_tokens = self.card.block_size, len(request.prompt.token_ids)
+        size, num_tokens = self.card.block_size, len(request.prompt.token_ids) + len(request.generated)
         sequence = sequence_of(request, block_size=size, max_tokens=1)
         cached = self._pool.find(sequence.cacheable_ids())
         self._pool.use(cached)
@@ -270,10 +299,9 @@ class FakeEngine:
     def _check(self, request: EngineRequest, tensors: Sequence[Sequence[memoryview]]) -> None:
         self._check_alive()
         prompt = request.prompt
-        if len(prompt.token_ids) >= self.card.max_model_len:
-            raise PromptRejected(
-                f"{len(prompt.token_ids)} prompt tokens exceed max_model_len {self.card.max_model_len}"
-            )
+        num_tokens = len(prompt.token_ids) + len(request.generated)
+        if num_tokens >= self.card.max_model_len:
+            raise PromptRejected(f"{num_tokens} prompt tokens exceed max_model_len {self.card.max_model_len}")
         for item, datas in zip(prompt.media, tensors, strict=True):
             if [d.nbytes for d in datas] != [t.spec.nbytes for t in item.tensors]:
                 raise InvalidFeature("a tensor's size does not match its shape")

@@ -46,7 +46,7 @@ def output(*completions, **changes):
 
 def travelled(found):
     """The output after both conversions, with the wire in between."""
-    wire = msgspec.msgpack.encode(to_delta(found, first=True, expanded_here=True))
+    wire = msgspec.msgpack.encode(to_delta(found, first=True, expanded=[1, 2]))
     delta = msgspec.msgpack.decode(wire, type=OutputDelta)
     return to_request_output(delta, request_id="ours", prompt="hi", prompt_token_ids=delta.prompt_token_ids)
 
@@ -88,8 +88,8 @@ def test_output_without_logprobs_has_none():
 
 
 def test_prompt_is_sent_only_with_the_first_step():
-    assert to_delta(output(completion()), first=True, expanded_here=True).prompt_token_ids == [1, 2]
-    assert to_delta(output(completion()), first=False, expanded_here=True).prompt_token_ids is None
+    assert to_delta(output(completion()), first=True, expanded=[1, 2]).prompt_token_ids == [1, 2]
+    assert to_delta(output(completion()), first=False, expanded=[1, 2]).prompt_token_ids is None
     assert to_delta(output(completion()), first=True).prompt_token_ids is None  # the gateway has them
 
 
@@ -120,7 +120,7 @@ def pooled(data):
     ids=["a number", "bfloat16", "not contiguous", "several parts", "empty"],
 )
 def test_pooled_tensor_round_trips_bit_for_bit(data):
-    deltas = list(to_pooled_deltas(pooled(data), expanded_here=True))
+    deltas = list(to_pooled_deltas(pooled(data), expanded=[1, 2]))
     assert len(deltas) == max(1, -(-data.nbytes // POOLED_PART_BYTES))
     output = PooledOutput(1 << 30)
     wire = [msgspec.msgpack.decode(msgspec.msgpack.encode(delta), type=OutputDelta) for delta in deltas]

@@ -44,7 +44,7 @@ def sequence_of(
         items.append(Item(media.mm_hash, media.placeholder, media.modality, is_embedded))
     return SimulatedSequence(
         request.request_id,
-        token_ids,
+        [*token_ids, *request.generated],
         block_size=block_size,
         max_tokens=max_tokens,
         items=sorted(items, key=lambda item: item.placeholder.offset),

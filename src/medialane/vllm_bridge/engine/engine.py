@@ -60,7 +60,13 @@ from medialane.vllm_bridge.engine.adapters import LoadedAdapters
 from medialane.vllm_bridge.engine.administration import ACTIONS
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
-from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, has_arena_items, placed_media
+from medialane.vllm_bridge.engine.engine_request import (
+    RequestReader,
+    clamp,
+    has_arena_items,
+    placed_media,
+    prompt_token_ids,
+)
 from medialane.vllm_bridge.engine.engine_start import engines_forked_ahead
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.outputs import ended_by_front_end, has_error, to_deltas
@@ -293,6 +299,7 @@ class VllmEngine:
             engine_input = await self._reader.engine_input(request, tensors, embeddings)
             # The decoder's prompt of a model that has an encoder's is known to the gateway.
             expanded_here = isinstance(request.prompt, SourcePrompt) and request.prompt.encoder_token_ids is None
+            expanded = prompt_token_ids(engine_input, request) if expanded_here else None
             placed = placed_media(engine_input) if expanded_here else []
             reads_arena = sent is not None or has_arena_items(engine_input)  # vLLM takes items out of its input
             named = self._reader.named_for_engine(engine_input)
@@ -301,7 +308,7 @@ class VllmEngine:
                 async for output in outputs:
                     if reads_arena and has_error(output):
                         await self._check_refused(request.request_id)
-                    for delta in to_deltas(output, first=first, expanded_here=expanded_here, placed=placed):
+                    for delta in to_deltas(output, first=first, expanded=expanded, placed=placed):
                         yield delta
                     first = False
 

@@ -125,6 +125,19 @@ class RequestReader:
 
         Raises InvalidFeature, PromptRejected, and what `SourceRenderer.render` raises.
         """
+        rendered = await self._rendered(request, tensors, embeddings)
+        if request.generated:
+            # Not in place: the list may be the request's, which is still read.
+            decoder = decoder_input(rendered)
+            decoder["prompt_token_ids"] = [*decoder["prompt_token_ids"], *request.generated]
+        return rendered
+
+    async def _rendered(
+        self,
+        request: EngineRequest,
+        tensors: Sequence[Sequence[memoryview]],
+        embeddings: Sequence[EmbeddingUse | None],
+    ) -> Any:
         prompt = request.prompt
         if isinstance(prompt, SourcePrompt):
             return await self.sources.render(request, prompt, tensors)
@@ -195,6 +208,12 @@ def has_arena_items(engine_input: Mapping[str, Any]) -> bool:
     return any(isinstance(item, ArenaItem) for items in kwargs.values() for item in items)
 
 
+def prompt_token_ids(engine_input: Mapping[str, Any], request: EngineRequest) -> list[int]:
+    """Return the token ids of the decoder's prompt, without those generated elsewhere that follow it."""
+    token_ids: list[int] = decoder_input(engine_input)["prompt_token_ids"]
+    return token_ids[: len(token_ids) - len(request.generated)]
+
+
 def placed_media(engine_input: Mapping[str, Any]) -> list[MediaSpan]:
     """Return where vLLM's renderer has placed the items of a prompt, in prompt order. Those of an encoder's prompt are
     not in the prompt that is continued."""
@@ -211,7 +230,7 @@ def placed_media(engine_input: Mapping[str, Any]) -> list[MediaSpan]:
 
 def clamp(params: SamplingParams, engine_input: Mapping[str, Any], max_model_len: int) -> None:
     """Limit `max_tokens` to the tokens left: in stage `url` the gateway has computed it from the unexpanded prompt. If
-    the prompt leaves none, vLLM rejects it."""
+    the prompt, with what was generated elsewhere, leaves none, vLLM rejects it."""
     left = max_model_len - len(decoder_input(engine_input)["prompt_token_ids"])
     if params.max_tokens is not None and 0 < left < params.max_tokens:
         params.max_tokens = left

@@ -24,15 +24,15 @@ POOLED_PART_BYTES = 256 * 1024
 
 
 def to_delta(
-    output: RequestOutput, *, first: bool, expanded_here: bool = False, placed: Sequence[MediaSpan] = ()
+    output: RequestOutput, *, first: bool, expanded: list[int] | None = None, placed: Sequence[MediaSpan] = ()
 ) -> OutputDelta:
-    """Return one step of an output as a message. The first one includes timings and, for a prompt `expanded_here`, what
-    the gateway does not know: its token ids, and the positions of its items (`placed`)."""
+    """Return one step of an output as a message. The first one includes timings and, for a prompt expanded here, what
+    the gateway does not know: its token ids (`expanded`), and the positions of its items (`placed`)."""
     return OutputDelta(
         request_id=output.request_id,
         completions=[_completion(completion) for completion in output.outputs],
         finished=output.finished,
-        prompt_token_ids=list(output.prompt_token_ids or ()) if first and expanded_here else None,
+        prompt_token_ids=expanded if first else None,
         prompt_logprobs=_logprobs(output.prompt_logprobs),
         num_cached_tokens=output.num_cached_tokens,
         num_cache_creation_tokens=output.num_cache_creation_tokens,
@@ -42,7 +42,7 @@ def to_delta(
 
 
 def to_pooled_deltas(
-    output: PoolingRequestOutput, *, expanded_here: bool = False, placed: Sequence[MediaSpan] = ()
+    output: PoolingRequestOutput, *, expanded: list[int] | None = None, placed: Sequence[MediaSpan] = ()
 ) -> Iterator[OutputDelta]:
     """Yield the output of a pooling request as messages of at most POOLED_PART_BYTES of its tensor."""
     spec = spec_of(output.outputs.data)
@@ -53,7 +53,7 @@ def to_pooled_deltas(
             request_id=output.request_id,
             completions=[],
             finished=end >= flat.nbytes,
-            prompt_token_ids=list(output.prompt_token_ids) if expanded_here and not start else None,
+            prompt_token_ids=None if start else expanded,
             num_cached_tokens=output.num_cached_tokens,
             placed=() if start else tuple(placed),
             pooled=PooledPart(spec, flat[start:end]),
@@ -152,15 +152,19 @@ def has_error(output: RequestOutput | PoolingRequestOutput) -> bool:
 
 
 def to_deltas(
-    output: RequestOutput | PoolingRequestOutput, *, first: bool, expanded_here: bool, placed: Sequence[MediaSpan]
+    output: RequestOutput | PoolingRequestOutput,
+    *,
+    first: bool,
+    expanded: list[int] | None,
+    placed: Sequence[MediaSpan],
 ) -> Iterable[OutputDelta]:
     """Return one output of vLLM as messages. Raises Unavailable or GenerationFailed if it is a failed pooling
     request."""
     if not isinstance(output, PoolingRequestOutput):
-        return (to_delta(output, first=first, expanded_here=expanded_here, placed=placed),)
+        return (to_delta(output, first=first, expanded=expanded, placed=placed),)
     if output.error is not None:
         raise (Unavailable if output.error.retryable else GenerationFailed)("the engine failed this request")
-    return to_pooled_deltas(output, expanded_here=expanded_here, placed=placed)
+    return to_pooled_deltas(output, expanded=expanded, placed=placed)
 
 
 def ended_by_front_end(output: RequestOutput | PoolingRequestOutput) -> bool:
