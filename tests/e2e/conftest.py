@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from medialane_process import (
     STOP_S,
     MedialaneProcess,
     free_port,
-    free_ports,
     launch,
 )
 from openai_http import OpenAiHttp
@@ -113,20 +111,14 @@ def encoder_address() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def join_port() -> int:
-    """Where the workers of `serve` join the gateway `joined`. They try for a minute before it listens: outside of the
-    default ip_local_port_range, so that no connection uses the port meanwhile."""
-    with socket.socket() as probe:
-        for port in range(20_000 + os.getpid() % 5_000, 32_000):
-            with suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                break
-        return probe.getsockname()[1]
+    """Where the workers of `serve` join the gateway `joined`. They try for a minute before it listens."""
+    return free_port()
 
 
 @pytest.fixture(scope="session")
 def metrics_port() -> int:
     """Where the first worker of `serve` has its metrics; the second one has the next port."""
-    return free_ports(2)
+    return free_port(2)
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,9 @@
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -160,16 +158,6 @@ def kill(pid: int) -> None:
 
 def _children_running(pid: int, command: str) -> list[int]:
     return [child for child in descendants(pid) if command in command_of(child)]
-
-
-def free_ports(number: int) -> int:
-    """The first of `number` ports in a row that are free now."""
-    while True:
-        with ExitStack() as stack, suppress(OSError, OverflowError):
-            first = free_port()
-            for port in range(first, first + number):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
 
 
 def _die_with_parent() -> None:

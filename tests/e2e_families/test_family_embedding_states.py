@@ -14,7 +14,7 @@ from itertools import count
 import pytest
 import pytest_asyncio
 from embedding_requests import Engines, ask, at_both_workers, evict, evict_unheld, nothing_is_held
-from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, PING_S, START_S, MedialaneProcess, free_ports, kill
+from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, PING_S, START_S, MedialaneProcess, free_port, kill
 from openai_http import OpenAiHttp, in_flight, load, long_chat
 from process_tree import descendants, suspended
 from tiny_families import FAMILIES
@@ -112,7 +112,7 @@ async def case(request, environ, tmp_path_factory):
     model, logs = str(family.build(cache_folder(os.environ))), tmp_path_factory.mktemp(family.name)
     flags = (*family.flags, f"--kv-cache-memory-bytes={256 << 20}")
     environ = {name: value for name, value in environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}  # it would override
-    port = free_ports(3)
+    port = free_port(3)
     own = (*SERVE, "--metrics-port", str(port))
     serve = MedialaneProcess.spawn(
         "serve", model, own, flags, environ=environ, log=logs / "serve.log", program=[str(PROGRAM)]

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,9 @@ from medialane.core.errors import StartupFailed
 PLAIN_VLLM = ("-m", "vllm.entrypoints.openai.api_server")
 
 #: Below the ports that Linux gives to sockets which ask for none in particular, by default.
-_PORTS = range(15_000, 32_768)
+PORTS = range(15_000, 32_768)
+PORT_RESERVATION = "\0medialane-port-"
+_reservations = ExitStack()
 
 _POLL_S = 0.1
 _LOG_LINES = 30
@@ -102,16 +104,27 @@ def _spawn(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) ->
         return spawn_leader(argv, environ, output.fileno())
 
 
-def free_port() -> int:
-    """Return a port that is free now. It is not one of those that the kernel gives to other sockets in the many seconds
-    until a server listens (ip_local_port_range, ip(7)). Raises OSError if there is none."""
-    ports = list(_PORTS)
-    random.shuffle(ports)
-    for port in ports:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")
+def free_port(num_in_row: int = 1) -> int:
+    """Return a port that is free now, the first of `num_in_row`, which no other call returns, in any process of this
+    host, while this process lives: servers take many seconds until they listen. They are not among those that the
+    kernel gives to other sockets meanwhile (ip_local_port_range, ip(7)). Raises OSError if there are none."""
+    firsts = list(range(PORTS.start, PORTS.stop - num_in_row + 1))
+    random.shuffle(firsts)
+    for first in firsts:
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + num_in_row):
+                _reserve(port, stack)
+            _reservations.push(stack.pop_all())
+            return first
+    raise OSError(f"no port of {PORTS.start} to {PORTS.stop - 1} is free")
+
+
+def _reserve(port: int, stack: ExitStack) -> None:
+    """Raise OSError if the port is reserved or in use. The reservation has an abstract name (unix(7)): unique in the
+    network namespace, as ports are, and freed by the kernel with the process."""
+    stack.enter_context(socket.socket(socket.AF_UNIX)).bind(f"{PORT_RESERVATION}{port}")
+    with socket.socket() as probe:
+        probe.bind(("", port))
 
 
 async def _wait_ready(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from medialane.check.server_process import plain_vllm
+from medialane.check import server_process
+from medialane.check.server_process import free_port, plain_vllm
 from medialane.core.errors import StartupFailed
 from waiting import comes_true, eventually
 
@@ -28,7 +29,8 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 #: Starts that server and waits.
 OWNER = """
 import asyncio, os, pathlib, sys
-from medialane.check.server_process import plain_vllm
+from medialane.check import server_process
+from medialane.check.server_process import free_port, plain_vllm
 async def use():
     async with plain_vllm("model", environ=os.environ, log=pathlib.Path(sys.argv[1])) as server:
         print(server.process_id, flush=True)
@@ -132,3 +134,25 @@ async def test_server_that_never_becomes_ready_times_out_and_is_killed(serve, tm
         async with serve(source, start_s=1.5, stop_s=0.2):
             pass
     assert await gone(child_of(tmp_path / "log"))
+
+
+async def test_port_is_given_out_once_on_this_host(monkeypatch):
+    """Also by other processes, before a server listens."""
+    first = free_port(3)
+    source = f"""
+from medialane.check import server_process
+server_process.PORTS = range({first}, {first + 4})
+print(server_process.free_port())
+input()
+"""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = asyncio.subprocess.PIPE
+    other = await asyncio.create_subprocess_exec(sys.executable, "-c", source, env=environ, stdin=pipe, stdout=pipe)
+    try:
+        assert int(await other.stdout.readline()) == first + 3
+        monkeypatch.setattr(server_process, "PORTS", range(first, first + 4))
+        with pytest.raises(OSError, match="no port"):
+            free_port()
+    finally:
+        await other.communicate(b"\n")
+    assert free_port() == first + 3  # its process has ended

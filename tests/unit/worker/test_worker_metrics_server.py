@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import socket
 
 import aiohttp
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from medialane.check.server_process import free_port
 from medialane.core.errors import StartupFailed
 from medialane.core.stats import ArenaStats, PoolStats, PullStats, StoreStats
 from medialane.gateway.worker_link.client import RpcClient
@@ -20,18 +20,6 @@ from medialane.worker.gateway_link.server import RpcServer
 from medialane.worker.host_arena import NoArena
 from medialane.worker.metrics_server import WorkerStatus, metrics_served
 from waiting import eventually
-
-
-def free_ports(number):
-    """Ports that count up and are free now."""
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            for other in range(port + 1, port + number):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", other))
-            return port
 
 
 class Serving:
@@ -47,7 +35,7 @@ class Serving:
         )
         self.server = RpcServer(self.worker, RpcConfig())
         self.address = f"unix:{tmp_path}/w"
-        self.port = free_ports(num_ranks)
+        self.port = free_port(num_ranks)
         self.num_ranks = num_ranks
 
     @contextlib.asynccontextmanager
