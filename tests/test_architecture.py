@@ -160,8 +160,8 @@ PUBLIC = {
     "vllm.engine.arg_utils": {"AsyncEngineArgs"},
     "vllm.engine.protocol": {"EngineClient"},
     "vllm.exceptions": {
-        "GenerationError", "GracefulHTTPError", "VLLMClientError", "VLLMError", "VLLMServerError",
-        "VLLMUnprocessableEntityError", "VLLMValidationError",
+        "GenerationError", "GracefulHTTPError", "MaxQueuedTokensError", "QueueOverflowError", "VLLMClientError",
+        "VLLMError", "VLLMServerError", "VLLMUnprocessableEntityError", "VLLMValidationError",
     },
     "vllm.inputs": {
         "build_enc_dec_input", "mm_enc_dec_input", "mm_input", "split_enc_dec_input", "tokens_input",

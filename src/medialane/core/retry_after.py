@@ -66,6 +66,10 @@ class Places:
             taken_s = self._clock() - since
             self._mean_s = taken_s if self._mean_s is None else self._mean_s + _NEWEST * (taken_s - self._mean_s)
 
+    def withdraw(self, key: Hashable) -> None:
+        """Note that `key` was refused the place after all: how long it had it says nothing about others. Idempotent."""
+        self._taken.pop(key, None)
+
     @property
     def retry_after_s(self) -> int:
         """When the next place is expected to become free."""

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from vllm.exceptions import (
     GracefulHTTPError,
+    MaxQueuedTokensError,
+    QueueOverflowError,
     VLLMClientError,
     VLLMServerError,
     VLLMUnprocessableEntityError,
@@ -21,7 +23,7 @@ from vllm.exceptions import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from medialane.core.errors import GenerationFailed, PromptRejected, Unavailable, WorkerLost
+from medialane.core.errors import GenerationFailed, PromptRejected, Unavailable, WorkerBusy, WorkerLost
 from medialane.core.own_fault import is_exhausted, own_fault
 
 logger = logging.getLogger(__name__)
@@ -69,13 +71,15 @@ def engine_fault(error: BaseException) -> BaseException | None:
 
 @contextmanager
 def mapped_errors() -> Iterator[None]:
-    """Convert vLLM's exceptions, and those of a process that has run out of memory, to PromptRejected, Unavailable,
-    WorkerLost or GenerationFailed."""
+    """Convert vLLM's exceptions, and those of a process that has run out of memory, to PromptRejected, WorkerBusy,
+    Unavailable, WorkerLost or GenerationFailed."""
     try:
         yield
     except VLLMClientError as error:
         param = error.parameter if isinstance(error, VLLMValidationError | VLLMUnprocessableEntityError) else None
         raise PromptRejected(public_text(error), param=param) from error
+    except (QueueOverflowError, MaxQueuedTokensError) as error:
+        raise WorkerBusy(error.message) from error
     except GracefulHTTPError as error:
         raise Unavailable(error.message) from error
     except EngineDeadError as error:

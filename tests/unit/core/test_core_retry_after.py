@@ -60,3 +60,15 @@ def test_places_that_are_freed_at_once_are_promised_at_once(clock):
     places.free("a")
     places.take("b")
     assert places.promise() == 1
+
+
+def test_place_that_is_withdrawn_says_nothing_about_how_long_places_are_taken(clock):
+    places = Places(clock=clock)
+    for key in range(2):
+        places.take(key)
+    clock.now += 40
+    places.free(0)
+    for refused in range(20):
+        places.take(("refused", refused))
+        places.withdraw(("refused", refused))
+    assert places.promise() == 40

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerLost
+from medialane.core.errors import GenerationFailed, StartupFailed, WorkerBusy, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
 from medialane.gateway.worker_link.client import RpcClient
@@ -243,7 +243,7 @@ async def test_full_worker_rejects(net):
     link = await net.connected(rpc=RpcConfig(max_in_flight=1))
     link.submit(request("a"))
     remote = link.submit(request("b"))
-    with pytest.raises(NoWorkerReady):
+    with pytest.raises(WorkerBusy):
         await anext(remote)
     assert len(link.client.requests) == 1
 

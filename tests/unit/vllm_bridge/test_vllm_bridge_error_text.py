@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
+from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 
-from medialane.vllm_bridge.engine_errors import MAX_CHARS, public_text
+from medialane.core.errors import WorkerBusy
+from medialane.vllm_bridge.engine_errors import MAX_CHARS, mapped_errors, public_text
 
 SAMPLES = np.random.default_rng(0).standard_normal((8, 4000), np.float32)
 
@@ -54,3 +56,10 @@ def test_tensors_images_and_addresses_are_removed():
 
 def test_length_is_bounded():
     assert len(public_text(ValueError("x" * 1_000_000))) <= MAX_CHARS + 4
+
+
+@pytest.mark.parametrize("error", [QueueOverflowError(), MaxQueuedTokensError()], ids=repr)
+def test_engine_whose_queue_is_full_is_busy_with_vllms_message(error):
+    with pytest.raises(WorkerBusy, match="try again later") as raised, mapped_errors():
+        raise error
+    assert raised.value.message == error.message

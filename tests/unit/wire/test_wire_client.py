@@ -15,6 +15,7 @@ from medialane.core.errors import (
     NoWorkerReady,
     ProtocolViolation,
     StartupFailed,
+    WorkerBusy,
     WorkerLost,
     to_report,
 )
@@ -217,7 +218,7 @@ async def test_request_beyond_max_in_flight_fails_and_the_others_go_on(net):
     await net.serve(FakeHandler([1], delay_s=0.05))
     client = await net.connect(RpcConfig(max_in_flight=2))
     first, second, third = [client.requests.submit(engine_request(f"r{i}")) for i in range(3)]
-    with pytest.raises(NoWorkerReady):
+    with pytest.raises(WorkerBusy):
         await tokens_of(third)
     assert [await tokens_of(first), await tokens_of(second)] == [[1], [1]]
     await eventually(lambda: len(client.requests) == 0)

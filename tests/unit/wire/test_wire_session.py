@@ -12,6 +12,7 @@ from medialane.core.errors import (
     InvalidFeature,
     NoWorkerReady,
     PromptRejected,
+    WorkerBusy,
 )
 from medialane.core.request import CompletionDelta, OutputDelta
 from medialane.testing.fake_handler import FakeHandler
@@ -272,7 +273,7 @@ async def test_requests_over_the_limit_are_rejected(net, raw):
     for i in range(3):
         gateway.send(Submit(engine_request(f"r{i}")))
     failed = await gateway.next(Failed)
-    assert (failed.request_id, failed.error.code) == ("r2", NoWorkerReady.code)
+    assert (failed.request_id, failed.error.code) == ("r2", WorkerBusy.code)
     assert await gateway.next(Released) == Released("r2")
 
 

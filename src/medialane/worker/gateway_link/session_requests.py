@@ -16,8 +16,8 @@ from medialane.core.errors import (
     GenerationFailed,
     InvalidFeature,
     MedialaneError,
-    NoWorkerReady,
     ProtocolViolation,
+    WorkerBusy,
     WorkerLost,
     report_of,
     to_report,
@@ -127,7 +127,7 @@ class SessionRequests:
             return WorkerLost("the worker is shutting down")
         if len(self._running) >= self._max_in_flight:
             message = "the worker has reached its limit of concurrent requests"
-            return NoWorkerReady(message, retry_after_s=self._places.promise())
+            return WorkerBusy(message, retry_after_s=self._places.promise())
         return None
 
     def _refuse(self, request_id: str, error: MedialaneError) -> None:
@@ -154,6 +154,9 @@ class SessionRequests:
                         await self._connection.writable()
             if not running.finished:
                 raise GenerationFailed("the engine ended the output before it was finished")
+        except WorkerBusy as error:  # it had no place, and waits for one of those that have
+            self._places.withdraw(running.request.request_id)
+            self._fail(running, to_report(WorkerBusy(error.message, retry_after_s=self._places.promise())))
         except Exception as error:  # noqa: BLE001 - the supervisor: whatever a handler raises fails this request alone
             self._fail(running, report_of(error, "request"))
         self._released(running)
