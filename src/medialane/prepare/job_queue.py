@@ -74,6 +74,11 @@ class Job:
         self.is_abandoned = False
         self._closed = False
 
+    @property
+    def key(self) -> str:
+        """What it makes: all jobs of this key do the same."""
+        return self.mm_hash or f"probe of {self.source.value.modality} {self.source.value.content_hash}"
+
     def settle(self, result: JobResult) -> None:
         """Pass the result to the caller; if there already is one, release the lease.
 

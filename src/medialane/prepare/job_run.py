@@ -40,6 +40,7 @@ from medialane.prepare.messages import (
     Range,
 )
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.prepare.quarantine import Quarantine
 from medialane.prepare.reported_error import reported_error
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,9 @@ OVERLAPPED_BYTES = 32 * 1024 * 1024
 class JobRunner:
     """Runs jobs on up to `num_preparers` preparers concurrently. Owns the copy threads until `close`."""
 
-    def __init__(self, arena: Arena, *, num_preparers: int) -> None:
+    def __init__(self, arena: Arena, quarantine: Quarantine, *, num_preparers: int) -> None:
         self._arena = arena
+        self._quarantine = quarantine
         self._copied_at_once_bytes = COPIED_AT_ONCE_BYTES // num_preparers
         self._copiers = ThreadPoolExecutor(num_preparers, "medialane-copy")
 
@@ -87,6 +89,14 @@ class JobRunner:
             reported = _explain(error, job, preparer, forkserver_is_lost)
             return JobResult(error=reported, is_preparer_usable=False, is_run_again=is_run_again)
 
+    async def send(self, job: Job, preparer: PreparerProcess) -> None:
+        """Send a job to its preparer. Raises PreparerLost, or MedialaneError if only the job failed."""
+        self._quarantine.check(job.key)
+        encoded = job.source.value
+        probe = ProbeItem(job.job_id, encoded)
+        await preparer.send(probe if job.is_probe else ProcessItem(job.job_id, encoded, job.io, job.options))
+        job.is_sent = True
+
     def close(self) -> None:
         """Shut down the copy threads; a copy in progress runs to completion."""
         self._copiers.shutdown(wait=False)
@@ -97,7 +107,7 @@ class JobRunner:
         """Exchange one job's messages. Raises PreparerLost, or MedialaneError if only the job failed."""
         job_id = job.job_id
         if not job.is_sent:
-            await send(job, preparer)
+            await self.send(job, preparer)
         if job.is_probe:
             _expect(Done, await preparer.receive(), job_id)
             return None
@@ -149,14 +159,6 @@ class JobRunner:
             else:
                 loop = asyncio.get_running_loop()
                 await to_the_end(loop.run_in_executor(self._copiers, preparer.read, need.addresses, into))
-
-
-async def send(job: Job, preparer: PreparerProcess) -> None:
-    """Send a job to its preparer. Raises PreparerLost, or MedialaneError if only the job failed."""
-    encoded = job.source.value
-    probe = ProbeItem(job.job_id, encoded)
-    await preparer.send(probe if job.is_probe else ProcessItem(job.job_id, encoded, job.io, job.options))
-    job.is_sent = True
 
 
 _Report = TypeVar("_Report", NeedRange, Done)

@@ -5,7 +5,8 @@ the shared queue (`preparers`); everything about a job happens in that task, in 
 
 Failures. No job can stop the pool: a MedialaneError fails the job; an unexpected exception fails the job and replaces
 its preparer; an exception outside of jobs is logged, and the fork server is restarted. A preparer that dies closes its
-channel: the job fails with PreparerCrashed. A job that exceeds its timeout fails with PreparerTimeout. The preparers
+channel: the job fails with PreparerCrashed. A job that exceeds its timeout fails with PreparerTimeout. An item
+that has ended several preparers is refused before it is queued (`quarantine`). The preparers
 die with their fork server: running jobs fail with Unavailable, queued jobs wait for the spare fork server to take over;
 without a spare they fail as well, and a new processor is built, with exponential backoff if building fails.
 """
@@ -35,6 +36,7 @@ from medialane.prepare.job_queue import Job, JobQueue
 from medialane.prepare.job_run import to_the_end
 from medialane.prepare.messages import PreparerSetup
 from medialane.prepare.preparers import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Preparers
+from medialane.prepare.quarantine import Quarantine
 from medialane.prepare.sandbox import WRITE_ARENA
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,8 @@ class PreparerPool:
         self._forkserver: ForkserverProcess | None = None
         self._queue = JobQueue(limit=config.queue_limit, timeout_s=config.queue_timeout_s, drain_s=self._drain_s)
         self._outage = Outage()
-        self._preparers = Preparers(config, self._queue, arena)
+        self._quarantine = Quarantine()
+        self._preparers = Preparers(config, self._queue, arena, self._quarantine)
         self._unavailable: str | None = "media preparation has not started"
         self._supervisor: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -120,9 +123,10 @@ class PreparerPool:
         is only decoded (stage `decoded`).
 
         The caller keeps `encoded`: the job pins it separately. Raises PreparersBusy (queue full, or no preparer within
-        the queue timeout), ArenaFull, MediaTooLarge (the feature exceeds the arena), PreparerTimeout, PreparerCrashed,
-        Unavailable, and what decoding and processing raise. A job cancelled in the queue is dropped; one cancelled
-        while running is stopped unless it finishes within ABANDONED_S: then its feature stays cached.
+        the queue timeout), ArenaFull, MediaTooLarge (the feature exceeds the arena), PreparerTimeout, PreparerCrashed
+        (also if the item is in quarantine), Unavailable, and what decoding and processing raise. A job cancelled in the
+        queue is dropped; one cancelled while running is stopped unless it finishes within ABANDONED_S: then its feature
+        stays cached.
         """
         timeout_s = self._config.job_timeout_s(encoded.value.modality)
         job = Job(encoded.duplicate(), options, mm_hash, timeout_s=timeout_s, timeline=timeline, io=io)
@@ -144,6 +148,7 @@ class PreparerPool:
         try:
             if self._unavailable is not None:
                 raise Unavailable(self._unavailable, retry_after_s=self._outage.retry_after_s)
+            self._quarantine.check(job.key)
             self._queue.put(job)
         except MedialaneError:
             job.close()

@@ -9,7 +9,8 @@ A job's caller gets its result first. If the preparer must not be used again, it
 by its pidfd, and only then are the job's range and its pin on the encoded bytes released, because until then the
 process may still write. A preparer that dies need not have been killed by its job: it may have had two, and the kernel
 kills preparers first when memory is short. So each of its jobs is run again, once and alone in its preparer; a second
-death fails it. Preparers that die before they have run a job are replaced with exponential backoff.
+death fails it, and an item that has ended three preparers is refused for a while (`quarantine`). Preparers that die
+before they have run a job are replaced with exponential backoff.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from functools import partial
 
 from medialane.arena import Arena
 from medialane.core.backoff import Backoff
-from medialane.core.errors import MedialaneError, Unavailable
+from medialane.core.errors import MedialaneError, PreparerCrashed, PreparerTimeout, Unavailable
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverLost, ForkserverProcess
 from medialane.prepare.job_queue import Job, JobQueue, JobResult
-from medialane.prepare.job_run import JobRunner, send, to_the_end
+from medialane.prepare.job_run import JobRunner, to_the_end
 from medialane.prepare.preparer_process import PreparerLost, PreparerProcess
+from medialane.prepare.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class _Slot:
 class Preparers:
     """Keeps `num_wanted` preparers running. The counters include all fork servers so far."""
 
-    def __init__(self, config: PrepareConfig, queue: JobQueue, arena: Arena) -> None:
+    def __init__(self, config: PrepareConfig, queue: JobQueue, arena: Arena, quarantine: Quarantine) -> None:
         self.num_wanted = config.resolved_num_preparers()
         self.alive: set[PreparerProcess] = set()
         self.num_busy = 0
@@ -75,7 +77,8 @@ class Preparers:
         self._max_jobs = config.max_jobs_per_preparer
         self._max_age_s = config.max_preparer_age_s
         self._queue = queue
-        self._runner = JobRunner(arena, num_preparers=self.num_wanted)
+        self._quarantine = quarantine
+        self._runner = JobRunner(arena, quarantine, num_preparers=self.num_wanted)
 
     async def run_slot(
         self, forkserver: ForkserverProcess, on_ready: Callable[[], None], on_failure: Callable[[], None]
@@ -172,6 +175,7 @@ class Preparers:
             result = await self._runner.run(job, slot.preparer, slot.forkserver.has_ended, send_next)
         finally:
             self._queue.learn(job)
+            self._note_blame(job, slot, result)
             jobs = [job] if slot.next is None else [slot.next, job]
             if not result.is_run_again:
                 job.settle(result)
@@ -184,6 +188,15 @@ class Preparers:
             self.num_busy -= 1
         return result.is_preparer_usable
 
+    def _note_blame(self, job: Job, slot: _Slot, result: JobResult) -> None:
+        """Count an end of the preparer against what it was decoding: the next job, if it had that one already."""
+        if result.error is None:
+            self._quarantine.clear(job.key)
+        elif isinstance(result.error, PreparerCrashed | PreparerTimeout) and not result.is_preparer_usable:
+            suspect = job if slot.next is None else slot.next
+            if not suspect.is_abandoned:
+                self._quarantine.add(suspect.key)
+
     async def _send_next(self, job: Job, slot: _Slot) -> None:
         """Send the next job, if one is queued, to the preparer that has processed `job`."""
         if job.is_retried or self._has_ended(slot):
@@ -192,7 +205,7 @@ class Preparers:
         if slot.next is not None:
             slot.next.begin()
             with contextlib.suppress(MedialaneError, PreparerLost):  # `run` sends it again, and reports its error
-                await send(slot.next, slot.preparer)
+                await self._runner.send(slot.next, slot.preparer)
 
     async def _kill(self, preparer: PreparerProcess, jobs: Sequence[Job]) -> None:
         """Kill the preparer, then close its jobs, or queue them again if they have no result.

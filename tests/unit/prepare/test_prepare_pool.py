@@ -755,9 +755,9 @@ async def test_fifty_crashes_leak_no_descriptor_or_range(arena, encoded):
         await eventually(lambda: pool.spare_pid is not None)  # it has descriptors, too
         gc.collect()
         before, used = len(os.listdir("/proc/self/fd")), arena.stats().free_bytes
-        for _ in range(25):
-            with pytest.raises(PreparerCrashed):
-                await pool.prepare_item(encoded, options(fault="kill"), "b" * 64)
+        for number in range(25):
+            with pytest.raises(PreparerCrashed, match="twice"):
+                await pool.prepare_item(encoded, options(fault="kill"), f"{number:064}")
         await eventually(lambda: pool.stats().num_restarts == 50 and pool.stats().num_alive == 1)
         assert len(os.listdir("/proc/self/fd")) == before
         assert arena.stats().free_bytes == used

@@ -18,7 +18,8 @@ from medialane.core.errors import (
     PreparerTimeout,
     Unavailable,
 )
-from medialane.prepare import forkserver_process, job_run, pool, preparers
+from medialane.prepare import forkserver_process, job_run, pool
+from medialane.prepare.job_run import JobRunner
 from medialane.prepare.messages import Copied
 from medialane.prepare.preparer_process import PreparerProcess
 from waiting import eventually
@@ -189,15 +190,14 @@ async def test_full_arena_fails_only_its_own_job(arena, encoded, monkeypatch):
 
 
 async def test_next_job_that_cannot_be_sent_fails_alone(arena, encoded, monkeypatch):
-    send = preparers.send
+    send = JobRunner.send
 
-    async def refusing(job, preparer):
+    async def refusing(runner, job, preparer):
         if job.mm_hash == SECOND:
             raise PreparationFailed("too large")
-        await send(job, preparer)
+        await send(runner, job, preparer)
 
-    monkeypatch.setattr(preparers, "send", refusing)
-    monkeypatch.setattr(job_run, "send", refusing)
+    monkeypatch.setattr(JobRunner, "send", refusing)
     async with running(make_pool(arena)) as used:
         first, second = start(used, encoded, FIRST), start(used, encoded, SECOND)
         (await first).release()

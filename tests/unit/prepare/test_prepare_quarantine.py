@@ -1,0 +1,115 @@
+"""An item that has ended three preparers is refused for a while; what shared a preparer with it is prepared."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+from preparer_pools import make_pool, png, put, running
+
+from medialane.core.errors import PreparerCrashed, PreparerTimeout
+from medialane.prepare.quarantine import MAX_ENDED, MAX_ITEMS, QUARANTINE_S, Quarantine
+from waiting import eventually
+
+POISON, INNOCENT = "a" * 64, "b" * 64
+REFUSED = "refused"
+
+
+async def prepare(pool, encoded, key=POISON, options=b"{}"):
+    (await pool.prepare_item(encoded, options, key)).release()
+
+
+@pytest.mark.parametrize("fault", ["kill", "segfault"])
+async def test_third_crash_of_an_item_refuses_it_without_a_preparer(arena, encoded, fault):
+    options = b'{"fault": "%s"}' % fault.encode()
+    async with running(make_pool(arena)) as pool:
+        with pytest.raises(PreparerCrashed, match="twice"):
+            await prepare(pool, encoded, options=options)
+        with pytest.raises(PreparerCrashed, match=REFUSED):  # the third crash; it is not run again
+            await prepare(pool, encoded, options=options)
+        await eventually(lambda: pool.stats().num_restarts == 3 and pool.stats().num_alive == 1)
+        for _ in range(3):
+            with pytest.raises(PreparerCrashed, match=REFUSED):
+                await prepare(pool, encoded, options=options)
+        assert pool.stats().num_restarts == 3
+        await prepare(pool, encoded, INNOCENT)
+    assert arena.stats().num_leases == 1
+
+
+async def test_three_hangs_of_an_item_refuse_it(arena, encoded):
+    async with running(make_pool(arena, image_timeout_s=0.2)) as pool:
+        for _ in range(3):
+            with pytest.raises(PreparerTimeout):
+                await prepare(pool, encoded, options=b'{"fault": "hang"}')
+        with pytest.raises(PreparerCrashed, match=REFUSED):
+            await prepare(pool, encoded, options=b'{"fault": "hang"}')
+
+
+async def test_three_bad_probes_refuse_the_content(arena):
+    """Without options: whoever sends it."""
+    async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
+        with put(arena, png(seed=1)) as poison, put(arena, png(seed=2)) as innocent:
+            for number in range(3):
+                await eventually(lambda n=number: pool.stats().num_restarts == n and pool.stats().num_alive == 1)
+                os.kill(pool.preparer_pids[0], signal.SIGSTOP)
+                with pytest.raises(PreparerTimeout):
+                    await pool.probe_item(poison)
+            with pytest.raises(PreparerCrashed, match=REFUSED):
+                await pool.probe_item(poison)
+            await pool.probe_item(innocent)
+
+
+async def test_neighbours_of_a_poisonous_item_are_prepared(arena, encoded):
+    """Those that wait behind it, and those that are copied while it is decoded; more often than it is tolerated."""
+    async with running(make_pool(arena)) as pool:
+        for number in range(4):
+            poison = [pool.prepare_item(encoded, b'{"fault": "kill"}', POISON) for _ in range(2)]
+            innocent = [prepare(pool, encoded, f"{number}{n}".rjust(64, "0")) for n in range(4)]
+            results = await asyncio.gather(
+                innocent[0], poison[0], innocent[1], innocent[2], poison[1], innocent[3], return_exceptions=True
+            )
+            assert [type(result) for result in results if result is not None] == [PreparerCrashed] * 2, results
+            assert isinstance(results[1], PreparerCrashed)
+        assert pool.stats().num_restarts == 3
+    assert arena.stats().num_leases == 1
+
+
+async def test_item_that_is_prepared_after_crashes_starts_over(arena, encoded):
+    """Lack of memory ends preparers of innocent items, too."""
+    async with running(make_pool(arena)) as pool:
+        for _ in range(2):
+            with pytest.raises(PreparerCrashed, match="twice"):
+                await prepare(pool, encoded, options=b'{"fault": "kill"}')
+            await prepare(pool, encoded)
+
+
+async def test_cancelled_jobs_are_not_counted(arena, encoded):
+    """Their preparers are killed for another reason."""
+    async with running(make_pool(arena)) as pool:
+        for number in range(1, 5):
+            job = asyncio.create_task(prepare(pool, encoded, options=b'{"fault": "hang"}'))
+            await eventually(lambda: pool.stats().num_busy == 1)
+            job.cancel()
+            await asyncio.wait([job])
+            await eventually(lambda n=number: pool.stats().num_restarts == n and pool.stats().num_alive == 1)
+        await prepare(pool, encoded)
+
+
+def test_item_is_tried_again_after_a_while(clock):
+    quarantine = Quarantine(clock)
+    for _ in range(MAX_ENDED):
+        quarantine.check(POISON)
+        quarantine.add(POISON)
+    with pytest.raises(PreparerCrashed, match=REFUSED):
+        quarantine.check(POISON)
+    clock.now += QUARANTINE_S + 1
+    quarantine.check(POISON)
+
+
+def test_number_of_remembered_items_is_bounded(clock):
+    quarantine = Quarantine(clock)
+    for _ in range(MAX_ENDED):
+        quarantine.add(POISON)
+    for number in range(MAX_ITEMS):
+        quarantine.add(str(number))
+    quarantine.check(POISON)
