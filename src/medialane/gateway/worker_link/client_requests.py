@@ -7,8 +7,8 @@ from medialane.core.errors import (
     GenerationFailed,
     HandoverFailed,
     MedialaneError,
-    NoWorkerReady,
     ProtocolViolation,
+    WorkerBusy,
     WorkerLost,
     from_report,
 )
@@ -48,7 +48,7 @@ class ClientRequests:
         """Send a request. Errors are raised by its iteration. If it cannot be sent, these are
 
         * WorkerLost: the connection is closed;
-        * NoWorkerReady: `max_in_flight` or `max_write_buffer_bytes` is reached;
+        * WorkerBusy: `max_in_flight` or `max_write_buffer_bytes` is reached;
         * HandoverFailed: with its inline tensors it exceeds the message size limit.
 
         The caller holds the inline tensors until the iteration has ended or `abort` was called. Raises
@@ -115,9 +115,9 @@ class ClientRequests:
             raise WorkerLost("the worker was lost before the request was sent")
         if len(self._requests) >= self._config.max_in_flight:
             message = "the worker has reached its limit of concurrent requests"
-            raise NoWorkerReady(message, retry_after_s=self._places.promise())
+            raise WorkerBusy(message, retry_after_s=self._places.promise())
         if self._connection.num_buffered_bytes + self.num_unsent_bytes > self._config.max_write_buffer_bytes:
-            raise NoWorkerReady("the worker is overloaded", retry_after_s=self._places.promise())
+            raise WorkerBusy("the worker is overloaded", retry_after_s=self._places.promise())
 
     def _send(self, request: EngineRequest) -> None:
         message, tensors = split(request)
