@@ -24,7 +24,7 @@ from typing import NamedTuple
 import harness
 from medialane.core.block_hash import prompt_block_ids
 from medialane.routing.config import PolicyName, RoutingConfig
-from medialane.testing.simulated.scheduler import answer_token
+from medialane.testing.simulated.answer import answer_of
 from simulated_cluster import CONFIG, Outcome, SimulatedCluster, Spread, counted
 from traces import SessionTrace, Turn, session_turns
 
@@ -85,7 +85,8 @@ def oracle(turns: list[Turn], block_size: int = CONFIG.block_size) -> float:
             num_held = next((i for i, block_id in enumerate(usable) if block_id not in held), len(usable))
             num_cached += block_size * num_held
             num_tokens += len(turn.token_ids)
-        answered = [*turn.token_ids, *map(answer_token, range(turn.num_answer_tokens - 1))]
+        hashes = [span.mm_hash for span in turn.media]
+        answered = turn.token_ids + answer_of(turn.token_ids, turn.num_answer_tokens - 1, hashes)
         held.update(prompt_block_ids(answered, block_size=block_size, media=turn.media).tolist())
     return num_cached / num_tokens
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from medialane.core.feature import MediaSpan
-from medialane.testing.simulated.scheduler import answer_token
+from medialane.testing.simulated.answer import answer_of
 
 #: Placeholder of an image in a prompt; ids of words are above.
 IMAGE_TOKEN = 50
@@ -114,7 +114,7 @@ class _Session:
         self._tokens += drawn.words(*trace.question)
         num_answer_tokens = drawn.random.randint(*trace.answer)
         turn = Turn(time_s, self._name, list(self._tokens), tuple(self._media), num_answer_tokens)
-        self._tokens += map(answer_token, range(num_answer_tokens))
+        self._tokens += answer_of(self._tokens, num_answer_tokens, [span.mm_hash for span in self._media])
         return turn
 
     def goes_on(self) -> bool:

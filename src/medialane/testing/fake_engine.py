@@ -38,7 +38,7 @@ from medialane.core.request import (
 )
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.testing.simulated.block_pool import BlockPool
-from medialane.testing.simulated.sequence import sequence_of
+from medialane.testing.simulated.sequence import SimulatedParams, sequence_of
 
 FAKE_CARD = ModelCard(model="fake", max_model_len=8192, block_size=16, processor={"model": "fake"})
 
@@ -285,7 +285,7 @@ class FakeEngine:
         if not isinstance(request.prompt, ExpandedPrompt):
             return 0
         size, num_tokens = self.card.block_size, len(request.prompt.token_ids) + len(request.generated)
-        sequence = sequence_of(request, block_size=size, max_tokens=1)
+        sequence = sequence_of(request, block_size=size, params=SimulatedParams(), max_tokens=1)
         cached = self._pool.find(sequence.cacheable_ids())
         self._pool.use(cached)
         sequence.start(cached)

@@ -161,7 +161,7 @@ async def test_output_ends_at_the_model_length(engine):
     [
         (request(range(40_000)), PromptRejected),
         (request([]), PromptRejected),
-        (request(n=2), PromptRejected),
+        (request(n=0), PromptRejected),
         (request(features=[image("i", 30, 20)]), InvalidFeature),
         (request(range(20_000), features=[image("i", 0, 17_000)]), PromptRejected),
         (EngineRequest("r", ExpandedPrompt([1]), b"\xc1"), PromptRejected),

@@ -2,9 +2,10 @@ import pytest
 
 from medialane.core.feature import PlaceholderRange
 from medialane.core.kv_events import BlockStored
+from medialane.testing.simulated.answer import answer_of
 from medialane.testing.simulated.block_pool import BlockPool
 from medialane.testing.simulated.encoder_cache import EncoderCache
-from medialane.testing.simulated.scheduler import Scheduler, answer_token
+from medialane.testing.simulated.scheduler import Scheduler
 from medialane.testing.simulated.sequence import Item, SimulatedSequence
 
 
@@ -43,7 +44,7 @@ def test_prefill_is_chunked_and_decode_is_token_by_token():
     found, one = scheduler(budget=10), sequence("a", range(25))
     found.add(one)
     assert run(found) == [{"a": 10}, {"a": 10}, {"a": 5}, {"a": 1}, {"a": 1}]
-    assert one.answer == [answer_token(0), answer_token(1), answer_token(2)]
+    assert one.answer == answer_of(range(25), 3)
     assert one.finished
     assert found.pool.usage == 0.0
 

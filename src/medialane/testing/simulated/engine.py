@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -29,26 +29,18 @@ from medialane.core.request import (
     OutputDelta,
     WorkerLoad,
 )
+from medialane.testing.simulated.answer import token_texts
 from medialane.testing.simulated.block_pool import BlockPool
 from medialane.testing.simulated.config import SimulatedConfig
 from medialane.testing.simulated.encoder_cache import EncoderCache
 from medialane.testing.simulated.scheduler import Scheduler, Step
-from medialane.testing.simulated.sequence import SimulatedSequence, sequence_of
+from medialane.testing.simulated.sequence import SimulatedParams, SimulatedSequence, sequence_of
 
 logger = logging.getLogger(__name__)
 
 #: vLLM's RequestOutputKind.
 _CUMULATIVE, _FINAL_ONLY = 0, 2
 _MIB = 1 << 20
-
-
-class SimulatedParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fields used of vLLM's SamplingParams, encoded in msgpack; others are ignored. `max_tokens` None means up to
-    max_model_len."""
-
-    max_tokens: int | None = 16
-    n: int = 1
-    output_kind: int = 0
 
 
 def simulated_card(config: SimulatedConfig, model: str) -> ModelCard:
@@ -91,43 +83,54 @@ def simulated_scheduler(config: SimulatedConfig, *, mask: int = 0) -> Scheduler:
     )
 
 
-class _OutputQueue:
-    """The queue of one request's outputs."""
+class _Output:
+    """The outputs of one request's choices, of which `num_unfinished` go on."""
 
-    def __init__(self, sequence: SimulatedSequence, output_kind: int) -> None:
-        self.sequence = sequence
+    def __init__(self, request_id: str, num_choices: int) -> None:
+        self.request_id = request_id
+        self.num_unfinished = num_choices
         self.deltas: asyncio.Queue[OutputDelta | None] = asyncio.Queue()
-        self._output_kind = output_kind
+
+
+class _Choice:
+    """One choice of a request."""
+
+    def __init__(self, output: _Output, index: int, sequence: SimulatedSequence, params: SimulatedParams) -> None:
+        self.output = output
+        self._index = index
+        self._sequence = sequence
+        self._output_kind = params.output_kind
+        self._detokenizes = params.detokenize
         self._num_sent = 0
 
-    def gained(self, stream_interval: int) -> None:
+    def gained(self, stream_interval: int, texts: Mapping[int, str]) -> None:
         """Queue a delta for a new token, unless it has to wait for further ones."""
-        sequence = self.sequence
+        sequence = self._sequence
         total = len(sequence.token_ids) - sequence.num_prompt_tokens
         waits = self._num_sent > 0 and total - self._num_sent < stream_interval
+        if sequence.finished:
+            self.output.num_unfinished -= 1
         if sequence.finished or not (waits or self._output_kind == _FINAL_ONLY):
-            self.deltas.put_nowait(self._delta())
+            self.output.deltas.put_nowait(self._delta(texts))
             self._num_sent = total
 
-    def fail(self) -> None:
-        self.deltas.put_nowait(None)
-
-    def _delta(self) -> OutputDelta:
-        sequence, first = self.sequence, self._num_sent == 0
+    def _delta(self, texts: Mapping[int, str]) -> OutputDelta:
+        sequence, first = self._sequence, self._num_sent == 0
         start = self._num_sent if self._output_kind not in (_CUMULATIVE, _FINAL_ONLY) else 0
         tokens = sequence.token_ids[sequence.num_prompt_tokens + start :]
-        text = "".join(f"<{token}>" for token in tokens)
-        reason = "length" if sequence.finished else None
+        shown = tokens[: None if sequence.stop_reason is None else -1] if self._detokenizes else []
+        text = "".join([texts.get(token) or f"<{token}>" for token in shown])
+        reason = None if not sequence.finished else "length" if sequence.stop_reason is None else "stop"
         return OutputDelta(
-            sequence.request_id,
-            [CompletionDelta(0, text, tokens, finish_reason=reason)],
-            finished=sequence.finished,
+            self.output.request_id,
+            [CompletionDelta(self._index, text, tokens, finish_reason=reason, stop_reason=sequence.stop_reason)],
+            finished=not self.output.num_unfinished,
             num_cached_tokens=sequence.num_cached_tokens,
             times=self._times() if first else None,
         )
 
     def _times(self) -> EngineTimes:
-        sequence = self.sequence
+        sequence = self._sequence
         return EngineTimes(
             queue_s=max(0.0, sequence.scheduled_s - sequence.queued_s),
             prefill_s=max(0.0, sequence.first_token_s - sequence.scheduled_s),
@@ -135,16 +138,18 @@ class _OutputQueue:
 
 
 class SimulatedEngine:
-    """An engine without a model, for tests of scale and routing. Output tokens depend only on their position.
+    """An engine without a model, for tests of scale and routing. Output tokens: `AnswerTokens`.
 
     `EngineTimes` are in simulated seconds. Steps run in a task that exists while there is work.
     """
 
     def __init__(self, config: SimulatedConfig, *, model: str) -> None:
+        """`model` is that of the card; if it is a folder, tokens are decoded with its vocabulary."""
         self.card = simulated_card(config, model)
         self._config = config
         self._scheduler = simulated_scheduler(config, mask=secrets.randbits(64))
-        self._outputs: dict[SimulatedSequence, _OutputQueue] = {}
+        self._texts = token_texts(model)
+        self._choices: dict[SimulatedSequence, _Choice] = {}
         self._listener: Callable[[KvEventBatch], None] | None = None
         self._stepping: asyncio.Task[None] | None = None
         self._failed = self._closed = False
@@ -177,21 +182,24 @@ class SimulatedEngine:
         embeddings: Sequence[EmbeddingUse | None] = (),
     ) -> AsyncGenerator[OutputDelta, None]:
         self._check_alive()
-        sequence, params = self._sequence(request, embeddings)
-        outputs = _OutputQueue(sequence, params.output_kind)
-        self._outputs[sequence] = outputs
-        sequence.queued_s = self._now()
-        self._scheduler.add(sequence)
+        params = _params(request)
+        sequences = [self._sequence(request, embeddings, params.of_choice(index)) for index in range(params.n)]
+        output = _Output(request.request_id, len(sequences))
+        for index, sequence in enumerate(sequences):
+            self._choices[sequence] = _Choice(output, index, sequence, params)
+            sequence.queued_s = self._now()
+            self._scheduler.add(sequence)
         self._keep_stepping()
         try:
-            while (delta := await outputs.deltas.get()) is not None:
+            while (delta := await output.deltas.get()) is not None:
                 yield delta
                 if delta.finished:
                     return
             raise WorkerLost("the worker's engine has stopped")
         finally:
-            del self._outputs[sequence]
-            self._scheduler.remove(sequence)
+            for sequence in sequences:
+                del self._choices[sequence]
+                self._scheduler.remove(sequence)
 
     async def administer(self, call: AdminCall) -> AdminResult:
         raise InvalidRequest(f"a simulated engine does not support {type(call).__name__}")
@@ -248,9 +256,9 @@ class SimulatedEngine:
         for sequence in gained:
             if not sequence.first_token_s:
                 sequence.first_token_s = now
-            outputs = self._outputs.get(sequence)
-            if outputs is not None:
-                outputs.gained(self._config.stream_interval)
+            choice = self._choices.get(sequence)
+            if choice is not None:
+                choice.gained(self._config.stream_interval, self._texts)
 
     def _publish_blocks(self) -> None:
         events = self._scheduler.take_events()
@@ -258,32 +266,32 @@ class SimulatedEngine:
             self._listener(KvEventBatch(0, events, time.time()))
 
     def _fail_all(self) -> None:
-        for outputs in self._outputs.values():
-            outputs.fail()
+        for choice in self._choices.values():
+            choice.output.deltas.put_nowait(None)
 
     def _check_alive(self) -> None:
         if self._failed or self._closed:
             raise WorkerLost("the worker's engine has stopped")
 
     def _sequence(
-        self, request: EngineRequest, embeddings: Sequence[EmbeddingUse | None]
-    ) -> tuple[SimulatedSequence, SimulatedParams]:
+        self, request: EngineRequest, embeddings: Sequence[EmbeddingUse | None], params: SimulatedParams
+    ) -> SimulatedSequence:
         prompt = request.prompt
         if not isinstance(prompt, ExpandedPrompt):
             raise GenerationFailed("a simulated worker has no processor: it supports only features")
-        params = _params(request)
-        num_free = self.card.max_model_len - len(prompt.token_ids)
+        num_tokens = len(prompt.token_ids) + len(request.generated)
+        num_free = self.card.max_model_len - num_tokens
         if not prompt.token_ids:
             raise PromptRejected("the prompt is empty")
         if num_free <= 0:
-            raise PromptRejected(
-                f"{len(prompt.token_ids)} prompt tokens exceed max_model_len {self.card.max_model_len}"
-            )
+            raise PromptRejected(f"{num_tokens} prompt tokens exceed max_model_len {self.card.max_model_len}")
         max_tokens = min(num_free, params.max_tokens or num_free)
-        sequence = sequence_of(request, embeddings, block_size=self.card.block_size, max_tokens=max_tokens)
+        sequence = sequence_of(
+            request, embeddings, block_size=self.card.block_size, params=params, max_tokens=max_tokens
+        )
         if any(item.placeholder.num_embeds > self._config.encoder_cache_tokens for item in sequence.items):
             raise PromptRejected("a media item has more tokens than the encoder cache holds")
-        return sequence, params
+        return sequence
 
 
 def _params(request: EngineRequest) -> SimulatedParams:
@@ -291,6 +299,6 @@ def _params(request: EngineRequest) -> SimulatedParams:
         params = msgspec.msgpack.decode(request.sampling_params, type=SimulatedParams)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PromptRejected("malformed sampling parameters") from error
-    if params.n != 1:
-        raise PromptRejected("n must be 1 for a simulated worker")
+    if params.n < 1:
+        raise PromptRejected("n must be positive")
     return params

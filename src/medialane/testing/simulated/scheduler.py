@@ -19,15 +19,6 @@ from medialane.testing.simulated.block_pool import Block, BlockPool
 from medialane.testing.simulated.encoder_cache import EncoderCache
 from medialane.testing.simulated.sequence import SimulatedSequence
 
-#: Output tokens depend only on their position, modulo this number; the ids are ordinary tokens of any vocabulary.
-NUM_ANSWER_TOKENS = 251
-FIRST_ANSWER_TOKEN = 100
-
-
-def answer_token(number: int) -> int:
-    """Return token `number` of every output."""
-    return FIRST_ANSWER_TOKEN + number % NUM_ANSWER_TOKENS
-
 
 @dataclass(slots=True)
 class Step:
@@ -95,7 +86,7 @@ class Scheduler:
                 continue  # removed or preempted in the meantime
             sequence.num_computed += num_tokens
             if sequence.num_new == 0:
-                sequence.token_ids.append(answer_token(len(sequence.token_ids) - sequence.num_prompt_tokens))
+                sequence.append_token()
                 gained.append(sequence)
             if sequence.encoder_inputs:
                 self._release_items(sequence)

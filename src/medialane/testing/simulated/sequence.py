@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from medialane.core.block_hash import prompt_block_ids, stored_block_ids
 from medialane.core.errors import InvalidFeature
 from medialane.core.feature import EmbeddingUse, MediaSpan, PlaceholderRange
 from medialane.core.kv_events import BlockStored
 from medialane.core.request import EngineRequest
+from medialane.testing.simulated.answer import AnswerTokens
 from medialane.testing.simulated.block_pool import Block, BlockPool
 
 
@@ -28,10 +31,34 @@ class Item(NamedTuple):
         return first < last and (is_embed is None or 1 in is_embed[first:last])
 
 
+class SimulatedParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fields used of vLLM's SamplingParams, encoded in msgpack; others are ignored. `max_tokens` None means up to
+    max_model_len. A `seed` changes all tokens, as each choice does that has one."""
+
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    n: int = 1
+    output_kind: int = 0
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    detokenize: bool = True
+
+    def of_choice(self, index: int) -> SimulatedParams:
+        """Return the parameters of one of n choices, as vLLM does."""
+        seed = None if self.seed is None else self.seed + index
+        return msgspec.structs.replace(self, n=1, seed=seed)
+
+
 def sequence_of(
-    request: EngineRequest, embeddings: Sequence[EmbeddingUse | None] = (), *, block_size: int, max_tokens: int
+    request: EngineRequest,
+    embeddings: Sequence[EmbeddingUse | None] = (),
+    *,
+    block_size: int,
+    params: SimulatedParams,
+    max_tokens: int,
 ) -> SimulatedSequence:
-    """Return the sequence of a request; `embeddings` are those of its items, or empty.
+    """Return the sequence of a request; `embeddings` are those of its items, or empty. Its output goes on behind what
+    was `generated` before, which counts as prompt.
 
     Raises InvalidFeature for an item without a placeholder inside the prompt.
     """
@@ -47,14 +74,18 @@ def sequence_of(
         [*token_ids, *request.generated],
         block_size=block_size,
         max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids or (),
         items=sorted(items, key=lambda item: item.placeholder.offset),
         lora=request.lora_name,
         cache_salt=request.cache_salt,
+        seed=params.seed,
     )
 
 
 class SimulatedSequence:
-    """`items` are in the order of their placeholders. The sequence finishes after `max_tokens` output tokens.
+    """`items` are in the order of their placeholders. The sequence finishes after `max_tokens` output tokens, or with
+    one of `stop_token_ids`, which are none of its first `min_tokens`.
 
     `blocks` hold the KV cache of `num_computed` tokens; `num_cached_tokens` is the number of prompt tokens found by the
     first prefix lookup (None before).
@@ -67,6 +98,9 @@ class SimulatedSequence:
         *,
         block_size: int,
         max_tokens: int,
+        min_tokens: int = 0,
+        stop_token_ids: Collection[int] = (),
+        seed: int | None = None,
         items: Sequence[Item] = (),
         lora: str | None = None,
         cache_salt: str | None = None,
@@ -75,6 +109,7 @@ class SimulatedSequence:
         self.token_ids = list(token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_tokens = max_tokens
+        self.stop_reason: int | None = None
         self.items = tuple(items)
         self.items_end = max((item.placeholder.end for item in self.items), default=0)
         self.encoder_inputs: set[int] = set()
@@ -83,6 +118,9 @@ class SimulatedSequence:
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.queued_s = self.scheduled_s = self.first_token_s = 0.0
+        self._min_tokens = min_tokens
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._answer = AnswerTokens(self.token_ids, [item.mm_hash for item in self.items], seed)
         self._block_size = block_size
         self._lora = lora
         self._cache_salt = cache_salt
@@ -102,7 +140,15 @@ class SimulatedSequence:
 
     @property
     def finished(self) -> bool:
-        return len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens
+        return self.stop_reason is not None or len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens
+
+    def append_token(self) -> None:
+        """Append the next token of the output."""
+        is_early = len(self.token_ids) - self.num_prompt_tokens < self._min_tokens
+        token = self._answer.next(self._stop_token_ids if is_early else ())
+        self.token_ids.append(token)
+        if token in self._stop_token_ids:
+            self.stop_reason = token
 
     @property
     def num_new(self) -> int:
