@@ -53,7 +53,7 @@ MESSAGES = {
 }
 
 #: Decoded, but not messages; the last four are what a store has written for the next one, each bounded in bytes.
-NO_MESSAGES = {"FakeMetadata", "dict", "SimulatedParams", "Record", "_Record", "_Bound", "tuple"}
+NO_MESSAGES = {"FakeMetadata", "dict", "SimulatedParams", "_Tokenizer", "Record", "_Record", "_Bound", "tuple"}
 
 ITEMS = "one for each media item of a request (--media-max-items, --media-max-batch-items), each looked up once"
 HOLDS = "one for each entry that the client holds, each looked up once"
@@ -102,6 +102,7 @@ EXPLAINED = {
     "SourcePrompt.token_ids": TOKENS,
     "SourcePrompt.media": ITEMS,
     "SourcePrompt.encoder_token_ids": TOKENS,
+    "EngineRequest.generated": TOKENS,
     "EngineRequest.trace_headers": "headers of a request, which are bounded at intake",
     "Payload.sizes": "one for each tensor of a request, whose sum is bounded (--rpc-max-message-bytes)",
     "WakeUp.tags": OWN,
