@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     # vLLM reads some settings from the environment only, when it is imported. The tiny model is a folder, like FOLDER.
     # The servers of the benchmarks are on loopback, and asked without a key.
     on_gpu = bool(find_hardware(process_environ()).gpus)
-    enter_environ(Config(), None, str(FOLDER), (), on_gpu=on_gpu, own={"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": ""})
+    own = {"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}
+    enter_environ(Config(), None, str(FOLDER), (), on_gpu=on_gpu, own=own)
     return run_benchmarks(
         FOLDER, args.name, json=args.json, quick=args.quick, num_requests=args.requests, other=args.other
     )

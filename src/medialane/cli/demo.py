@@ -129,7 +129,8 @@ def _medialane(model: str) -> AbstractAsyncContextManager[ServerProcess]:
     """Run `medialane serve` with two workers, as a user would; its progress is shown on the terminal."""
     command = ["-m", "medialane", "serve", model, "--workers", "2"]
     flags = ["--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8", "--", *TINY_MODEL_FLAGS]
-    environ = process_environ() | {"MEDIALANE_API_KEYS": ""}  # of VLLM_API_KEY plain vLLM knows, too
+    # Of VLLM_API_KEY plain vLLM knows, too.
+    environ = process_environ() | {"MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}
     return server_process("medialane serve", command, flags, model=model, environ=environ, log=None, stop_s=_STOP_S)
 
 

@@ -42,6 +42,7 @@ from medialane.gateway import (
     WorkerScrape,
     health_of,
 )
+from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.http_protocol import http_bounds
@@ -163,7 +164,7 @@ async def _start(
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, vllm_args, config.gateway.api_keys)
-    keys = AccessKeys.load(config.gateway, frontend.api_keys)
+    keys = AccessKeys.load(config.gateway, frontend.api_keys, _counts(addresses))
     shared = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
     gateway_config = fit_stage(shared, frontend)
     await asyncio.to_thread(warm_up)
@@ -183,6 +184,8 @@ async def _start(
     gateway = _gateway(components)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
+    if keys.tenants is not None:
+        tasks.start(keys.tenants.watch(), "reading --keys")
     if frontend.takes_media:
         if addresses.store is None:
             raise StartupFailed("this model takes media: start `medialane store` on this host, and pass its --store")
@@ -199,6 +202,14 @@ async def _start(
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
     return frontend, *app
+
+
+def _counts(addresses: GatewayAddresses) -> SharedCounts:
+    """Return what the gateways of this port count together, in a file beside their sockets."""
+    if not addresses.gateways:
+        return SharedCounts()
+    path = os.path.join(os.path.dirname(addresses.gateways[0]), "counts")
+    return SharedCounts(path, index=addresses.gateway_index, num_gateways=len(addresses.gateways))
 
 
 async def _connect_to_workers(
@@ -346,7 +357,7 @@ async def _app(
     app = await components.frontend.app(
         gateway,
         outer=Middleware(ScopeMiddleware, metrics=metrics),
-        access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of),
+        access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
         inner=[
             Middleware(ScrapeMiddleware, refresh=refresh, page=group.page if group is not None else None),
             Middleware(

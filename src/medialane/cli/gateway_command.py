@@ -135,9 +135,9 @@ def _store(given: str) -> str | None:
 def check_api_key(config: Config, environ: Mapping[str, str]) -> None:
     """Raise StartupFailed if clients must have a key, and there is none."""
     if config.gateway.require_api_key and not has_api_key(config, environ):
-        raise StartupFailed("--require-api-key: there is none; set MEDIALANE_API_KEYS or VLLM_API_KEY")
+        raise StartupFailed("--require-api-key: there is none; set MEDIALANE_API_KEYS, VLLM_API_KEY or --keys")
 
 
 def has_api_key(config: Config, environ: Mapping[str, str]) -> bool:
     """Return whether a gateway with this environment asks clients for a key."""
-    return any(config.gateway.api_keys or [environ.get("VLLM_API_KEY", "")])
+    return bool(config.gateway.keys) or any(config.gateway.api_keys or [environ.get("VLLM_API_KEY", "")])

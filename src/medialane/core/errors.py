@@ -100,6 +100,12 @@ class UnsupportedMediaType(InvalidRequest, code="unsupported_media_type", status
 
 class PermissionDenied(MedialaneError, code="permission_denied", status=403, kind="permission_error"): ...
 
+class LimitExceeded(MedialaneError, code="limit_exceeded", status=429, kind="rate_limit_error"):
+    """A limit of the client's own key (`--keys`), whatever the load of the server."""
+
+class RateLimitExceeded(LimitExceeded, code="rate_limit_exceeded"): ...
+class ConcurrencyLimitExceeded(LimitExceeded, code="concurrency_limit_exceeded"): ...
+
 class UpstreamFailed(MedialaneError, code="media_upstream_error", status=502):
     """The media's origin cannot be reached, or its response is an error of its own, or not valid."""
 
@@ -110,6 +116,9 @@ class Unavailable(MedialaneError, code="unavailable", status=503):
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = 1) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
+
+class QueueFull(Unavailable, code="queue_full"): ...  # as many requests wait for admission as may
+class QueueTimeout(Unavailable, code="queue_timeout"): ...  # not admitted within --gateway-queue-timeout
 
 class ArenaFull(Unavailable, code="arena_full"): ...
 class PreparersBusy(Unavailable, code="media_overloaded"): ...

@@ -8,7 +8,10 @@ that is not listed needs the admin key if there is one, else an API key: what an
     open      OPEN                                          none is needed
     metrics   METRICS                                       --metrics-key, --admin-key; without the former, none needed
     client    CLIENT, CLIENT_PREFIXES; no route (404, 405)  --api-key, --admin-key; without the former, none needed
-    admin     all others                                    --admin-key; without it those of `client`
+    admin     all others                                    --admin-key; without it those of --api-key
+
+With `--keys`, a tenant's key is accepted where one of `--api-key` would be, but for nothing administrative. The limits
+of tenants, too, are decided here, for all requests of clients that have a body: one that is refused costs its header.
 
 The body of a request that no route serves, or that needs no key although others do, is not read: the app gets none.
 """
@@ -18,18 +21,22 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from medialane.core.errors import PermissionDenied, StartupFailed
+from medialane.core.errors import LimitExceeded, PermissionDenied, StartupFailed
+from medialane.gateway.admission import SharedCounts, Tenant, Tenants
 from medialane.gateway.bodies import replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import error_form, send_error
+from medialane.gateway.scope import current_scope
+from medialane.observability.metrics import Metrics
 from medialane.wire.private_file import read_private
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 #: Returns the path, with its parameters, of the route that would serve a request; None if there is none.
 RouteOf = Callable[["Scope"], str | None]
@@ -46,6 +53,7 @@ ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inferen
 
 #: Headers that describe a body.
 _BODY_HEADERS = (b"content-length", b"transfer-encoding", b"content-type")
+_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 #: Plain vLLM's response.
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 
@@ -75,29 +83,55 @@ class AccessKeys:
     """The digests of all keys of each purpose; keys themselves are not kept."""
 
     api: Sequence[bytes] = field(default=(), repr=False)
+    tenants: Tenants | None = None
     admin: Sequence[bytes] = field(default=(), repr=False)
     metrics: Sequence[bytes] = field(default=(), repr=False)
 
     @staticmethod
-    def load(config: GatewayConfig, api_keys: Iterable[str] = ()) -> AccessKeys:
-        """Read the settings and their files. Raises StartupFailed."""
+    def load(config: GatewayConfig, api_keys: Iterable[str] = (), counts: SharedCounts | None = None) -> AccessKeys:
+        """Read the settings and their files. The gateways of a port have `counts` of tenants in common. Raises
+        StartupFailed."""
+        if config.keys and (api_keys := tuple(api_keys)):
+            raise StartupFailed("--keys and API keys (--api-key, MEDIALANE_API_KEYS, VLLM_API_KEY) are both set")
+        tenants = Tenants(config.keys, counts) if config.keys else None
         api = [_digest(key.encode()) for key in api_keys]
         admin, metrics = (list(map(_digest, keys)) for keys in (_admin_keys(config), _metrics_keys(config)))
         if set(admin) & {*api, *metrics}:
             raise StartupFailed("the admin key (--admin-key-file) must differ from --api-key and --metrics-key-file")
-        return AccessKeys(api, admin, metrics)
+        if tenants is not None and any(map(tenants.of, (*admin, *metrics))):
+            raise StartupFailed("the admin key and the metrics key must differ from the keys of --keys")
+        return AccessKeys(api, tenants, admin, metrics)
 
-    def accepted(self, kind: Kind) -> Sequence[bytes]:
-        """Return the keys of which a request for a route of this kind needs one; none if it needs no key."""
+    def is_open(self, kind: Kind) -> bool:
+        """Return whether a route of this kind needs no key."""
         match kind:
             case Kind.OPEN:
-                return ()
+                return True
             case Kind.METRICS:
-                return self.metrics and (*self.metrics, *self.admin)
+                return not self.metrics
             case Kind.CLIENT:
-                return self.api and (*self.api, *self.admin)
+                return not self.api and self.tenants is None
             case Kind.ADMIN:
-                return self.admin or self.api
+                return not (self.admin or self.api) and self.tenants is None
+
+    def accepts(self, kind: Kind, given: bytes) -> bool:
+        """Return whether the key with this digest is sufficient for a route of this kind that needs one."""
+        match kind:
+            case Kind.OPEN:
+                return True
+            case Kind.METRICS:
+                return _is_among(given, (*self.metrics, *self.admin))
+            case Kind.CLIENT:
+                return self.tenant(given) is not None or _is_among(given, (*self.api, *self.admin))
+            case Kind.ADMIN:
+                return _is_among(given, self.admin or self.api)
+
+    def is_client(self, given: bytes) -> bool:
+        """Return whether this is the digest of a client's key."""
+        return self.tenant(given) is not None or _is_among(given, self.api)
+
+    def tenant(self, given: bytes) -> Tenant | None:
+        return None if self.tenants is None else self.tenants.of(given)
 
 
 def metrics_key(config: GatewayConfig) -> str:
@@ -131,28 +165,53 @@ def _keys(name: str, value: str, file: str) -> list[bytes]:
 
 
 class AccessMiddleware:
-    """Answers 401 without a key, as plain vLLM does, and 403 with an API key where that is not sufficient."""
+    """Answers 401 without a key, as plain vLLM does, 403 with an API key where that is not sufficient, and 429 to a
+    tenant that has reached its limits."""
 
-    def __init__(self, app: ASGIApp, keys: AccessKeys, route_of: RouteOf) -> None:
+    def __init__(self, app: ASGIApp, keys: AccessKeys, route_of: RouteOf, metrics: Metrics | None = None) -> None:
         self._app = app
         self._keys = keys
         self._route_of = route_of
+        self._metrics = metrics
+        if keys.tenants is not None and metrics is not None:
+            keys.tenants.on_removed = metrics.forget_tenant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
         route = self._route_of(scope)
         kind = kind_of(route)
-        accepted = () if _is_answered_by_cors(scope, route) else self._keys.accepted(kind)
         given = given_key(scope)
-        if accepted and not _is_among(given, accepted):
-            if not _is_among(given, self._keys.api):
+        if not (self._keys.is_open(kind) or _is_answered_by_cors(scope, route) or self._keys.accepts(kind, given)):
+            if not self._keys.is_client(given):
                 return await _send_unauthorized(scope, send)
             return await send_error(send, _denied(kind), error_form(scope))
         if scope["type"] == "http" and (route is None or kind in {Kind.OPEN, Kind.METRICS}):
             headers = [header for header in scope["headers"] if header[0] not in _BODY_HEADERS]
             scope, receive = {**scope, "headers": headers}, replay(b"", receive)
+        elif kind is Kind.CLIENT and (tenant := self._keys.tenant(given)) is not None:
+            return await self._serve(tenant, scope, receive, send)
         return await self._app(scope, receive, send)
+
+    async def _serve(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a tenant's request, or refuse it by its limits, which do not count what has no body."""
+        if scope["type"] == "http":
+            current_scope().tenant = tenant
+            if scope["method"] in _WITHOUT_BODY:
+                return await self._app(scope, receive, send)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(tenant.request())
+            except LimitExceeded as error:
+                return await self._refuse(tenant, error, scope, send)
+            return await self._app(scope, receive, send)
+
+    async def _refuse(self, tenant: Tenant, error: LimitExceeded, scope: Scope, send: Send) -> None:
+        if self._metrics is not None:
+            self._metrics.count_refused(tenant.name, error.code)
+        if scope["type"] == "http":
+            current_scope().fail(error)
+        await send_error(_as_handshake(send) if scope["type"] == "websocket" else send, error, error_form(scope))
 
 
 def _is_answered_by_cors(scope: Scope, route: str | None) -> bool:
@@ -182,8 +241,16 @@ def _denied(kind: Kind) -> PermissionDenied:
 
 
 async def _send_unauthorized(scope: Scope, send: Send) -> None:
-    """Send the response, to a websocket instead of its handshake's."""
-    prefix = "websocket." if scope["type"] == "websocket" else ""
+    send = _as_handshake(send) if scope["type"] == "websocket" else send
     headers = [(b"content-length", str(len(_UNAUTHORIZED)).encode()), (b"content-type", b"application/json")]
-    await send({"type": f"{prefix}http.response.start", "status": 401, "headers": headers})
-    await send({"type": f"{prefix}http.response.body", "body": _UNAUTHORIZED})
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": _UNAUTHORIZED})
+
+
+def _as_handshake(send: Send) -> Send:
+    """Return a `send` that sends a websocket this response instead of its handshake's."""
+
+    async def send_response(message: Message) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    return send_response

@@ -28,6 +28,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     api_keys: SecretTexts = field(default=(), name="api-keys")
     """the keys of which clients must send one: A,B,... or a JSON list; as vLLM's --api-key, which takes precedence, but
     not in a command line; VLLM_API_KEY is one key"""
+    keys: str = field(default="", name="keys")
+    """file with the keys of tenants, instead of --api-key: a line of JSON for each, with its name, the SHA-256 hash of
+    the key, and its limits; read again when it changes"""
     require_api_key: bool = field(default=False, name="require-api-key")
     """refuse to start without an API key"""
     stage: StageChoice = field(default="auto", name="stage")

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 #: https://docs.anthropic.com/en/api/errors; other statuses below 500 are `invalid_request_error`.
-_ANTHROPIC_TYPES = {413: "request_too_large", 503: "overloaded_error"}
+_ANTHROPIC_TYPES = {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
 @dataclass(frozen=True)

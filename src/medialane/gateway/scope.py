@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,6 +23,9 @@ from medialane.gateway.bodies import BudgetCharge
 from medialane.gateway.references import References
 from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report
 from medialane.observability.timeline import StageTimeline
+
+if TYPE_CHECKING:  # admission defers to scopes
+    from medialane.gateway.admission import Tenant
 
 _NO_OUTCOMES: Mapping[str, EmbeddingOutcome] = MappingProxyType({})
 
@@ -48,7 +52,7 @@ class RequestScope:
     """Owns the resources of one request and releases them in reverse order.
 
     `memory` is charged by what is made of its media in this process. `references` are those of intake. `client` is the
-    digest of the API key that came with it.
+    digest of the API key that came with it, `tenant` whose that is (`--keys`).
 
     Also holds results for the response: `extracted` by intake, `failure` (the first one), and for the report the
     prepared items, the destination, and the engine's cached tokens.
@@ -58,6 +62,7 @@ class RequestScope:
         self.timeline = StageTimeline()
         self.references = References.random()
         self.client = ""
+        self.tenant: Tenant | None = None
         self.extracted = ExtractedMedia()
         self.failure: Failure | None = None
         self.memory: BudgetCharge | None = None

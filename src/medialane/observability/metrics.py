@@ -41,6 +41,11 @@ _COUNTERS: Final = {
     "medialane_cache_lookups": ("Cache lookups by cache and outcome", ("kind", "outcome")),
     "medialane_copied_bytes": ("Bytes of media and features copied by the gateway", ()),
     "medialane_request_errors": ("Requests that were refused or failed, by error code", ("code",)),
+    "medialane_refused_requests": (
+        "Requests refused by the limits of a tenant, or as there was no capacity, by tenant (empty without --keys) and"
+        " error code",
+        ("tenant", "reason"),
+    ),
     "medialane_transfer_fallbacks": (
         "Failed transfers of media to a worker that fell back to another path, by failed path and reason",
         ("path", "reason"),
@@ -118,6 +123,14 @@ class Metrics:
     def count_error(self, code: str) -> None:
         """Count a request that has ended with this error code."""
         self._counters["medialane_request_errors"].labels(code).inc()
+
+    def count_refused(self, tenant: str, reason: str) -> None:
+        """Count a request of `tenant` (empty: there are no tenants) that was refused with the error code `reason`."""
+        self._counters["medialane_refused_requests"].labels(tenant, reason).inc()
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Drop what is counted for a tenant that is no more."""
+        self._counters["medialane_refused_requests"].remove_by_labels({"tenant": tenant})
 
     def count_fallback(self, transfer_path: str, reason: str) -> None:
         """Count a transfer by `transfer_path` that failed with error code `reason`; the next path is tried."""

@@ -18,7 +18,10 @@ def read(path: str, setting: str) -> tuple[bytes, int]:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise StartupFailed(f"{setting} {path} is not a file")
-            return file.read(_MAX_BYTES), stat.S_IMODE(mode)
+            content = file.read(_MAX_BYTES + 1)
+            if len(content) > _MAX_BYTES:
+                raise StartupFailed(f"{setting} {path} has more than {_MAX_BYTES} bytes")
+            return content, stat.S_IMODE(mode)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise StartupFailed(f"cannot read {setting} {path}: {reason}") from error

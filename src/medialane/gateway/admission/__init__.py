@@ -3,5 +3,7 @@
 from medialane.gateway.admission.concurrency import Admission
 from medialane.gateway.admission.cost import Cost
 from medialane.gateway.admission.queue import AdmissionQueue, Ticket
+from medialane.gateway.admission.shared_counts import SharedCounts
+from medialane.gateway.admission.tenants import Tenant, Tenants
 
-__all__ = ["Admission", "AdmissionQueue", "Cost", "Ticket"]
+__all__ = ["Admission", "AdmissionQueue", "Cost", "SharedCounts", "Tenant", "Tenants", "Ticket"]

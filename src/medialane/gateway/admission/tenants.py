@@ -1,0 +1,143 @@
+"""Tenants: who may ask, at what rate, how many requests at a time, and with what priority (`--keys`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from medialane.core.errors import ConcurrencyLimitExceeded, RateLimitExceeded, StartupFailed
+from medialane.core.retry_after import Places, retry_after
+from medialane.gateway.admission.keys_file import SETTING, TenantLimits, read_keys
+from medialane.gateway.admission.shared_counts import SharedCounts
+
+logger = logging.getLogger(__name__)
+
+#: How often the file is checked for a change.
+_CHECK_S = 1.0
+
+
+class Tenant:
+    """One tenant, for as long as the file has its name. All gateways of a port count its requests together."""
+
+    def __init__(self, limits: TenantLimits, counts: SharedCounts, clock: Callable[[], float]) -> None:
+        self.name = limits.name
+        self.limits = limits
+        self._counts = counts
+        self._clock = clock
+        self._places = Places(clock=clock)
+        self._is_removed = False
+
+    def priority(self, wanted: int) -> int:
+        """Return the priority, lower first, of a request that asks for `wanted`."""
+        return max(wanted, self.limits.priority)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request while it lasts. Raises ConcurrencyLimitExceeded, RateLimitExceeded: it is not counted."""
+        self._check_concurrency()
+        self._check_rate()
+        place = object()
+        self._places.take(place)
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+            self._places.free(place)
+
+    def remove(self) -> None:
+        """The file does not have it any more: requests that run are not counted."""
+        self._is_removed = True
+
+    def _count(self, change: int) -> None:
+        if not self._is_removed:
+            self._counts.set_own(self.name, self._counts.own(self.name) + change)
+
+    def _check_concurrency(self) -> None:
+        limit = self.limits.concurrency
+        if limit is not None and self._counts.total(self.name) >= limit:
+            message = f"this API key has {limit} requests in flight, which is its limit"
+            raise ConcurrencyLimitExceeded(message, retry_after_s=self._places.promise())
+
+    def _check_rate(self) -> None:
+        """The generic cell rate algorithm: the shared value is when the bucket will be full again."""
+        rate = self.limits.rate
+        if rate is None:
+            return
+        now = self._clock()
+        full_at = max(self._counts.value(self.name), now)
+        wait_s = full_at - now - (self.limits.max_burst - 1) / rate
+        if wait_s > 1e-9:  # of the clock's rounding
+            message = f"this API key has exceeded its limit of {rate:g} requests per second"
+            raise RateLimitExceeded(message, retry_after_s=retry_after(wait_s))
+        self._counts.set_value(self.name, full_at + 1 / rate)
+
+
+class Tenants:
+    """The tenants of a file, which is read again when it has changed: a new file that cannot be used is logged, and the
+    tenants stay those of the one before. `clock` is monotonic, the same for all gateways."""
+
+    def __init__(
+        self, path: str, counts: SharedCounts | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises StartupFailed."""
+        self._path = path
+        self._counts = counts or SharedCounts()
+        self._clock = clock
+        self._version = _version(path)
+        self._tenants: dict[str, Tenant] = {}
+        self._by_digest: Mapping[bytes, Tenant] = {}
+        #: Called with the name of each tenant that the file does not have any more.
+        self.on_removed: Callable[[str], None] = lambda _: None
+        self._use(read_keys(path))
+
+    def of(self, digest: bytes) -> Tenant | None:
+        """Return the tenant whose key has this digest. How long that takes does not depend on how much of a digest is
+        right: the table only compares those whose hashes, by a random key of this process, are equal."""
+        return self._by_digest.get(digest)
+
+    async def watch(self) -> None:
+        """Read the file again whenever it has changed, until cancelled."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Read the file again if it has changed."""
+        version = await asyncio.to_thread(_version, self._path)
+        if version == self._version:
+            return
+        self._version = version  # before it is read: what is replaced meanwhile is read the next time
+        try:
+            tenants = await asyncio.to_thread(read_keys, self._path)
+        except StartupFailed as error:
+            logger.error("the new file of %s is not used, the one before is: %s", SETTING, error.message)
+            return
+        self._use(tenants)
+        logger.info("%s %s was read again: %d tenants", SETTING, self._path, len(self._tenants))
+
+    def _use(self, by_digest: Mapping[bytes, TenantLimits]) -> None:
+        limits = {each.name: each for each in by_digest.values()}
+        self._counts.assign(limits)
+        for name in self._tenants.keys() - limits.keys():
+            self._tenants.pop(name).remove()
+            self.on_removed(name)
+        for name, each in limits.items():
+            if (tenant := self._tenants.get(name)) is None:
+                self._tenants[name] = Tenant(each, self._counts, self._clock)
+            else:
+                tenant.limits = each
+        self._by_digest = {digest: self._tenants[each.name] for digest, each in by_digest.items()}
+
+
+def _version(path: str) -> tuple[int, ...]:
+    """Return what differs when the file has been written or replaced, also behind a symbolic link."""
+    try:
+        status = os.stat(path)
+    except OSError:  # reading it reports the reason
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
