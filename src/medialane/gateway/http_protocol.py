@@ -5,7 +5,9 @@ accumulate before its request reaches the app is a header (or trailer, or chunk 
 connections. The parser (httptools) buffers an incomplete header without a limit, and uvicorn adds none: its h11 limits
 apply to another parser, and `limit_concurrency` counts a connection only after its header is complete. Here each of
 them has a limit, and a header has a timeout. The same timeout applies to the rest of a body after the response is
-complete: uvicorn would read and discard it forever.
+complete: uvicorn would read and discard it forever. Of that rest, which a client that only reads when it has sent
+everything would still send, `MAX_DISCARDED_BYTES` are read; then the connection is reset, which ends the client's
+sending, and leaves it the response, which it has received before.
 
 Bodies are limited where they are read (`bodies`).
 """
@@ -32,6 +34,8 @@ MAX_HEADERS = 256
 _MAX_PIPELINED = 16
 #: Chunks of a body in one read: each takes half a microsecond, and 256 KiB may contain 40,000 of them.
 _MAX_PIECES = 8192
+#: Bytes of a body that are read and discarded after its response.
+MAX_DISCARDED_BYTES = 1 << 20
 #: File descriptors reserved for other uses than client connections: workers, media hosts, preparers, libraries, and
 #: connections that are being refused.
 _OTHER_FILES = 512
@@ -86,6 +90,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         #: Bytes fed to the parser since its last callback.
         self._unparsed_bytes = 0
         self._num_pieces = 0
+        self._discarded_bytes = 0
         self._error: MedialaneError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's signature
@@ -118,7 +123,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= _MAX_PIPELINED:
             self._fail(TooManyConnections("too many pipelined requests"))
-        self._header_bytes = self._num_headers = 0
+        self._header_bytes = self._num_headers = self._discarded_bytes = 0
         if self._deadline is None:
             self._set_deadline()
         super().on_message_begin()
@@ -143,6 +148,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._num_pieces > _MAX_PIECES:
             self._fail(InvalidBody("the request body is sent in too many small chunks"))
         super().on_body(body)
+        if self.cycle.response_complete:
+            self._discarded_bytes += len(body)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES and not self.transport.is_closing():
+                self._reset()
 
     def on_message_complete(self) -> None:
         self._unparsed_bytes = 0
@@ -153,6 +162,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete and self.cycle.more_body:
             self._set_deadline()
+
+    def _reset(self) -> None:
+        """Close the connection without reading what the client has sent. TLS would wait for the client's part of it."""
+        if self.transport.get_write_buffer_size():
+            self.transport.close()  # sends the rest of the response first
+        else:
+            self.transport.abort()
 
     def _count_header(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes
