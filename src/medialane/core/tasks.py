@@ -1,9 +1,9 @@
-"""Waiting for several coroutines, none of which runs on when the wait is over."""
+"""Waiting for several coroutines or streams, none of which runs on when the wait is over."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -37,3 +37,36 @@ async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, T]]) -> tuple[T, .
         raise first
     finally:
         del first  # its traceback has this frame
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield what any of the streams yields, as it comes. The first error closes all, and is raised. Each is one step
+    ahead of the reader at most."""
+    if len(streams) == 1:
+        async for item in streams[0]:
+            yield item
+        return
+    steps: dict[asyncio.Future[T], AsyncGenerator[T, None]] = {}
+    try:
+        steps |= {_step(stream): stream for stream in streams}
+        while steps:
+            ended, _ = await asyncio.wait(steps, return_when=asyncio.FIRST_COMPLETED)
+            for step in ended:
+                stream = steps.pop(step)
+                try:
+                    item = step.result()
+                except StopAsyncIteration:
+                    continue
+                steps[_step(stream)] = stream
+                yield item
+    finally:
+        for step in steps:
+            step.cancel()
+        if steps:
+            await asyncio.wait(steps)
+        for stream in streams:
+            await stream.aclose()
+
+
+def _step(stream: AsyncGenerator[T, None]) -> asyncio.Future[T]:
+    return asyncio.ensure_future(anext(stream))
