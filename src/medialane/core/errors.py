@@ -142,7 +142,12 @@ class FeatureUnsupported(PreparationFailed, code="feature_unsupported"):
 
 class GenerationFailed(MedialaneError, code="generation_failed"): ...  # the engine failed this request
 
+class RequestEndsWorkers(InvalidRequest, code="request_ends_workers", status=422):
+    """Workers were lost right after this request had arrived, one after the other: it is sent to no further one."""
+
 # Internal, not sent to clients
+
+class WorkerStalled(WorkerLost, code="worker_stalled"): ...  # its engine hangs
 
 class HandoverFailed(MedialaneError, code="handover_failed"):
     """One stage or transport of the hand-over failed; the next one may succeed."""

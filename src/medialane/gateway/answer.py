@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from medialane.core.request import CompletionDelta, OutputDelta
@@ -54,13 +52,12 @@ class Answer:
         choices = [self._choices.get(index) or Choice(index) for index in range(num_choices)]
         return [choice for choice in choices if not choice.is_finished]
 
-    def with_first(self, delta: OutputDelta, completions: Iterable[CompletionDelta], *, is_last: bool) -> OutputDelta:
-        """Return an output of another worker as one of this answer: it has these `completions`, and about the prompt it
-        says what the first worker has said, whose prompt was the client's."""
+    def continued(self, delta: OutputDelta, *, is_last: bool) -> OutputDelta:
+        """Return an output of another worker as one of this answer: about the prompt it says what the first worker has
+        said, whose prompt was the client's."""
         first = self._first
         return msgspec.structs.replace(
             delta,
-            completions=list(completions),
             finished=is_last,
             prompt_token_ids=None,
             prompt_logprobs=None,

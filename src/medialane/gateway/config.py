@@ -86,6 +86,11 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """how long a worker that had joined and is lost is still reported as lost"""
     max_joined_workers: PositiveInt = field(default=4096, name="gateway-max-joined-workers")
     """most workers that have joined, lost ones that are still reported included; more are refused"""
+    migration_limit: NonNegativeInt = field(default=3, name="migration-limit")
+    """how often a request moves to another worker because its own is lost, stalled or draining: an answer that has
+    begun goes on there, one that has not is repeated; 0 ends it with an error"""
+    migration_timeout_s: NonNegativeFloat = field(default=10.0, name="migration-timeout")
+    """how long a request whose worker is lost waits for another one to be ready"""
     admin_timeout_s: PositiveFloat = field(default=300.0, name="gateway-admin-timeout")
     """timeout of an administrative call at a worker (sleep, pause, loading a LoRA adapter, ...)"""
     admin_key_file: str = field(default="", name="admin-key-file")

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from medialane.core.admin import AdminCall, AdminResult
+from medialane.core.continuation import Continuable
 from medialane.core.errors import (
     FeatureUnsupported,
-    GenerationFailed,
-    HandoverFailed,
-    InvalidFeature,
     InvalidRequest,
     MedialaneError,
-    MediaLost,
-    NoWorkerReady,
     PromptRejected,
     PromptTooLong,
     WorkerLost,
@@ -37,17 +31,16 @@ from medialane.core.wave import wave_size
 from medialane.gateway.administration import administer
 from medialane.gateway.admission import Admission
 from medialane.gateway.assembly import Assembly
+from medialane.gateway.attempts import Sender
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
-from medialane.gateway.handover import prompt_for
-from medialane.gateway.report import Sent
+from medialane.gateway.generation import Generation
 from medialane.gateway.request_media import RequestMedia
-from medialane.gateway.route import Route, Routes
+from medialane.gateway.route import Routes
 from medialane.gateway.scope import RequestScope, current_scope
 from medialane.gateway.store_features import StoreFeatures
-from medialane.gateway.transports import TransferPath, Transports
-from medialane.gateway.worker_link.remote_request import RemoteRequest
-from medialane.gateway.workers import WorkerLink, WorkerPool, on_hosts_of
+from medialane.gateway.transports import Transports
+from medialane.gateway.workers import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
 
@@ -55,25 +48,6 @@ if TYPE_CHECKING:
     from medialane.routing import Router
 
 logger = logging.getLogger(__name__)
-
-#: Workers that a request is sent to, one after the other, while each is lost before the first token. Not more: the
-#: request itself may be what ends their engines.
-_MAX_WORKERS = 2
-
-
-_MEDIA_LOST = "the media store was lost while this request's media were sent to a worker"
-
-
-class _Call(NamedTuple):
-    """A request, its worker, and the paths by which it can still be sent there, best first. Text is part of the request
-    message: `prepared` is None, as is its only path. `lost` are the workers that were lost with it."""
-
-    request: EngineRequest
-    prepared: PreparedPrompt | None
-    scope: RequestScope
-    route: Route
-    paths: Sequence[TransferPath | None]
-    lost: frozenset[str] = frozenset()
 
 
 class Gateway:
@@ -99,12 +73,19 @@ class Gateway:
         self._fallback_stages = assembler.fallback_stages
         self._workers = workers
         self.routes = Routes(router, workers, metrics)
-        self._encoder_ms_per_token = router.config.encoder_ms_per_token
         self._metrics = metrics
         self._encoders = encoders
-        self._num_sent = 0
-        # A worker has several gateways and clients may choose request ids, so ours contain the gateway and the attempt.
-        self._gateway_id = secrets.token_hex(4)
+        self._sender = Sender(
+            config=config,
+            transports=transports,
+            features=features,
+            workers=workers,
+            routes=self.routes,
+            metrics=metrics,
+            encoder_ms_per_token=router.config.encoder_ms_per_token,
+            stage_for=self._stage_for,
+        )
+        self._generation = Generation(self._sender)
         self._admission = Admission(config.max_requests)
 
     def fail(self, error: MedialaneError) -> None:
@@ -123,8 +104,7 @@ class Gateway:
         return await self._features.resolve(scope.resolve(url))
 
     def check_ready(self) -> None:
-        if not self._workers.num_ready:
-            raise NoWorkerReady("no worker is ready to take requests", retry_after_s=self._workers.retry_after_s)
+        self._workers.check_ready()
 
     @property
     def text_bytes(self) -> int | None:
@@ -201,10 +181,10 @@ class Gateway:
         return b'{"images":[%b]}' % b",".join(images)
 
     async def generate(
-        self, request: EngineRequest, prepared: PreparedPrompt | None
+        self, request: EngineRequest, prepared: PreparedPrompt | None, continuable: Continuable | None = None
     ) -> AsyncGenerator[OutputDelta, None]:
         """Generate at the best worker, its media transferred by the first transfer path that works; at another worker
-        if that is lost before its first output.
+        if that is lost, where an answer that has begun goes on if it is `continuable`.
 
         `prepared` is the result of `prepare`, None for text. Closing the generator aborts the request at the worker.
         Raises MedialaneError.
@@ -212,22 +192,13 @@ class Gateway:
         scope, block_ids = current_scope(), dict[int, BlockIds]()
         try:
             prepared = await self._with_embeddings(request, prepared, scope, block_ids)
-            call = self._route(request, prepared, scope, block_ids=block_ids)
-            started = False
-            while True:
-                try:
-                    async with aclosing(self._attempt(call)) as deltas:
-                        async for delta in deltas:
-                            started = True
-                            yield delta
-                    return
-                except (HandoverFailed, InvalidFeature, WorkerLost) as error:
-                    call = await self._next_attempt(call, error, started=started)
+            call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
+            async with aclosing(self._generation.answer(call)) as deltas:
+                async for delta in deltas:
+                    yield delta
         except MedialaneError as error:
-            if isinstance(error, WorkerLost) and not self._workers.num_ready:
-                error.retry_after_s = self._workers.retry_after_s
             # If a worker's vLLM rejected the prompt, the app responds as if its own vLLM had.
-            scope.fail(error, app_responds=isinstance(error, PromptRejected))
+            scope.fail(self._for_client(error), app_responds=isinstance(error, PromptRejected))
             raise
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:
@@ -237,24 +208,12 @@ class Gateway:
     def close(self) -> None:
         self._assembly.close()
 
-    async def _next_attempt(
-        self, call: _Call, error: HandoverFailed | InvalidFeature | WorkerLost, *, started: bool
-    ) -> _Call:
-        """Return how the request is sent after an attempt that has failed with `error`. Raises the request's error if
-        its output has `started`, or nothing is left to try."""
-        if isinstance(error, WorkerLost):
-            if started:
-                raise error
-            return self._reroute(call, error)
-        if isinstance(error, InvalidFeature):
-            return self._without_features(call, error)
-        logger.warning("transfer to %s by %s failed: %s", call.route.link.name, call.paths[0], error.message)
-        if not started and await self._drop_embeddings(call.prepared):
-            return call  # the same path, with tensors
-        if started or len(call.paths) == 1:
-            raise self._untransferable(error, call.prepared) from error
-        self._metrics.count_fallback(str(call.paths[0]), error.code)
-        return call._replace(paths=call.paths[1:])
+    def _for_client(self, error: MedialaneError) -> MedialaneError:
+        """How a worker was lost is no matter of the client, but when there will be one again."""
+        if not isinstance(error, WorkerLost):
+            return error
+        is_out = not self._workers.num_ready
+        return WorkerLost(error.message, retry_after_s=self._workers.retry_after_s if is_out else error.retry_after_s)
 
     async def _with_embeddings(
         self,
@@ -279,61 +238,6 @@ class Gateway:
         placed = map(PlacedFeature, features, [placed.placeholder for placed in prepared.features])
         return msgspec.structs.replace(prepared, features=tuple(placed))
 
-    def _route(
-        self,
-        request: EngineRequest,
-        prepared: PreparedPrompt | None,
-        scope: RequestScope,
-        excluded: frozenset[str] = frozenset(),
-        *,
-        block_ids: dict[int, BlockIds] | None = None,
-    ) -> _Call:
-        """Choose a worker, and the transfer paths to it in the order of preference. Raises NoWorkerReady."""
-        self.check_ready()
-        with scope.timeline.measure("route"):
-            route = self.routes.choose(request, prepared, excluded, block_ids=block_ids)
-            scope.defer(route.routed.release)
-            return _Call(request, prepared, scope, route, self._transfer_paths(route.link, prepared))
-
-    async def _drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
-        """Have media that are sent by embeddings made anew, if there are any. Raises what preparing them raises."""
-        if prepared is None:
-            return False
-        try:
-            num_items = await prepared.media.without_embeddings()
-        except HandoverFailed as error:
-            logger.warning("%s: features cannot be sent", error.message)
-            return False
-        self._metrics.count_embeddings("fallback", num_items)
-        return num_items > 0
-
-    def _without_features(self, call: _Call, error: InvalidFeature) -> _Call:
-        """Have the worker process the media itself, after it has refused our features. Raises `error` if it would do
-        the same: by the request's options, or already."""
-        refused, sources = call.paths[0], [path for path in call.paths if path and not path.stage.is_processed]
-        if refused is None or not refused.stage.is_processed or not sources or _has_options(call.prepared):
-            raise error
-        logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
-        self._metrics.count_fallback(str(refused), error.code)
-        return call._replace(paths=sources)
-
-    def _reroute(self, call: _Call, error: WorkerLost) -> _Call:
-        """Choose a worker that is not lost, of another host if there is one: a lost link or host costs all workers
-        there, one after the other. Raises `error` if there is none, or enough were tried. The scope still holds the
-        media."""
-        lost = call.lost | {call.route.link.name}
-        if len(lost) == _MAX_WORKERS:
-            raise error
-        call.route.routed.release()
-        addresses = {name: link.address for name, link in self._workers.links.items()}
-        for excluded in (on_hosts_of(lost, addresses), lost):
-            with suppress(NoWorkerReady):
-                rerouted = self._route(call.request, call.prepared, call.scope, excluded)
-                logger.warning("%s: %s; sending to another worker", call.route.link.name, error.message)
-                self._metrics.count_rerouted()
-                return rerouted._replace(lost=lost)
-        raise error
-
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
         is_raw = self._config.stage == "auto" and RAW_STAGE in self._instead(prompt)
         return RAW_STAGE if prompt.has_embeds or is_raw else self._config.stage
@@ -342,82 +246,6 @@ class Gateway:
         """Return the stages that items of the prompt need instead of the first."""
         modalities = {item.modality for item in prompt.items}
         return {stage for modality, stage in self._fallback_stages.items() if modality in modalities}
-
-    def _transfer_paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[TransferPath | None]:
-        if prepared is None:
-            return (None,)
-        paths = self._transports.paths(self._stage_for(prepared.source), link, prepared=bool(prepared.features))
-        if not paths and prepared.media.is_lost:  # no descriptor of another arena is sent
-            raise self._features.unavailable(_MEDIA_LOST)
-        if not paths:
-            raise NoWorkerReady("no worker supports the configured --stage and --transport (see the log)")
-        return paths
-
-    def _untransferable(self, error: HandoverFailed, prepared: PreparedPrompt | None) -> MedialaneError:
-        """Return the error of a request for which the last transfer path has failed."""
-        if isinstance(error, MediaLost) or (prepared is not None and prepared.media.is_lost):
-            return self._features.unavailable(_MEDIA_LOST)
-        return GenerationFailed("the request's media could not be transferred to a worker")
-
-    async def _attempt(self, call: _Call) -> AsyncGenerator[OutputDelta, None]:
-        """Send the request by its first path and stream the output."""
-        timeline = call.scope.timeline
-        with timeline.measure("handover"):
-            remote = await self._send(call)
-        self._begin(call)
-        sent_at = time.perf_counter()
-        is_first = True
-        try:
-            async for delta in remote:
-                if is_first:
-                    is_first = False
-                    if "first_token" not in timeline.seconds:  # of another prompt of the request
-                        timeline.add("first_token", time.perf_counter() - sent_at)
-                    outcomes = self.routes.answered(call.route, call.prepared, delta)
-                    call.scope.note_answered(delta.num_cached_tokens, outcomes, delta.movers)
-                    self._metrics.count_copied(delta.movers)
-                if delta.embedded and call.prepared is not None:
-                    call.prepared.media.note_embedded(delta.embedded)
-                if delta.times is not None:
-                    timeline.add("queue", delta.times.queue_s)
-                    timeline.add("prefill", delta.times.prefill_s)
-                yield delta
-        finally:
-            remote.abort()
-
-    async def _send(self, call: _Call) -> RemoteRequest:
-        """Transfer the request by its first path. Raises HandoverFailed, WorkerLost."""
-        request, prepared, scope, route, (path, *_), _ = call
-        self._num_sent += 1
-        request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
-        prompt, has_passed_holds = request.prompt, False
-        if prepared is not None and path is not None:
-            if not path.stage.is_processed or path.transport.needs_remote_store:
-                # Other requests may be routed while its media are being fetched, or granted to another host.
-                self._begin(call, is_sent=False)
-            sends_embeddings = path.transport.carries_embeddings and route.link.encoder == self.routes.encoder
-            if path.stage.is_processed and not sends_embeddings:
-                await self._drop_embeddings(prepared)
-            prompt = await prompt_for(
-                path, prompt.token_ids, prepared, scope.timeline, encoder_ms_per_token=self._encoder_ms_per_token
-            )
-            has_passed_holds = path.transport.pass_holds(prompt, route.link, request_id)
-        sent = msgspec.structs.replace(
-            request,
-            request_id=request_id,
-            prompt=prompt,
-            data_parallel_rank=route.data_parallel_rank,
-            has_passed_holds=has_passed_holds,
-        )
-        remote = route.link.submit(sent)
-        # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.
-        scope.defer(remote.abort)
-        return remote
-
-    def _begin(self, call: _Call, *, is_sent: bool = True) -> None:
-        with call.scope.timeline.measure("route"):
-            self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
-            call.scope.note_sent(Sent(call.route.routed.decision, call.paths[0]))
 
 
 def _charge(scope: RequestScope, num_bytes: int) -> None:
@@ -433,13 +261,6 @@ def _with_common_options(prompt: MediaPrompt) -> MediaPrompt:
         return prompt
     items = tuple(msgspec.structs.replace(ref, options=b"{}") for ref in prompt.items)
     return msgspec.structs.replace(prompt, items=items, options=merged.pop())
-
-
-def _has_options(prepared: PreparedPrompt | None) -> bool:
-    """Return whether the request has options of the processor, which every stage applies."""
-    if prepared is None:
-        return False
-    return prepared.source.options != b"{}" or any(ref.options != b"{}" for ref in prepared.source.items)
 
 
 def _check_options(prompt: MediaPrompt) -> None:

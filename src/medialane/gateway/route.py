@@ -82,6 +82,8 @@ class Routes:
         """Return the worker for a request, none of the addresses `excluded`. The router counts the request from `begin`
         on. `block_ids` are those that `new_items` has computed of this prompt. Raises NoWorkerReady."""
         prefix = self._prefix(request, prepared)
+        if request.generated and not prefix.unplaced_items:
+            prefix = prefix._replace(token_ids=prefix.token_ids + request.generated)
         block_ids = self._block_ids(request, prefix, {} if block_ids is None else block_ids)
         routing_request = self._routing_request(request, prepared, prefix, block_ids, excluded=excluded)
         started = time.perf_counter()

@@ -12,12 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from medialane.core.backoff import Backoff
-from medialane.core.errors import AlreadyJoined, MedialaneError, NoWorkerReady, ProtocolViolation, WorkerLost
+from medialane.core.errors import (
+    AlreadyJoined,
+    MedialaneError,
+    NoWorkerReady,
+    ProtocolViolation,
+    WorkerLost,
+    WorkerStalled,
+)
 from medialane.core.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerLoad, WorkerRole
 from medialane.core.retry_after import Outage
 from medialane.gateway.config import GatewayConfig
@@ -156,10 +165,10 @@ class WorkerLink:
             raise WorkerLost("the worker's connection was lost before the request was sent")
         return client.requests.submit(request)
 
-    def fail_unanswered(self) -> None:
-        """Abort the requests that the worker has not begun to answer: they raise WorkerLost."""
+    def fail_movable(self) -> None:
+        """Abort the requests that another worker can take over: they raise WorkerStalled."""
         if (client := self.client) is not None:
-            client.requests.fail_unanswered(WorkerLost("the worker's engine is stalled"))
+            client.requests.fail_movable(WorkerStalled("the worker's engine is stalled"))
 
     def arena_changed(self) -> None:
         """Called when this gateway has another store."""
@@ -303,6 +312,7 @@ class WorkerPool:
         self._card: ModelCard | None = None
         self._has_card = asyncio.Event()
         self._outage = Outage()
+        self._changes = asyncio.Event()
         for link in links:
             self._watch(link)
 
@@ -316,15 +326,17 @@ class WorkerPool:
         link.on_ready, link.on_change = self._on_ready, self._changed
 
     def _changed(self) -> None:
-        """Have the requests that stalled workers have not begun to answer sent to another one, if any is ready. If none
-        is, they wait: the engine may continue, and if it does not, its worker exits."""
+        """Have the requests of stalled workers moved to another one, if any is ready. If none is, they wait: the engine
+        may continue, and if it does not, its worker exits. So do answers that cannot go on elsewhere."""
+        changes, self._changes = self._changes, asyncio.Event()
+        changes.set()
         if not self.num_ready:
             self._outage.begin()
             return
         self._outage.end()
         for link in self.of_role("worker"):
             if link.is_stalled:
-                link.fail_unanswered()
+                link.fail_movable()
 
     def _on_ready(self, card: ModelCard) -> None:
         if self._card is None and card.role == "worker":
@@ -355,6 +367,18 @@ class WorkerPool:
     def num_ready(self) -> int:
         """Number of workers that take requests, encoders not counted."""
         return sum(link.is_ready for link in self.of_role("worker"))
+
+    def check_ready(self) -> None:
+        """Raise NoWorkerReady if no worker takes requests."""
+        if not self.num_ready:
+            raise NoWorkerReady("no worker is ready to take requests", retry_after_s=self.retry_after_s)
+
+    async def changed_before(self, give_up_at: float) -> bool:
+        """Wait until a worker may have become ready, or has reported; False if none has by then (time.monotonic)."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(give_up_at - time.monotonic()):
+                return await self._changes.wait()
+        return False
 
     @property
     def retry_after_s(self) -> int:

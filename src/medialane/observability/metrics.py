@@ -33,6 +33,7 @@ _HISTOGRAMS: Final = {
     # name: (help, labels, buckets in seconds)
     "medialane_stage_seconds": ("Duration of each step of a request", ("stage",), _STAGE_BUCKETS),
     "medialane_request_seconds": ("Duration of a request from arrival to completion", (), _REQUEST_BUCKETS),
+    "medialane_migration_seconds": ("From the loss of a worker to the answer's next token", (), _REQUEST_BUCKETS),
     "medialane_routing_seconds": ("Duration of routing decisions, excluding block hashing", (), _ROUTING_BUCKETS),
 }
 
@@ -50,9 +51,11 @@ _COUNTERS: Final = {
         "Failed transfers of media to a worker that fell back to another path, by failed path and reason",
         ("path", "reason"),
     ),
-    "medialane_rerouted_requests": (
-        "Requests sent to another worker, as theirs was lost or stalled before the first token",
-        (),
+    "medialane_migrations": (
+        "Requests whose worker was lost, by the error's code and by outcome: continued (an answer that had begun, at"
+        " another worker), repeated (none was), failed (no other worker, or too many tries), impossible (what had begun"
+        " cannot go on elsewhere), refused (two workers were lost right after it arrived)",
+        ("reason", "outcome"),
     ),
     "medialane_copied_requests": (
         "Requests whose media the store of the worker's host had copied from this one, by mover: tcp or nixl",
@@ -141,8 +144,13 @@ class Metrics:
         for mover in movers:
             self._counters["medialane_copied_requests"].labels(mover).inc()
 
-    def count_rerouted(self) -> None:
-        self._counters["medialane_rerouted_requests"].inc()
+    def count_migration(self, reason: str, outcome: str) -> None:
+        """Count a request, or one choice of its answer, whose worker was lost."""
+        self._counters["medialane_migrations"].labels(reason, outcome).inc()
+
+    def observe_migration(self, seconds: float) -> None:
+        """Record the time from the loss of a worker to the next token."""
+        self._histograms["medialane_migration_seconds"].observe(seconds)
 
     def count_worker_lost(self, worker: str) -> None:
         self._counters["medialane_worker_losses"].labels(worker).inc()

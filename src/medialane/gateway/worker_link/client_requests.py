@@ -86,10 +86,10 @@ class ClientRequests:
         self._end(request_id)
         remote.on_release()
 
-    def fail_unanswered(self, error: MedialaneError) -> None:
-        """Abort the requests without any output; their iterations raise `error`."""
+    def fail_movable(self, error: MedialaneError) -> None:
+        """Abort the requests that another worker can take over; their iterations raise `error`."""
         for remote in list(self._requests.values()):
-            if not remote.has_output:
+            if remote.can_move:
                 remote.abort(error)
 
     def lost(self) -> None:

@@ -48,6 +48,8 @@ class RemoteRequest:
         self._complete = False
         #: Whether the worker has sent any output.
         self.has_output = False
+        #: Whether the answer can go on at another worker once it has begun.
+        self.can_continue = False
         self._error: MedialaneError | None = None
 
     def __aiter__(self) -> RemoteRequest:
@@ -68,6 +70,11 @@ class RemoteRequest:
         delta, nbytes = self._queue.popleft()
         self._num_queued_bytes -= nbytes
         return delta
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another worker can take over: it has delivered nothing, or what it has can be continued."""
+        return self.can_continue or self._pooled is not None or not self.has_output
 
     def abort(self, error: MedialaneError | None = None) -> None:
         """Abort the request at the worker; the iteration raises `error`, by default GenerationFailed. No effect once

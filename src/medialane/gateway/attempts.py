@@ -1,0 +1,330 @@
+"""Attempts to have one request answered: each is one request to one worker, by one transfer path.
+
+While none has given any output, a request is repeated whole: by the next transfer path, or at another worker if its own
+is lost, busy or refuses what it was sent. The scope of the request holds the media meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from medialane.core.continuation import Continuable
+from medialane.core.errors import (
+    GenerationFailed,
+    HandoverFailed,
+    InvalidFeature,
+    MedialaneError,
+    MediaLost,
+    NoWorkerReady,
+    RequestEndsWorkers,
+    WorkerBusy,
+    WorkerLost,
+)
+from medialane.core.feature import MediaPrompt, PreparedPrompt
+from medialane.core.kv_events import BlockIds
+from medialane.core.request import EngineRequest, OutputDelta
+from medialane.core.stage import StageChoice
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.handover import prompt_for
+from medialane.gateway.report import Sent
+from medialane.gateway.route import Route, Routes
+from medialane.gateway.scope import RequestScope
+from medialane.gateway.store_features import StoreFeatures
+from medialane.gateway.transports import TransferPath, Transports
+from medialane.gateway.worker_link.remote_request import RemoteRequest
+from medialane.gateway.workers import WorkerLink, WorkerPool, on_hosts_of
+from medialane.observability.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+#: A worker that is lost so soon after a request was sent to it, and has not answered it, may have been ended by it.
+SUSPICIOUS_S = 2.0
+#: After so many of them the request is refused.
+_NUM_SUSPICIOUS = 2
+
+_MEDIA_LOST = "the media store was lost while this request's media were sent to a worker"
+
+
+class Call(NamedTuple):
+    """A request, its worker, and the paths by which it can still be sent there, best first. Text is part of the request
+    message: `prepared` is None, as is its only path.
+
+    `lost` are the names of the workers that were lost with it, in order, of which it may have ended `num_suspicious`;
+    `busy` are those whose engines had no room for it. `continuable` is None if its answer, once begun, cannot go on.
+    """
+
+    request: EngineRequest
+    prepared: PreparedPrompt | None
+    scope: RequestScope
+    route: Route
+    paths: Sequence[TransferPath | None]
+    continuable: Continuable | None = None
+    lost: tuple[str, ...] = ()
+    num_suspicious: int = 0
+    busy: frozenset[str] = frozenset()
+
+
+class Sender:
+    """Chooses workers and transfer paths, and sends requests. One for all requests of a gateway."""
+
+    def __init__(
+        self,
+        *,
+        config: GatewayConfig,
+        transports: Transports,
+        features: StoreFeatures,
+        workers: WorkerPool,
+        routes: Routes,
+        metrics: Metrics,
+        encoder_ms_per_token: float,
+        stage_for: Callable[[MediaPrompt], StageChoice],
+    ) -> None:
+        """`stage_for` returns the configured stage of a prompt with media."""
+        self.config = config
+        self.workers = workers
+        self.routes = routes
+        self.metrics = metrics
+        self._transports = transports
+        self._features = features
+        self._encoder_ms_per_token = encoder_ms_per_token
+        self._stage_for = stage_for
+        self._num_sent = 0
+        # A worker has several gateways and clients may choose request ids, so ours contain the gateway and the attempt.
+        self._gateway_id = secrets.token_hex(4)
+
+    def route(
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt | None,
+        scope: RequestScope,
+        *,
+        continuable: Continuable | None = None,
+        excluded: frozenset[str] = frozenset(),
+        block_ids: dict[int, BlockIds] | None = None,
+    ) -> Call:
+        """Choose a worker, and the transfer paths to it in the order of preference. Raises NoWorkerReady."""
+        self.workers.check_ready()
+        with scope.timeline.measure("route"):
+            route = self.routes.choose(request, prepared, excluded, block_ids=block_ids)
+            scope.defer(route.routed.release)
+            return Call(request, prepared, scope, route, self._paths(route.link, prepared), continuable)
+
+    def reroute(self, call: Call, excluded: frozenset[str]) -> Call:
+        """Return the same call at a worker that is not `excluded`. Raises NoWorkerReady."""
+        call.route.routed.release()
+        again = self.route(call.request, call.prepared, call.scope, excluded=excluded)
+        return call._replace(route=again.route, paths=again.paths)
+
+    async def elsewhere(self, call: Call, error: WorkerLost) -> Call:
+        """Return the call at another worker, after its own is lost: of another host if there is one, since a lost link
+        or host costs all workers there, one after the other. If none is ready, wait for one: the lost one may be back
+        soon. Raises `error` if none comes in time, or this request has moved often enough."""
+        lost = (*call.lost, call.route.link.name)
+        call.route.routed.release()
+        if len(lost) > self.config.migration_limit:
+            raise error
+        give_up_at = time.monotonic() + self.config.migration_timeout_s
+        while True:
+            addresses = {name: link.address for name, link in self.workers.links.items()}
+            for excluded in (on_hosts_of(lost, addresses), frozenset(lost), frozenset[str]()):
+                if excluded or self.workers.num_ready:  # the lost one itself only if it is back
+                    with suppress(NoWorkerReady):
+                        moved = self.reroute(call, excluded)
+                        logger.warning("%s: %s; sending to another worker", lost[-1], error.message)
+                        return moved._replace(lost=lost, busy=frozenset())
+            if not await self.workers.changed_before(give_up_at):
+                raise error
+
+    async def send(self, call: Call) -> RemoteRequest:
+        """Transfer the request by its first path. Raises HandoverFailed, WorkerLost."""
+        request, prepared, route, path = call.request, call.prepared, call.route, call.paths[0]
+        timeline = call.scope.timeline
+        self._num_sent += 1
+        request_id = f"{request.request_id}#{self._gateway_id}-{self._num_sent}"
+        prompt, has_passed_holds = request.prompt, False
+        if prepared is not None and path is not None:
+            if not path.stage.is_processed or path.transport.needs_remote_store:
+                # Other requests may be routed while its media are being fetched, or granted to another host.
+                self.begin(call, is_sent=False)
+            sends_embeddings = path.transport.carries_embeddings and route.link.encoder == self.routes.encoder
+            if path.stage.is_processed and not sends_embeddings:
+                await self.drop_embeddings(prepared)
+            prompt = await prompt_for(
+                path, prompt.token_ids, prepared, timeline, encoder_ms_per_token=self._encoder_ms_per_token
+            )
+            has_passed_holds = path.transport.pass_holds(prompt, route.link, request_id)
+        sent = msgspec.structs.replace(
+            request,
+            request_id=request_id,
+            prompt=prompt,
+            data_parallel_rank=route.data_parallel_rank,
+            has_passed_holds=has_passed_holds,
+        )
+        remote = route.link.submit(sent)
+        remote.can_continue = call.continuable is not None and not call.continuable.obstacle
+        # A stream that vLLM's app drops without closing is aborted with the scope, not at garbage collection.
+        call.scope.defer(remote.abort)
+        return remote
+
+    def begin(self, call: Call, *, is_sent: bool = True) -> None:
+        with call.scope.timeline.measure("route"):
+            self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
+            call.scope.note_sent(Sent(call.route.routed.decision, call.paths[0]))
+
+    async def drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
+        """Have media that are sent by embeddings made anew, if there are any. Raises what preparing them raises."""
+        if prepared is None:
+            return False
+        try:
+            num_items = await prepared.media.without_embeddings()
+        except HandoverFailed as error:
+            logger.warning("%s: features cannot be sent", error.message)
+            return False
+        self.metrics.count_embeddings("fallback", num_items)
+        return num_items > 0
+
+    def untransferable(self, error: HandoverFailed, prepared: PreparedPrompt | None) -> MedialaneError:
+        """Return the error of a request for which the last transfer path has failed."""
+        if isinstance(error, MediaLost) or (prepared is not None and prepared.media.is_lost):
+            return self._features.unavailable(_MEDIA_LOST)
+        return GenerationFailed("the request's media could not be transferred to a worker")
+
+    def _paths(self, link: WorkerLink, prepared: PreparedPrompt | None) -> Sequence[TransferPath | None]:
+        if prepared is None:
+            return (None,)
+        paths = self._transports.paths(self._stage_for(prepared.source), link, prepared=bool(prepared.features))
+        if not paths and prepared.media.is_lost:  # no descriptor of another arena is sent
+            raise self._features.unavailable(_MEDIA_LOST)
+        if not paths:
+            raise NoWorkerReady("no worker supports the configured --stage and --transport (see the log)")
+        return paths
+
+
+class Attempts:
+    """The attempts of one request, until one has given output; `call` is the latest one's."""
+
+    def __init__(self, sender: Sender, call: Call) -> None:
+        self.call = call
+        self._sender = sender
+        self._sent_at: float | None = None
+
+    async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
+        """Stream the output. Raises WorkerLost if the worker is lost in the middle of it, and MedialaneError."""
+        while True:
+            remote: RemoteRequest | None = None
+            has_begun = False
+            try:
+                with self.call.scope.timeline.measure("handover"):
+                    remote = await self._sender.send(self.call)
+                self._sender.begin(self.call)
+                self._sent_at = time.perf_counter()
+                async for delta in remote:
+                    if not has_begun:
+                        has_begun = True
+                        self._answered(delta, time.perf_counter() - self._sent_at)
+                    if delta.embedded and self.call.prepared is not None:
+                        self.call.prepared.media.note_embedded(delta.embedded)
+                    yield delta
+                return
+            except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy, NoWorkerReady) as error:
+                if has_begun:
+                    raise self._in_the_middle(error) from error
+                self.call = await self._next(error)
+            finally:
+                if remote is not None:
+                    remote.abort()
+
+    def _answered(self, first: OutputDelta, seconds: float) -> None:
+        """Record the first output. That of an answer that goes on is about a prompt of ours, which says nothing of the
+        client's."""
+        call, timeline = self.call, self.call.scope.timeline
+        if first.times is not None:
+            timeline.add("queue", first.times.queue_s)
+            timeline.add("prefill", first.times.prefill_s)
+        if call.request.generated:
+            call.route.routed.prefilled(first.num_cached_tokens)
+            return
+        if "first_token" not in timeline.seconds:  # of another prompt of the request
+            timeline.add("first_token", seconds)
+        outcomes = self._sender.routes.answered(call.route, call.prepared, first)
+        call.scope.note_answered(first.num_cached_tokens, outcomes, first.movers)
+        self._sender.metrics.count_copied(first.movers)
+
+    def _in_the_middle(self, error: MedialaneError) -> MedialaneError:
+        if isinstance(error, HandoverFailed):
+            return self._sender.untransferable(error, self.call.prepared)
+        return error
+
+    async def _next(self, error: MedialaneError) -> Call:
+        """Return how the request is sent after an attempt that has failed with `error`, before any output. Raises the
+        request's error if nothing is left to try."""
+        match error:
+            case WorkerLost():
+                return await self._elsewhere(error)
+            case InvalidFeature():
+                return self._without_features(error)
+            case HandoverFailed():
+                return await self._by_the_next_path(error)
+            case _:
+                return self._where_there_is_room(error)
+
+    async def _elsewhere(self, error: WorkerLost) -> Call:
+        metrics, call = self._sender.metrics, self.call
+        if type(error) is WorkerLost and self._sent_at and time.perf_counter() - self._sent_at < SUSPICIOUS_S:
+            call = call._replace(num_suspicious=call.num_suspicious + 1)
+        if call.num_suspicious == _NUM_SUSPICIOUS:
+            names = " and ".join((*call.lost, call.route.link.name)[-_NUM_SUSPICIOUS:])
+            logger.error("request %s is refused: %s were lost right after it arrived", call.request.request_id, names)
+            metrics.count_migration(error.code, "refused")
+            raise RequestEndsWorkers(f"{_NUM_SUSPICIOUS} workers were lost right after this request arrived") from error
+        try:
+            moved = await self._sender.elsewhere(call, error)
+        except WorkerLost:
+            metrics.count_migration(error.code, "failed")
+            raise
+        metrics.count_migration(error.code, "repeated")
+        self._sent_at = None
+        return moved
+
+    def _where_there_is_room(self, error: MedialaneError) -> Call:
+        """Choose a worker that has not refused the request for want of room. Raises `error` if there is none."""
+        busy = self.call.busy | {self.call.route.link.name}
+        try:
+            return self._sender.reroute(self.call, busy)._replace(busy=busy)
+        except NoWorkerReady:
+            raise error from None
+
+    async def _by_the_next_path(self, error: HandoverFailed) -> Call:
+        call = self.call
+        logger.warning("transfer to %s by %s failed: %s", call.route.link.name, call.paths[0], error.message)
+        if await self._sender.drop_embeddings(call.prepared):
+            return call  # the same path, with tensors
+        if len(call.paths) == 1:
+            raise self._sender.untransferable(error, call.prepared) from error
+        self._sender.metrics.count_fallback(str(call.paths[0]), error.code)
+        return call._replace(paths=call.paths[1:])
+
+    def _without_features(self, error: InvalidFeature) -> Call:
+        """Have the worker process the media itself, after it has refused our features. Raises `error` if it would do
+        the same: by the request's options, or already."""
+        call = self.call
+        refused, sources = call.paths[0], [path for path in call.paths if path and not path.stage.is_processed]
+        if refused is None or not refused.stage.is_processed or not sources or _has_options(call.prepared):
+            raise error
+        logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
+        self._sender.metrics.count_fallback(str(refused), error.code)
+        return call._replace(paths=sources)
+
+
+def _has_options(prepared: PreparedPrompt | None) -> bool:
+    """Return whether the request has options of the processor, which every stage applies."""
+    if prepared is None:
+        return False
+    return prepared.source.options != b"{}" or any(ref.options != b"{}" for ref in prepared.source.items)
