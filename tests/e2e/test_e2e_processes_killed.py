@@ -237,13 +237,13 @@ async def test_killed_worker_fails_its_requests_immediately_and_restarts(serve, 
     unstarted = chat(picture(171), ASK)
     right, right_unstarted = [(await plain.succeed(found)).ids for found in (chat(picture(163), ASK), unstarted)]
     old_store, arenas = serve.store_pid(), serve.arenas()
-    num_rerouted = (await ours.metrics()).value("medialane_rerouted_requests_total")
+    num_migrated = (await ours.metrics()).value("medialane_migrations_total")
 
     async def have_begun() -> bool:
         return await num_begun(ours) >= num_begun_before + 3
 
     async def is_rerouted() -> bool:
-        return (await ours.metrics()).value("medialane_rerouted_requests_total") > num_rerouted
+        return (await ours.metrics()).value("medialane_migrations_total") > num_migrated
 
     num_begun_before = await num_begun(ours)
     asked = long_chat(picture(163), PROMPT, n=2, stream=True, max_tokens=3000)  # some are read to their end

@@ -282,7 +282,7 @@ async def test_client_that_leaves_while_embeddings_are_written_leaves_nothing(ca
 @pytest.mark.usefixtures("last_of_the_encoder")
 async def test_items_of_a_killed_worker_are_encoded_by_the_other(case, store):
     """Last: the worker is not restarted."""
-    num_rerouted = (await case.ours.metrics()).value("medialane_rerouted_requests_total")
+    num_migrated = (await case.ours.metrics()).value("medialane_migrations_total")
     items = case.one_of_each()
     with suspended(*case.engine_pids()):
         asked = asyncio.create_task(case.ask(*items))
@@ -295,7 +295,7 @@ async def test_items_of_a_killed_worker_are_encoded_by_the_other(case, store):
     await case.equals_plain(found)
     assert set(found.outcomes) <= {"encoded", "unkept"}, "the store may still count them as the killed worker's"
     assert found.worker != killed
-    assert (await case.ours.metrics()).value("medialane_rerouted_requests_total") == num_rerouted + 1
+    assert (await case.ours.metrics()).value("medialane_migrations_total") == num_migrated + 1
     await nothing_is_held(store)
     again = await case.asked_and_compared(*items)
     assert again.worker == found.worker

@@ -282,7 +282,9 @@ class Parts:
         return self.arena.stats().num_leases
 
     def count(self, name: str, **labels: str) -> float:
-        return self.registry.get_sample_value(name, labels) or 0.0
+        """Add the samples of this name that have these labels, whatever others they have."""
+        samples = [sample for metric in self.registry.collect() for sample in metric.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     async def answer(self, media: MediaPrompt, request_id: str = "r", **params: object) -> list[int]:
         """Prepare and generate inside the current scope; return the output token ids."""

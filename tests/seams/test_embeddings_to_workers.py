@@ -338,7 +338,7 @@ async def test_request_of_a_lost_worker_is_answered_by_another_with_the_embeddin
     await host.evict_media()
     lost.engine.die()
     assert [await answer(parts) for _ in range(2)] == [(tokens, ["loaded"])] * 2
-    assert parts.count("medialane_rerouted_requests_total") == 1
+    assert parts.count("medialane_migrations_total") == 1
     assert host.stats.num_filled == 1
 
 

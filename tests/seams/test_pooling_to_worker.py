@@ -69,7 +69,7 @@ async def test_request_whose_worker_is_lost_halfway_is_answered_by_another(open_
         else:
             first.drop_connections()
         assert (await running == expected).all()
-    assert parts.count("medialane_rerouted_requests_total") == 1
+    assert parts.count("medialane_migrations_total") == 1
 
 
 async def test_output_above_the_limit_fails_its_request_alone(open_parts):

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
-from medialane.core.errors import NoWorkerReady, WorkerLost
+from medialane.core.errors import NoWorkerReady, RequestEndsWorkers, WorkerLost
 from medialane.gateway import GatewayConfig, WorkerLink, health_of, open_scope
 from medialane.gateway.transports import ShmTransport
 from medialane.worker import WorkerConfig
@@ -64,7 +64,7 @@ async def test_request_without_a_token_is_answered_by_another_worker(open_parts,
     else:
         first.drop_connections()
     assert await task == expected
-    assert parts.count("medialane_rerouted_requests_total") == 1
+    assert parts.count("medialane_migrations_total") == 1
     decisions = parts.router.decisions(2)
     workers_tried = [found.decision.worker_id for found in decisions]
     assert all(found.is_sent for found in decisions), "both were sent, the first in vain"
@@ -115,7 +115,7 @@ async def test_choice_of_a_request_that_is_cancelled_before_it_is_sent_is_record
     assert router.mean_sequences == 0
 
 
-async def test_request_with_a_token_is_not_repeated(open_parts):
+async def test_request_with_a_token_that_cannot_go_on_is_not_repeated(open_parts):
     parts, workers = await open_parts(2)
     with open_scope():
         wanted = request("r", [1, 2, 3], max_tokens=100, token_s=0.05)
@@ -125,23 +125,52 @@ async def test_request_with_a_token_is_not_repeated(open_parts):
             with pytest.raises(WorkerLost):
                 async for _ in deltas:
                     pass
-    assert parts.count("medialane_rerouted_requests_total") == 0
+    assert (
+        parts.count("medialane_migrations_total")
+        == parts.count("medialane_migrations_total", outcome="impossible")
+        == 1
+    )
 
 
-async def test_lost_error_is_reported_if_no_other_worker_is_left(open_parts):
-    parts, workers = await open_parts(1)
+async def test_lost_error_is_reported_if_no_other_worker_is_ready_in_time(open_parts):
+    parts, workers = await open_parts(1, migration_timeout_s=0.3)
     task = asyncio.create_task(image_answer(parts, token_s=0.3))
-    (await reader_of(workers)).drop_connections()
+    await (await reader_of(workers)).close()
     with pytest.raises(WorkerLost):
         await task
 
 
-async def test_request_that_ends_every_engine_reaches_two_workers_once_each(open_parts):
+async def test_request_waits_for_its_worker_to_come_back_if_there_is_no_other(open_parts):
+    parts, workers = await open_parts(1)
+    expected = await image_answer(parts)
+    task = asyncio.create_task(image_answer(parts, token_s=0.3))
+    worker = await reader_of(workers)
+    await worker.close()
+    await worker.start()
+    assert await task == expected
+
+
+async def test_request_moves_no_more_often_than_the_limit(open_parts, monkeypatch):
+    parts, _ = await open_parts(5, migration_limit=3)
+    tried = []
+
+    def lost(link, _wanted):
+        tried.append(link.name)
+        raise WorkerLost("the connection was lost before the request was sent")
+
+    monkeypatch.setattr(WorkerLink, "submit", lost)
+    with pytest.raises(WorkerLost), open_scope():
+        await parts.generate(request("r", [1, 2, 3]), None)
+    assert len(tried) == len(set(tried)) == 1 + 3
+
+
+async def test_request_that_ends_every_engine_reaches_two_workers_once_each(open_parts, caplog):
     parts, workers = await open_parts(5)
     for worker in workers:
         worker.engine.die()
-    with pytest.raises(WorkerLost), open_scope():
-        await parts.generate(request("r", [1, 2, 3]), None)
+    with pytest.raises(RequestEndsWorkers), open_scope():
+        await parts.generate(request("ends-workers", [1, 2, 3]), None)
+    assert "request ends-workers is refused" in caplog.text
     tried = [found.decision.worker_id for found in parts.router.decisions()]
     assert len(tried) == len(set(tried)) == 2
 
@@ -153,7 +182,7 @@ async def test_request_without_a_token_is_answered_by_another_worker_if_its_engi
     first = await reader_of(workers)
     first.engine.stall()
     assert await task == expected
-    assert parts.count("medialane_rerouted_requests_total") == 1
+    assert parts.count("medialane_migrations_total") == 1
     assert health_of(parts.links).response()[0] == 200
     assert "1 of 2 workers is stalled (see its log)" in health_of(parts.links).problems
     num_requests = first.engine.num_requests
@@ -165,7 +194,7 @@ async def test_request_without_a_token_is_answered_by_another_worker_if_its_engi
     await eventually(lambda: health_of(parts.links).response() == (200, b""), "it returns")
 
 
-async def test_request_with_a_token_waits_for_a_stalled_engine(open_parts):
+async def test_request_with_a_token_that_cannot_go_on_waits_for_a_stalled_engine(open_parts):
     parts, workers = await open_parts(2)
     with open_scope():
         wanted = request("r", [1, 2, 3], max_tokens=5, token_s=0.05)
@@ -177,7 +206,7 @@ async def test_request_with_a_token_waits_for_a_stalled_engine(open_parts):
             first.engine.resume()
             found += [delta async for delta in deltas]
     assert sum(len(delta.completions[0].token_ids) for delta in found) == 5
-    assert parts.count("medialane_rerouted_requests_total") == 0
+    assert parts.count("medialane_migrations_total") == 0
 
 
 async def test_request_waits_if_the_only_worker_is_stalled_and_new_ones_are_refused(open_parts):

@@ -126,19 +126,20 @@ class Sender:
         """Return the call at another worker, after its own is lost: of another host if there is one, since a lost link
         or host costs all workers there, one after the other. If none is ready, wait for one: the lost one may be back
         soon. Raises `error` if none comes in time, or this request has moved often enough."""
-        lost = (*call.lost, call.route.link.name)
+        link = call.route.link
+        lost, client = (*call.lost, link.name), link.client
         call.route.routed.release()
         if len(lost) > self.config.migration_limit:
             raise error
         give_up_at = time.monotonic() + self.config.migration_timeout_s
         while True:
-            addresses = {name: link.address for name, link in self.workers.links.items()}
-            for excluded in (on_hosts_of(lost, addresses), frozenset(lost), frozenset[str]()):
-                if excluded or self.workers.num_ready:  # the lost one itself only if it is back
-                    with suppress(NoWorkerReady):
-                        moved = self.reroute(call, excluded)
-                        logger.warning("%s: %s; sending to another worker", lost[-1], error.message)
-                        return moved._replace(lost=lost, busy=frozenset())
+            addresses = {name: each.address for name, each in self.workers.links.items()}
+            is_back = link.client is not None and link.client is not client
+            for excluded in (on_hosts_of(lost, addresses), lost, () if is_back else (link.name,)):
+                with suppress(NoWorkerReady):
+                    moved = self.reroute(call, frozenset(excluded))
+                    logger.warning("%s: %s; sending to another worker", link.name, error.message)
+                    return moved._replace(lost=lost, busy=frozenset())
             if not await self.workers.changed_before(give_up_at):
                 raise error
 

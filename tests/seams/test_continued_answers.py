@@ -1,0 +1,187 @@
+"""An answer that has begun goes on at another worker, without a token twice or missing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+from contextlib import AsyncExitStack, aclosing
+
+import msgspec
+import pytest
+from gateway_parts import FakeWorker, Parts, png, prompt, request
+
+from medialane.core.errors import WorkerLost
+from medialane.core.request import CompletionDelta
+from medialane.gateway import GatewayConfig, open_scope
+from medialane.testing.fake_engine import FakeParams
+from medialane.worker import WorkerConfig
+from waiting import eventually
+
+WATCHED = WorkerConfig(ping_interval_s=0.05, stall_timeout_s=0.4)
+NUM_TOKENS = 12
+TOKEN_S = 0.02
+MIGRATIONS = "medialane_migrations_total"
+
+
+class RestOfFake:
+    """What is left of an answer of the fake engine."""
+
+    def __init__(self, params: FakeParams) -> None:
+        self.sampling_params = msgspec.json.encode(params)
+
+    def restore(self, completion: CompletionDelta) -> CompletionDelta:
+        return completion
+
+
+class ContinuableFake:
+    """An answer of the fake engine, which has one choice."""
+
+    num_choices = 1
+
+    def __init__(self, obstacle: str = "") -> None:
+        self.obstacle = obstacle
+
+    def rest(self, index, token_ids, *, num_chars, cumulative_logprob) -> RestOfFake:
+        assert num_chars == len("".join(f"<{token}>" for token in token_ids))
+        return RestOfFake(FakeParams(max_tokens=NUM_TOKENS - len(token_ids), token_s=TOKEN_S))
+
+
+class Asked:
+    """One streamed answer; `tokens` are those delivered."""
+
+    def __init__(self, parts, *, media=True, obstacle=""):
+        self.tokens, self.finishes = [], []
+        self._parts, self._media, self._obstacle = parts, media, obstacle
+        self.task = asyncio.create_task(self._read())
+
+    async def has(self, number):
+        await eventually(lambda: len(self.tokens) >= number, f"{number} tokens")
+
+    async def _read(self):
+        with open_scope():
+            prepared = await self._parts.gateway.prepare(prompt(png())) if self._media else None
+            ids = prepared.token_ids if prepared else [1, 2, 3]
+            wanted = request("r", ids, max_tokens=NUM_TOKENS, token_s=TOKEN_S)
+            async with aclosing(
+                self._parts.gateway.generate(wanted, prepared, ContinuableFake(self._obstacle))
+            ) as deltas:
+                async for delta in deltas:
+                    self.tokens += delta.completions[0].token_ids
+                    self.finishes.append(delta.finished)
+        return self.tokens
+
+
+@pytest.fixture
+async def open_parts(arena, preparers):
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
+
+        async def start(count, **config):
+            workers = [FakeWorker(f"{folder}/{number}.sock", arena=arena, config=WATCHED) for number in range(count)]
+            for worker in workers:
+                stack.push_async_callback(worker.close)
+                await worker.start()
+            settings = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05, **config)
+            return await stack.enter_async_context(Parts(arena, preparers, workers, config=settings)), workers
+
+        yield start
+    gc.collect()
+
+
+def reader(workers):
+    (worker,) = [worker for worker in workers if worker.engine.num_reading]
+    return worker
+
+
+def lose(worker, loss):
+    match loss:
+        case "connection":
+            worker.drop_connections()
+        case "engine":
+            worker.engine.die()
+        case "stall":
+            worker.engine.stall()
+
+
+@pytest.mark.parametrize("stage", ["features", "decoded", "url"])
+@pytest.mark.parametrize("loss", ["connection", "engine", "stall"])
+async def test_answer_goes_on_without_a_token_twice_or_missing(open_parts, loss, stage):
+    parts, workers = await open_parts(2, stage=stage)
+    expected = await Asked(parts).task
+    prepared_before = parts.count("medialane_cache_lookups_total", outcome="miss")
+    asked = Asked(parts)
+    await asked.has(4)
+    lost = reader(workers)
+    lose(lost, loss)
+    assert await asked.task == expected
+    assert asked.finishes == [False] * (len(asked.finishes) - 1) + [True]
+    assert parts.count(MIGRATIONS, outcome="continued") == parts.count(MIGRATIONS) == 1
+    assert parts.count("medialane_cache_lookups_total", outcome="miss") == prepared_before, "its media were still held"
+    lost.engine.resume()
+    await eventually(lambda: parts.num_held == 0)
+
+
+async def test_answer_goes_on_as_often_as_the_limit_allows_and_no_more(open_parts):
+    parts, workers = await open_parts(3, migration_limit=2)
+    expected = await Asked(parts, media=False).task
+    asked = Asked(parts, media=False)
+    for number in (2, 5):
+        await asked.has(number)
+        reader(workers).drop_connections()
+        await eventually(lambda num=number: len(asked.tokens) > num + 1)
+    assert await asked.task == expected
+    asked = Asked(parts, media=False)
+    for number in (2, 4, 6):
+        await asked.has(number)
+        reader(workers).drop_connections()
+        await eventually(lambda num=number: len(asked.tokens) > num + 1 or asked.task.done())
+    with pytest.raises(WorkerLost):
+        await asked.task
+    assert asked.tokens == expected[: len(asked.tokens)], "what was delivered is right"
+
+
+@pytest.mark.parametrize("settings", [{"migration_limit": 0}, {}], ids=["off", "obstacle"])
+async def test_answer_that_cannot_go_on_ends_with_a_retryable_error(open_parts, settings):
+    parts, workers = await open_parts(2, **settings)
+    asked = Asked(parts, obstacle="" if settings else "structured output")
+    await asked.has(3)
+    reader(workers).drop_connections()
+    with pytest.raises(WorkerLost) as caught:
+        await asked.task
+    assert ("structured output cannot go on" in caught.value.message) == (not settings)
+    assert caught.value.retry_after_s
+
+
+async def test_answer_waits_for_a_worker_to_be_ready(open_parts):
+    parts, (worker,) = await open_parts(1)
+    expected = await Asked(parts).task
+    asked = Asked(parts)
+    await asked.has(3)
+    await worker.close()
+    await eventually(lambda: not parts.links.num_ready)
+    await worker.start()
+    assert await asked.task == expected
+
+
+async def test_many_answers_of_a_lost_worker_all_go_on(open_parts):
+    parts, workers = await open_parts(2)
+    expected = await Asked(parts, media=False).task
+    asked = [Asked(parts, media=False) for _ in range(60)]
+    for one in asked:
+        await one.has(2)
+    workers[0].drop_connections()
+    assert [await one.task for one in asked] == [expected] * len(asked)
+
+
+async def test_client_that_leaves_while_an_answer_goes_on_leaves_nothing_behind(open_parts):
+    parts, workers = await open_parts(2)
+    asked = Asked(parts)
+    await asked.has(2)
+    lost = reader(workers)
+    lost.engine.stall()
+    await eventually(lambda: parts.count(MIGRATIONS, outcome="continued"))
+    asked.task.cancel()
+    await asyncio.wait([asked.task])
+    lost.engine.resume()
+    await eventually(lambda: parts.num_held == 0 and not any(worker.engine.num_reading for worker in workers))
