@@ -19,6 +19,7 @@ from medialane.core.errors import (
     MedialaneError,
     ProtocolViolation,
     StartupFailed,
+    WorkerStalled,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ def test_settings_named_in_a_page_exist(page):
 
 
 #: Between processes, and of commands.
-_INTERNAL = (HandoverFailed, ProtocolViolation, AuthenticationFailed, StartupFailed, AlreadyJoined)
+_INTERNAL = (HandoverFailed, ProtocolViolation, AuthenticationFailed, StartupFailed, AlreadyJoined, WorkerStalled)
 
 
 def test_api_page_lists_every_code_with_its_status():

@@ -234,7 +234,7 @@ class Attempts:
                         self.call.prepared.media.note_embedded(delta.embedded)
                     yield delta
                 return
-            except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy, NoWorkerReady) as error:
+            except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy) as error:
                 if has_begun:
                     raise self._in_the_middle(error) from error
                 self.call = await self._next(error)
