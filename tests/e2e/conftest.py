@@ -57,6 +57,7 @@ API_KEY = "tested-key"
 
 #: Files that run last, in this order.
 _LAST = (
+    "test_e2e_migration",
     "test_e2e_essential_tasks",
     "test_e2e_hosts",
     "test_e2e_processes_killed",
