@@ -1,7 +1,10 @@
-"""`medialane bench soak`: checks for leaks over many thousand mixed requests.
+"""`medialane bench soak`: checks for leaks and wrong answers over very many mixed requests, whose workers are lost.
 
-A whole gateway with preparers runs in separate processes; a fake worker responds. Requests are sent in batches: new and
-repeated images, by data URL and from a web server, clips, audio, hostile input, and clients that disconnect early.
+A whole gateway with preparers runs in separate processes; fake workers respond, whose tokens follow from the prompt and
+the seed (`answering_workers`). Requests are sent in batches: text, new and repeated images, by data URL and from a web
+server, clips, audio, hostile input, and clients that disconnect early. Again and again the worker with the most
+requests is cut off, in the middle of messages, and is back after some time, so that one request in a hundred loses its
+worker. Every other answer must be there, with exactly the right tokens and text.
 After each batch the load stops until nothing is in flight. Then no lease may be held, and the sampled values (memory of
 all processes, file descriptors, shared memory) should not change from sample to sample.
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import shutil
 import sys
@@ -29,34 +33,39 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from itertools import combinations, islice
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import msgspec
 import uvloop
 
-from gateway_process import GatewayProcess, Peers, gateway_process, until_ready, worker
+from answering_workers import CuttableWorkers, RightAnswers, cuttable_workers
+from gateway_process import GatewayProcess, Peers, gateway_process, until_ready
 from harness import REPOSITORY, Bar, Options, Report, median
 from load import process_tree
 from medialane.arena import ArenaConfig
 from medialane.config import Config, process_environ
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig
+from medialane.testing.simulated.answer import token_texts
 from medialane.testing.tiny_model import cache_folder
 from origin import origin
-from soak_requests import Request, Requests, files
+from soak_requests import NUM_TOKENS, Request, Requests, files
 
 sys.path.append(str(REPOSITORY / "tests" / "families"))  # the tests' tiny models
 from tiny_families import FAMILIES
 
 ABOUT = "leaks: memory, descriptors and leases over thousands of mixed requests"
 
-NUM_REQUESTS, QUICK_NUM_REQUESTS = 20_000, 1_000
+NUM_REQUESTS, QUICK_NUM_REQUESTS = 100_000, 5_000
 #: The run ends after this time per request, or this time in total, with the results so far.
-REQUEST_S, QUICK_TIME_S = 0.15, 300.0
+REQUEST_S, QUICK_TIME_S = 0.05, 300.0
 PROGRESS_S = 15.0
 NUM_LOOKS = 20
-CONCURRENCY = 12
+CONCURRENCY = 32
 WARM_UP = 1 / 3
 MIB = 1 << 20
 
@@ -67,8 +76,13 @@ MOST_FDS, SETTLING_FDS = 1.0, 5.0
 #: A request that takes longer has failed; requests in flight must have ended within this time after the last response.
 ANSWER_S = 60.0
 SETTLE_S = 20.0
-#: Tokens per response, enough for clients to disconnect while it is streamed.
-TOKEN_S = 0.01
+#: Between two tokens of a response: clients disconnect, and workers are lost, while it is streamed.
+TOKEN_S = 0.02
+#: A worker is cut off after each CUT_AFTER requests, and is back after at most MAX_DOWN_S.
+NUM_WORKERS = 4
+CUT_AFTER = 200
+MAX_DOWN_S = 1.0
+LEAST_LOST = 0.01
 
 #: Supports images, video and audio.
 FAMILY = FAMILIES["qwen2_5_omni"]
@@ -114,7 +128,19 @@ class Progress:
 class Soak:
     """Sends requests in batches and samples the processes after each."""
 
-    def __init__(self, gateway: GatewayProcess, session: aiohttp.ClientSession, shm: Path) -> None:
+    def __init__(
+        self,
+        gateway: GatewayProcess,
+        workers: CuttableWorkers,
+        right: RightAnswers,
+        *,
+        session: aiohttp.ClientSession,
+        shm: Path,
+    ) -> None:
+        self.workers = workers
+        self.num_migrated = 0.0
+        self._right = right
+        self._random = random.Random(0)
         self.samples: list[Sample] = []
         self.statuses: Counter[str] = Counter()
         self.wrong: Counter[str] = Counter()
@@ -122,6 +148,7 @@ class Soak:
         self._session = session
         self._shm = shm
         self._num_sent = 0
+        self._num_begun = 0
         self._progress = Progress(0)
 
     async def run(self, requests: Requests, num_requests: int, time_s: float) -> None:
@@ -134,6 +161,7 @@ class Soak:
             await self._send_all(list(islice(todo, batch)))
             await self._settle()
             await self._sample(started)
+        self.num_migrated = _metric(await self._metrics(), "medialane_migrations_total")
 
     async def _send_all(self, requests: Sequence[Request]) -> None:
         todo = iter(requests)
@@ -149,27 +177,58 @@ class Soak:
         self._num_sent += len(requests)
 
     async def _send(self, request: Request) -> None:
+        self._num_begun += 1
+        if self._num_begun % CUT_AFTER == 0:
+            self.workers.cut_busiest(self._random.uniform(0, MAX_DOWN_S))
         try:
             async with asyncio.timeout(ANSWER_S if request.patience_s is None else request.patience_s):
-                status = await self.ask(request)
+                outcome = await self.ask(request)
         except TimeoutError:
-            self._note(request, "given up" if request.patience_s is not None else "no answer")
+            outcome = "given up" if request.patience_s is not None else "no answer"
         except aiohttp.ClientError as error:
-            self._note(request, type(error).__name__)
-        else:
-            self._note(request, str(status))
+            outcome = type(error).__name__
+        self._note(request, outcome)
 
-    async def ask(self, request: Request) -> int:
+    async def ask(self, request: Request) -> str:
+        """Return the status, or for an answer what is wrong with it."""
         headers = {"content-type": "application/json"}
         url = f"{self._gateway.url}/v1/chat/completions"
         async with self._session.post(url, data=request.body, headers=headers) as response:
-            await response.read()
-            return response.status
+            raw = await response.read()
+        if response.status != HTTPStatus.OK:
+            return str(response.status)
+        return self._fault(request, raw) or "200"
+
+    def _fault(self, request: Request, raw: bytes) -> str:
+        """Return what differs from the right answer; empty if nothing does."""
+        events = events_of(raw)
+        if not events or "error" in events[-1]:
+            return f"error {events[-1]['error']['code']}" if events else "cut off"
+        prompt = next(found["prompt_token_ids"] for found in events if found.get("prompt_token_ids"))
+        for index in range(request.num_choices):
+            choices = [choice for found in events for choice in found["choices"] if choice["index"] == index]
+            tokens = [token for choice in choices for token in choice["token_ids"] or ()]
+            right = self._right.tokens(prompt, NUM_TOKENS, request.seed + index)
+            if tokens != right:
+                return "wrong tokens"
+            content = [choice.get("delta") or choice["message"] for choice in choices]
+            if "".join(part.get("content") or "" for part in content) != self._right.text(right):
+                return "wrong text"
+            if [choice["finish_reason"] for choice in choices if choice["finish_reason"]] != ["length"]:
+                return "wrong end"
+        usage = events[-1]["usage"]
+        num_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        return "" if num_tokens == (len(prompt), NUM_TOKENS * request.num_choices) else "wrong usage"
 
     def _note(self, request: Request, outcome: str) -> None:
         self.statuses[outcome] += 1
         if outcome != "given up" and not (outcome.isdigit() and int(outcome) in request.expected):
             self.wrong[f"{request.kind}: {outcome}"] += 1
+
+    @property
+    def num_different(self) -> int:
+        """Answers that are there, but not right."""
+        return sum(number for name, number in self.wrong.items() if ": wrong " in name)
 
     async def _settle(self) -> None:
         """Wait until nothing is in flight, up to a timeout; what is left is visible in the sample."""
@@ -179,10 +238,13 @@ class Soak:
                     await asyncio.sleep(0.1)
 
     async def _in_flight(self) -> tuple[float, float]:
-        """Return the leases held and the requests at the worker."""
-        async with self._session.get(f"{self._gateway.url}/metrics") as response:
-            text = await response.text()
+        """Return the leases held and the requests at the workers."""
+        text = await self._metrics()
         return _metric(text, "medialane_arena_leases"), _metric(text, "medialane_worker_in_flight")
+
+    async def _metrics(self) -> str:
+        async with self._session.get(f"{self._gateway.url}/metrics") as response:
+            return await response.text()
 
     async def _sample(self, started: float) -> None:
         leases, in_flight = await self._in_flight()
@@ -219,7 +281,7 @@ def run(options: Options) -> Report:
             media=MediaConfig(allowed_media_networks=("127.0.0.1/32",), max_cached_urls=256),
             prepare=PrepareConfig(num_preparers=NUM_PREPARERS),
         )
-        peers = Peers.in_folder(folder)
+        peers = Peers.in_folder(folder, num_workers=NUM_WORKERS)
         with origin(files()) as files_url, gateway_process(model, peers, config=config, flags=FLAGS) as gateway:
             soak = uvloop.run(
                 _soak(
@@ -259,12 +321,23 @@ async def _soak(
     num_requests: int,
     time_s: float,
 ) -> Soak:
-    connector = aiohttp.TCPConnector(limit=0)
-    async with worker(peers, config, delay_s=TOKEN_S), aiohttp.ClientSession(connector=connector) as session:
+    connector, right = aiohttp.TCPConnector(limit=0), RightAnswers(token_texts(model))
+    async with (
+        cuttable_workers(peers, config, right, delay_s=TOKEN_S) as workers,
+        aiohttp.ClientSession(connector=connector) as session,
+    ):
         await until_ready(session, gateway.url)
-        soak = Soak(gateway, session, shm)
+        soak = Soak(gateway, workers, right, session=session, shm=shm)
         await soak.run(Requests(model, files_url), num_requests, time_s)
     return soak
+
+
+def events_of(raw: bytes) -> list[Any]:
+    """Return the whole answer, or the events of a stream; empty if that was cut off."""
+    if not raw.startswith(b"data: "):
+        return [msgspec.json.decode(raw)]
+    lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n") if line.startswith(b"data: ")]
+    return [msgspec.json.decode(line) for line in lines[:-1]] if lines[-1] == b"[DONE]" else []
 
 
 def _metric(text: str, name: str) -> float:
@@ -315,6 +388,12 @@ def _report(soak: Soak, num_requests: int, num_left: int) -> Report:
         for sample in soak.samples
     ]
     outcomes = [{"outcome": name, "requests": number} for name, number in sorted(soak.statuses.items())]
+    outcomes += [
+        {"outcome": "workers cut off", "requests": soak.workers.num_cut},
+        {"outcome": "requests at a worker that was cut off", "requests": soak.workers.num_lost},
+        {"outcome": "continued at another worker", "requests": soak.num_migrated},
+    ]
+    num_different = soak.num_different
     leases = max(sample.num_leases for sample in soak.samples)
     in_flight = max(sample.num_in_flight for sample in soak.samples)
     bars = [
@@ -335,7 +414,9 @@ def _report(soak: Soak, num_requests: int, num_left: int) -> Report:
         Bar("soak: most leases held at rest", leases, 0, "at most"),
         Bar("soak: most requests left at the worker at rest", in_flight, 0, "at most"),
         Bar("soak: files left in shared memory after the stop", num_left, 0, "at most"),
-        Bar("soak: wrong answers", sum(soak.wrong.values()), 0, "at most"),
+        Bar("soak: requests lost, or ended by an error", sum(soak.wrong.values()) - num_different, 0, "at most"),
+        Bar("soak: answers with a missing, repeated or other token, text or count", num_different, 0, "at most"),
+        Bar("soak: part of the requests that lost a worker", soak.workers.num_lost / sent, LEAST_LOST, "at least"),
     ]
     notes = [f"wrong: {name}, {number} times" for name, number in soak.wrong.most_common(10)]
     slopes: list[dict[str, object]] = [{"of": name, "growth in 1000 requests": value} for name, value in grown.items()]

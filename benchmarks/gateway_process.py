@@ -44,22 +44,22 @@ Alongside = Callable[[list[Any]], Coroutine[Any, Any, None]]
 
 
 class Peers(NamedTuple):
-    """Addresses of the gateway's worker and of its store."""
+    """Addresses of the gateway's workers and of its store."""
 
-    worker: str
+    workers: tuple[str, ...]
     store: str
 
     @classmethod
-    def in_folder(cls, folder: str) -> Self:
-        return cls(f"unix://{folder}/worker", f"unix://{folder}/store")
+    def in_folder(cls, folder: str, *, num_workers: int = 1) -> Self:
+        return cls(tuple(f"unix://{folder}/worker{n}" for n in range(num_workers)), f"unix://{folder}/store")
 
 
 class AgreeingWorker(FakeHandler):
     """Accepts any gateway: reports the gateway's processor settings as its own, and that it maps the store's arena.
     Like a real worker it holds what a request refers to, but reads nothing."""
 
-    def __init__(self, link: StoreLink, *, delay_s: float) -> None:
-        super().__init__(card=FAKE_CARD, delay_s=delay_s)
+    def __init__(self, link: StoreLink, *, delay_s: float, worker_id: str = "fake-worker") -> None:
+        super().__init__(worker_id=worker_id, card=FAKE_CARD, delay_s=delay_s)
         self._entries = StoreEntries(link)
         link.watch(lambda offer: self.map_arena(None if offer is None else offer.id))
 
@@ -71,7 +71,7 @@ class AgreeingWorker(FakeHandler):
     async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
         ranges = {t.range for item in request.prompt.media for t in item.tensors if isinstance(t, TensorDescriptor)}
         hold = await self._entries.hold(list(ranges)) if ranges else None
-        deltas = super().run(request)
+        deltas = self.outputs(request)
         try:
             async for delta in deltas:
                 yield delta
@@ -81,18 +81,27 @@ class AgreeingWorker(FakeHandler):
                 hold.release()
             self.requests.clear()  # benchmarks send many
 
+    def outputs(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
+        return super().run(request)
+
 
 @contextlib.asynccontextmanager
 async def worker(peers: Peers, config: Config, *, delay_s: float = 0.0) -> AsyncIterator[AgreeingWorker]:
-    """Run the fake worker; each of its tokens takes `delay_s`."""
+    """Run the only fake worker; each of its tokens takes `delay_s`."""
     async with store_link(peers.store, directory=config.arena.directory) as link:
         handler = AgreeingWorker(link, delay_s=delay_s)
-        server = RpcServer(handler, RpcConfig())
-        await server.serve(peers.worker)
-        try:
+        async with serving(handler, peers.workers[0]):
             yield handler
-        finally:
-            await server.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(handler: AgreeingWorker, address: str) -> AsyncIterator[None]:
+    server = RpcServer(handler, RpcConfig())
+    await server.serve(address)
+    try:
+        yield
+    finally:
+        await server.close()
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,7 @@ async def _serve(
     noted: list[Any] = []
     watching = asyncio.create_task(alongside(noted)) if alongside is not None else None
     await gateway.serve(
-        config, model, flags, addresses=gateway.GatewayAddresses([peers.worker], peers.store), sock=sock
+        config, model, flags, addresses=gateway.GatewayAddresses(list(peers.workers), peers.store), sock=sock
     )
     if watching is not None:
         watching.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pybase64
@@ -16,20 +16,25 @@ from origin import File
 
 Kind = Literal["new image", "known image", "image by URL", "two images", "video", "sound", "text", "hostile"]
 
-#: Per mille. The client of one request in ten, of any kind, disconnects early.
+#: Per mille. The client of one request in ten, of any kind, disconnects early. Most are cheap: what is looked for are
+#: leaks and wrong answers, which depend on the number of requests and not on what each costs.
 MIX: Mapping[Kind, int] = {
-    "new image": 380,
-    "known image": 200,
-    "image by URL": 150,
-    "two images": 60,
-    "video": 50,
-    "sound": 50,
-    "text": 60,
-    "hostile": 50,
+    "text": 500,
+    "known image": 250,
+    "new image": 100,
+    "image by URL": 50,
+    "two images": 25,
+    "video": 15,
+    "sound": 30,
+    "hostile": 30,
 }
 ABORTED = 0.10
 #: A client that disconnects does so within this time: while it sends, while media are prepared, or during the stream.
 MAX_PATIENCE_S = 0.25
+
+#: Of each choice.
+NUM_TOKENS = 10
+NUM_CHOICES = (1, 1, 1, 1, 1, 1, 1, 1, 1, 3)
 
 _SIZES = ((224, 168), (336, 252), (512, 384))
 #: Number of repeated images, and of files of the web server.
@@ -40,12 +45,15 @@ _HEAD = b"\xff\xd8\xff\xfe\x00\x0b%09d"
 
 @dataclass(frozen=True)
 class Request:
-    """`patience_s` is when the client disconnects, None if it waits. `expected` are the allowed statuses."""
+    """`patience_s` is when the client disconnects, None if it waits. `expected` are the allowed statuses. An answer has
+    `num_choices`, of which each has its own seed, from `seed` on."""
 
     kind: Kind
     body: bytes
     expected: frozenset[int]
     patience_s: float | None = None
+    num_choices: int = 1
+    seed: int = 0
 
 
 class Requests:
@@ -69,17 +77,20 @@ class Requests:
 
     def one(self, kind: Kind) -> Request:
         """Return one request of a kind, whose client waits."""
-        return Request(kind, self._body(kind), _EXPECTED.get(kind, _FINE))
+        num_choices, seed = self._random.choice(NUM_CHOICES), self._random.randrange(1000)
+        body = self._body(kind, num_choices, seed)
+        return Request(kind, body, _EXPECTED.get(kind, _FINE), num_choices=num_choices, seed=seed)
 
     def _make(self, kind: Kind) -> Request:
         patience_s = self._random.uniform(0, MAX_PATIENCE_S) if self._random.random() < ABORTED else None
-        return Request(kind, self._body(kind), _EXPECTED.get(kind, _FINE), patience_s)
+        return replace(self.one(kind), patience_s=patience_s)
 
-    def _body(self, kind: Kind) -> bytes:
-        parts = [*self._media(kind), b'{"type":"text","text":"What is it?"}']
-        head = b'{"model":%s,"max_tokens":3,"stream":%s,"messages":[{"role":"user","content":['
-        stream = b"true" if self._random.random() < 0.5 else b"false"
-        return b"".join([head % (json.dumps(self._model).encode(), stream), b",".join(parts), b"]}]}"])
+    def _body(self, kind: Kind, num_choices: int, seed: int) -> bytes:
+        parts = [*self._media(kind), b'{"type":"text","text":"What is it? %d"}' % self._random.randrange(1000)]
+        stream = b',"stream":true,"stream_options":{"include_usage":true}' if self._random.random() < 0.7 else b""
+        head = b'{"model":%s,"max_tokens":%d,"n":%d,"seed":%d%s,"return_token_ids":true,'
+        head %= json.dumps(self._model).encode(), NUM_TOKENS, num_choices, seed, stream
+        return b'%s"messages":[{"role":"user","content":[%s]}]}' % (head, b",".join(parts))
 
     def _media(self, kind: Kind) -> list[bytes]:
         if kind == "new image":
