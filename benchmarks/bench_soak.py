@@ -77,10 +77,10 @@ MOST_FDS, SETTLING_FDS = 1.0, 5.0
 ANSWER_S = 60.0
 SETTLE_S = 20.0
 #: Between two tokens of a response: clients disconnect, and workers are lost, while it is streamed.
-TOKEN_S = 0.02
+TOKEN_S = 0.03
 #: A worker is cut off after each CUT_AFTER requests, and is back after at most MAX_DOWN_S.
 NUM_WORKERS = 4
-CUT_AFTER = 200
+CUT_AFTER = 400
 MAX_DOWN_S = 1.0
 LEAST_LOST = 0.01
 
@@ -207,7 +207,7 @@ class Soak:
         prompt = next(found["prompt_token_ids"] for found in events if found.get("prompt_token_ids"))
         for index in range(request.num_choices):
             choices = [choice for found in events for choice in found["choices"] if choice["index"] == index]
-            tokens = [token for choice in choices for token in choice["token_ids"] or ()]
+            tokens = [token for choice in choices for token in choice.get("token_ids") or ()]
             right = self._right.tokens(prompt, NUM_TOKENS, request.seed + index)
             if tokens != right:
                 return "wrong tokens"

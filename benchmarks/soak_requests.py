@@ -33,7 +33,7 @@ ABORTED = 0.10
 MAX_PATIENCE_S = 0.25
 
 #: Of each choice.
-NUM_TOKENS = 10
+NUM_TOKENS = 6
 NUM_CHOICES = (1, 1, 1, 1, 1, 1, 1, 1, 1, 3)
 
 _SIZES = ((224, 168), (336, 252), (512, 384))

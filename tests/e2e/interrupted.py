@@ -9,6 +9,8 @@ from medialane_process import MedialaneProcess, kill
 from openai_http import CHAT, Answer, OpenAiHttp, load
 from process_tree import descendants
 
+from waiting import eventually
+
 #: Done to the worker of this name.
 Fault = Callable[[str], Awaitable[None]]
 
@@ -36,9 +38,16 @@ async def interrupted(client: OpenAiHttp, body: dict[str, Any], *faults: Fault, 
 
 
 async def its_worker(client: OpenAiHttp) -> str:
-    """The worker of the only request in flight."""
-    (name,) = [name for name, number in (await load(client)).items() if number]
-    return name
+    """The worker of the requests in flight: of the only one, or of most of one client's."""
+    found: dict[str, float] = {}
+
+    async def is_known() -> bool:
+        nonlocal found
+        found = await load(client)
+        return any(found.values())
+
+    await eventually(is_known, "a request is at a worker")
+    return max(found, key=lambda worker: found[worker])
 
 
 def killing(serve: MedialaneProcess) -> Fault:

@@ -255,7 +255,7 @@ async def test_whole_answer_of_a_killed_worker_is_repeated_and_equal(serve, ours
     body = {key: value for key, value in REPEATED[name].items() if key != "stream_options"}
     right = await ours.succeed(body)
     request = asyncio.create_task(ours.post(body))
-    await eventually(lambda: _is_loaded(ours), "it is at a worker")
+    await its_worker(ours)
     await asyncio.sleep(MIDDLE_S)  # time: no message says that an answer is in its middle
     assert not request.done()
     kill(serve.worker_pid(await its_worker(ours)))
@@ -288,10 +288,6 @@ def _texts(answer: Answer) -> str:
     """The text of the events of the Responses and the messages API."""
     deltas = [event["delta"] for event in answer.events if event["type"].endswith(("text.delta", "block_delta"))]
     return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
-
-
-async def _is_loaded(client) -> bool:
-    return any((await load(client)).values())
 
 
 async def _num_ready(client, number: int) -> bool:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="start: another checkout, to compare with (default: commit 4f951fe)",
     )
-    parser.add_argument("--requests", type=int, metavar="N", help="soak: how many requests (default: 20000)")
+    parser.add_argument("--requests", type=int, metavar="N", help="soak: how many requests (default: 100000)")
 
 
 def run(args: argparse.Namespace) -> int:
