@@ -306,12 +306,12 @@ class _Request:
 class _Worker:
     """A worker, and the `Handler` of its sessions."""
 
-    is_stalled = has_unknown_blocks = False
+    is_stalled = is_draining = has_unknown_blocks = False
 
     def __init__(self, cluster: SimulatedCluster, number: int, card: ModelCard) -> None:
         self.number = number
         self.card = card
-        self.is_stalled = self.has_unknown_blocks = False
+        self.is_stalled = self.is_draining = self.has_unknown_blocks = False
         self.host = cluster.host(number)
         self.relay = PendingWorkRelay()
         self._cluster = cluster

@@ -26,9 +26,10 @@ from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import EmbeddingUse, Feature, FoundItem, MediaPrompt
 from medialane.core.media import MediaRef
+from medialane.core.process.stop import stopped_by_signals
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.wire.config import RpcConfig
-from medialane.worker.serve import serve_worker, stopped_by_signals
+from medialane.worker.serve import serve_worker
 
 GATEWAYS = ("gateway-0", "gateway-1")
 WORKERS = ("worker-0", "worker-1")
@@ -112,7 +113,7 @@ async def host(folder: Path) -> int:
     with stopped_by_signals() as stop:
         async with running(Supervisor(specs, config=config, logs=folder, observer=Quiet())):
             (folder / "ready").touch()
-            await stop.wait()
+            await stop.asked.wait()
     return 0
 
 
@@ -229,7 +230,7 @@ async def gateway(folder: Path, name: str) -> int:
             server = await asyncio.start_unix_server(
                 lambda *streams: serve(parts, *streams), path, limit=MAX_LINE_BYTES
             )
-            await stop.wait()
+            await stop.asked.wait()
             server.close()
         await client.close()
     fairness.close()

@@ -19,6 +19,7 @@ from medialane.core.errors import (
     MedialaneError,
     ProtocolViolation,
     StartupFailed,
+    WorkerDraining,
     WorkerStalled,
 )
 
@@ -60,7 +61,15 @@ def test_settings_named_in_a_page_exist(page):
 
 
 #: Between processes, and of commands.
-_INTERNAL = (HandoverFailed, ProtocolViolation, AuthenticationFailed, StartupFailed, AlreadyJoined, WorkerStalled)
+_INTERNAL = (
+    HandoverFailed,
+    ProtocolViolation,
+    AuthenticationFailed,
+    StartupFailed,
+    AlreadyJoined,
+    WorkerStalled,
+    WorkerDraining,
+)
 
 
 def test_api_page_lists_every_code_with_its_status():

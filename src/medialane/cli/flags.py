@@ -31,6 +31,7 @@ _TITLES: dict[SectionName, str] = {
     "simulated": "simulated workers",
     "environment": "environment of the processes that are started",
     "logging": "logging",
+    "stop": "stop",
 }
 
 

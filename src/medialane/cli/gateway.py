@@ -142,7 +142,7 @@ async def serve(
                 await stack.enter_async_context(group.endpoint())
             bounds = http_bounds(config.gateway, max_headers=frontend.max_headers)
             server_of = partial(BoundedServer, bounds=bounds)
-            drain_s = config.gateway.drain_timeout_s
+            drain_s = config.stop.drain_timeout_s
             enter_phase("waiting for workers")
             await frontend.serve(app, sock, stop.wait(), drain_timeout_s=drain_s, server_of=server_of)
             if not stop.is_set():

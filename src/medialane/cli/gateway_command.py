@@ -22,7 +22,7 @@ from medialane.wire.security import check_address
 
 SECTIONS: tuple[SectionName, ...] = (
     "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "environment",
-    "logging",
+    "logging", "stop",
 )  # fmt: skip
 _COMMON = (
     "host",

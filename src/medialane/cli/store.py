@@ -32,6 +32,7 @@ from medialane.core.hashing import digest
 from medialane.core.process.descendants import children
 from medialane.core.process.memory import MemoryUse, ProcessKind
 from medialane.core.process.phase import READY, enter_phase
+from medialane.core.process.stop import stopped_by_signals
 from medialane.core.process.title import WARM, has_title
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
@@ -43,7 +44,6 @@ from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
 from medialane.store import Aliases, EncodedStore, Items, PublishedImages, StoreServer
 from medialane.store.messages import StoreStatus
-from medialane.worker.serve import stopped_by_signals
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +102,12 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], address: s
             await replace(address, b"".join(lineage), config.rpc)
         async with AsyncExitStack() as stack:
             arena, prefaulted, leave = await stack.enter_async_context(_arena(config, lineage, address))
-            store = _Store(config, model, vllm_args, arena, lineage=lineage, on_damaged=stop.set)
-            takes_media = await unless_set(stop, store.start(address, prefaulted, stack))
+            store = _Store(config, model, vllm_args, arena, lineage=lineage, on_damaged=stop.ask)
+            takes_media = await unless_set(stop.asked, store.start(address, prefaulted, stack))
             if takes_media is False:
                 logger.warning("this model takes no media: it needs no media store")
                 return NOT_NEEDED
-            await stop.wait()
+            await stop.asked.wait()
             if config.arena.keep and not store.is_damaged:
                 await leave()  # first: what ends from here on changes nothing in the file, as clients may still write
     return int(store.is_damaged)  # then the next one begins with a new arena

@@ -15,7 +15,17 @@ from medialane.observability.logging import configure
 from medialane.wire.address import parse_unix
 from medialane.wire.listener import check_listen
 
-SECTIONS: tuple[SectionName, ...] = ("gateway", "store", "media", "prepare", "arena", "rpc", "environment", "logging")
+SECTIONS: tuple[SectionName, ...] = (
+    "gateway",
+    "store",
+    "media",
+    "prepare",
+    "arena",
+    "rpc",
+    "environment",
+    "logging",
+    "stop",
+)
 _COMMON = ("preparers", "arena-size", "keep-arena", "stage", "peer-listen", *PROTECTION, "log-level")
 
 _EPILOG = """\

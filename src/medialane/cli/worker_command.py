@@ -35,7 +35,7 @@ from medialane.wire.listener import check_listen
 
 logger = logging.getLogger(__name__)
 
-SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "environment", "logging")
+SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "environment", "logging", "stop")
 _COMMON = (
     "join", "metrics-host", "metrics-port", "worker-name", *PROTECTION, "log-level", "arena-directory",
     "simulated-workers", "speedup",
@@ -142,6 +142,7 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
                 arena_directory=directory,
                 host_arena=host_arena,
                 gateways=config.worker.gateways(),
+                drain_timeout_s=config.stop.drain_timeout_s,
             )
 
     # As vLLM's server does: a collection that visits the modules' objects, too, would stop all streams for 0.1 s.
@@ -223,6 +224,7 @@ def _run_simulated(config: Config, args: argparse.Namespace) -> int:
                 arena_directory=config.arena.directory,
                 host_arena=host_arena,
                 gateways=config.worker.gateways(),
+                drain_timeout_s=config.stop.drain_timeout_s,
             )
 
     return uvloop.run(serve())

@@ -19,6 +19,7 @@ from medialane.arena.config import ArenaConfig
 from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
+from medialane.core.process.stop import StopConfig
 from medialane.core.setting import descriptions, is_secret
 from medialane.gateway.config import GatewayConfig, TransferConfig
 from medialane.media.config import MediaConfig
@@ -32,7 +33,7 @@ from medialane.worker.config import WorkerConfig
 
 SectionName = Literal[
     "server", "cluster", "gateway", "store", "media", "prepare", "arena", "transfer", "routing", "rpc", "worker",
-    "simulated", "environment", "logging",
+    "simulated", "environment", "logging", "stop",
 ]  # fmt: skip
 
 PREFIX: Final = "MEDIALANE_"
@@ -84,6 +85,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     simulated: SimulatedConfig = SimulatedConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     logging: LoggingConfig = LoggingConfig()
+    stop: StopConfig = StopConfig()
 
     def validate(self, sections: Iterable[SectionName]) -> None:
         """Raise StartupFailed, with flags instead of field names, if a setting of `sections` is invalid."""

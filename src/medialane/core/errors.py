@@ -127,6 +127,7 @@ class TooManyConnections(Unavailable, code="too_many_connections"): ...
 class StoreUnavailable(Unavailable, code="media_store_unavailable"): ...  # not connected, or lost during a call
 class NoWorkerReady(Unavailable, code="no_worker_ready"): ...
 class WorkerLost(Unavailable, code="worker_lost"): ...
+class GatewayDraining(Unavailable, code="gateway_draining"): ...  # the answer has not ended within --drain-timeout
 class WorkerBusy(Unavailable, code="worker_busy"): ...  # its engine's queue is full: another worker may have room
 class AlreadyJoined(Unavailable, code="already_joined"): ...  # a worker that is connected through another address
 
@@ -148,6 +149,7 @@ class RequestEndsWorkers(InvalidRequest, code="request_ends_workers", status=422
 # Internal, not sent to clients
 
 class WorkerStalled(WorkerLost, code="worker_stalled"): ...  # its engine hangs
+class WorkerDraining(WorkerLost, code="worker_draining"): ...  # it stops as planned, and takes no new requests
 
 class HandoverFailed(MedialaneError, code="handover_failed"):
     """One stage or transport of the hand-over failed; the next one may succeed."""

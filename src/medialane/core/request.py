@@ -271,8 +271,8 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 #: What an operator sees of a worker.
-WorkerState = Literal["ready", "stalled", "lost"]
-WORKER_STATES: Final = ("ready", "stalled", "lost")
+WorkerState = Literal["ready", "draining", "stalled", "lost"]
+WORKER_STATES: Final = ("ready", "draining", "stalled", "lost")
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -296,7 +296,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> WorkerState:
-        return "stalled" if self.ready and self.stalled else "ready" if self.ready else "lost"
+        if not self.ready:
+            return "lost"
+        return "stalled" if self.stalled else "draining" if self.draining else "ready"
 
 
 class CostParts(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -103,8 +103,6 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     can read /metrics"""
     metrics_key: SecretText = field(default="", name="metrics-key")
     """the metrics key itself, instead of its file"""
-    drain_timeout_s: NonNegativeFloat = field(default=10.0, name="gateway-drain-timeout")
-    """how long running requests may take to finish at shutdown"""
 
     def share(self, num_gateways: int, *, max_body_bytes: int) -> GatewayConfig:
         """Return the settings of one of several gateways of a port, with its share of the host's limits; a body of

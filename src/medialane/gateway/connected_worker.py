@@ -68,7 +68,8 @@ class ConnectedWorker:
             card=card,
             can_pull=self.can_pull,
             role=card.role,
-            stalled=self.client.reports.is_stalled,
+            stalled=self.client.reports.state == "stalled",
+            draining=self.client.reports.state == "draining",
         )
 
 

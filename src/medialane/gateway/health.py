@@ -7,6 +7,7 @@ log.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -44,9 +45,11 @@ def _worker_problems(workers: WorkerPool) -> Iterable[str]:
     num_encoders_ready = sum(link.is_ready for link in encoders)
     if len(encoders) > num_encoders_ready:
         yield f"{num_encoders_ready} of {len(encoders)} encoders are ready"
-    if num_stalled := sum(link.is_stalled for link in workers.links.values()):
-        verb = "is" if num_stalled == 1 else "are"
-        yield f"{num_stalled} of {len(workers.links)} workers {verb} stalled (see its log)"
+    states = Counter(link.state for link in workers.links.values())
+    for state in ("stalled", "draining"):
+        if num := states[state]:
+            verb, log = "is" if num == 1 else "are", " (see its log)" if state == "stalled" else ""
+            yield f"{num} of {len(workers.links)} workers {verb} {state}{log}"
     if num_unknown := sum(link.has_unknown_blocks for link in workers.links.values()):
         what = "get requests without regard to their KV caches (see its log)"
         yield f"{num_unknown} of {len(workers.links)} workers {what}"

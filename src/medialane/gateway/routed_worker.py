@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
-from medialane.core.request import WorkerLoad
+from medialane.core.request import WorkerLoad, WorkerState
 from medialane.gateway.workers import WorkerLink
 from medialane.routing import AnnouncedReservation, Router
 
@@ -45,13 +45,12 @@ class RoutedWorker:
         for slot, load in zip(self._slots, loads, strict=True):
             self._router.report(slot, load)
 
-    def stall_changed(self, *, is_stalled: bool) -> None:
-        if is_stalled:
-            logger.error("worker %s is stalled: it gets no requests", self._link.name)
-        else:
-            logger.warning("worker %s is no longer stalled", self._link.name)
+    def state_changed(self, state: WorkerState) -> None:
+        level = logging.ERROR if state == "stalled" else logging.WARNING
+        what = "is ready again" if state == "ready" else f"is {state}: it gets no new requests"
+        logger.log(level, "worker %s %s", self._link.name, what)
         for slot in self._slots:
-            self._router.drain(slot, draining=is_stalled)
+            self._router.drain(slot, draining=state != "ready")
 
     def changed(self, change: KvChange) -> None:
         if change.rank < len(self._slots):

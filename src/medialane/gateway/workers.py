@@ -27,7 +27,7 @@ from medialane.core.errors import (
     WorkerLost,
     WorkerStalled,
 )
-from medialane.core.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerLoad, WorkerRole
+from medialane.core.request import EncoderCard, Endpoint, EngineRequest, ModelCard, WorkerLoad, WorkerRole, WorkerState
 from medialane.core.retry_after import Outage
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.connected_worker import ConnectedWorker, check_same_model, disagreements, lost_endpoint
@@ -74,6 +74,8 @@ class WorkerLink:
         self._worker: ConnectedWorker | None = None
         #: As of the last connection.
         self.role: WorkerRole = "worker"
+        #: Whether the last connection has ended as planned.
+        self.has_drained = False
         self._reports: ReportListener | None = None  # of the worker that is connected, or was last
         self._in_use = asyncio.Lock()
         self.listener: JoinListener | None = None
@@ -90,10 +92,9 @@ class WorkerLink:
         return self._live.client if self._live is not None else None
 
     @property
-    def is_stalled(self) -> bool:
-        """Whether the worker is connected, and its engine hangs."""
+    def state(self) -> WorkerState:
         client = self.client
-        return client is not None and client.reports.is_stalled
+        return "lost" if client is None else client.reports.state
 
     @property
     def has_unknown_blocks(self) -> bool:
@@ -110,7 +111,7 @@ class WorkerLink:
     @property
     def is_ready(self) -> bool:
         """Whether the worker is connected, and takes requests."""
-        return self.client is not None and not self.is_stalled
+        return self.state == "ready"
 
     @property
     def is_failing(self) -> bool:
@@ -164,6 +165,18 @@ class WorkerLink:
         if client is None:
             raise WorkerLost("the worker's connection was lost before the request was sent")
         return client.requests.submit(request)
+
+    def drain(self) -> bool:
+        """Have the worker stop when its requests have ended. Return False if it is not connected."""
+        if (client := self.client) is None:
+            return False
+        client.drain()
+        return True
+
+    def fail(self, error: MedialaneError) -> None:
+        """Abort this gateway's requests at the worker: they raise `error`."""
+        if (client := self.client) is not None:
+            client.requests.fail(error)
 
     def fail_movable(self) -> None:
         """Abort the requests that another worker can take over: they raise WorkerStalled."""
@@ -225,7 +238,7 @@ class WorkerLink:
         try:
             self._use(client)
             await client.closed.wait()
-            self._report_loss()
+            self._report_loss(has_drained=client.reports.state == "draining")
         finally:
             await self._disconnect(client)
 
@@ -249,6 +262,7 @@ class WorkerLink:
             logger.warning("worker %s: processor setting %s is %s there and %s here", self.name, name, theirs, ours)
         self.role = client.welcome.card.role
         logger.info("%s %s is ready", self.role, self.name)
+        self.has_drained = False
         self._worker = ConnectedWorker(self.name, client, differing, self._own_arena, self._can_grant)
         self._join(client)
         self.on_ready(client.welcome.card)
@@ -270,7 +284,11 @@ class WorkerLink:
         logger.error("worker %s refuses this gateway: %s", self.name, error.message)
         self.refusal = error
 
-    def _report_loss(self) -> None:
+    def _report_loss(self, *, has_drained: bool) -> None:
+        self.has_drained = has_drained
+        if has_drained:
+            logger.info("worker %s has drained, and stops", self.name)
+            return
         self._metrics.count_worker_lost(self.name)
         logger.warning("worker %s: connection lost", self.name)
 
@@ -335,7 +353,7 @@ class WorkerPool:
             return
         self._outage.end()
         for link in self.of_role("worker"):
-            if link.is_stalled:
+            if link.state == "stalled":
                 link.fail_movable()
 
     def _on_ready(self, card: ModelCard) -> None:
@@ -433,10 +451,11 @@ class WorkerPool:
         return link
 
     def _forget_later(self, link: WorkerLink) -> None:
-        """Remove the link of a worker that has joined, unless it returns in time."""
+        """Remove the link of a worker that has joined, unless it returns in time; at once if it has left as planned."""
         self._keep(link.name)
+        forget_s = 0.0 if link.has_drained else self._config.forget_worker_s
         loop = asyncio.get_running_loop()
-        self._forgetting[link.name] = loop.call_later(self._config.forget_worker_s, self._forget, link)
+        self._forgetting[link.name] = loop.call_later(forget_s, self._forget, link)
 
     def _keep(self, name: str) -> None:
         timer = self._forgetting.pop(name, None)

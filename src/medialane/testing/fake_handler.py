@@ -50,6 +50,7 @@ class FakeHandler:
         self._error = error
         self._fail_at = fail_at
         self.is_stalled = False
+        self.is_draining = False
         self.has_unknown_blocks = False
         self._refusal = refusal
         self.hellos: list[Hello] = []
@@ -94,6 +95,9 @@ class FakeHandler:
                     await asyncio.sleep(self._release_s)
             finally:
                 self.num_active -= 1
+
+    def drain(self) -> None:
+        self.is_draining = True
 
     def loads(self) -> list[WorkerLoad]:
         ranks = self._welcome.card.data_parallel_size

@@ -27,6 +27,7 @@ connections have ended. Before Welcome the gateway sends nothing else. Afterward
     Administer(id, call)    ->                                  executed concurrently with requests
                             <-      EncoderCleared              before AdminDone, to all gateways, if it did that
                             <-      AdminDone(id, result), or AdminFailed(id, error)
+    Drain                   ->                                  an operator wants the worker to stop
     ReadMetrics             ->                                  one at a time
                             <-      MetricValues(changes) ...   changes since the last read, the last one not `more`
 
@@ -51,7 +52,7 @@ from medialane.core.pending_work import PendingWork
 from medialane.core.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -113,6 +114,10 @@ class ReadMetrics(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Sent when the gateway's /metrics is scraped."""
 
 
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An operator wants the worker to stop, as with SIGTERM. It reports that it drains to all its gateways."""
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Registration succeeded. `worker_id` is unique per run of the worker; `store_client` names the worker at the store
     of its host, and is empty without one."""
@@ -151,12 +156,15 @@ class ArenaMapped(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The load of each data-parallel rank of the worker, in order. If it `is_stalled`, its engine hangs; if it
     `has_unknown_blocks`, its KV blocks cannot be compared with prompts, and it reports none; if it
-    `has_failing_tasks`, background tasks that must live have ended lately, and were started again."""
+    `has_failing_tasks`, background tasks that must live have ended lately, and were started again. If it `is_draining`,
+    it refuses new requests (WorkerDraining), and closes the connection when those that run have ended, or are failed
+    with that error, after its timeout."""
 
     loads: tuple[WorkerLoad, ...]
     is_stalled: bool = False
     has_unknown_blocks: bool = False
     has_failing_tasks: bool = False
+    is_draining: bool = False
 
 
 class KvBlocks(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -223,7 +231,8 @@ class UnreadableSubmit(msgspec.Struct, frozen=True, array_like=True, tag="Submit
 
 
 ReportRequest = ResyncBlocks | Pending | PendingEnded
-ToWorker = Hello | Refused | Submit | Payload | DropPayload | Abort | Ping | Administer | ReadMetrics | ReportRequest
+Command = Administer | ReadMetrics | Drain
+ToWorker = Hello | Refused | Submit | Payload | DropPayload | Abort | Ping | Command | ReportRequest
 
 Report = LoadReport | ArenaMapped | KvBlocks | Pending | PendingEnded | Gateways | EncoderCleared
 FromWorker = (

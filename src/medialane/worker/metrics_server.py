@@ -6,8 +6,8 @@
   the first port. On a host without gateways, one of its workers also has the series of the host's store.
 * `/health`: 200 while the engine responds, 503 while it is stalled, for liveness probes. The worker itself exits if
   that lasts.
-* `/ready`: 200 while it serves requests: the engine responds, and a gateway is registered. For readiness probes, so
-  that a rollout stops if new workers cannot reach the gateways.
+* `/ready`: 200 while it serves requests: the engine responds, a gateway is registered, and it is not draining. For
+  readiness probes, so that a rollout stops if new workers cannot reach the gateways.
 
 Everything is computed when it is requested. A page is rendered in a thread, one at a time and not more often than
 `MIN_INTERVAL_S`: it takes some milliseconds, and the event loop sends tokens meanwhile.
@@ -60,7 +60,8 @@ class WorkerStatus(Collector):
 
     def ready_problems(self) -> list[str]:
         unknown = [] if self._server.num_gateways else ["no gateway is registered"]
-        return [*self.health_problems(), *unknown]
+        draining = ["the worker is draining"] if self._worker.is_draining else []
+        return [*self.health_problems(), *unknown, *draining]
 
     def collect(self) -> Iterable[Metric]:
         values = {

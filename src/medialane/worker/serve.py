@@ -1,8 +1,10 @@
 """Runs a worker process: listen for gateways or join them, watch the engine, shut down.
 
-On a signal, requests are failed and cancelled, and the engine releases them; then the engine's processes are
-terminated. If the engine is lost, it cannot release anything, so its processes are terminated first. What the requests
-hold at the store ends with them, or with this process.
+On a signal, or when an operator asks for it, the worker drains: gateways are informed, new requests are refused, and
+those that run have some time to end. Then they are failed, whereupon the gateways continue them elsewhere, and
+cancelled, and the engine releases them; then the engine's processes are terminated. If the engine is lost, it cannot
+release anything, so its processes are terminated first. What the requests hold at the store ends with them, or with
+this process.
 """
 
 from __future__ import annotations
@@ -10,16 +12,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from medialane.core.errors import WorkerLost
 from medialane.core.process.descendants import group_below
 from medialane.core.process.memory import MemoryUse
 from medialane.core.process.phase import enter_phase
+from medialane.core.process.stop import DRAIN_TIMEOUT_S, Stop, stopped_by_signals
+from medialane.core.tasks import first_of
 from medialane.wire.address import TcpAddress
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Join
@@ -46,34 +50,23 @@ async def serve_worker(
     arena_directory: str,
     host_arena: HostArena | None = None,
     gateways: Sequence[TcpAddress] = (),
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
 ) -> int:
-    """Serve `engine` at `address`, if given, and to `gateways`, which it joins, until SIGTERM or SIGINT (0) or the
-    engine is lost (EXIT_ENGINE_LOST).
+    """Serve `engine` at `address`, if given, and to `gateways`, which it joins, until it has drained (0), or the engine
+    is lost (EXIT_ENGINE_LOST).
 
     Owns the engine, which is closed in any case. Raises StartupFailed if it cannot listen at the address.
     """
     memory = MemoryUse(lambda: {engine.card.role: [os.getpid()], "engine": group_below()})
     worker = Worker(engine, config, arena_directory=arena_directory, host_arena=host_arena, memory=memory.read)
     with stopped_by_signals() as stop:
-        return await serve_until(stop, worker, engine, address, config=config, rpc=rpc, gateways=gateways)
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[asyncio.Event]:
-    """Yield an event that SIGTERM and SIGINT set."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield stop
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+        return await serve_until(
+            stop, worker, engine, address, config=config, rpc=rpc, gateways=gateways, drain_timeout_s=drain_timeout_s
+        )
 
 
 async def serve_until(
-    stop: asyncio.Event,
+    stop: Stop,
     worker: Worker,
     engine: Engine,
     address: str | None,
@@ -81,9 +74,10 @@ async def serve_until(
     config: WorkerConfig,
     rpc: RpcConfig,
     gateways: Sequence[TcpAddress] = (),
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
 ) -> int:
-    """Serve one worker until `stop` is set (0) or its engine is lost (EXIT_ENGINE_LOST), like `serve_worker`. Closes
-    worker and engine."""
+    """Serve one worker until it has drained, after `stop` or a gateway's Drain (0), or its engine is lost
+    (EXIT_ENGINE_LOST), like `serve_worker`. Closes worker and engine."""
     server = RpcServer(worker, rpc)
     status = WorkerStatus(worker, engine, server)
     num_ranks = max(1, worker.card.data_parallel_size)
@@ -98,11 +92,12 @@ async def serve_until(
                 listening = await server.serve(address)
                 logger.info("worker %s listens at %s", worker.worker_id, listening)
             membership = _membership(worker, server, gateways, config)
-            lost = await _is_lost(worker, stop, membership)
+            draining = _drained(stop, worker, server, drain_timeout_s)
+            lost = await _is_lost(worker, draining, membership)
     finally:
         if lost:
             await _close(engine, config.stop_timeout_s)
-        await server.stop()
+        await server.stop(WorkerLost("the worker has lost its engine") if lost else None)
         await _close(engine, config.stop_timeout_s)
         await server.close()
         worker.close()
@@ -123,16 +118,26 @@ def _membership(worker: Worker, server: RpcServer, gateways: Sequence[TcpAddress
     return Membership(gateways, partial(server.join, join=join), config=config)
 
 
-async def _is_lost(worker: Worker, stop: asyncio.Event, membership: Membership) -> bool:
-    """Stay connected, and wait until `stop` is set (return False) or the engine is lost (return True)."""
+async def _drained(stop: Stop, worker: Worker, server: RpcServer, timeout_s: float) -> None:
+    """Wait until the worker is to stop, and has drained, or is not to wait any longer."""
+    await first_of(stop.asked.wait(), worker.draining.wait())
+    worker.drain()
+    await first_of(server.drain(), stop.at_once.wait(), asyncio.sleep(timeout_s))
+    if num_left := server.num_in_flight:
+        logger.warning("%d requests have not ended while draining: gateways continue them elsewhere", num_left)
+
+
+async def _is_lost(worker: Worker, draining: Coroutine[Any, Any, None], membership: Membership) -> bool:
+    """Stay connected, and wait until the worker has drained (return False) or the engine is lost (return True)."""
     watching = asyncio.create_task(worker.watch(), name="engine watch")
-    stopping = asyncio.create_task(stop.wait(), name="stop")
+    stopping = asyncio.create_task(draining, name="stop")
     joining = asyncio.create_task(membership.run(), name="joining gateways")
     try:
         await asyncio.wait({watching, stopping, joining}, return_when=asyncio.FIRST_COMPLETED)
         if joining.done():
             joining.result()
         if not watching.done():
+            stopping.result()
             return False
         error = watching.exception()
         if not isinstance(error, WorkerLost):

@@ -76,6 +76,8 @@ class Worker:
         self._receiver = Receiver(arena_directory)
         self._blocks = BlockReports(engine.card)
         engine.watch_blocks(self._blocks.apply)
+        #: Set when this worker is to stop: it takes no new requests.
+        self.draining = asyncio.Event()
         self._ping_requested = asyncio.Event()
         self._num_missed_pings = 0
         self._stalls = StallWatch(engine, timeout_s=config.stall_timeout_s)
@@ -100,6 +102,15 @@ class Worker:
     def is_stalled(self) -> bool:
         """Whether the engine hangs, or has missed the last ping."""
         return self._stalls.is_stalled or bool(self._num_missed_pings)
+
+    @property
+    def is_draining(self) -> bool:
+        return self.draining.is_set()
+
+    def drain(self) -> None:
+        if not self.is_draining:
+            logger.info("draining: this worker takes no new requests, and stops")
+        self.draining.set()
 
     @property
     def has_unknown_blocks(self) -> bool:

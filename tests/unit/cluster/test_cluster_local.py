@@ -115,7 +115,7 @@ def test_variable_that_an_import_may_read_keeps_a_process_from_being_a_fork(tmp_
 
 def test_gateway_stops_before_the_store_and_the_workers_that_it_uses(tmp_path):
     store, worker, gateway = make_parts(tmp_path, workers="1")
-    assert gateway.layer > store.layer == worker.layer
+    assert gateway.layer > worker.layer > store.layer
     assert gateway.ready.url == "http://127.0.0.1:8000/health"
 
 

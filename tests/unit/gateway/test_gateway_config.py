@@ -17,7 +17,6 @@ def test_defaults_are_valid():
         ("reconnect_initial_s", {"reconnect_initial_s": 0}),
         ("reconnect_max_s", {"reconnect_initial_s": 3.0, "reconnect_max_s": 2.0}),
         ("admin_timeout_s", {"admin_timeout_s": 0}),
-        ("drain_timeout_s", {"drain_timeout_s": -1}),
         ("max_text_bytes", {"max_text_bytes": 0}),
         ("max_bodies_bytes", {"max_bodies_bytes": 0}),
         ("max_connections", {"max_connections": 0}),

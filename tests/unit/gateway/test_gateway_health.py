@@ -8,20 +8,21 @@ import pytest
 from medialane.gateway import health_of
 
 
-def link(*, ready, stalled=False, unknown_blocks=False, failing_tasks=False):
+def link(*, ready, otherwise="lost", unknown_blocks=False, failing_tasks=False):
+    state = "ready" if ready else otherwise
     return SimpleNamespace(
-        is_ready=ready, is_stalled=stalled, has_unknown_blocks=unknown_blocks, has_failing_tasks=failing_tasks
+        is_ready=ready, state=state, has_unknown_blocks=unknown_blocks, has_failing_tasks=failing_tasks
     )
 
 
-def workers(total, ready, failing=0, encoders=(), stalled=0, unknown_blocks=0, failing_tasks=0):
-    """`encoders` are whether each of them is ready; `stalled` are connected."""
+def workers(total, ready, failing=0, encoders=(), otherwise="lost", unknown_blocks=0, failing_tasks=0):
+    """`encoders` are whether each of them is ready; `otherwise` is the state of workers that are not."""
     numbers = range(total)
     links = {
         "worker": [
             link(
                 ready=i < ready,
-                stalled=ready <= i < ready + stalled,
+                otherwise=otherwise,
                 unknown_blocks=i < unknown_blocks,
                 failing_tasks=i < failing_tasks,
             )
@@ -51,10 +52,11 @@ def test_missing_worker_is_reported_while_others_serve():
 
 
 @pytest.mark.parametrize(("ready", "status"), [(1, 200), (0, 503)])
-def test_stalled_worker_is_reported(ready, status):
-    found = health_of(workers(ready + 1, ready, stalled=1)).response()
+@pytest.mark.parametrize(("state", "text"), [("stalled", "stalled (see its log)"), ("draining", "draining")])
+def test_stalled_or_draining_worker_is_reported(ready, status, state, text):
+    found = health_of(workers(ready + 1, ready, otherwise=state)).response()
     assert found[0] == status
-    assert f"1 of {ready + 1} workers is stalled (see its log)" in msgspec.json.decode(found[1])["problems"]
+    assert f"1 of {ready + 1} workers is {text}" in msgspec.json.decode(found[1])["problems"]
 
 
 def test_worker_whose_background_task_ended_is_reported():

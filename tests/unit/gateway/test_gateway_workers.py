@@ -270,8 +270,8 @@ class Heard:
         if self.calls[-1][0] != "reported":
             self.calls.append(("reported", *[load.num_running for load in loads]))
 
-    def stall_changed(self, *, is_stalled):
-        self.calls.append(("stall_changed", is_stalled))
+    def state_changed(self, state):
+        self.calls.append(("state_changed", state))
 
     def host_changed(self):
         self.moves.append(self.link.same_host)
@@ -306,11 +306,11 @@ async def test_stalled_worker_is_connected_but_not_ready_and_its_listener_is_not
     pool = WorkerPool([link])
     await eventually(lambda: pool.num_ready == 1)
     handler.is_stalled = True
-    await eventually(lambda: ("stall_changed", True) in heard.calls)
-    assert (pool.num_ready, link.is_stalled) == (0, True)
+    await eventually(lambda: ("state_changed", "stalled") in heard.calls)
+    assert (pool.num_ready, link.state) == (0, "stalled")
     assert [(e.ready, e.state) for e in pool.endpoints()] == [(True, "stalled")]
     handler.is_stalled = False
-    await eventually(lambda: ("stall_changed", False) in heard.calls)
+    await eventually(lambda: ("state_changed", "ready") in heard.calls)
     assert (pool.num_ready, pool.endpoints()[0].state) == (1, "ready")
 
 

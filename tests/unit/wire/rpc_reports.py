@@ -17,7 +17,7 @@ class Reported:
     def reported(self, loads):
         self.loads.append(loads)
 
-    def stall_changed(self, *, is_stalled):
+    def state_changed(self, state):
         pass
 
     def changed(self, change):

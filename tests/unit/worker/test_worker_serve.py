@@ -5,25 +5,29 @@ import signal
 import msgspec
 import pytest
 
-from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerLost
+from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerDraining, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway.worker_link.client import RpcClient
 from medialane.testing.fake_engine import FAKE_CARD, FakeEngine, FakeParams
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 from medialane.worker import EXIT_ENGINE_LOST, WorkerConfig, serve_worker
-from waiting import retried
+from waiting import eventually, retried
 
 HELLO = Hello(gateway_id="g", processor=FAKE_CARD.processor)
 RPC = RpcConfig(release_timeout_s=2.0)
+#: A drain that does not end by its timeout.
+NEVER_S = 3600.0
 
 
 class Serving:
     """A worker in this process, and a client of it."""
 
-    def __init__(self, engine, address, rpc=RPC):
+    def __init__(self, engine, address, rpc=RPC, *, drain_timeout_s=0.1):
         config = WorkerConfig(ping_interval_s=0.02, stop_timeout_s=1.0)
-        serving = serve_worker(config, rpc, engine, address, arena_directory="/dev/shm")
+        serving = serve_worker(
+            config, rpc, engine, address, arena_directory="/dev/shm", drain_timeout_s=drain_timeout_s
+        )
         self.task = asyncio.create_task(serving)
         self._address = address
 
@@ -61,12 +65,66 @@ async def test_signal_stops_the_worker_after_the_engine_has_released(address, nu
     remote = client.requests.submit(request(10_000, token_s=0.001))
     await anext(aiter(remote))
     os.kill(os.getpid(), number)
-    with pytest.raises(WorkerLost):
+    with pytest.raises(WorkerDraining):
         async for _ in remote:
             pass
     assert await serving.task == 0
     assert engine.num_reading == 0
     assert engine.closed
+    await client.close()
+
+
+async def test_draining_worker_ends_its_answers_and_refuses_new_requests(address):
+    engine = FakeEngine()
+    serving = Serving(engine, address, drain_timeout_s=NEVER_S)
+    client = await serving.connect()
+    remote = client.requests.submit(request(30, token_s=0.01))
+    await anext(aiter(remote))
+    os.kill(os.getpid(), signal.SIGTERM)
+    await eventually(lambda: client.reports.state == "draining")
+    with pytest.raises(WorkerDraining):
+        await num_tokens(client.requests.submit(msgspec.structs.replace(request(), request_id="late")))
+    assert await num_tokens(remote) == 29
+    assert await serving.task == 0
+    assert engine.closed
+    await client.close()
+
+
+async def test_gateway_that_connects_to_a_draining_worker_learns_so(address):
+    serving = Serving(FakeEngine(), address, drain_timeout_s=NEVER_S)
+    client = await serving.connect()
+    remote = client.requests.submit(request(10_000, token_s=0.001))
+    await anext(aiter(remote))
+    client.drain()
+    await eventually(lambda: client.reports.state == "draining")
+    other = await RpcClient.connect(address, Hello(gateway_id="other", processor=FAKE_CARD.processor), RPC)
+    await eventually(lambda: other.reports.state == "draining")
+    remote.abort()
+    assert await serving.task == 0
+    await client.close()
+    await other.close()
+
+
+async def test_idle_worker_stops_at_once(address):
+    serving = Serving(FakeEngine(), address, drain_timeout_s=NEVER_S)
+    client = await serving.connect()
+    client.drain()
+    assert await serving.task == 0
+    assert client.reports.state == "draining"  # reported before the connection was closed
+    await client.close()
+
+
+async def test_second_signal_ends_the_drain(address):
+    serving = Serving(FakeEngine(), address, drain_timeout_s=NEVER_S)
+    client = await serving.connect()
+    remote = client.requests.submit(request(100_000, token_s=0.001))
+    await anext(aiter(remote))
+    os.kill(os.getpid(), signal.SIGTERM)
+    await eventually(lambda: client.reports.state == "draining")
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(WorkerDraining):
+        await num_tokens(remote)
+    assert await serving.task == 0
     await client.close()
 
 

@@ -94,7 +94,7 @@ def gateway_specs(
             node=node,
             shared_folder=folder,
             layer=1,
-            stop_timeout_s=config.gateway.drain_timeout_s + config.cluster.stop_timeout_s,
+            stop_timeout_s=config.stop.drain_timeout_s + config.cluster.stop_timeout_s,
             log_dir=config.cluster.log_dir,
             max_log_bytes=config.cluster.max_log_bytes,
         )
@@ -144,7 +144,7 @@ def worker_specs(
             shared_folder=folder,
             num_cpus=config.cluster.cpus_per_worker,
             num_gpus=num_gpus,
-            stop_timeout_s=config.cluster.stop_timeout_s,
+            stop_timeout_s=config.stop.drain_timeout_s + config.cluster.stop_timeout_s,
             log_dir=config.cluster.log_dir,
             max_log_bytes=config.cluster.max_log_bytes,
         )

@@ -21,6 +21,7 @@ from medialane.wire.protocol import (
     AdminDone,
     AdminFailed,
     ArenaMapped,
+    Drain,
     EncoderCleared,
     Failed,
     FromWorker,
@@ -154,6 +155,10 @@ class RpcClient:
             case Welcome() | Refused() | Join():
                 self._answered(message)
 
+    def drain(self) -> None:
+        """Have the worker stop: it soon reports that it drains."""
+        self.connection.send(Drain())
+
     def beat(self) -> None:
         self._num_pings += 1
         self.connection.send(Ping(self._num_pings))
@@ -163,7 +168,7 @@ class RpcClient:
         self.join.cancel()
         self.reports.lost()
         self.calls.lost()
-        self.requests.lost()
+        self.requests.lost(is_draining=self.reports.state == "draining")
         self.on_change()
 
     def _joined(self, message: FromWorker) -> None:

@@ -13,7 +13,7 @@ import msgspec
 from medialane.core.errors import ProtocolViolation
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
-from medialane.core.request import EncoderCard, ModelCard, WorkerLoad
+from medialane.core.request import EncoderCard, ModelCard, WorkerLoad, WorkerState
 from medialane.gateway.worker_link.block_inbox import BlockInbox
 from medialane.wire.protocol import (
     ArenaMapped,
@@ -44,8 +44,8 @@ class ReportListener(Protocol):
         """The worker has reported the load of each of its ranks."""
         ...
 
-    def stall_changed(self, *, is_stalled: bool) -> None:
-        """Whether the worker's engine hangs."""
+    def state_changed(self, state: WorkerState) -> None:
+        """The worker is ready again, its engine hangs, or it is draining."""
         ...
 
     def changed(self, change: KvChange) -> None:
@@ -84,8 +84,8 @@ class ClientReports:
         self._numbers = count()
         self._delivery: asyncio.Handle | None = None
         self.loads: Sequence[WorkerLoad] = ()
-        #: Whether the engine hangs.
-        self.is_stalled = False
+        #: Other than `lost`.
+        self.state: WorkerState = "ready"
         #: Whether the worker's KV blocks cannot be compared with prompts.
         self.has_unknown_blocks = False
         #: Whether background tasks of the worker have ended lately, and were started again.
@@ -161,13 +161,13 @@ class ClientReports:
     def _receive_loads(self, report: LoadReport) -> None:
         if len(report.loads) != self._num_ranks:
             raise ProtocolViolation(f"the load of {len(report.loads)} ranks from a worker with {self._num_ranks}")
-        was_stalled, self.is_stalled = self.is_stalled, report.is_stalled
+        before, self.state = self.state, _state(report)
         self.has_unknown_blocks, self.loads = report.has_unknown_blocks, report.loads
         self.has_failing_tasks = report.has_failing_tasks
         if self._listener is not None:
             self._listener.reported(report.loads)
-            if report.is_stalled != was_stalled:
-                self._listener.stall_changed(is_stalled=report.is_stalled)
+            if self.state != before:
+                self._listener.state_changed(self.state)
 
     def _receive_blocks(self, change: KvChange) -> None:
         if len(change.stored) % 8 or len(change.removed) % 8:
@@ -189,6 +189,10 @@ class ClientReports:
         if change is not None and self._listener is not None:
             self._listener.changed(change)
             self._deliver_soon()
+
+
+def _state(report: LoadReport) -> WorkerState:
+    return "stalled" if report.is_stalled else "draining" if report.is_draining else "ready"
 
 
 def _check(card: ModelCard) -> None:

@@ -9,6 +9,7 @@ from medialane.core.errors import (
     MedialaneError,
     ProtocolViolation,
     WorkerBusy,
+    WorkerDraining,
     WorkerLost,
     from_report,
 )
@@ -92,13 +93,22 @@ class ClientRequests:
             if remote.can_move:
                 remote.abort(error)
 
-    def lost(self) -> None:
-        """Fail all requests: the connection is closed."""
+    def fail(self, error: MedialaneError) -> None:
+        """Abort all requests; their iterations raise `error`."""
+        for remote in list(self._requests.values()):
+            remote.abort(error)
+
+    def lost(self, *, is_draining: bool) -> None:
+        """Fail all requests: the connection is closed. A worker that `is_draining` has ended as planned."""
         for outgoing in list(self._outgoing.values()):
             outgoing.cancel()
         requests, self._requests = self._requests, {}
         for remote in requests.values():
-            remote.on_error(WorkerLost("the worker was lost during generation"))
+            remote.on_error(
+                WorkerDraining("the worker has stopped")
+                if is_draining
+                else WorkerLost("the worker was lost during generation")
+            )
 
     def _end(self, request_id: str) -> RemoteRequest:
         self._places.free(request_id)

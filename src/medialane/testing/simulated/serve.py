@@ -10,6 +10,7 @@ import msgspec
 
 from medialane.core.errors import StartupFailed
 from medialane.core.process.memory import MemoryUse
+from medialane.core.process.stop import DRAIN_TIMEOUT_S, stopped_by_signals
 from medialane.testing.simulated.config import SimulatedConfig
 from medialane.testing.simulated.engine import SimulatedEngine
 from medialane.wire.address import TcpAddress, consecutive_ports, parse_address
@@ -17,7 +18,7 @@ from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello, Welcome
 from medialane.worker.config import WorkerConfig
 from medialane.worker.host_arena import HostArena
-from medialane.worker.serve import default_name, serve_until, stopped_by_signals
+from medialane.worker.serve import default_name, serve_until
 from medialane.worker.worker import Worker
 
 #: Placeholder of the worker's number in an address.
@@ -44,6 +45,7 @@ async def serve_simulated(
     arena_directory: str,
     host_arena: HostArena | None = None,
     gateways: Sequence[TcpAddress] = (),
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
 ) -> int:
     """Serve `config.num_workers` workers of `model` until SIGTERM or SIGINT (0), or until one fails (EXIT_ENGINE_LOST).
 
@@ -64,9 +66,18 @@ async def serve_simulated(
                 memory=dict if number else memory.read,  # one process: counted once
             )
             try:
-                return await serve_until(stop, serving, engine, address, config=settings, rpc=rpc, gateways=gateways)
+                return await serve_until(
+                    stop,
+                    serving,
+                    engine,
+                    address,
+                    config=settings,
+                    rpc=rpc,
+                    gateways=gateways,
+                    drain_timeout_s=drain_timeout_s,
+                )
             finally:
-                stop.set()  # one failure stops all: the process exits and can be restarted
+                stop.asked.set()  # one end stops all: the process exits and can be restarted
 
         try:
             async with asyncio.TaskGroup() as tasks:

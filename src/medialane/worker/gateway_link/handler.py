@@ -26,6 +26,11 @@ class Handler(Protocol):
         ...
 
     @property
+    def is_draining(self) -> bool:
+        """Whether the worker stops, and takes no new requests."""
+        ...
+
+    @property
     def has_unknown_blocks(self) -> bool:
         """Whether the engine's KV blocks cannot be compared with prompts, so that none are reported."""
         ...
@@ -36,6 +41,10 @@ class Handler(Protocol):
         Raises MedialaneError to refuse it. Cancelled when the gateway disconnects or the timeout expires; the gateway
         may then register again.
         """
+        ...
+
+    def drain(self) -> None:
+        """Stop: take no new requests, and end when those that run have ended, or after a timeout. Idempotent."""
         ...
 
     def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:

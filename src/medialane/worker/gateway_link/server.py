@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from medialane.core.errors import AlreadyJoined, StartupFailed, WorkerLost
+from medialane.core.errors import AlreadyJoined, MedialaneError, StartupFailed, WorkerDraining, WorkerLost
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
@@ -80,13 +80,21 @@ class RpcServer:
         if not session.is_welcome:
             raise session.error or WorkerLost("the connection was lost")
 
-    async def stop(self) -> None:
-        """Fail and cancel every request, refuse registrations, and wait up to `release_timeout_s` until all requests
-        are released. Others are logged; their connections stay open until `close`. Idempotent.
+    async def drain(self) -> None:
+        """Report at once that the handler is draining, and wait until no request runs."""
+        for session in self._sessions:
+            session.beat()
+        while running := [task for session in self._sessions for task in session.request_tasks]:
+            await asyncio.wait(running)
+
+    async def stop(self, error: MedialaneError | None = None) -> None:
+        """Fail every request with `error`, by default WorkerDraining, and cancel it; refuse registrations, and wait up
+        to `release_timeout_s` until all requests are released. Others are logged; their connections stay open until
+        `close`. Idempotent.
         """
         self._stopped = True
         for session in list(self._sessions):
-            session.stop()
+            session.stop(error or WorkerDraining("the worker is shutting down"))
         if self._sessions:
             await asyncio.wait(self._sessions.values(), timeout=self._config.release_timeout_s)
         if self._sessions:

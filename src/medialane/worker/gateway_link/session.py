@@ -18,6 +18,7 @@ from medialane.wire.framing import raw_data
 from medialane.wire.protocol import (
     Abort,
     Administer,
+    Drain,
     DropPayload,
     Hello,
     Join,
@@ -127,9 +128,13 @@ class Session:
         finally:
             self.connection.end(WorkerLost("the session has ended"))
 
-    def stop(self) -> None:
-        """Shut down: fail and cancel every request, and close the connection when they are released."""
-        self._requests.stop()
+    @property
+    def request_tasks(self) -> list[asyncio.Task[None]]:
+        return self._requests.tasks
+
+    def stop(self, error: MedialaneError) -> None:
+        """Shut down: fail every request with `error` and cancel it, and close the connection when they are released."""
+        self._requests.stop(error)
         self._disconnect_if_drained()
 
     def end(self, error: MedialaneError) -> None:
@@ -158,7 +163,8 @@ class Session:
             raise _unexpected(message)
 
     def beat(self) -> None:
-        self._reports.report_load()
+        if self._is_welcome:
+            self._reports.report_load()
 
     def lost(self, error: MedialaneError) -> None:
         if self._is_welcome and self._registered is not None:
@@ -181,7 +187,7 @@ class Session:
                 self.connection.send(Pong(message.n))
             case ResyncBlocks() | Pending() | PendingEnded():
                 self._reports.received(message)
-            case Administer() | ReadMetrics():
+            case Administer() | ReadMetrics() | Drain():
                 self._calls.start(message)
             case UnreadableSubmit():
                 self._requests.refuse_unreadable(message)

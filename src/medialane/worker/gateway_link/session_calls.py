@@ -16,7 +16,7 @@ from medialane.core.admin import clears_encoder_cache
 from medialane.core.errors import ProtocolViolation, Unavailable, report_of, to_report
 from medialane.core.metrics import MetricChanges
 from medialane.core.request import EncoderCard
-from medialane.wire.protocol import AdminDone, AdminFailed, Administer, MetricValues, ReadMetrics
+from medialane.wire.protocol import AdminDone, AdminFailed, Administer, Command, Drain, MetricValues, ReadMetrics
 from medialane.worker.gateway_link.handler import Handler
 
 logger = logging.getLogger(__name__)
@@ -44,9 +44,12 @@ class SessionCalls:
         self._calls: set[asyncio.Task[None]] = set()
         self._reading: asyncio.Task[None] | None = None
 
-    def start(self, message: Administer | ReadMetrics) -> None:
-        """Handle `message` in a task. Raises ProtocolViolation for a second metric read in flight."""
-        if isinstance(message, ReadMetrics):
+    def start(self, message: Command) -> None:
+        """Handle `message`, if necessary in a task. Raises ProtocolViolation for a second metric read in flight."""
+        if isinstance(message, Drain):
+            logger.warning("an operator asks this worker to drain")
+            self._handler.drain()
+        elif isinstance(message, ReadMetrics):
             if self._reading is not None and not self._reading.done():
                 raise ProtocolViolation("metrics were requested while a read is in flight")
             self._reading = self._tasks.create_task(self._read(), name="read metrics")

@@ -113,7 +113,13 @@ class SessionReports:
 
     def _load(self) -> LoadReport:
         handler = self._handler
-        return LoadReport(tuple(handler.loads()), handler.is_stalled, handler.has_unknown_blocks, has_failing_tasks())
+        return LoadReport(
+            tuple(handler.loads()),
+            handler.is_stalled,
+            handler.has_unknown_blocks,
+            has_failing_tasks(),
+            handler.is_draining,
+        )
 
     def _blocks_changed(self, change: KvChange) -> None:
         self._feed.push(change)

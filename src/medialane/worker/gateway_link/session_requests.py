@@ -18,7 +18,7 @@ from medialane.core.errors import (
     MedialaneError,
     ProtocolViolation,
     WorkerBusy,
-    WorkerLost,
+    WorkerDraining,
     report_of,
     to_report,
 )
@@ -84,6 +84,11 @@ class SessionRequests:
         """Whether `stop` was called and everything has been released."""
         return self._stopping and not self._running
 
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Those of the requests that run."""
+        return [running.task for running in self._running.values() if running.task is not None]
+
     def submit(self, message: Submit) -> None:
         """Start the request, or refuse it."""
         try:
@@ -107,10 +112,10 @@ class SessionRequests:
         if running is not None:  # else Released was sent before the abort arrived
             running.stop()
 
-    def stop(self) -> None:
-        """Shut down: fail and cancel every request, refuse new ones."""
+    def stop(self, error: MedialaneError) -> None:
+        """Shut down: fail every request with `error` and cancel it, refuse new ones."""
         self._stopping = True
-        report = to_report(WorkerLost("the worker is shutting down"))
+        report = to_report(error)
         for running in self._running.values():
             self._fail(running, report)
             running.stop()
@@ -123,8 +128,8 @@ class SessionRequests:
     def _refusal_of(self, request_id: str) -> MedialaneError | None:
         if request_id in self._request_ids:
             return GenerationFailed("a request with this id is already running")
-        if self._stopping:
-            return WorkerLost("the worker is shutting down")
+        if self._stopping or self._handler.is_draining:
+            return WorkerDraining("the worker is shutting down")
         if len(self._running) >= self._max_in_flight:
             message = "the worker has reached its limit of concurrent requests"
             return WorkerBusy(message, retry_after_s=self._places.promise())
