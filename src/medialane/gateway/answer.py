@@ -33,10 +33,6 @@ class Answer:
         self._choices: dict[int, Choice] = {}
         self._first: OutputDelta | None = None
 
-    @property
-    def has_begun(self) -> bool:
-        return self._first is not None
-
     def add(self, delta: OutputDelta) -> None:
         """Record what is about to be delivered."""
         if self._first is None:

@@ -6,6 +6,7 @@ is lost, busy or refuses what it was sent. The scope of the request holds the me
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -33,6 +34,7 @@ from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.stage import StageChoice
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.handover import prompt_for
+from medialane.gateway.oldest_first import OldestFirst
 from medialane.gateway.report import Sent
 from medialane.gateway.route import Route, Routes
 from medialane.gateway.scope import RequestScope
@@ -48,6 +50,12 @@ logger = logging.getLogger(__name__)
 SUSPICIOUS_S = 2.0
 #: After so many of them the request is refused.
 _NUM_SUSPICIOUS = 2
+
+#: Requests that have moved and have no output of their new worker yet, per ready worker: those of a lost one come all
+#: at once, and new requests must not wait behind all of their prefills.
+MOVING_PER_WORKER = 16
+#: So long at most each counts: of an answer that is not streamed, the first output is the last.
+_MOVING_S = 1.0
 
 _MEDIA_LOST = "the media store was lost while this request's media were sent to a worker"
 
@@ -98,6 +106,7 @@ class Sender:
         self._num_sent = 0
         # A worker has several gateways and clients may choose request ids, so ours contain the gateway and the attempt.
         self._gateway_id = secrets.token_hex(4)
+        self.moving = OldestFirst(lambda: MOVING_PER_WORKER * workers.num_ready)
 
     def route(
         self,
@@ -209,51 +218,60 @@ class Sender:
 
 
 class Attempts:
-    """The attempts of one request, until one has given output; `call` is the latest one's."""
+    """The attempts of one request, until one has begun to give output; `call` is the latest one's. If its worker is
+    `lost` already, it moves to another one first."""
 
-    def __init__(self, sender: Sender, call: Call) -> None:
+    def __init__(self, sender: Sender, call: Call, *, lost: WorkerLost | None = None) -> None:
         self.call = call
+        self.has_begun = False
         self._sender = sender
-        self._sent_at: float | None = None
+        self._lost = lost
+        self._sent_at = self._moved_at = 0.0
+        self._end_turn: Callable[[], None] = lambda: None
 
     async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
         """Stream the output. Raises WorkerLost if the worker is lost in the middle of it, and MedialaneError."""
-        while True:
-            remote: RemoteRequest | None = None
-            has_begun = False
-            try:
-                with self.call.scope.timeline.measure("handover"):
-                    remote = await self._sender.send(self.call)
-                self._sender.begin(self.call)
-                self._sent_at = time.perf_counter()
-                async for delta in remote:
-                    if not has_begun:
-                        has_begun = True
-                        self._answered(delta, time.perf_counter() - self._sent_at)
-                    if delta.embedded and self.call.prepared is not None:
-                        self.call.prepared.media.note_embedded(delta.embedded)
-                    yield delta
-                return
-            except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy) as error:
-                if has_begun:
-                    raise self._in_the_middle(error) from error
-                self.call = await self._next(error)
-            finally:
-                if remote is not None:
-                    remote.abort()
+        try:
+            if self._lost is not None:
+                await self._move(self._lost, "continued")
+            while not self.has_begun:
+                remote: RemoteRequest | None = None
+                try:
+                    with self.call.scope.timeline.measure("handover"):
+                        remote = await self._sender.send(self.call)
+                    self._sender.begin(self.call)
+                    self._sent_at = time.perf_counter()
+                    async for delta in remote:
+                        if not self.has_begun:
+                            self._begin(delta)
+                        if delta.embedded and self.call.prepared is not None:
+                            self.call.prepared.media.note_embedded(delta.embedded)
+                        yield delta
+                except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy) as error:
+                    if self.has_begun:
+                        raise self._in_the_middle(error) from error
+                    await self._try_again(error)
+                finally:
+                    if remote is not None:
+                        remote.abort()
+        finally:
+            self._end_turn()
 
-    def _answered(self, first: OutputDelta, seconds: float) -> None:
+    def _begin(self, first: OutputDelta) -> None:
         """Record the first output. That of an answer that goes on is about a prompt of ours, which says nothing of the
         client's."""
-        call, timeline = self.call, self.call.scope.timeline
+        self.has_begun = True
+        self._end_turn()
+        now, call, timeline = time.perf_counter(), self.call, self.call.scope.timeline
         if first.times is not None:
             timeline.add("queue", first.times.queue_s)
             timeline.add("prefill", first.times.prefill_s)
-        if call.request.generated:
+        if self._lost is not None:
+            self._sender.metrics.observe_migration(now - self._moved_at)
             call.route.routed.prefilled(first.num_cached_tokens)
             return
         if "first_token" not in timeline.seconds:  # of another prompt of the request
-            timeline.add("first_token", seconds)
+            timeline.add("first_token", now - self._sent_at)
         outcomes = self._sender.routes.answered(call.route, call.prepared, first)
         call.scope.note_answered(first.num_cached_tokens, outcomes, first.movers)
         self._sender.metrics.count_copied(first.movers)
@@ -263,36 +281,45 @@ class Attempts:
             return self._sender.untransferable(error, self.call.prepared)
         return error
 
-    async def _next(self, error: MedialaneError) -> Call:
-        """Return how the request is sent after an attempt that has failed with `error`, before any output. Raises the
+    async def _try_again(self, error: MedialaneError) -> None:
+        """Decide how the request is sent after an attempt that has failed with `error`, before any output. Raises the
         request's error if nothing is left to try."""
         match error:
             case WorkerLost():
-                return await self._elsewhere(error)
+                self._check_innocence(error)
+                await self._move(error, "repeated")
             case InvalidFeature():
-                return self._without_features(error)
+                self.call = self._without_features(error)
             case HandoverFailed():
-                return await self._by_the_next_path(error)
+                self.call = await self._by_the_next_path(error)
             case _:
-                return self._where_there_is_room(error)
+                self.call = self._where_there_is_room(error)
 
-    async def _elsewhere(self, error: WorkerLost) -> Call:
-        metrics, call = self._sender.metrics, self.call
-        if type(error) is WorkerLost and self._sent_at and time.perf_counter() - self._sent_at < SUSPICIOUS_S:
-            call = call._replace(num_suspicious=call.num_suspicious + 1)
+    def _check_innocence(self, error: WorkerLost) -> None:
+        """Raise RequestEndsWorkers if this worker, too, was lost right after it had got this request."""
+        call = self.call
+        if type(error) is not WorkerLost or time.perf_counter() - self._sent_at >= SUSPICIOUS_S:
+            return
+        self.call = call = call._replace(num_suspicious=call.num_suspicious + 1)
         if call.num_suspicious == _NUM_SUSPICIOUS:
             names = " and ".join((*call.lost, call.route.link.name)[-_NUM_SUSPICIOUS:])
             logger.error("request %s is refused: %s were lost right after it arrived", call.request.request_id, names)
-            metrics.count_migration(error.code, "refused")
+            self._sender.metrics.count_migration(error.code, "refused")
             raise RequestEndsWorkers(f"{_NUM_SUSPICIOUS} workers were lost right after this request arrived") from error
+
+    async def _move(self, error: WorkerLost, outcome: str) -> None:
+        """Wait for a turn, and choose another worker. Raises `error` if there is none."""
+        self._moved_at = time.perf_counter()
+        self._end_turn()
+        self._end_turn = await self._sender.moving.take(self.call.scope.timeline.started_at)
         try:
-            moved = await self._sender.elsewhere(call, error)
+            self.call = await self._sender.elsewhere(self.call, error)
         except WorkerLost:
-            metrics.count_migration(error.code, "failed")
+            self._sender.metrics.count_migration(error.code, "failed")
             raise
-        metrics.count_migration(error.code, "repeated")
-        self._sent_at = None
-        return moved
+        asyncio.get_running_loop().call_later(_MOVING_S, self._end_turn)
+        self._sender.metrics.count_migration(error.code, outcome)
+        self._sent_at = 0.0
 
     def _where_there_is_room(self, error: MedialaneError) -> Call:
         """Choose a worker that has not refused the request for want of room. Raises `error` if there is none."""

@@ -8,7 +8,6 @@ which nothing was delivered is repeated whole instead (`attempts`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -20,11 +19,6 @@ from medialane.core.request import OutputDelta
 from medialane.core.tasks import merged
 from medialane.gateway.answer import Answer, Choice
 from medialane.gateway.attempts import Attempts, Call, Sender
-from medialane.gateway.oldest_first import OldestFirst
-
-#: Answers that go on and have no new token yet, per ready worker: those of a lost worker come all at once, and new
-#: requests must not wait behind all of their prefills.
-_RESUMING_PER_WORKER = 16
 
 
 class Generation:
@@ -32,8 +26,6 @@ class Generation:
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
-        self._metrics = sender.metrics
-        self._resuming = OldestFirst(lambda: _RESUMING_PER_WORKER * sender.workers.num_ready)
 
     async def answer(self, call: Call) -> AsyncGenerator[OutputDelta, None]:
         """Stream the output. Closing it aborts the request. Raises MedialaneError."""
@@ -45,7 +37,7 @@ class Generation:
                     yield delta
             return
         except WorkerLost as error:
-            if not answer.has_begun:
+            if not attempts.has_begun:
                 raise
             parts = self._parts(attempts.call, answer, error)
         num_left = len(parts)
@@ -58,7 +50,7 @@ class Generation:
         """Return the streams of what is left of an answer that has begun. Raises WorkerLost if it cannot go on."""
         continuable = call.continuable
         if continuable is None or continuable.obstacle or not self._sender.config.migration_limit:
-            self._metrics.count_migration(error.code, "impossible")
+            self._sender.metrics.count_migration(error.code, "impossible")
             obstacle = continuable.obstacle if continuable is not None else ""
             reason = f", and {obstacle} cannot go on at another one" if obstacle else ""
             raise WorkerLost(f"the worker was lost during generation{reason}") from error
@@ -69,26 +61,19 @@ class Generation:
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream the rest of one choice from other workers."""
         while not choice.is_finished:
-            lost_at = time.perf_counter()
-            end_turn = await self._resuming.take(call.scope.timeline.started_at)
+            rest = continuable.rest(
+                choice.index,
+                choice.token_ids,
+                num_chars=choice.num_chars,
+                cumulative_logprob=choice.cumulative_logprob,
+            )
+            left = msgspec.structs.replace(
+                call.request, sampling_params=rest.sampling_params, generated=list(choice.token_ids)
+            )
+            attempts = Attempts(self._sender, call._replace(request=left), lost=error)
             try:
-                rest = continuable.rest(
-                    choice.index,
-                    choice.token_ids,
-                    num_chars=choice.num_chars,
-                    cumulative_logprob=choice.cumulative_logprob,
-                )
-                left = msgspec.structs.replace(
-                    call.request, sampling_params=rest.sampling_params, generated=list(choice.token_ids)
-                )
-                attempts = Attempts(self._sender, await self._elsewhere(call._replace(request=left), error))
-                is_first = True
                 async with aclosing(attempts.deltas()) as deltas:
                     async for delta in deltas:
-                        if is_first:
-                            is_first = False
-                            end_turn()
-                            self._metrics.observe_migration(time.perf_counter() - lost_at)
                         completions = [rest.restore(completion) for completion in delta.completions]
                         for completion in completions:
                             choice.add(completion)
@@ -96,17 +81,6 @@ class Generation:
                         if choice.is_finished:  # by a stop string, of which the worker knows nothing
                             return
             except WorkerLost as again:
-                if again is error:  # there is no other worker
+                if not attempts.has_begun:
                     raise
                 call, error = attempts.call, again
-            finally:
-                end_turn()
-
-    async def _elsewhere(self, call: Call, error: WorkerLost) -> Call:
-        try:
-            moved = await self._sender.elsewhere(call, error)
-        except WorkerLost:
-            self._metrics.count_migration(error.code, "failed")
-            raise
-        self._metrics.count_migration(error.code, "continued")
-        return moved
