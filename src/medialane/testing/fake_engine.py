@@ -21,7 +21,15 @@ from medialane.core.admin import (
     Sleep,
     WakeUp,
 )
-from medialane.core.errors import GenerationFailed, InvalidFeature, MedialaneError, PromptRejected, WorkerLost
+from medialane.core.errors import (
+    GenerationFailed,
+    InvalidFeature,
+    MedialaneError,
+    PromptRejected,
+    WorkerLost,
+    from_report,
+    to_report,
+)
 from medialane.core.feature import EmbeddingUse
 from medialane.core.hashing import content_hash
 from medialane.core.kv_events import KvEventBatch
@@ -307,8 +315,8 @@ class FakeEngine:
                 raise InvalidFeature("a tensor's size does not match its shape")
 
     def _check_alive(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self._failure is not None:  # a new error for each: its traceback keeps what the request has mapped
+            raise from_report(to_report(self._failure))
 
 
 def _params(request: EngineRequest) -> FakeParams:
