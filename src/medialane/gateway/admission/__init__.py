@@ -2,8 +2,19 @@
 
 from medialane.gateway.admission.concurrency import Admission
 from medialane.gateway.admission.cost import Cost
-from medialane.gateway.admission.queue import AdmissionQueue, Ticket
+from medialane.gateway.admission.fair_order import QueuedRequest
+from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
 from medialane.gateway.admission.shared_counts import SharedCounts
 from medialane.gateway.admission.tenants import Tenant, Tenants
 
-__all__ = ["Admission", "AdmissionQueue", "Cost", "SharedCounts", "Tenant", "Tenants", "Ticket"]
+__all__ = [
+    "Admission",
+    "AdmissionQueue",
+    "Cost",
+    "QueueLimits",
+    "QueuedRequest",
+    "SharedCounts",
+    "Tenant",
+    "Tenants",
+    "Ticket",
+]

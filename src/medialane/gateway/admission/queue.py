@@ -1,22 +1,195 @@
-"""Requests that wait for admission, ordered by priority, fairness between tenants by cost, and deadline."""
+"""Requests that wait for admission, ordered by priority, fairness between tenants by cost, and deadline.
+
+Theory of operation. An engine serves what it has got in the order of arrival, so whoever is sent there first is served
+first: to be fair, a gateway sends no more than keeps the engines busy, and the rest waits here, where it can be
+reordered, refused and forgotten. There is a queue for each resource. Requests with media pass the preparers', and, once
+prepared, the engines', which no request is refused by that has been prepared; text passes the latter alone.
+
+A queue knows of its resource whether there is room for one more request (`has_room`), given the work that it has
+admitted and that the resource has not got yet (`Ticket.sent` ends that). It asks whenever something may have changed,
+and every `_TICK_S` while requests wait. A request that is cancelled or expires leaves the queue at once.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
-from medialane.gateway.admission.cost import Cost
+from medialane.core.errors import QueueFull, QueueTimeout
+from medialane.core.retry_after import retry_after
+from medialane.gateway.admission.fair_order import FairOrder, QueuedRequest
+
+#: While requests wait. An engine is expected to have work for some tens of ms.
+_TICK_S: Final = 0.005
+#: Weight that older requests keep in the measured time for a ms of cost: about the last fifty count.
+_KEPT: Final = 0.98
+#: Cost of any request, ms: none is free.
+_LEAST_MS: Final = 0.1
+#: Requests that must have been admitted from a queue before a wait is predicted.
+_ENOUGH: Final = 20
 
 
-class Ticket(Protocol):
-    """An admitted request's place."""
+@dataclass(frozen=True)
+class QueueLimits:
+    """How many requests may wait, and bytes of their bodies."""
 
-    def release(self) -> None:
-        """Give the place to the next request. Idempotent; to be deferred to the end of the request's scope."""
+    max_requests: int
+    max_bytes: int
 
 
-class AdmissionQueue(Protocol):
-    """The waiting requests of one gateway."""
+class Ticket:
+    """An admitted request. Its owner calls `sent` once the resource has it, or will not get it; idempotent."""
 
-    async def admit(self, tenant: str, priority: int, cost: Cost, deadline: float) -> Ticket:
-        """Wait until the request is admitted; `deadline` is on the loop's clock. Cancellation leaves nothing behind.
-        Raises Unavailable if the queue is full, or the deadline passes."""
+    __slots__ = ("_cost_ms", "_queue")
+
+    def __init__(self, queue: AdmissionQueue, cost_ms: float) -> None:
+        self._queue: AdmissionQueue | None = queue
+        self._cost_ms = cost_ms
+
+    def sent(self) -> None:
+        if self._queue is not None:
+            self._queue.has_sent(self._cost_ms)
+            self._queue = None
+
+
+class _Pace:
+    """The measured time in which a ms of cost is admitted while requests wait."""
+
+    def __init__(self) -> None:
+        self._spent_s = self._admitted_ms = 0.0
+        self._num_admitted = 0
+        self._last: float | None = None
+
+    def admitted(self, cost_ms: float, now: float) -> None:
+        if self._last is not None:
+            self._spent_s = self._spent_s * _KEPT + now - self._last
+            self._admitted_ms = self._admitted_ms * _KEPT + cost_ms
+            self._num_admitted += 1
+        self._last = now
+
+    def idle(self) -> None:
+        """None waits: what passes until the next is admitted is not spent on requests."""
+        self._last = None
+
+    @property
+    def is_known(self) -> bool:
+        return self._num_admitted >= _ENOUGH
+
+    def seconds(self, cost_ms: float) -> float:
+        """Return the expected time for this cost."""
+        return cost_ms * self._spent_s / self._admitted_ms if self._admitted_ms else 0.0
+
+
+class AdmissionQueue:
+    """The requests of one gateway that wait for one resource. `has_room` gets the ms of admitted work that the resource
+    does not know of; `clock` is that of deadlines, the loop's."""
+
+    def __init__(
+        self,
+        limits: QueueLimits,
+        has_room: Callable[[float], bool],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
+        self._has_room = has_room
+        self._clock = clock
+        self._order = FairOrder()
+        self._admitted: dict[QueuedRequest, asyncio.Future[Ticket]] = {}
+        self._unsent_ms = 0.0
+        self._num_unsent = 0
+        self._pace = _Pace()
+        self._tick: asyncio.TimerHandle | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._order)
+
+    @property
+    def waiting_ms(self) -> float:
+        """The cost of all waiting requests."""
+        return self._order.waiting_ms
+
+    async def admit(self, request: QueuedRequest, *, may_refuse: bool = True) -> Ticket:
+        """Wait until the request is admitted; its deadline is on `clock`. Cancellation leaves nothing behind.
+
+        Raises QueueFull, at once or later, if there are too many requests for all to wait, or the deadline is expected
+        to pass; QueueTimeout if it has passed. Neither, unless it `may_refuse`.
+        """
+        request.cost_ms = max(request.cost_ms, _LEAST_MS)
+        if may_refuse:
+            self._check_deadline(request)
+        self._order.add(request)
+        ticket: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        self._admitted[request] = ticket
+        self.admit_waiting()
+        if ticket.done():
+            return ticket.result()
+        if may_refuse:
+            self._drop_surplus()
+        try:
+            async with asyncio.timeout(request.deadline - self._clock() if may_refuse else None):
+                return await ticket
+        except TimeoutError as error:
+            if ticket.done() and not ticket.cancelled():
+                return ticket.result()  # admitted in the same iteration of the loop
+            message = "the request has waited too long for its turn: the server is overloaded"
+            raise QueueTimeout(message, retry_after_s=self._retry_after_s()) from error
+        except asyncio.CancelledError:
+            if ticket.done() and not ticket.cancelled() and ticket.exception() is None:
+                ticket.result().sent()
+            raise
+        finally:
+            self._admitted.pop(request, None)
+            if request in self._order:
+                self._order.remove(request)
+
+    def has_sent(self, cost_ms: float) -> None:
+        """The resource has got admitted work, or will not. Called by its ticket."""
+        self._num_unsent -= 1
+        self._unsent_ms = self._unsent_ms - cost_ms if self._num_unsent else 0.0
+        self.admit_waiting()
+
+    def admit_waiting(self) -> None:
+        """Admit waiting requests while there is room."""
+        order, now = self._order, self._clock()
+        while order and self._has_room(self._unsent_ms):
+            request = order.serve()
+            if order:
+                self._pace.admitted(request.cost_ms, now)
+            admitted = self._admitted.pop(request)
+            if not admitted.cancelled():  # in this iteration of the loop: its task has not run yet
+                self._num_unsent += 1
+                self._unsent_ms += request.cost_ms
+                admitted.set_result(Ticket(self, request.cost_ms))
+        if not order:
+            self._pace.idle()
+        elif self._tick is None:
+            self._tick = asyncio.get_running_loop().call_later(_TICK_S, self._on_tick)
+
+    def _on_tick(self) -> None:
+        self._tick = None
+        self.admit_waiting()
+
+    def _check_deadline(self, request: QueuedRequest) -> None:
+        """Refuse a request that would wait longer than it may: its client may ask elsewhere meanwhile."""
+        if not self._order or not self._pace.is_known:
+            return
+        if self._clock() + self._pace.seconds(self._order.ahead_ms(request)) > request.deadline:
+            message = "too many requests are waiting for this one to be served in time: the server is overloaded"
+            raise QueueFull(message, retry_after_s=self._retry_after_s())
+
+    def _drop_surplus(self) -> None:
+        order, limits = self._order, self._limits
+        while len(order) > limits.max_requests or order.num_bytes > limits.max_bytes:
+            dropped = self._admitted.pop(order.drop())
+            if not dropped.done():
+                message = "too many requests are waiting: the server is overloaded"
+                dropped.set_exception(QueueFull(message, retry_after_s=self._retry_after_s()))
+
+    def _retry_after_s(self) -> int:
+        """Return when what waits now is expected to have been admitted."""
+        return retry_after(self._pace.seconds(self._order.waiting_ms))

@@ -1,0 +1,298 @@
+"""Who is served next, who is refused, and what is left behind, by a resource that takes one request at a time."""
+
+import asyncio
+import time
+import tracemalloc
+
+import pytest
+
+from medialane.core.errors import QueueFull, QueueTimeout
+from medialane.gateway.admission import AdmissionQueue, QueuedRequest, QueueLimits
+
+
+class Resource:
+    """Takes a request when it has none; `serve` ends it, and `served` are the names of those it had, in order."""
+
+    def __init__(self, *, max_requests=1000, max_bytes=1 << 30, clock=time.monotonic):
+        limits = QueueLimits(max_requests, max_bytes)
+        self.queue = AdmissionQueue(limits, lambda unsent_ms: not unsent_ms, clock=clock)
+        self._clock = clock
+        self.served = []
+        self._tickets = []
+
+    async def ask(self, name, cost_ms=10.0, *, tenant="", priority=0, is_media=False, timeout_s=1000.0, **more):
+        deadline = self._clock() + timeout_s
+        may_refuse = more.pop("may_refuse", True)
+        request = QueuedRequest(tenant, priority, is_media, cost_ms, deadline, **more)
+        self._tickets.append(await self.queue.admit(request, may_refuse=may_refuse))
+        self.served.append(name)
+
+    async def asking(self, *args, **kwargs):
+        """A task of a request that has begun to wait, or is served."""
+        task = asyncio.create_task(self.ask(*args, **kwargs))
+        await asyncio.sleep(0)
+        return task
+
+    def end(self):
+        self._tickets.pop().sent()
+
+    async def serve(self, number=1):
+        for _ in range(number):
+            self.end()
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    @property
+    def is_idle(self):
+        return not self.queue.num_waiting and not self.queue.waiting_ms
+
+
+async def busy(**limits):
+    """A resource that has a request."""
+    resource = Resource(**limits)
+    await resource.ask("busy")
+    resource.served.clear()
+    return resource
+
+
+async def test_request_is_admitted_at_once_while_there_is_room():
+    resource = Resource()
+    for name in "abc":
+        await resource.ask(name)
+        await resource.serve()
+    assert resource.served == ["a", "b", "c"]
+
+
+async def test_lower_priority_is_served_first_and_then_the_earliest_deadline():
+    resource = await busy()
+    tasks = [
+        await resource.asking("late", timeout_s=500),
+        await resource.asking("unimportant", priority=5, timeout_s=1),
+        await resource.asking("early", timeout_s=400),
+        await resource.asking("urgent", priority=-5),
+    ]
+    await resource.serve(5)
+    await asyncio.gather(*tasks)
+    assert resource.served == ["urgent", "early", "late", "unimportant"]
+
+
+async def test_tenants_share_by_cost():
+    """A video costs what a hundred texts cost: of both tenants the same cost is served."""
+    resource = await busy()
+    tasks = [await resource.asking("video", 1000.0, tenant="heavy", is_media=True) for _ in range(20)]
+    tasks += [await resource.asking("text", 10.0, tenant="light") for _ in range(300)]
+    await resource.serve(200)
+    num_videos = resource.served.count("video")
+    assert 2 <= num_videos <= 4
+    await resource.serve(121)
+    await asyncio.gather(*tasks)
+    assert resource.is_idle
+
+
+async def test_tenant_that_asks_now_and_then_is_served_next_under_a_flood_of_another():
+    resource = await busy()
+    tasks = [await resource.asking("video", 500.0, tenant="heavy", is_media=True) for _ in range(50)]
+    await resource.serve(5)
+    for _ in range(10):
+        text = await resource.asking("text", 10.0, tenant="light")
+        await resource.serve()
+        assert text.done()
+        await resource.serve(2)
+    await resource.serve(26)
+    await asyncio.gather(*tasks)
+
+
+async def test_tenant_cannot_save_up_service():
+    """One that has been idle for long does not shut out the others."""
+    resource = await busy()
+    tasks = [await resource.asking("a", tenant="a") for _ in range(60)]
+    await resource.serve(30)
+    tasks += [await resource.asking("b", tenant="b") for _ in range(30)]
+    resource.served.clear()
+    await resource.serve(20)
+    assert 9 <= resource.served.count("b") <= 11
+    await resource.serve(41)
+    await asyncio.gather(*tasks)
+
+
+async def test_tenant_that_waits_with_one_request_at_a_time_owes_what_it_has_had():
+    """Otherwise each of its videos would count as much as a text."""
+    resource = await busy()
+    tasks = [await resource.asking("text", 10.0, tenant="light") for _ in range(300)]
+    for _ in range(150):
+        if not any(task.get_name() == "video" and not task.done() for task in tasks):
+            tasks.append(await resource.asking("video", 1000.0, tenant="heavy", is_media=True))
+            tasks[-1].set_name("video")
+        await resource.serve()
+    assert resource.served.count("video") <= 3
+    await resource.serve(resource.queue.num_waiting + 1)
+    await asyncio.gather(*tasks)
+
+
+async def test_text_of_one_flow_does_not_wait_behind_media():
+    resource = await busy()
+    tasks = [await resource.asking("video", 1000.0, is_media=True) for _ in range(10)]
+    tasks += [await resource.asking("text", 10.0) for _ in range(10)]
+    await resource.serve(12)
+    assert resource.served.count("text") == 10
+    await resource.serve(9)
+    await asyncio.gather(*tasks)
+
+
+async def test_urgent_requests_do_not_starve_others():
+    resource = await busy()
+    tasks = [await resource.asking("urgent", priority=-1) for _ in range(200)]
+    tasks.append(await resource.asking("patient", priority=10))
+    for _ in range(200 + 2 * 16):
+        tasks.append(await resource.asking("urgent", priority=-1))
+        await resource.serve()
+    assert "patient" in resource.served, "once those that were there before are served, one of sixteen is the oldest"
+    await resource.serve(201)
+    await asyncio.gather(*tasks)
+
+
+async def test_every_sixteenth_is_the_one_that_waits_longest():
+    resource = await busy()
+    tasks = [await resource.asking("patient", priority=10)]
+    tasks += [await resource.asking("urgent", priority=-1) for _ in range(100)]
+    await resource.serve(17)
+    assert resource.served.count("patient") == 1
+    await resource.serve(85)
+    await asyncio.gather(*tasks)
+
+
+async def test_expired_request_leaves_first():
+    resource = await busy()
+    expiring = await resource.asking("expired", timeout_s=0.05)
+    other = await resource.asking("other")
+    with pytest.raises(QueueTimeout) as refused:
+        await expiring
+    assert refused.value.status == 503
+    assert refused.value.retry_after_s >= 1
+    assert resource.queue.num_waiting == 1
+    await resource.serve(2)
+    await other
+    assert resource.served == ["other"]
+
+
+async def test_cancelled_request_leaves_at_once():
+    resource = await busy()
+    cancelled, other = await resource.asking("cancelled"), await resource.asking("other")
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert resource.queue.num_waiting == 1
+    await resource.serve(2)
+    await other
+    assert resource.is_idle
+
+
+@pytest.mark.parametrize("is_admitted_first", [True, False])
+async def test_request_that_is_cancelled_while_it_is_admitted_holds_nothing(is_admitted_first):
+    resource = await busy()
+    cancelled, other = await resource.asking("cancelled"), await resource.asking("other")
+    steps = [resource.end, cancelled.cancel]
+    for step in steps if is_admitted_first else reversed(steps):
+        step()
+    async with asyncio.timeout(5):
+        await asyncio.gather(cancelled, return_exceptions=True)
+        await other
+    assert resource.served == ["other"]
+    await resource.serve()
+    assert resource.is_idle
+
+
+async def test_full_queue_refuses_the_newest_of_whom_has_most_waiting():
+    resource = await busy(max_requests=4)
+    heavy = [await resource.asking(f"heavy {i}", 1000.0, tenant="heavy") for i in range(4)]
+    light = await resource.asking("light", tenant="light")
+    with pytest.raises(QueueFull) as refused:
+        await heavy[3]
+    assert refused.value.retry_after_s >= 1
+    with pytest.raises(QueueFull):
+        await resource.ask("heavy 4", 1000.0, tenant="heavy")
+    await resource.serve(5)
+    await asyncio.gather(light, *heavy[:3])
+    assert sorted(resource.served) == ["heavy 0", "heavy 1", "heavy 2", "light"]
+
+
+async def test_full_queue_refuses_the_least_urgent():
+    resource = await busy(max_requests=1)
+    unimportant = await resource.asking("unimportant", priority=1)
+    urgent = await resource.asking("urgent", priority=0)
+    with pytest.raises(QueueFull):
+        await unimportant
+    await resource.serve(2)
+    await urgent
+
+
+async def test_bytes_of_waiting_requests_are_bounded():
+    resource = await busy(max_bytes=100)
+    small = await resource.asking("small", num_bytes=60)
+    with pytest.raises(QueueFull):
+        await resource.ask("large", num_bytes=60)
+    await resource.serve(2)
+    await small
+    await resource.asking("small", num_bytes=60)
+    await resource.serve()
+
+
+async def test_prepared_request_is_not_refused():
+    resource = await busy(max_requests=0)
+    prepared = await resource.asking("prepared", timeout_s=-1, may_refuse=False)
+    assert not prepared.done()
+    await resource.serve(2)
+    await prepared
+    assert resource.served == ["prepared"]
+
+
+async def test_retry_after_is_the_time_in_which_the_queue_drains():
+    now = 0.0
+    resource = await busy(max_requests=60, clock=lambda: now)
+    tasks = [await resource.asking("a", 500.0) for _ in range(60)]
+    for _ in range(30):
+        now += 0.5  # each takes half a second
+        await resource.serve()
+    tasks += [await resource.asking("a", 500.0) for _ in range(30)]
+    with pytest.raises(QueueFull) as refused:
+        await resource.ask("refused", 500.0)
+    assert 28 <= refused.value.retry_after_s <= 32
+    with pytest.raises(QueueFull, match="in time"):
+        await resource.ask("impatient", 500.0, timeout_s=10.0)
+    await resource.serve()
+    other = await resource.asking("light", 10.0, tenant="light", timeout_s=10.0)
+    assert not other.done(), "of a tenant whose turn comes earlier"
+    await resource.serve(resource.queue.num_waiting + 1)
+    await asyncio.gather(*tasks, other)
+
+
+async def test_room_that_appears_by_itself_is_noticed():
+    has_room = False
+    queue = AdmissionQueue(QueueLimits(10, 1000), lambda _: has_room)
+    request = QueuedRequest("", 0, False, 1.0, time.monotonic() + 10)
+    waiting = asyncio.create_task(queue.admit(request))
+    await asyncio.sleep(0.02)  # time: several ticks
+    assert not waiting.done()
+    has_room = True
+    async with asyncio.timeout(5):
+        (await waiting).sent()
+
+
+async def test_priorities_and_tenants_that_come_once_leave_no_state_that_grows():
+    resource = await busy()
+    await resource.serve()
+
+    async def many(first, number):
+        for i in range(first, first + number):
+            await resource.ask("x", tenant=f"tenant {i}", priority=i)
+            await resource.serve()
+        resource.served.clear()
+
+    await many(0, 1000)
+    tracemalloc.start()
+    try:
+        await many(1000, 500)
+        before = tracemalloc.get_traced_memory()[0]
+        await many(2000, 2000)
+        assert tracemalloc.get_traced_memory()[0] - before < 200_000
+    finally:
+        tracemalloc.stop()
