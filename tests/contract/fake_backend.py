@@ -92,7 +92,7 @@ class FakeBackend:
             return PreparedPrompt(prompt.token_ids, (), ("0" * 64,) * len(prompt.items), prompt, None)
         return self._expand(prompt)
 
-    async def generate(self, request, prepared):
+    async def generate(self, request, prepared, continuable=None):
         self.scopes.append(current_scope())
         self.requests.append(request)
         self.prepared.append(prepared)

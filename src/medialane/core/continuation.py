@@ -39,9 +39,7 @@ class Continuable(Protocol):
         """The number of completions that were asked for."""
         ...
 
-    def rest(
-        self, index: int, token_ids: Sequence[int], *, num_chars: int, cumulative_logprob: float | None
-    ) -> RestOfChoice:
-        """Return the rest of the choice with this `index`, of which these tokens, `num_chars` characters of text and,
-        if there are log probabilities, their sum were delivered."""
+    def rest(self, index: int, token_ids: Sequence[int], *, cumulative_logprob: float | None) -> RestOfChoice:
+        """Return the rest of the choice with this `index`, of which these tokens, all the text that can be sent of them
+        and, if there are log probabilities, their sum were delivered. Takes less than 1 ms, whatever their number."""
         ...

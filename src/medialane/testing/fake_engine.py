@@ -77,9 +77,7 @@ class FakeContinuable:
         self.obstacle = obstacle
         self._params = msgspec.json.decode(sampling_params, type=FakeParams)
 
-    def rest(
-        self, index: int, token_ids: Sequence[int], *, num_chars: int, cumulative_logprob: float | None
-    ) -> FakeRest:
+    def rest(self, index: int, token_ids: Sequence[int], *, cumulative_logprob: float | None) -> FakeRest:
         left = self._params.max_tokens - len(token_ids)
         return FakeRest(index, msgspec.json.encode(msgspec.structs.replace(self._params, max_tokens=left)))
 

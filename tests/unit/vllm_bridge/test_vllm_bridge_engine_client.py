@@ -44,7 +44,7 @@ class RequestBackend:
     def fail(self, error):
         self.failures.append(error)
 
-    async def generate(self, request, prepared):
+    async def generate(self, request, prepared, continuable=None):
         self.requests.append(request)
         self.prepared.append(prepared)
         try:
@@ -212,7 +212,7 @@ class BeamSearch(BeamSearchOnlineMixin):
 class BranchingBackend(RequestBackend):
     """Each step has two candidates: tokens 10 (likely) and 11."""
 
-    async def generate(self, request, prepared):
+    async def generate(self, request, prepared, continuable=None):
         self.requests.append(request)
         self.prepared.append(prepared)
         candidates = [TokenLogprob(10, -0.1, 1, None), TokenLogprob(11, -1.0, 2, None)]

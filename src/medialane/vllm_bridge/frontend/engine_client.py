@@ -25,6 +25,7 @@ from medialane.core.loop_fairness import FewPerIteration
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.vllm_bridge.engine.adapters import with_own_id
 from medialane.vllm_bridge.engine.outputs import to_pooling_output, to_request_output
+from medialane.vllm_bridge.frontend.continuation import ContinuableAnswer, Continuations
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.prepared_input import decoder_input, note_placed, prepared_prompt
@@ -66,6 +67,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         self._backend = backend
         self._tasks = tasks
         self._encoder = MsgpackEncoder()
+        self._continuations = Continuations(vllm_config, renderer, self._encode)
         #: vLLM's app handles all prompts of a request in one iteration of the event loop, unless it waits here.
         self._pieces = FewPerIteration()
 
@@ -125,13 +127,17 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
                 reasoning=None if reasoning_parser_kwargs is None else self._encode(reasoning_parser_kwargs),
                 cumulative=sampling_params.output_kind is RequestOutputKind.CUMULATIVE,
             )
-            prompt_token_ids = request.prompt.token_ids
-            async with aclosing(self._backend.generate(request, prepared_prompt(prompt))) as deltas:
+            answer = ContinuableAnswer(self._continuations, sampling_params, request.prompt.token_ids)
+            async with aclosing(self._backend.generate(request, prepared_prompt(prompt), answer)) as deltas:
                 async for delta in deltas:
-                    prompt_token_ids = delta.prompt_token_ids or prompt_token_ids
+                    if delta.prompt_token_ids:
+                        answer.prompt_token_ids = delta.prompt_token_ids
                     note_placed(prompt, delta.placed)
                     yield to_request_output(
-                        delta, request_id=request_id, prompt=request.prompt_text, prompt_token_ids=prompt_token_ids
+                        delta,
+                        request_id=request_id,
+                        prompt=request.prompt_text,
+                        prompt_token_ids=answer.prompt_token_ids,
                     )
 
     @contextmanager

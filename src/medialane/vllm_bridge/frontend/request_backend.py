@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medialane.core.admin import AdminCall, AdminResult
+from medialane.core.continuation import Continuable
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.media import MediaRef
@@ -61,6 +62,9 @@ class RequestBackend(Protocol):
         workers that failed."""
         ...
 
-    def generate(self, request: EngineRequest, prepared: PreparedPrompt | None) -> AsyncGenerator[OutputDelta, None]:
-        """Stream the output; closing aborts the request. Raises MedialaneError."""
+    def generate(
+        self, request: EngineRequest, prepared: PreparedPrompt | None, continuable: Continuable | None = None
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Stream the output; closing aborts the request. If its worker is lost, an answer that has begun goes on at
+        another one if it is `continuable`. Raises MedialaneError."""
         ...

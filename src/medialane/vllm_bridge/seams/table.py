@@ -396,6 +396,27 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="text at the seam",
+        purpose="the text of an answer that goes on at another worker is that of an undisturbed one",
+        module="seams.detokenizer",
+        processes=("gateway",),
+        without="an answer ends with its worker",
+        tests=("tests/contract/test_continued_text.py", "tests/contract/test_vllm_engine_continuation.py"),
+        seams=_seams("""
+            call vllm.v1.engine:EngineCoreRequest(request_id, prompt_token_ids, mm_features, sampling_params,
+                pooling_params, arrival_time, lora_request, cache_salt, data_parallel_rank)
+            call vllm.v1.engine.detokenizer:IncrementalDetokenizer.from_new_request(tokenizer, request)
+            call vllm.v1.engine.detokenizer:IncrementalDetokenizer.update(self, new_token_ids, stop_terminated)
+            call vllm.v1.engine.detokenizer:IncrementalDetokenizer.get_next_output_text(self, finished, delta)
+            call vllm.v1.engine.detokenizer:IncrementalDetokenizer.num_output_tokens(self)
+            call vllm.v1.engine.logprobs:LogprobsProcessor(tokenizer, logprobs, prompt_logprobs, cumulative_logprob,
+                num_logprobs, num_prompt_logprobs)
+            call vllm.v1.engine.logprobs:LogprobsProcessor._verify_tokens(self, decoded_tokens_list, tokens,
+                context_token_ids)
+            call vllm.tokenizers.detokenizer_utils:convert_ids_list_to_tokens(tokenizer, token_ids)
+        """),
+    ),
+    Group(
         name="EngineCore",
         purpose="EngineCore maps arenas, rejects requests whose features it cannot read, and exits with its worker",
         module="seams.engine_core",

@@ -1,0 +1,57 @@
+"""vLLM's text of tokens, for tokens that an engine of another process has generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.logprobs import LogprobsProcessor
+
+
+class CompletionText:
+    """The text of one completion, as vLLM's front end streams it: it holds back what may become a stop string, and
+    bytes of an incomplete character. Without a `tokenizer` there is none."""
+
+    def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: list[int]) -> None:
+        request = EngineCoreRequest(
+            request_id="",
+            prompt_token_ids=prompt_token_ids,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+
+    def add(self, token_ids: list[int], *, is_stopped: bool) -> tuple[int, str | None]:
+        """Add tokens, the last of which has stopped the completion if it `is_stopped`. Return the number of those that
+        are part of the completion, and the stop string that they complete, if they do."""
+        num_before = self._detokenizer.num_output_tokens()
+        stop_string = self._detokenizer.update(token_ids, is_stopped)
+        return self._detokenizer.num_output_tokens() - num_before, stop_string
+
+    def next_text(self, *, is_last: bool) -> str:
+        """Return the text that can be sent and has not been returned yet."""
+        return str(self._detokenizer.get_next_output_text(is_last, True))
+
+
+def decoded_tokens(tokenizer: Any, token_ids: list[int], preceding: Sequence[int]) -> list[str]:
+    """Return the text of each of these candidates for a position, behind the tokens `preceding` it (four at most are
+    considered): of a token that completes a character, the character."""
+    texts = convert_ids_list_to_tokens(tokenizer, token_ids)
+    processor = LogprobsProcessor(
+        tokenizer=tokenizer,
+        logprobs=None,
+        prompt_logprobs=None,
+        cumulative_logprob=None,
+        num_logprobs=None,
+        num_prompt_logprobs=None,
+    )
+    return list(processor._verify_tokens(texts, token_ids, list(preceding)))
