@@ -7,14 +7,12 @@ import gc
 import tempfile
 from contextlib import AsyncExitStack, aclosing
 
-import msgspec
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from medialane.core.errors import WorkerLost
-from medialane.core.request import CompletionDelta
 from medialane.gateway import GatewayConfig, open_scope
-from medialane.testing.fake_engine import FakeParams
+from medialane.testing.fake_engine import FakeContinuable
 from medialane.worker import WorkerConfig
 from waiting import eventually
 
@@ -22,29 +20,6 @@ WATCHED = WorkerConfig(ping_interval_s=0.05, stall_timeout_s=0.4)
 NUM_TOKENS = 12
 TOKEN_S = 0.02
 MIGRATIONS = "medialane_migrations_total"
-
-
-class RestOfFake:
-    """What is left of an answer of the fake engine."""
-
-    def __init__(self, params: FakeParams) -> None:
-        self.sampling_params = msgspec.json.encode(params)
-
-    def restore(self, completion: CompletionDelta) -> CompletionDelta:
-        return completion
-
-
-class ContinuableFake:
-    """An answer of the fake engine, which has one choice."""
-
-    num_choices = 1
-
-    def __init__(self, obstacle: str = "") -> None:
-        self.obstacle = obstacle
-
-    def rest(self, index, token_ids, *, num_chars, cumulative_logprob) -> RestOfFake:
-        assert num_chars == len("".join(f"<{token}>" for token in token_ids))
-        return RestOfFake(FakeParams(max_tokens=NUM_TOKENS - len(token_ids), token_s=TOKEN_S))
 
 
 class Asked:
@@ -63,9 +38,8 @@ class Asked:
             prepared = await self._parts.gateway.prepare(prompt(png())) if self._media else None
             ids = prepared.token_ids if prepared else [1, 2, 3]
             wanted = request("r", ids, max_tokens=NUM_TOKENS, token_s=TOKEN_S)
-            async with aclosing(
-                self._parts.gateway.generate(wanted, prepared, ContinuableFake(self._obstacle))
-            ) as deltas:
+            continuable = FakeContinuable(wanted.sampling_params, self._obstacle)
+            async with aclosing(self._parts.gateway.generate(wanted, prepared, continuable)) as deltas:
                 async for delta in deltas:
                     self.tokens += delta.completions[0].token_ids
                     self.finishes.append(delta.finished)

@@ -8,20 +8,18 @@ from medialane.core.request import CompletionDelta, OutputDelta
 
 
 class Choice:
-    """One of the completions: the tokens, the number of characters and the log probability that were delivered."""
+    """One of the completions: the tokens that were delivered, and their log probability."""
 
-    __slots__ = ("cumulative_logprob", "index", "is_finished", "num_chars", "token_ids")
+    __slots__ = ("cumulative_logprob", "index", "is_finished", "token_ids")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.token_ids: list[int] = []
-        self.num_chars = 0
         self.cumulative_logprob: float | None = None
         self.is_finished = False
 
     def add(self, completion: CompletionDelta) -> None:
         self.token_ids += completion.token_ids
-        self.num_chars += len(completion.text)
         self.cumulative_logprob = completion.cumulative_logprob
         self.is_finished = completion.finish_reason is not None
 

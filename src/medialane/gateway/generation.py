@@ -61,12 +61,7 @@ class Generation:
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream the rest of one choice from other workers."""
         while not choice.is_finished:
-            rest = continuable.rest(
-                choice.index,
-                choice.token_ids,
-                num_chars=choice.num_chars,
-                cumulative_logprob=choice.cumulative_logprob,
-            )
+            rest = continuable.rest(choice.index, choice.token_ids, cumulative_logprob=choice.cumulative_logprob)
             left = msgspec.structs.replace(
                 call.request, sampling_params=rest.sampling_params, generated=list(choice.token_ids)
             )

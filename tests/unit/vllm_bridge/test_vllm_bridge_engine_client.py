@@ -59,7 +59,8 @@ class RequestBackend:
 
 def client(backend):
     config = SimpleNamespace(
-        model_config=object(),
+        model_config=SimpleNamespace(is_diffusion=False, logits_processors=None),
+        watermark_config=None,
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         _check_supports_watermarking=lambda _params: False,
     )

@@ -28,18 +28,18 @@ class CompletionText:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        self.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
 
     def add(self, token_ids: list[int], *, is_stopped: bool) -> tuple[int, str | None]:
         """Add tokens, the last of which has stopped the completion if it `is_stopped`. Return the number of those that
         are part of the completion, and the stop string that they complete, if they do."""
-        num_before = self._detokenizer.num_output_tokens()
-        stop_string = self._detokenizer.update(token_ids, is_stopped)
-        return self._detokenizer.num_output_tokens() - num_before, stop_string
+        num_before = self.detokenizer.num_output_tokens()
+        stop_string = self.detokenizer.update(token_ids, is_stopped)
+        return self.detokenizer.num_output_tokens() - num_before, stop_string
 
     def next_text(self, *, is_last: bool) -> str:
         """Return the text that can be sent and has not been returned yet."""
-        return str(self._detokenizer.get_next_output_text(is_last, True))
+        return str(self.detokenizer.get_next_output_text(is_last, True))
 
 
 def decoded_tokens(tokenizer: Any, token_ids: list[int], preceding: Sequence[int]) -> list[str]:
