@@ -19,6 +19,7 @@ from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.renderers import renderer_from_config
 
 from medialane.core.admin import AdminCall, AdminResult
+from medialane.core.continuation import Continuable
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.media import MediaRef
@@ -45,7 +46,9 @@ class InProcessEngine:
     def check_ready(self) -> None:
         """It is, always."""
 
-    def generate(self, request: EngineRequest, prepared: PreparedPrompt | None) -> AsyncGenerator[OutputDelta, None]:
+    def generate(
+        self, request: EngineRequest, prepared: PreparedPrompt | None, continuable: Continuable | None = None
+    ) -> AsyncGenerator[OutputDelta, None]:
         return self._engine.generate(request, ())
 
     def fail(self, error: MedialaneError) -> None:
