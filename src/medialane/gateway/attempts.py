@@ -26,6 +26,7 @@ from medialane.core.errors import (
     NoWorkerReady,
     RequestEndsWorkers,
     WorkerBusy,
+    WorkerDraining,
     WorkerLost,
 )
 from medialane.core.feature import MediaPrompt, PreparedPrompt
@@ -134,9 +135,11 @@ class Sender:
     async def elsewhere(self, call: Call, error: WorkerLost) -> Call:
         """Return the call at another worker, after its own is lost: of another host if there is one, since a lost link
         or host costs all workers there, one after the other. If none is ready, wait for one: the lost one may be back
-        soon. Raises `error` if none comes in time, or this request has moved often enough."""
-        link = call.route.link
-        lost, client = (*call.lost, link.name), link.client
+        soon. Raises `error` if none comes in time, or this request has lost enough of them; one that stops as planned
+        does not count."""
+        link, is_planned = call.route.link, isinstance(error, WorkerDraining)
+        client, gone = link.client, (*call.lost, link.name)
+        lost = call.lost if is_planned else gone
         call.route.routed.release()
         if len(lost) > self.config.migration_limit:
             raise error
@@ -144,7 +147,8 @@ class Sender:
         while True:
             addresses = {name: each.address for name, each in self.workers.links.items()}
             is_back = link.client is not None and link.client is not client
-            for excluded in (on_hosts_of(lost, addresses), lost, () if is_back else (link.name,)):
+            hosts = gone if is_planned else on_hosts_of(gone, addresses)
+            for excluded in (hosts, gone, () if is_back else (link.name,)):
                 with suppress(NoWorkerReady):
                     moved = self.reroute(call, frozenset(excluded))
                     logger.warning("%s: %s; sending to another worker", link.name, error.message)
