@@ -4,7 +4,7 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from medialane.core.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerLost
+from medialane.core.errors import GenerationFailed, InvalidFeature, PromptRejected, WorkerBusy, WorkerLost
 from medialane.core.feature import EmbeddingUse, MediaPayload, PlaceholderRange
 from medialane.core.kv_events import AllBlocksCleared, BlockStored
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
@@ -172,3 +172,15 @@ async def test_unsupported_requests_are_rejected(engine, asked, error):
     with pytest.raises(error):
         await answer(engine, asked)
     assert engine.loads()[0].num_waiting == 0
+
+
+@pytest.mark.parametrize("limits", [{"max_queued_reqs": 2}, {"max_queued_tokens": 80}])
+async def test_full_queue_refuses_requests_until_one_is_done(limits):
+    engine = SimulatedEngine(SimulatedConfig(speedup=1000.0, prefill_token_ms=2000.0, **limits), model="m")
+    running = [asyncio.create_task(answer(engine, request(name=f"r{n}", max_tokens=1))) for n in range(2)]
+    await eventually(lambda: engine.loads()[0].num_running + engine.loads()[0].num_waiting == 2)
+    with pytest.raises(WorkerBusy):
+        await answer(engine, request(name="busy"))
+    await asyncio.gather(*running)
+    assert len(await answer(engine, request(name="later"))) == 4
+    await engine.close()

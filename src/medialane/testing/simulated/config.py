@@ -6,7 +6,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.errors import StartupFailed
-from medialane.core.setting import NonNegativeFloat, PositiveFloat, PositiveInt, check_bounds
+from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
 
 class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +33,11 @@ class SimulatedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """most concurrently running requests"""
     max_num_batched_tokens: PositiveInt = field(default=8192, name="simulated-max-num-batched-tokens")
     """most tokens computed in one step"""
+    max_queued_reqs: NonNegativeInt = field(default=0, name="simulated-max-num-queued-reqs")
+    """as vLLM's --max-num-queued-reqs: most unfinished requests; 0 is no limit"""
+    max_queued_tokens: NonNegativeInt = field(default=0, name="simulated-max-num-queued-tokens")
+    """as vLLM's --max-num-queued-tokens: no request is accepted while others in prefill have as many prompt tokens; 0
+    is no limit"""
     stream_interval: PositiveInt = field(default=1, name="simulated-stream-interval")
     """output tokens sent together, after the first"""
     step_ms: NonNegativeFloat = field(default=8.0, name="simulated-step-ms")

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 import msgspec
 
 from medialane.core.admin import AdminCall, AdminResult
-from medialane.core.errors import GenerationFailed, InvalidRequest, PromptRejected, WorkerLost
+from medialane.core.errors import GenerationFailed, InvalidRequest, PromptRejected, WorkerBusy, WorkerLost
 from medialane.core.feature import EmbeddingUse
 from medialane.core.kv_events import KvEventBatch
 from medialane.core.request import (
@@ -184,6 +184,7 @@ class SimulatedEngine:
         self._check_alive()
         params = _params(request)
         sequences = [self._sequence(request, embeddings, params.of_choice(index)) for index in range(params.n)]
+        self._check_admission(len(sequences))
         output = _Output(request.request_id, len(sequences))
         for index, sequence in enumerate(sequences):
             self._choices[sequence] = _Choice(output, index, sequence, params)
@@ -272,6 +273,17 @@ class SimulatedEngine:
     def _check_alive(self) -> None:
         if self._failed or self._closed:
             raise WorkerLost("the worker's engine has stopped")
+
+    def _check_admission(self, num_choices: int) -> None:
+        """Raise WorkerBusy where vLLM's method of this name raises its errors: a request's prompt counts until its
+        first token, whatever of it is cached or computed already."""
+        config = self._config
+        if config.max_queued_reqs and len(self._choices) + num_choices > config.max_queued_reqs:
+            raise WorkerBusy("the engine's queue is full")
+        in_prefill = [sequence for sequence in self._choices if not sequence.first_token_s]
+        num_tokens = sum(sequence.num_prompt_tokens for sequence in in_prefill)
+        if config.max_queued_tokens and num_tokens >= config.max_queued_tokens:
+            raise WorkerBusy("the engine's queue has too many tokens")
 
     def _sequence(
         self, request: EngineRequest, embeddings: Sequence[EmbeddingUse | None], params: SimulatedParams
