@@ -15,6 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from medialane.cluster.child_process import CLEAN_EXIT
 from medialane.core.process.phase import Phase, report_phase
 
 #: After this time in one phase its remedy is shown.
@@ -80,7 +81,7 @@ class Progress:
     def ended(self, name: str, how: str, restart_in_s: float | None) -> None:
         self._states[name] = _State(Phase(f"exited ({how})"))
         again = "" if restart_in_s is None else f"; restarting {f'in {restart_in_s:g} s' if restart_in_s else 'now'}"
-        self.has_failed |= restart_in_s is not None
+        self.has_failed |= restart_in_s is not None and how != CLEAN_EXIT
         self._print(f"{name}: exited ({how}){again}")
 
     def stopping(self, name: str) -> None:

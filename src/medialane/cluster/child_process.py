@@ -24,6 +24,8 @@ from medialane.core.process.oom_kills import OomKills
 from medialane.core.process.parent_death import dies_with_this_process
 
 _POLL_S = 0.02
+#: How a process has ended that was asked to, and has drained (`ChildProcess.describe_exit`).
+CLEAN_EXIT = "exit status 0"
 #: SIGKILL is not immediate: a process that frees much memory, or a GPU's, needs some time.
 _GROUP_END_S = 10.0
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from medialane.cluster.child_process import ChildProcess, Fork
+from medialane.cluster.child_process import CLEAN_EXIT, ChildProcess, Fork
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.process_spec import NOT_NEEDED, NUM_INTERPRETER_WORDS, ProcessSpec
@@ -118,6 +118,10 @@ class ProcessSupervisor:
                 self._context.observer.ended(self.spec.name, self.spec.not_needed, None)
                 self.is_ready.set()  # for those that wait for it
                 return
+            if how == CLEAN_EXIT and self.is_ready.is_set():  # asked to drain: no crash, whose restart has to wait
+                self.is_ready.clear()
+                self._context.observer.ended(self.spec.name, how, 0.0)
+                continue
             self._num_exits += 1
             if self._fails_start():
                 self._fail(how)
