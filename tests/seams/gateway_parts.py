@@ -145,6 +145,14 @@ class FakeWorker:
         for session in list(self._server._sessions):
             session.end(WorkerLost("the network is broken"))
 
+    async def drain(self, timeout_s: float) -> None:
+        """Stop as `serve_worker` does."""
+        self._worker.drain()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._server.drain()
+        await self.close()
+
     async def close(self) -> None:
         if self._server is not None:
             server, self._server = self._server, None

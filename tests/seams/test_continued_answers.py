@@ -159,3 +159,53 @@ async def test_client_that_leaves_while_an_answer_goes_on_leaves_nothing_behind(
     await asyncio.wait([asked.task])
     lost.engine.resume()
     await eventually(lambda: parts.num_held == 0 and not any(worker.engine.num_reading for worker in workers))
+
+
+async def test_rolling_restart_of_all_workers_loses_nothing(open_parts):
+    parts, workers = await open_parts(3, migration_limit=1)
+    expected = await Asked(parts).task
+    is_rolling, answers = True, []
+
+    async def client():
+        while is_rolling:
+            answers.append(await Asked(parts).task)
+
+    clients = [asyncio.create_task(client()) for _ in range(6)]
+    for worker in workers * 2:
+        await eventually(lambda one=worker: one.engine.num_reading)
+        await worker.drain(timeout_s=0.05)
+        await worker.start()
+        await eventually(lambda: parts.links.num_ready == len(workers))
+    is_rolling = False
+    await asyncio.gather(*clients)
+    assert answers == [expected] * len(answers)
+    assert parts.count(MIGRATIONS, reason="worker_draining", outcome="continued")
+    assert not any(parts.count("medialane_worker_losses_total", worker=each.address) for each in workers)
+
+
+async def test_short_answers_end_where_they_began(open_parts):
+    parts, workers = await open_parts(2)
+    expected = await Asked(parts).task
+    asked = Asked(parts)
+    await asked.has(2)
+    draining = reader(workers)
+    ended = asyncio.create_task(draining.drain(timeout_s=5.0))
+    await eventually(lambda: parts.links.num_ready == 1)
+    assert await Asked(parts).task == expected, "a new request goes to the other worker"
+    assert await asked.task == expected
+    assert not parts.count(MIGRATIONS, reason="worker_draining", outcome="continued")
+    await ended
+
+
+async def test_answer_moves_from_draining_workers_any_number_of_times(open_parts):
+    parts, workers = await open_parts(2, migration_limit=1)
+    expected = await Asked(parts).task
+    asked = Asked(parts)
+    for number in (2, 4, 6):
+        await asked.has(number)
+        draining = reader(workers)
+        await draining.drain(timeout_s=0.0)
+        await draining.start()
+        await eventually(lambda: parts.links.num_ready == 2)
+    assert await asked.task == expected
+    assert parts.count(MIGRATIONS, reason="worker_draining", outcome="continued") == 3

@@ -113,6 +113,14 @@ async def test_crashing_process_is_restarted_with_backoff(tmp_path):
     assert ("ended", "worker 0", "exit status 3") in seen.events
 
 
+async def test_process_that_was_asked_to_end_is_restarted_at_once_however_often(tmp_path):
+    seen = Recorder()
+    part = script_part(tmp_path, "worker 0", "ready(); time.sleep(0.5); sys.exit(0)")  # time: seen ready before
+    async with running(make_supervisor(tmp_path, seen, [part])):
+        await eventually(lambda: len(seen.pauses) >= 3)
+    assert seen.pauses[:3] == [0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("end", "how"),
     [
