@@ -38,7 +38,7 @@ from medialane.gateway.handover import prompt_for
 from medialane.gateway.oldest_first import OldestFirst
 from medialane.gateway.report import Sent
 from medialane.gateway.route import Route, Routes
-from medialane.gateway.scope import RequestScope
+from medialane.gateway.scope import RequestScope, while_connected
 from medialane.gateway.store_features import StoreFeatures
 from medialane.gateway.transports import TransferPath, Transports
 from medialane.gateway.worker_link.remote_request import RemoteRequest
@@ -156,6 +156,7 @@ class Sender:
             if not await self.workers.changed_before(give_up_at):
                 raise error
 
+    @while_connected
     async def send(self, call: Call) -> RemoteRequest:
         """Transfer the request by its first path. Raises HandoverFailed, WorkerLost."""
         request, prepared, route, path = call.request, call.prepared, call.route, call.paths[0]
@@ -192,6 +193,7 @@ class Sender:
             self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
             call.scope.note_sent(Sent(call.route.routed.decision, call.paths[0]))
 
+    @while_connected
     async def drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
         """Have media that are sent by embeddings made anew, if there are any. Raises what preparing them raises."""
         if prepared is None:
@@ -311,6 +313,7 @@ class Attempts:
             self._sender.metrics.count_migration(error.code, "refused")
             raise RequestEndsWorkers(f"{_NUM_SUSPICIOUS} workers were lost right after this request arrived") from error
 
+    @while_connected
     async def _move(self, error: WorkerLost, outcome: str) -> None:
         """Wait for a turn, and choose another worker. Raises `error` if there is none."""
         self._moved_at = time.perf_counter()

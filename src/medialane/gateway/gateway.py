@@ -37,7 +37,7 @@ from medialane.gateway.encoders import Encoders
 from medialane.gateway.generation import Generation
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.route import Routes
-from medialane.gateway.scope import RequestScope, current_scope
+from medialane.gateway.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.store_features import StoreFeatures
 from medialane.gateway.transports import Transports
 from medialane.gateway.workers import WorkerPool
@@ -98,6 +98,7 @@ class Gateway:
     def original_url(self, url: str) -> str:
         return current_scope().resolve(url).client_url
 
+    @while_connected
     async def by_uuid(self, url: str) -> MediaRef:
         scope = current_scope()
         self._admission.admit(scope)
@@ -110,6 +111,7 @@ class Gateway:
     def text_bytes(self) -> int | None:
         return current_scope().extracted.text_bytes
 
+    @while_connected
     async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
         """Look up or prepare what the prompt's stage sends; for a processed stage, also expand the placeholders.
 
@@ -154,6 +156,7 @@ class Gateway:
         placed = tuple(map(PlacedFeature, features, assembled.placeholders))
         return PreparedPrompt(assembled.token_ids, placed, mm_hashes, prompt, media, assembled.encoder_token_ids)
 
+    @while_connected
     async def decode_audio(self, url: str, sample_rate: int) -> bytes:
         scope = current_scope()
         self._admission.admit(scope)
@@ -168,6 +171,7 @@ class Gateway:
         data = await self._features.wave(samples, sample_rate)
         return msgspec.structs.replace(scope.extracted.refs[0], data=data)
 
+    @while_connected
     async def publish_images(self) -> bytes:
         """Decode and publish the images of the current request for RDMA reads."""
         scope = current_scope()
@@ -215,6 +219,7 @@ class Gateway:
         is_out = not self._workers.num_ready
         return WorkerLost(error.message, retry_after_s=self._workers.retry_after_s if is_out else error.retry_after_s)
 
+    @while_connected
     async def _with_embeddings(
         self,
         request: EngineRequest,

@@ -7,8 +7,10 @@ ask, nor of a request that no route serves.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,9 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
+
+#: For handlers that listen for the client's disconnect: they cancel their work themselves, without an error.
+_OWN_END_S = 0.02
 
 #: Methods whose bodies have no meaning; no handler reads them.
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -71,7 +76,8 @@ class IntakeMiddleware:
     As the innermost middleware, it also replaces the app's responses to our errors, and adds the report to responses
     for which the client requested one, before any other middleware compresses them.
 
-    If a client disconnects while it sends, the request ends: the app never sees an incomplete body.
+    If a client disconnects while it sends, the request ends: the app never sees an incomplete body. If it disconnects
+    later, the request's scope ends whatever the request waits for.
     """
 
     def __init__(self, app: App, media: MediaConfig, config: GatewayConfig, fairness: LoopFairness) -> None:
@@ -101,16 +107,19 @@ class IntakeMiddleware:
             request.fail(error)
             await send_error(send, error, form)
             return
+        watching: AbstractContextManager[None] = nullcontext()
         if not is_read_here:
             receive = _recording_errors(incoming, request)
         elif body is None:
             return
         else:
             send = ReportSender(send, request.report) if request.extracted.wants_report else send
+            watching = _ending_with_client(receive, request)
             scope, receive = _with_length(scope, len(body)), replay(body, receive)
         sender = ErrorSender(send, request, form)
         try:
-            await self._app(scope, receive, sender)
+            with watching:
+                await self._app(scope, receive, sender)
         except Exception as error:  # replaced if the request has failed with our error; any other is raised
             if not await sender.fail_stream(error):
                 raise
@@ -142,6 +151,23 @@ class IntakeMiddleware:
             return extract(
                 buffer, self._media, self._config, references=request.references, size=size, client=request.client
             )
+
+
+@contextmanager
+def _ending_with_client(receive: Receive, request: RequestScope) -> Iterator[None]:
+    """Disconnect the request's scope if the client disconnects during the block. `receive` has returned the body."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await asyncio.sleep(_OWN_END_S)
+        request.disconnect()
+
+    watching = asyncio.get_running_loop().create_task(watch(), name="client-watch")
+    try:
+        yield
+    finally:
+        watching.cancel()
 
 
 def _recording_errors(receive: Receive, request: RequestScope) -> Receive:

@@ -7,15 +7,28 @@ disconnected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from types import MappingProxyType
+<<<<<<< HEAD
 from typing import TYPE_CHECKING
+=======
+from typing import Any, ParamSpec, TypeVar
+>>>>>>> 6230efd8 (gateway: a disconnected client ends what its request waits for, also where vLLM's handler does not listen)
 
 import msgspec
 
-from medialane.core.errors import ErrorReport, InvalidBody, InvalidMediaUrl, MedialaneError, to_report
+from medialane.core.errors import (
+    ClientDisconnected,
+    ErrorReport,
+    InvalidBody,
+    InvalidMediaUrl,
+    MedialaneError,
+    to_report,
+)
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef
 from medialane.core.remote_entry import MoverName
@@ -24,9 +37,16 @@ from medialane.gateway.references import References
 from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report
 from medialane.observability.timeline import StageTimeline
 
+<<<<<<< HEAD
 if TYPE_CHECKING:  # admission defers to scopes
     from medialane.gateway.admission import Tenant
 
+=======
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_DISCONNECTED = "the client has disconnected"
+>>>>>>> 6230efd8 (gateway: a disconnected client ends what its request waits for, also where vLLM's handler does not listen)
 _NO_OUTCOMES: Mapping[str, EmbeddingOutcome] = MappingProxyType({})
 
 
@@ -71,6 +91,8 @@ class RequestScope:
         self._engine_cached_tokens: int | None = None
         self._stack = ExitStack()
         self._closed = False
+        self._is_disconnected = False
+        self._waits: set[asyncio.Timeout] = set()
 
     @property
     def error_code(self) -> str | None:
@@ -82,6 +104,33 @@ class RequestScope:
             callback()
         else:
             self._stack.callback(callback)
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """End the waits of the block, for other processes or for a place, when the client disconnects: raises
+        ClientDisconnected. Many of vLLM's handlers do not listen for that."""
+        if self._is_disconnected:
+            raise ClientDisconnected(_DISCONNECTED)
+        until = asyncio.timeout(None)
+        try:
+            async with until:
+                self._waits.add(until)
+                try:
+                    yield
+                finally:
+                    self._waits.discard(until)
+        except TimeoutError:
+            if until.expired():
+                raise ClientDisconnected(_DISCONNECTED) from None
+            raise
+
+    def disconnect(self) -> None:
+        """The client has gone: end every wait for the request, and release everything, although the app still runs."""
+        self._is_disconnected = True
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now)
+        self.close()
 
     def resolve(self, url: str) -> MediaRef:
         """Return the media reference that intake replaced by `url` in the body. Raises InvalidMediaUrl; InvalidBody if
@@ -132,8 +181,9 @@ class RequestScope:
         return request_report(items, self._sent, self._engine_cached_tokens, self.timeline)
 
     def fail(self, error: MedialaneError, *, app_responds: bool = False) -> None:
-        """Record `error` as the response. The first one counts: later ones are its consequences."""
-        if self.failure is None:
+        """Record `error` as the response. The first one counts: later ones are its consequences, as are those after
+        the client has disconnected."""
+        if self.failure is None and not self._is_disconnected:
             self.failure = Failure(to_report(error), app_responds)
 
     def close(self) -> None:
@@ -164,3 +214,14 @@ def open_scope() -> Iterator[RequestScope]:
     finally:
         _CURRENT.reset(token)
         scope.close()
+
+
+def while_connected(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Run `method` in `RequestScope.connected` of the current request."""
+
+    @wraps(method)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        async with current_scope().connected():
+            return await method(*args, **kwargs)
+
+    return run
