@@ -15,6 +15,7 @@ from medialane.config import settings
 from medialane.core.errors import (
     AlreadyJoined,
     AuthenticationFailed,
+    ClientDisconnected,
     HandoverFailed,
     MedialaneError,
     ProtocolViolation,
@@ -69,6 +70,7 @@ _INTERNAL = (
     AlreadyJoined,
     WorkerStalled,
     WorkerDraining,
+    ClientDisconnected,
 )
 
 

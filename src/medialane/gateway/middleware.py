@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from medialane.core.errors import BodyTooLarge, MedialaneError
+from medialane.core.errors import BodyTooLarge, ClientDisconnected, MedialaneError
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway.access import given_key
 from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge, Message, Receive, replay
@@ -120,6 +120,8 @@ class IntakeMiddleware:
         try:
             with watching:
                 await self._app(scope, receive, sender)
+        except ClientDisconnected:
+            return
         except Exception as error:  # replaced if the request has failed with our error; any other is raised
             if not await sender.fail_stream(error):
                 raise

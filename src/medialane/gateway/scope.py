@@ -13,11 +13,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from types import MappingProxyType
-<<<<<<< HEAD
-from typing import TYPE_CHECKING
-=======
-from typing import Any, ParamSpec, TypeVar
->>>>>>> 6230efd8 (gateway: a disconnected client ends what its request waits for, also where vLLM's handler does not listen)
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
 
@@ -37,16 +33,13 @@ from medialane.gateway.references import References
 from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report
 from medialane.observability.timeline import StageTimeline
 
-<<<<<<< HEAD
 if TYPE_CHECKING:  # admission defers to scopes
     from medialane.gateway.admission import Tenant
 
-=======
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _DISCONNECTED = "the client has disconnected"
->>>>>>> 6230efd8 (gateway: a disconnected client ends what its request waits for, also where vLLM's handler does not listen)
 _NO_OUTCOMES: Mapping[str, EmbeddingOutcome] = MappingProxyType({})
 
 

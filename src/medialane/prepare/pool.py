@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 #: How long a running job may continue after its caller was cancelled. Most images finish within this time and stay
 #: cached for a retry; a longer job would block queued ones, so its preparer is killed and replaced.
-ABANDONED_S = 0.2
+ABANDONED_S = 0.15
 
 
 class PreparerPool:

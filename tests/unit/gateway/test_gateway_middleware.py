@@ -338,3 +338,26 @@ async def test_names_of_media_belong_to_the_clients_key():
     assert one == same
     assert len({one, two, none}) == 3
     assert "one" not in one
+
+
+async def test_app_that_does_not_listen_is_ended_when_the_client_leaves():
+    class Waiting(App):
+        async def __call__(self, scope, receive, send):
+            async with current_scope().connected():
+                await asyncio.Event().wait()
+
+    exchange = await Exchange(Waiting()).run(BODY)
+    assert exchange.sent == []
+    assert exchange.num_errors("client_disconnected") == 0
+
+
+async def test_app_that_listens_ends_its_work_itself():
+    class Listening(App):
+        async def __call__(self, scope, receive, send):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.is_open = bool(current_scope().extracted.refs)
+
+    app = Listening()
+    await Exchange(app).run(BODY)
+    assert app.is_open

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from medialane.core.errors import ArenaFull, InvalidBody, InvalidImage, InvalidMediaUrl
+from medialane.core.errors import ArenaFull, ClientDisconnected, InvalidBody, InvalidImage, InvalidMediaUrl
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, current_scope, open_scope
+from waiting import iterations
 
 
 class Resource:
@@ -148,3 +149,53 @@ def test_unreadable_body_is_reported_as_the_cause_of_media_errors():
         scope.extracted = ExtractedMedia(parse_error="Invalid UTF-8")
         with pytest.raises(InvalidBody, match="Invalid UTF-8"):
             scope.resolve("https://a/b.png")
+
+
+async def waiting(scope):
+    async with scope.connected():
+        await asyncio.Event().wait()
+
+
+async def test_disconnect_ends_every_wait_and_releases_at_once():
+    log = []
+    with open_scope() as scope:
+        scope.defer(Resource(log, "held").release)
+        waits = [asyncio.create_task(waiting(scope)) for _ in range(2)]
+        await iterations(2)
+        scope.disconnect()
+        assert log == ["held"]
+        assert [type(result) for result in await asyncio.gather(*waits, return_exceptions=True)] == [
+            ClientDisconnected,
+            ClientDisconnected,
+        ]
+    assert log == ["held"]
+
+
+async def test_nothing_is_waited_for_after_the_disconnect():
+    with open_scope() as scope:
+        scope.disconnect()
+        with pytest.raises(ClientDisconnected):
+            await waiting(scope)
+
+
+async def test_cancelled_wait_is_no_disconnect():
+    with open_scope() as scope:
+        wait = asyncio.create_task(waiting(scope))
+        await iterations(2)
+        scope.disconnect()
+        wait.cancel()
+        await asyncio.wait([wait])
+        assert wait.cancelled()
+
+
+async def test_timeout_in_a_wait_is_no_disconnect():
+    with open_scope() as scope, pytest.raises(TimeoutError):
+        async with scope.connected():
+            raise TimeoutError
+
+
+async def test_error_after_the_disconnect_is_not_that_of_the_request():
+    with open_scope() as scope:
+        scope.disconnect()
+        scope.fail(ArenaFull("full"))
+        assert scope.failure is None
