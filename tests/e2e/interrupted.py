@@ -15,7 +15,7 @@ from waiting import eventually
 Fault = Callable[[str], Awaitable[None]]
 
 #: Tokens before the first fault: late enough that text is held back and blocks of the answer are full.
-SEAM = 200
+SEAM = 100
 
 _TEXTS = ("content", "reasoning", "reasoning_content")
 

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.vllm
 COMPLETIONS = "/v1/completions"
 STORY = text("Tell a long story.")
 ASK = text("Describe the picture.")
-#: Some seconds of an engine.
-LONG = {"max_tokens": 1500, "ignore_eos": True, "stream_options": {"include_usage": True}}
+#: Some seconds of an engine, which is ahead of what its client has read.
+LONG = {"max_tokens": 2000, "ignore_eos": True, "stream_options": {"include_usage": True}}
 RESTART_S = 240
 #: A whole answer has some hundred tokens after this, and some thousand are left.
 MIDDLE_S = 0.5
@@ -76,7 +76,7 @@ def completion(prompt, **options) -> dict:
 
 GOES_ON = {
     "text": (CHAT, chat(STORY, **LONG)),
-    "logprobs": (CHAT, chat(STORY, **LONG, logprobs=True, top_logprobs=3)),
+    "logprobs": (CHAT, chat(STORY, **{**LONG, "max_tokens": 5000}, logprobs=True, top_logprobs=3)),
     "tools": (CHAT, chat(STORY, **LONG, tools=[TOOL], tool_choice="auto")),
     "repetition penalty": (CHAT, chat(STORY, **LONG, repetition_penalty=1.2)),
     "logit bias": (CHAT, chat(STORY, **LONG, logit_bias={"30": -100, "40": 2})),
@@ -94,12 +94,12 @@ async def test_stream_of_a_killed_worker_is_as_without(serve, ours, name):
     path, body = GOES_ON[name]
     found = await goes_on(ours, body, killing(serve), path=path)
     num_choices = len(found["choices"])
-    assert found["usage"]["completion_tokens"] == num_choices * LONG["max_tokens"]
+    assert found["usage"]["completion_tokens"] == num_choices * body["max_tokens"]
     for choice in found["choices"].values():
-        assert len(choice["ids"]) == LONG["max_tokens"]
+        assert len(choice["ids"]) == body["max_tokens"]
         assert choice["finish_reason"] == "length"
         if name == "completion":
-            assert len(choice["logprobs"]["tokens"]) == LONG["max_tokens"]
+            assert len(choice["logprobs"]["tokens"]) == body["max_tokens"]
             assert all(a <= b for a, b in pairwise(choice["logprobs"]["text_offset"]))
 
 
