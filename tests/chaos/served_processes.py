@@ -78,9 +78,14 @@ class ServedProcesses:
         """How many processes were not forked, by the log."""
         return self.serve.log.read_text().count("is started from scratch")
 
-    def num_descriptors(self) -> int:
-        """Of `serve` itself."""
-        return len(os.listdir(f"/proc/{self.serve.pid}/fd"))
+    def num_descriptors(self) -> dict[int, int]:
+        """By process, of `serve` itself and of what accepts connections."""
+        pids = [self.serve.pid, *(pid for kind in ("store", "gateway", "worker") for pid in self.of(kind))]
+        return {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in pids}
+
+    def tail(self) -> str:
+        """How many processes there are, and the end of the log."""
+        return f"{self.numbers()}\n{self.serve.tail()}"
 
     def _children(self, command: str) -> list[int]:
         mine = [pid for pid in descendants(self.serve.pid) if parent_of(pid) == self.serve.pid]

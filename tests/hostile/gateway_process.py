@@ -127,7 +127,7 @@ def gateway_process(model: str, config: Config, folder: Path, flags: Sequence[st
     folder.joinpath("config.json").write_bytes(msgspec.json.encode(config))
     port = free_port()
     here = Path(__file__).resolve().parent
-    python_path = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    python_path = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     program = [sys.executable, str(here / "gateway_program.py"), model, str(port), str(folder), *flags]
     own = {"PYTHONPATH": os.pathsep.join(python_path), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     process = launch(program, environ={**os.environ, **own}, log=folder / "log")

@@ -1,0 +1,49 @@
+"""The command `medialane` for chaos: `python PATH/medialane serve ...`.
+
+* The store overwrites what it frees (tests/poison.py).
+* Images of certain sizes crash or hang their preparer, or exhaust its memory (tests/breaking_processor.py).
+* With CHAOS_ENGINE=simulated, workers are simulated. Their tokens follow from the bytes of the media, too, which are
+  read again for each token, as a real engine may read them at any time.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from medialane.cli.main import main
+from medialane.cluster import local
+from medialane.cluster.process_spec import ProcessSpec
+
+TESTS = Path(__file__).parents[3]
+SIMULATED = ("--engine", "simulated", "--simulated-step-ms", "20", "--simulated-prefill-token-ms", "0.01")
+OURS = ("warm", "store", "worker")
+
+
+def chaotic(spec: ProcessSpec) -> ProcessSpec:
+    """As in all command lines, three words are the interpreter's."""
+    argv = spec.argv
+    if argv[3] == "worker" and os.environ.get("CHAOS_ENGINE") == "simulated":
+        argv = (*argv[: argv.index("--")], *SIMULATED)
+    return replace(spec, argv=(argv[0], "-u", str(Path(__file__).parent), *argv[3:]) if argv[3] in OURS else argv)
+
+
+def patch() -> None:
+    sys.path += [str(TESTS), str(TESTS / "chaos")]
+    from reading_engine import ReadingEngine
+
+    import poison
+    from medialane.cli import store
+    from medialane.testing.simulated import serve
+
+    poison.install()
+    store.PROCESSOR_FACTORY = "breaking_processor:build_processor"
+    serve.SimulatedEngine = ReadingEngine
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in OURS:
+        patch()
+    specs = local.process_specs
+    local.process_specs = lambda *arguments, **settings: list(map(chaotic, specs(*arguments, **settings)))
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""`medialane serve` for chaos (chaotic/medialane): two gateways, and real or simulated workers."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from injections import Chaos
+from medialane_process import START_S, MedialaneProcess
+from mixed_load import MixedLoad, asking
+from openai_http import OpenAiHttp
+from process_tree import is_alive
+from scenario import Scenario
+from served_processes import FLAGS, RESTART_S, SERVER_FLAGS, ServedProcesses
+
+from host_state import HostState, as_before, state_of, store_link
+from medialane.testing.tiny_model import TINY_MODEL_ENVIRON
+from waiting import eventually
+
+TESTS = Path(__file__).parents[1]
+PROGRAM = Path(__file__).parent / "chaotic" / "medialane"
+#: What dies again and again is restarted at once. What is stopped for longer than heartbeats may be missing is lost.
+CHAOS_FLAGS = ("--restart-reset", "0.05", "--rpc-heartbeat-timeout", "5", "--worker-stall-timeout", "4", "--verbose")
+#: Of descriptors, above the number before: connections that clients keep open for their next request.
+MAX_MORE_DESCRIPTORS = 6
+
+
+@dataclass
+class Disk:
+    """A small tmpfs for the logs, which only `serve` and its processes see: /proc shows it to others."""
+
+    folder: Path
+    serve: MedialaneProcess | None = None
+
+    def prefix(self) -> list[str]:
+        command = 'mount -t tmpfs -o size=16m none "$0" && exec "$@"'
+        return ["unshare", "-m", "sh", "-c", command, str(self.folder)]
+
+    def path(self) -> Path:
+        return Path(f"/proc/{self.serve.pid}/root{self.folder}")
+
+
+def spawn(
+    model: Path,
+    *,
+    engine: Literal["vllm", "simulated"],
+    flags: Sequence[str],
+    shared_memory: Path,
+    runtime_directory: Path,
+    log: Path,
+) -> MedialaneProcess:
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {
+        **TINY_MODEL_ENVIRON,
+        **os.environ,
+        "XDG_RUNTIME_DIR": str(runtime_directory),
+        "CHAOS_ENGINE": engine,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    return MedialaneProcess.spawn(
+        "serve",
+        str(model),
+        [*FLAGS, *CHAOS_FLAGS, *flags, "--arena-directory", str(shared_memory)],
+        SERVER_FLAGS,
+        environ=environ,
+        log=log,
+        program=[str(PROGRAM)],
+    )
+
+
+async def ready(serve: MedialaneProcess) -> tuple[ServedProcesses, OpenAiHttp]:
+    await serve.answers()
+    await eventually(lambda: "Ctrl-C stops it" in serve.log.read_text(), "all are ready", START_S, more=serve.tail)
+    return ServedProcesses(serve), OpenAiHttp(serve.base_url, serve.model)
+
+
+async def survives(
+    processes: ServedProcesses,
+    client: OpenAiHttp,
+    scenario: Scenario,
+    chaos: Chaos,
+    *,
+    shared_memory: Path,
+    with_embeds: bool,
+    ended_s: float,
+) -> MixedLoad:
+    """Run a scenario under load. Raises AssertionError, with the whole schedule, unless every answer is right and
+    nothing is left of what was done."""
+    serve = processes.serve
+    try:
+        async with store_link(serve.store_address, shared_memory) as link:
+
+            async def state() -> HostState:
+                page = await client.metrics()
+                ready, in_flight = (
+                    page.value("medialane_worker_state", state="ready"),
+                    page.value("medialane_worker_in_flight"),
+                )
+                return await state_of(serve.pid, link, ready, in_flight)
+
+            async with as_before(state, RESTART_S):
+                before = processes.numbers()
+                descriptors = processes.num_descriptors()
+                num_ready = (await client.metrics()).value("medialane_worker_state", state="ready")
+
+                async def is_whole() -> bool:
+                    if processes.numbers() != before:
+                        return False
+                    try:
+                        return (await client.metrics()).value("medialane_worker_state", state="ready") == num_ready
+                    except OSError:
+                        return False
+
+                num_new = int(scenario.seconds)
+                async with asking(
+                    client, seed=scenario.seed, num_new=num_new, with_embeds=with_embeds, ended_s=ended_s
+                ) as load:
+                    await chaos.run(scenario, load, is_whole)
+                    await eventually(is_whole, "the host is whole", RESTART_S, more=processes.tail)
+                    await load.answers(len(load.repeated))
+                await load.all_that_was_ready_is_a_hit()
+            now = processes.num_descriptors()
+            grown = {pid: (n, now[pid]) for pid, n in descriptors.items() if now.get(pid, 0) > n + MAX_MORE_DESCRIPTORS}
+            assert not grown, f"descriptors left: {grown}"
+    except BaseException as error:
+        error.add_note(f"the scenario:\n{scenario}")
+        raise
+    return load
+
+
+def stop_leaves_nothing(processes: ServedProcesses, shared_memory: Path, runtime_directory: Path) -> None:
+    everyone = processes.all()
+    assert processes.serve.stop() == 0, processes.serve.tail()
+    assert not [pid for pid in everyone if is_alive(pid)]
+    assert not list(shared_memory.iterdir())
+    assert not list(runtime_directory.iterdir())

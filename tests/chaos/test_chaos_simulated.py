@@ -1,0 +1,54 @@
+"""Everything that can be done to the processes of `serve`, at random times, with simulated workers: most of what may go
+wrong does not depend on an engine, and these start in milliseconds."""
+
+from collections.abc import Iterator
+
+import pytest
+from chaotic_serve import ready, spawn, stop_leaves_nothing, survives
+from injections import Chaos
+from medialane_process import MedialaneProcess
+from scenario import CUTS, KILLS, MALFORMED, OTHERS, STOPS, Scenario
+
+pytestmark = [pytest.mark.vllm, pytest.mark.whole]
+
+SEEDS = (1, 2)
+SECONDS = 60.0
+ACTIONS = (*KILLS, *STOPS, *CUTS, *MALFORMED, *OTHERS)
+#: Restarts included.
+ENDED_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def serving(tiny_model, shared_memory, runtime_directory, tmp_path_factory) -> Iterator[MedialaneProcess]:
+    process = spawn(
+        tiny_model,
+        engine="simulated",
+        flags=("--workers", "3", "--preparers", "2"),
+        shared_memory=shared_memory,
+        runtime_directory=runtime_directory,
+        log=tmp_path_factory.mktemp("chaos") / "serve.log",
+    )
+    yield process
+    process.stop()
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_no_request_is_lost_or_wrong_and_nothing_is_left(serving, shared_memory, chaos_seed, chaos_s, seed):
+    processes, client = await ready(serving)
+    scenario = Scenario(chaos_seed or seed, chaos_s or SECONDS, ACTIONS)
+    load = await survives(
+        processes,
+        client,
+        scenario,
+        Chaos(processes, client),
+        shared_memory=shared_memory,
+        with_embeds=False,
+        ended_s=ENDED_S,
+    )
+    print(f"\nseed {scenario.seed}: {dict(load.counts)}")  # noqa: T201 - what the load has covered
+
+
+async def test_stop_leaves_nothing(serving, shared_memory, runtime_directory):
+    processes, _ = await ready(serving)
+    stop_leaves_nothing(processes, shared_memory, runtime_directory)
