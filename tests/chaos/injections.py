@@ -18,7 +18,7 @@ from connections import cut
 from mixed_load import MixedLoad
 from openai_http import OpenAiHttp, chat, picture, text
 from process_tree import command_of, suspended
-from scenario import Injection, Scenario
+from scenario import NOTHING, WORKERS_LOST, Injection, Scenario
 from served_processes import RESTART_S, ServedProcesses
 
 from waiting import eventually
@@ -47,6 +47,8 @@ class Chaos:
         self._log_folder = log_folder
         self._set_link = set_link
         self._random = random.Random(0)
+        #: Actions that have lost a worker, and have not ended.
+        self._num_losses = 0
 
     async def run(self, scenario: Scenario, load: MixedLoad, is_whole: Callable[[], Awaitable[object]]) -> None:
         """Do all of it, and wait until the host is whole again. What clients see meanwhile is checked by the load."""
@@ -61,10 +63,13 @@ class Chaos:
 
     async def _inject(self, injection: Injection, load: MixedLoad, is_whole: Callable[[], Awaitable[object]]) -> None:
         action = injection.action
-        with load.allowing(action.seen):
+        are_lost = action.loses_worker and self._num_losses > 0
+        self._num_losses += action.loses_worker
+        with load.allowing(action.seen | (WORKERS_LOST if are_lost else NOTHING)):
             await getattr(self, f"_{action.name}")(injection, load)
-            if action.seen:
+            if action.seen or action.loses_worker:
                 await eventually(is_whole, f"the host is whole after {injection}", RESTART_S, more=self._processes.tail)
+        self._num_losses -= action.loses_worker
 
     def _one(self, kind: str, number: int) -> list[int]:
         """One process of this kind; none if there is none now."""

@@ -14,7 +14,8 @@ from itertools import takewhile
 CONNECTION_LOST = "connection lost"
 #: The codes of errors, by what they say is away.
 STORE_LOST = frozenset({"media_store_unavailable"})
-WORKER_LOST = frozenset({"worker_lost", "no_worker_ready", "generation_failed"})
+#: Only if several workers are away: answers go on at another one.
+WORKERS_LOST = frozenset({"worker_lost", "no_worker_ready", "request_ends_workers"})
 GATEWAY_LOST = frozenset({CONNECTION_LOST})
 NOTHING: frozenset[str] = frozenset()
 
@@ -23,7 +24,8 @@ NOTHING: frozenset[str] = frozenset()
 class Action:
     """Something done to processes of a kind (or to what is between two kinds), for a time in seconds if it lasts.
     `seen` are the codes of the errors, and CONNECTION_LOST, that clients may get while it lasts and until the host is
-    whole again. `weight` is how often it is chosen, relative to others."""
+    whole again. If it `loses_worker`, they may also get WORKERS_LOST while another such action has not ended. `weight`
+    is how often it is chosen, relative to others."""
 
     name: str
     kind: str
@@ -31,6 +33,7 @@ class Action:
     least_s: float = 0.0
     most_s: float = 0.0
     weight: int = 1
+    loses_worker: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ _KILLED = {
     "fork server": STORE_LOST,
     "store": STORE_LOST,
     "gateway": GATEWAY_LOST,
-    "worker": WORKER_LOST,
+    "worker": NOTHING,
 }
 #: Seconds for which a process is stopped: less than it takes `serve` to replace it, and than an image's time limit. A
 #: worker may be stopped for longer than --worker-stall-timeout.
@@ -69,21 +72,20 @@ _STOPPED_S = {
     "serve": 4.0,
 }
 
-KILLS = tuple(Action("kill", kind, seen, weight=3) for kind, seen in _KILLED.items())
+KILLS = tuple(Action("kill", kind, seen, weight=3, loses_worker=kind == "worker") for kind, seen in _KILLED.items())
 STOPS = tuple(
-    Action("stop", kind, WORKER_LOST if kind == "worker" else NOTHING, 0.2, most_s)
-    for kind, most_s in _STOPPED_S.items()
+    Action("stop", kind, NOTHING, 0.2, most_s, loses_worker=kind == "worker") for kind, most_s in _STOPPED_S.items()
 )
 #: The engine of a real worker: a process of its own.
 ENGINE = (
-    Action("kill", "engine", WORKER_LOST, weight=3),
-    Action("stop", "engine", WORKER_LOST, 0.2, 14.0),
+    Action("kill", "engine", weight=3, loses_worker=True),
+    Action("stop", "engine", NOTHING, 0.2, 14.0, loses_worker=True),
 )
 #: Between two processes, at the kernel: both see the end of the connection.
 CUTS = (
-    Action("cut", "gateway-worker", WORKER_LOST, weight=4),
-    Action("cut", "gateway-store", STORE_LOST, weight=2),
-    Action("cut", "worker-store", WORKER_LOST | STORE_LOST, weight=2),
+    Action("cut", "gateway-worker", weight=4, loses_worker=True),
+    Action("cut", "gateway-store", weight=2),
+    Action("cut", "worker-store", weight=2),
 )
 #: Bytes that are no message of ours, on connections of their own.
 MALFORMED = tuple(Action("malformed", kind, NOTHING, 0.5, 3.0) for kind in ("gateway", "store", "worker"))
@@ -95,7 +97,7 @@ OTHERS = (
 #: Requests that hold more media than the arena has room for, for a while.
 HOARD = Action("hoard", "arena", frozenset({"arena_full", "media_overloaded"}), 2.0, 6.0, weight=8)
 FULL_DISK = Action("fill", "log folder", NOTHING, 1.0, 6.0)
-CUT_LINK = Action("cut", "link", WORKER_LOST, 0.1, 5.0, weight=2)
+CUT_LINK = Action("cut", "link", NOTHING, 0.1, 5.0, weight=2, loses_worker=True)
 
 #: Seconds between two injections. Most have ended before the next, some have not.
 _LEAST_S, _MOST_S = 0.3, 6.0

@@ -57,6 +57,15 @@ async def test_output_kinds_match_vllm(engine):
     assert final[0].times is not None
 
 
+async def test_final_output_has_all_choices(engine):
+    streamed = await answer(engine, request(n=3))
+    (final,) = await answer(engine, request(output_kind=2, n=3))
+    assert [choice.index for choice in final.completions] == [0, 1, 2]
+    for choice in final.completions:
+        deltas = [delta.completions[0] for delta in streamed if delta.completions[0].index == choice.index]
+        assert choice.token_ids == [token for delta in deltas for token in delta.token_ids]
+
+
 async def test_tokens_after_the_first_are_batched_on_request():
     engine = SimulatedEngine(SimulatedConfig(speedup=1000.0, stream_interval=3), model="m")
     found = await answer(engine, request(max_tokens=6))

@@ -89,6 +89,7 @@ class _Output:
     def __init__(self, request_id: str, num_choices: int) -> None:
         self.request_id = request_id
         self.num_unfinished = num_choices
+        self.choices: list[CompletionDelta] = []
         self.deltas: asyncio.Queue[OutputDelta | None] = asyncio.Queue()
 
 
@@ -111,8 +112,18 @@ class _Choice:
         if sequence.finished:
             self.output.num_unfinished -= 1
         if sequence.finished or not (waits or self._output_kind == _FINAL_ONLY):
-            self.output.deltas.put_nowait(self._delta(texts))
+            self._send(self._delta(texts))
             self._num_sent = total
+
+    def _send(self, delta: OutputDelta) -> None:
+        """The final output of a request has all of its choices, as vLLM's."""
+        if self._output_kind == _FINAL_ONLY:
+            self.output.choices += delta.completions
+            if not delta.finished:
+                return
+            choices = sorted(self.output.choices, key=lambda choice: choice.index)
+            delta = msgspec.structs.replace(delta, completions=choices)
+        self.output.deltas.put_nowait(delta)
 
     def _delta(self, texts: Mapping[int, str]) -> OutputDelta:
         sequence, first = self._sequence, self._num_sent == 0
