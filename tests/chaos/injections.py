@@ -13,7 +13,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-from breaking_processor import BREAKING_WIDTH, BREAKS
 from connections import cut
 from mixed_load import MixedLoad
 from openai_http import OpenAiHttp, chat, picture, text
@@ -21,6 +20,7 @@ from process_tree import command_of, suspended
 from scenario import NOTHING, WORKERS_LOST, Injection, Scenario
 from served_processes import RESTART_S, ServedProcesses
 
+from breaking_processor import BREAKING_WIDTH, BREAKS
 from waiting import eventually
 
 _LENGTH = struct.Struct(">I")
