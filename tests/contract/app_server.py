@@ -62,7 +62,7 @@ class Server:
             access=with_keys(AccessKeys.load(GatewayConfig(), server.frontend.api_keys)),
             inner=[Middleware(IntakeMiddleware, media=MediaConfig(), config=GatewayConfig(), fairness=server.fairness)],
             pages={"/medialane/decisions": server.backend.page},
-            actions={"/medialane/publish": server.backend.publish_images},
+            actions={"POST /medialane/publish": server.backend.publish_images},
             tasks=tasks,
         )
 

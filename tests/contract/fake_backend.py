@@ -55,7 +55,7 @@ class FakeBackend:
             raise InvalidRequest("limit must be a whole number from 1", param="limit")
         return b'{"decisions":[]}'
 
-    async def publish_images(self):
+    async def publish_images(self, _parameters=None):
         """A medialane endpoint with a body, as `Frontend.app` expects it."""
         if not current_scope().extracted.refs:
             raise InvalidRequest("no images", param="messages")

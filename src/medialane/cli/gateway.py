@@ -42,6 +42,7 @@ from medialane.gateway import (
     WorkerScrape,
     health_of,
 )
+from medialane.gateway.administration import WorkerControl
 from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
@@ -56,7 +57,7 @@ from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.vllm_bridge.frontend import prebuilt
-from medialane.vllm_bridge.frontend.app import Frontend
+from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import encode_params
 from medialane.wire.address import consecutive_ports, parse_named
 from medialane.wire.listener import bind_http
@@ -354,6 +355,13 @@ async def _app(
             group.refresh() if group is not None else memory.refresh(SCRAPE_TIMEOUT_S),
         )
 
+    control = WorkerControl(links)
+    actions: dict[str, Action] = {
+        "GET /medialane/workers": control.listed,
+        "POST /medialane/workers/{name:path}/drain": control.drain,
+    }
+    if components.config.media.allow_rdma:
+        actions["POST /medialane/publish"] = gateway.publish_images
     app = await components.frontend.app(
         gateway,
         outer=Middleware(ScopeMiddleware, metrics=metrics),
@@ -368,7 +376,7 @@ async def _app(
             ),
         ],
         pages={"/medialane/decisions": gateway.routes.decisions},
-        actions={"/medialane/publish": gateway.publish_images} if components.config.media.allow_rdma else {},
+        actions=actions,
         health=health,
         tasks=model_tasks,
     )

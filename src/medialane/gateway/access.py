@@ -134,6 +134,13 @@ class AccessKeys:
         return None if self.tenants is None else self.tenants.of(given)
 
 
+def admin_key(config: GatewayConfig) -> str:
+    """Return a key with which a gateway with these settings accepts administrative calls; empty if it needs none.
+    Raises StartupFailed."""
+    keys = _admin_keys(config) or [key.encode() for key in config.api_keys]
+    return keys[0].decode() if keys else ""
+
+
 def metrics_key(config: GatewayConfig) -> str:
     """Return a key with which the metrics of a gateway with these settings are read; empty if it needs none. Raises
     StartupFailed."""

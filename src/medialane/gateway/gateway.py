@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -172,7 +172,7 @@ class Gateway:
         return msgspec.structs.replace(scope.extracted.refs[0], data=data)
 
     @while_connected
-    async def publish_images(self) -> bytes:
+    async def publish_images(self, _parameters: Mapping[str, str] | None = None) -> bytes:
         """Decode and publish the images of the current request for RDMA reads."""
         scope = current_scope()
         self._admission.admit(scope)

@@ -8,9 +8,18 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import GenerationFailed, StartupFailed, WorkerBusy, WorkerLost
+from medialane.core.errors import (
+    GenerationFailed,
+    InvalidRequest,
+    NoWorkerReady,
+    StartupFailed,
+    WorkerBusy,
+    WorkerDraining,
+    WorkerLost,
+)
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
+from medialane.gateway.administration import WorkerControl, WorkerInfo
 from medialane.gateway.worker_link.client import RpcClient
 from medialane.gateway.workers import on_hosts_of
 from medialane.observability.metrics import Metrics
@@ -312,6 +321,33 @@ async def test_stalled_worker_is_connected_but_not_ready_and_its_listener_is_not
     handler.is_stalled = False
     await eventually(lambda: ("state_changed", "ready") in heard.calls)
     assert (pool.num_ready, pool.endpoints()[0].state) == (1, "ready")
+
+
+async def test_operator_drains_a_worker_which_then_takes_no_requests(net):
+    handler, heard = FakeHandler(), Heard()
+    server = await net.serve(handler)
+    pool = WorkerPool([link := net.link(heard)])
+    await eventually(lambda: pool.num_ready == 1)
+    control = WorkerControl(pool)
+    (listed,) = msgspec.json.decode(await control.listed({}), type=list[WorkerInfo])
+    drained = msgspec.json.decode(await control.drain({"name": net.address}), type=WorkerInfo)
+    assert listed == drained
+    assert (drained.name, drained.state, drained.run) == (net.address, "ready", link.client.welcome.worker_id)
+    await eventually(lambda: ("state_changed", "draining") in heard.calls)
+    assert (pool.num_ready, pool.endpoints()[0].state) == (0, "draining")
+    with pytest.raises(WorkerDraining):
+        await num_tokens(link.submit(EngineRequest("late", ExpandedPrompt([1]), b"")))
+    await server.close()
+    await eventually(lambda: link.state == "lost")
+    with pytest.raises(NoWorkerReady):
+        await control.drain({"name": net.address})
+    assert not net.registry.get_sample_value("medialane_worker_losses_total", {"worker": net.address})
+
+
+async def test_unknown_worker_cannot_be_drained(net):
+    pool = WorkerPool([net.link()])
+    with pytest.raises(InvalidRequest, match=f"no worker named x; the workers are: {net.address}"):
+        await WorkerControl(pool).drain({"name": "x"})
 
 
 async def test_worker_whose_blocks_are_unknown_is_ready(net):

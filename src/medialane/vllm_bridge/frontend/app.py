@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 #: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
 Page = Callable[[Mapping[str, str]], bytes]
 
-#: Serves a POST with JSON, from the scope of the request. Raises MedialaneError.
-Action = Callable[[], Awaitable[bytes]]
+#: Serves a request with JSON, from its scope and the parameters of its path. Raises MedialaneError.
+Action = Callable[[Mapping[str, str]], Awaitable[bytes]]
 
 #: Returns HTTP status and body of `/health`.
 Probe = Callable[[], tuple[int, bytes]]
@@ -106,7 +106,8 @@ class Frontend:
     ) -> Any:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
-        an error recorded in `backend`. `pages` and `actions` are medialane's, by path; `health` replaces vLLM's
+        an error recorded in `backend`. `pages` and `actions` are medialane's, by path, and these by method and path
+        ("POST /path/{parameter}"); `health` replaces vLLM's
         `/health`, which assumes one engine; `tasks` are those of the workers, by default what a model that generates
         supports."""
         tokenize_without_media(self.renderer)
@@ -126,9 +127,10 @@ class Frontend:
         app.add_exception_handler(MedialaneError, record_error)
         for path, page in (pages or {}).items():
             app.add_api_route(path, _page_handler(page), **_described(page))
-        for path, action in (actions or {}).items():
+        for route, action in (actions or {}).items():
+            method, _, path = route.partition(" ")
             summary = (action.__doc__ or "").partition("\n")[0]
-            app.add_api_route(path, _action_handler(action), methods=["POST"], tags=["medialane"], summary=summary)
+            app.add_api_route(path, _action_handler(action), methods=[method], tags=["medialane"], summary=summary)
         refuse_unsupported(app)
         app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
         if health is not None:
@@ -180,8 +182,8 @@ def _page_handler(page: Page) -> RouteHandler:
 
 
 def _action_handler(action: Action) -> RouteHandler:
-    async def respond(_request: Request) -> Response:
-        return Response(await action(), media_type="application/json")
+    async def respond(request: Request) -> Response:
+        return Response(await action(request.path_params), media_type="application/json")
 
     return respond
 
