@@ -65,9 +65,9 @@ NUM_TOKENS = 48
 #: A stream takes three quarters of a second, in which it loses a worker or two.
 WORKER = ("--simulated-step-ms", "15", "--simulated-prefill-token-ms", "0.02")
 CUT_INTERVAL_S = 0.15
-#: Longer than the heartbeats' timeout, and than a restart.
-STOPPED_S, RESTART_S = 2.0, 4.0
-#: A gateway gives up an answer after this number of losses (--migration-limit), and one without a token after two.
+#: Longer than heartbeats take to notice; how long a worker is away; how long one takes to restart.
+NOTICED_S, STOPPED_S, RESTART_S = 1.2, 2.0, 4.0
+#: A gateway gives up an answer after more losses than this (--migration-limit), and after two without a token between.
 MAX_LOSSES = 3
 ANSWER_S = 60.0
 #: For tokens that a lost worker has sent before.
@@ -76,11 +76,13 @@ _SHORTLY_S = 0.1
 
 @dataclass
 class Hit:
-    """A stream whose worker was lost while it ran there."""
+    """A stream whose worker was lost when it had `num_ids` tokens; it was `sent_later` if only heartbeats show that."""
 
     kind: Kind
     stream: Stream
     lost_s: float
+    num_ids: int
+    sent_later: bool = False
 
 
 class Worker:
@@ -105,6 +107,8 @@ class Load:
     at: dict[int, str] = field(default_factory=dict)
     moves: dict[int, list[float]] = field(default_factory=dict)
     hits: list[Hit] = field(default_factory=list)
+    #: Workers that are lost, which no gateway knows yet.
+    silent: dict[str, Kind] = field(default_factory=dict)
     num_losses: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
     #: Times of real losses, the streams that ran then, and how many of these the lost worker had.
@@ -141,25 +145,31 @@ class Load:
 
     def sent(self, number: int, address: str) -> None:
         """An attempt of a request has gone to this worker."""
+        now = time.perf_counter()
         self.at[number] = address
-        self.moves.setdefault(number, []).append(time.perf_counter())
+        self.moves.setdefault(number, []).append(now)
+        if address in self.silent and number in self.running:
+            stream = self.running[number]
+            self.hits.append(Hit(self.silent[address], stream, now, len(stream.ids), sent_later=True))
 
     def at_worker(self, address: str) -> list[Stream]:
         return [stream for number, stream in self.running.items() if self.at.get(number) == address]
 
-    def may_lose(self, address: str) -> bool:
-        """Whether the streams there may lose a worker again, and there are some."""
+    def may_lose(self, kind: Kind, address: str) -> bool:
+        """Whether the streams there may lose a worker again, and there are some. While a lost worker is silent, or
+        shall be, any stream may be sent there: a request that loses two workers before a token is refused."""
         here = self.at_worker(address)
-        return bool(here) and all(self._may_lose(stream) for stream in here)
+        others = self.running.values() if kind in BY_HEARTBEATS else here
+        return bool(here) and not self.silent and all(map(self._may_lose, others))
 
     def _may_lose(self, stream: Stream) -> bool:
-        num_hits = sum(hit.stream is stream for hit in self.hits[-500:])
-        return num_hits < (MAX_LOSSES if stream.ids else 1)
+        hits = [hit for hit in self.hits[-500:] if hit.stream is stream]
+        return len(hits) < MAX_LOSSES and all(hit.num_ids < len(stream.ids) for hit in hits)
 
     def lose(self, kind: Kind, address: str) -> None:
         now = time.perf_counter()
         self.num_losses[kind] = self.num_losses.get(kind, 0) + 1
-        self.hits += [Hit(kind, stream, now) for stream in self.at_worker(address)]
+        self.hits += [Hit(kind, stream, now, len(stream.ids)) for stream in self.at_worker(address)]
 
     def next_tokens_s(self, kind: str) -> tuple[int, list[float]]:
         """Return the number of streams that such losses have met, and for those that went on elsewhere the times from
@@ -167,7 +177,7 @@ class Load:
         if kind == _REAL:
             gaps = [gap for lost_s, streams, number in self.killed for gap in _longest_gaps(lost_s, streams)[:number]]
             return sum(number for *_, number in self.killed), gaps
-        hits = [hit for hit in self.hits if hit.kind == kind]
+        hits = [hit for hit in self.hits if hit.kind == kind and not hit.sent_later]
         return len(hits), [found for hit in hits if (found := self._next_token_s(hit)) is not None]
 
     def _next_token_s(self, hit: Hit) -> float | None:
@@ -211,7 +221,7 @@ async def _simulated(model: str, folder: Path, losses: dict[Kind, int]) -> Load:
         load = Load((), bodies)
         workers = await stack.enter_async_context(_workers(host, load))
         addresses = [worker.link.address for worker in workers]
-        started = await stack.enter_async_context(gateways(host, addresses, NUM_GATEWAYS))
+        started = await stack.enter_async_context(gateways(host, addresses, number=NUM_GATEWAYS))
         load.urls = [url for url, _ in started]
         session = await stack.enter_async_context(_session())
         await load.learn(session)
@@ -260,14 +270,14 @@ async def _lose_all(load: Load, workers: Sequence[Worker], losses: dict[Kind, in
     async def cut(kind: Kind, among: Sequence[Worker]) -> None:
         for _ in range(losses[kind]):
             await asyncio.sleep(random.uniform(0.5, 1.5) * CUT_INTERVAL_S * 2)
-            worker = await _candidate(load, among)
+            worker = await _candidate(load, kind, among)
             load.lose(kind, worker.link.address)
             worker.link.cut()
 
     async def kill() -> None:
         for _ in range(losses["kill -9"]):
             await asyncio.sleep(random.uniform(0.5, 1.5))
-            worker = await _candidate(load, tcp)
+            worker = await _candidate(load, "kill -9", tcp)
             worker.is_away = True
             load.lose("kill -9", worker.link.address)
             await asyncio.to_thread(worker.process.restart)
@@ -277,11 +287,14 @@ async def _lose_all(load: Load, workers: Sequence[Worker], losses: dict[Kind, in
     async def away(kind: Kind, begin: Callable[[Worker], object], end: Callable[[Worker], object]) -> None:
         for _ in range(losses[kind]):
             await asyncio.sleep(random.uniform(0.5, 1.5))
-            worker = await _candidate(load, tcp)
+            worker = await _candidate(load, kind, tcp)
             worker.is_away = True
             load.lose(kind, worker.link.address)
+            load.silent[worker.link.address] = kind
             begin(worker)
-            await asyncio.sleep(STOPPED_S)
+            await asyncio.sleep(NOTICED_S)
+            del load.silent[worker.link.address]
+            await asyncio.sleep(STOPPED_S - NOTICED_S)
             end(worker)
             await asyncio.sleep(STOPPED_S)
             worker.is_away = False
@@ -299,10 +312,10 @@ async def _lose_all(load: Load, workers: Sequence[Worker], losses: dict[Kind, in
     await asyncio.gather(*jobs)
 
 
-async def _candidate(load: Load, among: Sequence[Worker]) -> Worker:
+async def _candidate(load: Load, kind: Kind, among: Sequence[Worker]) -> Worker:
     """Wait for a worker of which streams may lose it."""
     while True:
-        some = [worker for worker in among if not worker.is_away and load.may_lose(worker.link.address)]
+        some = [worker for worker in among if not worker.is_away and load.may_lose(kind, worker.link.address)]
         if some:
             return random.choice(some)
         await asyncio.sleep(0.01)
@@ -416,8 +429,10 @@ def _report(simulated: Load, real: Load) -> Report:
         report.tables["answers"].append({"workers": name, "losses": num_losses, "answers": len(load.streams), **wrong})
         for what, value in wrong.items():
             report.bars.append(Bar(f"{name}, {num_losses} losses: {what}", value, 0, "at most"))
-        errors = sorted({stream.error for stream in load.streams if stream.error})
-        report.notes += [f"{name}: streams ended with {', '.join(errors)}"] if errors else []
+        for stream in load.streams:
+            if stream.error:
+                hits = [f"{hit.kind} at token {hit.num_ids}" for hit in load.hits if hit.stream is stream]
+                report.notes.append(f"{name}: a stream ended with {stream.error} at token {len(stream.ids)}: {hits}")
     for name, times, limit in (
         ("where the socket tells", by_socket, MAX_BY_SOCKET_S),
         ("by heartbeats over TCP", by_heartbeats, MAX_BY_HEARTBEATS_S),

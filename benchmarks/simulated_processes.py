@@ -53,6 +53,7 @@ class Process:
         self._process = self._start()
 
     def end(self) -> None:
+        """Stop it, also if it is stopped (SIGSTOP)."""
         for number in (signal.SIGCONT, signal.SIGTERM):
             self._process.send_signal(number)
         try:
@@ -107,7 +108,7 @@ async def host_store(model: str, folder: Path, settings: Sequence[str] = ()) -> 
 
 @asynccontextmanager
 async def gateways(
-    host: Host, addresses: Sequence[str], number: int, settings: Sequence[str] = ()
+    host: Host, addresses: Sequence[str], *, number: int, settings: Sequence[str] = (), name: str = "gateway"
 ) -> AsyncIterator[list[tuple[str, int]]]:
     """Gateways for the workers at these addresses; yields the base URL and the process of each."""
     command = ["-m", "medialane", "gateway", host.model]
@@ -119,12 +120,12 @@ async def gateways(
         starting = [
             stack.enter_async_context(
                 server_process(
-                    f"gateway {index}",
+                    f"{name} {index}",
                     command,
                     flags,
                     model=host.model,
                     environ=environ(),
-                    log=host.folder / f"gateway-{index}.log",
+                    log=host.folder / f"{name}-{index}.log",
                     start_s=START_S,
                 )
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -27,6 +28,7 @@ class _Error(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
     error: _Error | None = None
 
 
@@ -46,6 +48,7 @@ class Stream:
     finish_reason: str | None = None
     error: str = ""
     status: int = 0
+    num_prompt_tokens: int = 0
     began_s: float = 0.0
     ended_s: float = 0.0
     retry_after: str = ""
@@ -59,10 +62,12 @@ class Stream:
         """What must be as in an undisturbed run."""
         return self.ids, self.text, self.finish_reason
 
-    async def read(self, session: aiohttp.ClientSession, base_url: str, body: bytes) -> None:
+    async def read(
+        self, session: aiohttp.ClientSession, base_url: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
         """Ask and read all; errors end in `error`. `base_url` is that of an OpenAI client."""
         self.began_s = time.perf_counter()
-        headers = {**_JSON, "x-request-id": request_id(self.number)}
+        headers = {**_JSON, "x-request-id": request_id(self.number), **(headers or {})}
         try:
             async with session.post(f"{base_url}/chat/completions", data=body, headers=headers) as response:
                 self.status, self.retry_after = response.status, response.headers.get("retry-after", "")
@@ -88,6 +93,8 @@ class Stream:
     def _note(self, event: _Event) -> None:
         if event.error is not None:
             self.error = str(event.error.code)
+        if event.prompt_token_ids:
+            self.num_prompt_tokens = len(event.prompt_token_ids)
         for choice in event.choices:
             if choice.token_ids:
                 self.arrivals.append(time.perf_counter())

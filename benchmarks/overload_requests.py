@@ -1,0 +1,171 @@
+"""The requests of an overload, drawn reproducibly, and clients that send them at given times, whatever becomes of
+earlier ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal, NamedTuple
+
+import aiohttp
+
+from harness import percentile
+from load import data_url
+from medialane.testing.sample_images import sample_jpeg
+from medialane.testing.tiny_model import SENTENCES
+from stream_reader import Stream
+
+Kind = Literal["text", "known image", "new image"]
+MIX: Mapping[Kind, float] = {"text": 0.4, "known image": 0.3, "new image": 0.3}
+TEXT: Mapping[Kind, float] = {"text": 1.0}
+MEDIA: Mapping[Kind, float] = {"known image": 0.5, "new image": 0.5}
+
+NUM_KNOWN = 8
+_SIZE = (224, 168)
+_NUM_SENTENCES = 3
+_NUM_TOKENS = 4
+#: What is without a first token so long after the last arrival is given up.
+PATIENCE_S = 2.0
+_REFUSED = frozenset((429, 503))
+#: Start of a JPEG: the SOI marker, and a comment of nine characters, so that equal images have different bytes.
+_HEAD = b"\xff\xd8\xff\xfe\x00\x0b%09d"
+
+
+class Bodies:
+    """Makes bodies. All texts differ in their first words; new images differ from all others."""
+
+    def __init__(self, model: str, *, seed: int = 0) -> None:
+        self._model = model
+        self._random = random.Random(seed)
+        self._jpeg = sample_jpeg(0, *_SIZE)[2:]
+        self._numbers = count(NUM_KNOWN + 1)
+
+    def make(self, mix: Mapping[Kind, float]) -> bytes:
+        (kind,) = self._random.choices(list(mix), list(mix.values()))
+        number = next(self._numbers)
+        text = f"Question {number}: " + " ".join(self._random.sample(SENTENCES, _NUM_SENTENCES))
+        content: list[dict[str, object]] = [{"type": "text", "text": text if kind == "text" else text[:40]}]
+        if kind != "text":
+            jpeg = _HEAD % (number if kind == "new image" else number % NUM_KNOWN) + self._jpeg
+            content.insert(0, {"type": "image_url", "image_url": {"url": data_url(jpeg)}})
+        body: dict[str, object] = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": _NUM_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        return json.dumps(body).encode()
+
+
+@dataclass
+class Answers:
+    """The answers of the counted part of one load, `seconds` long."""
+
+    seconds: float
+    ended_s: float = 0.0
+    streams: list[Stream] = field(default_factory=list)
+
+    @property
+    def refused(self) -> list[Stream]:
+        return [stream for stream in self.streams if stream.status in _REFUSED]
+
+    @property
+    def failed(self) -> list[Stream]:
+        """Answers with another error; clients that gave up have none."""
+        return [stream for stream in self.streams if stream.error and stream.status not in _REFUSED]
+
+    @property
+    def ttfts_s(self) -> list[float]:
+        """Those of admitted requests; of one without a token, the time that it has waited in vain."""
+        admitted = [stream for stream in self.streams if stream.status not in _REFUSED and not stream.error]
+        return [(stream.arrivals[0] if stream.arrivals else self.ended_s) - stream.began_s for stream in admitted]
+
+    def goodput(self, limit_s: float) -> float:
+        """Return the requests per second whose first token came within the limit."""
+        firsts = [stream.arrivals[0] - stream.began_s for stream in self.streams if stream.arrivals]
+        return sum(first <= limit_s for first in firsts) / self.seconds
+
+    def ttft_s(self, share: float) -> float:
+        return percentile(self.ttfts_s, share) if self.ttfts_s else 0.0
+
+    def refusal_s(self, share: float) -> float:
+        times = [stream.ended_s - stream.began_s for stream in self.refused]
+        return percentile(times, share) if times else 0.0
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Requests of one client: what it asks, how many per second at a time since the start, with which key."""
+
+    mix: Mapping[Kind, float]
+    rate: Callable[[float], float]
+    key: str = ""
+
+
+class Capacity(NamedTuple):
+    """What is served per second: requests, and tokens of their prompts."""
+
+    requests: float
+    tokens: float
+
+
+def steadily(rate: float) -> Callable[[float], float]:
+    return lambda _: rate
+
+
+class Clients:
+    def __init__(self, session: aiohttp.ClientSession, bodies: Bodies, *, seed: int = 0) -> None:
+        self._session = session
+        self._bodies = bodies
+        self._random = random.Random(seed)
+        self._numbers = count(1)
+
+    async def send(self, urls: Sequence[str], flows: Sequence[Flow], *, warm_s: float, seconds: float) -> list[Answers]:
+        """Send all flows for `warm_s + seconds`; return the answers to those of the latter, by flow."""
+        return await asyncio.gather(*(self._send(urls, flow, warm_s, seconds) for flow in flows))
+
+    async def closed_loop(self, url: str, *, number: int, seconds: float) -> Capacity:
+        """Measure so many clients that ask without a pause. Raises RuntimeError for an error."""
+        ends_s, num_done, num_tokens = time.perf_counter() + seconds, 0, 0
+
+        async def client() -> None:
+            nonlocal num_done, num_tokens
+            while time.perf_counter() < ends_s:
+                stream = Stream(next(self._numbers))
+                await stream.read(self._session, url, self._bodies.make(MIX))
+                if stream.error:
+                    raise RuntimeError(f"{stream.status} {stream.error}")
+                if stream.ended_s < ends_s:
+                    num_done, num_tokens = num_done + 1, num_tokens + stream.num_prompt_tokens
+
+        await asyncio.gather(*(client() for _ in range(number)))
+        return Capacity(num_done / seconds, num_tokens / seconds)
+
+    async def _send(self, urls: Sequence[str], flow: Flow, warm_s: float, seconds: float) -> Answers:
+        answers, asked = Answers(seconds), list[asyncio.Task[None]]()
+        began_s = at = time.perf_counter()
+        while True:
+            at += self._random.expovariate(flow.rate(at - began_s))
+            if at > began_s + warm_s + seconds:
+                break
+            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            stream = Stream(next(self._numbers))
+            if at > began_s + warm_s:
+                answers.streams.append(stream)
+            headers = {"authorization": f"Bearer {flow.key}"} if flow.key else {}
+            body = self._bodies.make(flow.mix)
+            asked.append(asyncio.create_task(stream.read(self._session, self._random.choice(urls), body, headers)))
+        await asyncio.wait(asked, timeout=PATIENCE_S)
+        answers.ended_s = time.perf_counter()
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        return answers
