@@ -118,6 +118,7 @@ class Unavailable(MedialaneError, code="unavailable", status=503):
         super().__init__(message, param=param, retry_after_s=retry_after_s)
 
 class QueueFull(Unavailable, code="queue_full"): ...  # as many requests wait for admission as may
+class TtftLimitExceeded(Unavailable, code="ttft_limit_exceeded"): ...  # its first token would come too late
 class QueueTimeout(Unavailable, code="queue_timeout"): ...  # not admitted within --gateway-queue-timeout
 
 class ArenaFull(Unavailable, code="arena_full"): ...

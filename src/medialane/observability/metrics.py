@@ -34,6 +34,12 @@ _HISTOGRAMS: Final = {
     "medialane_stage_seconds": ("Duration of each step of a request", ("stage",), _STAGE_BUCKETS),
     "medialane_request_seconds": ("Duration of a request from arrival to completion", (), _REQUEST_BUCKETS),
     "medialane_migration_seconds": ("From the loss of a worker to the answer's next token", (), _REQUEST_BUCKETS),
+    "medialane_ttft_seconds": (
+        "Time to first token of streams with a limit (--gateway-ttft-limit), measured from the end of the body, and as"
+        " it was expected when the request was admitted",
+        ("kind",),
+        _REQUEST_BUCKETS,
+    ),
     "medialane_routing_seconds": ("Duration of routing decisions, excluding block hashing", (), _ROUTING_BUCKETS),
 }
 
@@ -158,6 +164,11 @@ class Metrics:
     def forget_worker(self, worker: str) -> None:
         """Drop what is counted for a worker that will not come back under this name."""
         self._counters["medialane_worker_losses"].remove(worker)
+
+    def observe_ttft(self, expected_s: float, measured_s: float) -> None:
+        """Record the time to first token of a request with a limit."""
+        self._histograms["medialane_ttft_seconds"].labels("expected").observe(expected_s)
+        self._histograms["medialane_ttft_seconds"].labels("measured").observe(measured_s)
 
     def observe_routing(self, seconds: float) -> None:
         """Record the duration of one routing decision."""

@@ -1,6 +1,7 @@
 """Routing: selects a worker for each request."""
 
 from medialane.routing.config import RoutingConfig
+from medialane.routing.cost import EngineWork
 from medialane.routing.decisions import DecisionRecord
 from medialane.routing.prediction import PredictionCounts
 from medialane.routing.request import RoutingRequest
@@ -11,6 +12,7 @@ from medialane.routing.router import Router
 __all__ = [
     "AnnouncedReservation",
     "DecisionRecord",
+    "EngineWork",
     "PredictionCounts",
     "RoutedRequest",
     "Router",

@@ -104,6 +104,23 @@ class SlotCost(NamedTuple):
     parts: CostParts
 
 
+class EngineWork(NamedTuple):
+    """What the first token of a request waits for at a slot whose engine is of this `kind`, in the milliseconds of
+    `RoutingConfig`: itself, its tokens that are not cached, its items, the requests queued before it, and the sequences
+    beyond max_num_seqs that must end before."""
+
+    kind: str
+    request_ms: float
+    prefill_ms: float
+    encoder_ms: float
+    queue_ms: float
+    above_ms: float
+
+    @property
+    def parts(self) -> tuple[float, float, float, float, float]:
+        return self[1:]
+
+
 class CostModel:
     """Expected milliseconds: the rates by which all slots are compared, and the breakdown for one slot."""
 
@@ -157,3 +174,15 @@ class CostModel:
             session=-config.session_ms if scoring_input.session_slot == slot.number else 0.0,
         )
         return SlotCost(cached_tokens, needed, num_to_encode, num_to_load, parts)
+
+    def work(self, scoring_input: ScoringInput, slot: Slot, cached_tokens: int) -> EngineWork:
+        """Return what the request waits for at one slot, which has the first `cached_tokens` of the prompt."""
+        config, parts = self._config, self.terms(scoring_input, slot, cached_tokens).parts
+        return EngineWork(
+            slot.kind,
+            config.request_ms,
+            parts.prefill - config.request_ms,
+            parts.encoder + parts.load,
+            parts.queue,
+            slot.num_above * config.over_capacity_ms,
+        )

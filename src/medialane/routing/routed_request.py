@@ -12,7 +12,7 @@ from medialane.core.pending_work import PendingWork
 from medialane.core.request import Alternative, RoutingDecision
 from medialane.core.retry_after import Places
 from medialane.routing.config import PolicyName
-from medialane.routing.cost import CostModel, ScoringInput, SlotCost
+from medialane.routing.cost import CostModel, EngineWork, ScoringInput, SlotCost
 from medialane.routing.decisions import Decisions
 from medialane.routing.policies import Choice
 from medialane.routing.reservation import Reservation, SlotState
@@ -87,6 +87,8 @@ class RoutedRequest:
         self._pending: tuple[ScoringInput, Choice, Slot] | None = (scoring_input, choice, slot)
         self._sent: SentRequest | None = None
         self._is_sent = self._is_released = False
+        #: What `estimate` has returned.
+        self.work: EngineWork | None = None
 
     @property
     def decision(self) -> RoutingDecision:
@@ -98,6 +100,14 @@ class RoutedRequest:
     @property
     def is_sent(self) -> bool:
         return self._is_sent
+
+    def estimate(self) -> EngineWork:
+        """Return what the request waits for at the slot. Raises RuntimeError after `begin`."""
+        if self._pending is None:
+            raise RuntimeError("the request has begun")
+        scoring_input, choice, slot = self._pending
+        self.work = self._state.costs.work(scoring_input, slot, choice.tokens)
+        return self.work
 
     def begin(self, *, is_sent: bool = True) -> bool:
         """Record the choice and count the request at its slot, the first time, which returns True. With `is_sent` False

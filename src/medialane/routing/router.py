@@ -97,6 +97,15 @@ class Router:
         return self._slots.mean_sequences()
 
     @property
+    def num_open(self) -> int:
+        """Ranks of workers that accept requests."""
+        return self._slots.open.bit_count()
+
+    def least_wait_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> float:
+        """See `SlotTable.least_wait_ms`."""
+        return self._slots.least_wait_ms(rates_of)
+
+    @property
     def num_unsent(self) -> int:
         """Decisions whose request ended without having been sent."""
         return self._decisions.num_unsent

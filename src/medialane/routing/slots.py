@@ -6,7 +6,8 @@ among a thousand slots is a few operations on arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,7 +24,7 @@ WorkerRank = tuple[str, int]
 #: Element i is slot i's.
 Scores = NDArray[np.float64]
 #: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies.
-BASE_COST, SEQUENCES, NONE, _NUM_ROWS = range(4)
+BASE_COST, SEQUENCES, NONE, _QUEUE, _ABOVE, _NUM_ROWS = range(6)
 
 #: The bits of each byte, the lowest first.
 _BITS: Final[Scores] = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(float)
@@ -50,6 +51,21 @@ class Slot:
     num_announced: int = 0
     queued_ms: float = 0.0
     parts: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    @property
+    def kind(self) -> str:
+        """What the speed of its engine depends on, as far as the card says: model, encoder, sizes of its batches."""
+        card = self.card
+        if card is None:
+            return ""
+        encoder = card.encoder.digest[:8] if card.encoder is not None else "-"
+        return f"{card.model} {encoder} {card.max_num_seqs} {card.max_num_batched_tokens}"
+
+    @property
+    def num_above(self) -> int:
+        """Sequences that must end before the next one can start: those beyond max_num_seqs."""
+        capacity = self.card.max_num_seqs if self.card is not None else 0
+        return max(0, self.num_sequences + 1 - capacity) if capacity else 0
 
     @property
     def num_sequences(self) -> int:
@@ -82,6 +98,7 @@ class SlotTable:
         self._by_place: dict[WorkerRank, Slot] = {}
         self._by_worker: dict[str, set[int]] = {}
         self._serving: dict[tuple[str | None, bool, int | None], int] = {}
+        self._kinds: dict[str, int] = {}  # bit masks of slots
         self._request_ms = config.request_ms
         #: Tokens per KV block, of all slots; changes only when a slot joins or leaves.
         self.block_sizes: tuple[int, ...] = ()
@@ -126,6 +143,7 @@ class SlotTable:
         self._by_worker.setdefault(endpoint.worker_id, set()).add(number)
         self._serving.clear()
         self._find_block_sizes()
+        self._kinds[slot.kind] = self._kinds.get(slot.kind, 0) | 1 << slot.number
         self.move(slot, same_host=slot.same_host)
         self.update(slot)
         return slot
@@ -143,6 +161,7 @@ class SlotTable:
             del self._by_worker[slot.place[0]]
         self._serving.clear()
         self._find_block_sizes()
+        self._kinds[slot.kind] &= ~(1 << slot.number)
         self.open &= ~(1 << slot.number)
 
     def mean_sequences(self) -> float:
@@ -205,6 +224,8 @@ class SlotTable:
         queue, running, kv_pressure = self.queue_ms(slot), self.running_ms(slot), self.kv_pressure_ms(slot.load)
         slot.parts = queue, running, kv_pressure
         table[SEQUENCES, number] = slot.num_sequences
+        table[_QUEUE, number] = queue
+        table[_ABOVE, number] = slot.num_above * self._config.over_capacity_ms
         table[BASE_COST, number] = queue + running + kv_pressure
 
     def queue_ms(self, slot: Slot) -> float:
@@ -216,10 +237,7 @@ class SlotTable:
         """Return the cost of running sequences in each step, and of waiting for one to finish if max_num_seqs is
         reached."""
         config = self._config
-        running_ms = slot.num_running * config.running_ms
-        capacity = slot.card.max_num_seqs if slot.card is not None else 0
-        above = slot.num_sequences + 1 - capacity
-        return running_ms + above * config.over_capacity_ms if capacity and above > 0 else running_ms
+        return slot.num_running * config.running_ms + slot.num_above * config.over_capacity_ms
 
     def kv_pressure_ms(self, load: WorkerLoad) -> float:
         """Rise linearly from 0 at `kv_pressure_threshold` to the full cost at a full cache, where sequences are
@@ -237,6 +255,18 @@ class SlotTable:
         if len(self._slots) > self.table.shape[1]:
             self.table = np.concatenate([self.table, np.zeros_like(self.table)], axis=1)
         return len(self._slots) - 1
+
+    def least_wait_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> float:
+        """Return the shortest wait before any slot that accepts requests computes another one; infinite if there is
+        none. `rates_of` returns by which factors a kind's engines take longer for what is queued, and for sequences
+        beyond max_num_seqs, than `RoutingConfig` says."""
+        least, table = math.inf, self.table
+        for kind, slots in self._kinds.items():
+            if slots & self.open:
+                queue, above = rates_of(kind)
+                is_open = bit_rows([slots & self.open], table.shape[1])[0] > 0
+                least = min(least, float((queue * table[_QUEUE] + above * table[_ABOVE])[is_open].min()))
+        return least
 
     def _find_block_sizes(self) -> None:
         sizes = dict.fromkeys(slot.card.block_size for slot in self if slot.card is not None)
