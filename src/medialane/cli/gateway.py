@@ -328,6 +328,8 @@ async def _app(
     metrics.watch_store(lambda: status.stats if (status := components.store.status) is not None else None)
     metrics.watch_workers(links.endpoints)
     metrics.watch_routing(gateway.routes.stats)
+    if (limit := gateway.ttft_limit) is not None:
+        metrics.watch_costs(limit.forecast.learned, lambda: limit.factor)
     scrape = WorkerScrape(links)
     metrics.watch_engines(scrape.mirrors)
     memory = MemoryUse(lambda: {"gateway": [os.getpid()]})

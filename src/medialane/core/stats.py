@@ -83,6 +83,15 @@ class StoreStats(msgspec.Struct, frozen=True):
     memory: Mapping[ProcessKind, int] = {}
 
 
+class LearnedCost(msgspec.Struct, frozen=True):
+    """Of an `engine` or a `preparer`: by how much each kind of work takes longer than assumed."""
+
+    of: str
+    name: str
+    rates: Mapping[str, float]
+    is_certain: bool
+
+
 class RoutingStats(msgspec.Struct, frozen=True):
     """The router's state about workers' caches, its mispredictions, and its choices whose request was never sent; per
     worker the age of its last KV change and the number of gaps in them."""

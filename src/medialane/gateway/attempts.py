@@ -232,7 +232,8 @@ class Attempts:
         self.has_begun = False
         self._sender = sender
         self._lost = lost
-        self._sent_at = self._moved_at = 0.0
+        self._sent_at = self._first_at = self._moved_at = 0.0
+        self._is_learned_from = False
         self._end_turn: Callable[[], None] = lambda: None
 
     async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
@@ -253,6 +254,7 @@ class Attempts:
                         if delta.embedded and self.call.prepared is not None:
                             self.call.prepared.media.note_embedded(delta.embedded)
                         yield delta
+                    self._learn_end()
                 except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy) as error:
                     if self.has_begun:
                         raise self._in_the_middle(error) from error
@@ -278,9 +280,22 @@ class Attempts:
             return
         if "first_token" not in timeline.seconds:  # of another prompt of the request
             timeline.add("first_token", now - self._sent_at)
+        self._learn(first, now - self._sent_at)
         outcomes = self._sender.routes.answered(call.route, call.prepared, first)
         call.scope.note_answered(first.num_cached_tokens, outcomes, first.movers)
         self._sender.metrics.count_copied(first.movers)
+
+    def _learn(self, first: OutputDelta, seconds: float) -> None:
+        expectation, routed = self.call.scope.expectation, self.call.route.routed
+        if expectation is not None and routed.work is not None:  # else it was sent here after an attempt elsewhere
+            cached_tokens = routed.decision.cached_tokens
+            expectation.answered(routed.work, first, cached_tokens=cached_tokens, seconds=seconds)
+            self._is_learned_from, self._first_at = not first.finished, time.perf_counter()
+
+    def _learn_end(self) -> None:
+        expectation, work = self.call.scope.expectation, self.call.route.routed.work
+        if self._is_learned_from and expectation is not None and work is not None:
+            expectation.ended(work, time.perf_counter() - self._first_at)
 
     def _in_the_middle(self, error: MedialaneError) -> MedialaneError:
         if isinstance(error, HandoverFailed):

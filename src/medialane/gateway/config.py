@@ -43,6 +43,12 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """longest wait for an encoder; then the request is sent to its worker, which encodes"""
     max_requests: PositiveInt = field(default=1024, name="gateway-max-requests")
     """most concurrent requests with media, over all gateways of a port; more get 503 with Retry-After"""
+    ttft_limit_s: NonNegativeFloat = field(default=0.0, name="gateway-ttft-limit")
+    """refuse requests whose first token is expected later than so many seconds after their body has arrived, by learned
+    times; 0 refuses none"""
+    trust_headers: bool = field(default=False, name="trust-headers")
+    """accept a request's own limit from its header x-llm-d-slo-ttft-ms: for gateways behind a proxy that sets or
+    removes it"""
     require_salt: bool = field(default=False, name="require-salt")
     """refuse requests with media but without cache_salt: for servers that several tenants use with one API key"""
     max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")

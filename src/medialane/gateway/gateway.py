@@ -29,7 +29,7 @@ from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.stage import RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
 from medialane.core.wave import wave_size
 from medialane.gateway.administration import administer
-from medialane.gateway.admission import Admission
+from medialane.gateway.admission import Admission, CostForecast, TtftExpectation, TtftLimit
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.attempts import Sender
 from medialane.gateway.config import GatewayConfig
@@ -87,6 +87,12 @@ class Gateway:
         )
         self._generation = Generation(self._sender)
         self._admission = Admission(config.max_requests)
+        self.ttft_limit: TtftLimit | None = None
+        if config.ttft_limit_s or config.trust_headers:
+            forecast = CostForecast(
+                router, preparers=lambda: features.preparers, num_gateways=lambda: workers.num_gateways
+            )
+            self.ttft_limit = TtftLimit(config.ttft_limit_s, forecast, metrics)
 
     def fail(self, error: MedialaneError) -> None:
         """Record `error` as the response to the current request."""
@@ -119,6 +125,8 @@ class Gateway:
         """
         scope = current_scope()
         self._admission.admit(scope)
+        if (expectation := self._expectation(scope)) is not None:
+            expectation.judge_arrival()
         prompt = _with_common_options(prompt)
         stage = prepared_stage(self._stage_for(prompt))
         if stage.is_processed and stage.instead and self._instead(prompt):
@@ -197,6 +205,8 @@ class Gateway:
         try:
             prepared = await self._with_embeddings(request, prepared, scope, block_ids)
             call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
+            if (expectation := self._expectation(scope)) is not None:
+                expectation.judge_route(call.route.routed.estimate())
             async with aclosing(self._generation.answer(call)) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -211,6 +221,13 @@ class Gateway:
 
     def close(self) -> None:
         self._assembly.close()
+
+    def _expectation(self, scope: RequestScope) -> TtftExpectation | None:
+        """Return when the request's first token is expected; None without a limit."""
+        if self.ttft_limit is not None and scope.expectation is None:
+            tenant = "" if scope.tenant is None else scope.tenant.name
+            scope.expectation = self.ttft_limit.expect(scope.received_at, scope.ttft_limit_ms, tenant)
+        return scope.expectation
 
     def _for_client(self, error: MedialaneError) -> MedialaneError:
         """How a worker was lost is no matter of the client, but when there will be one again."""

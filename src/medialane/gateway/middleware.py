@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from medialane.core.errors import BodyTooLarge, ClientDisconnected, MedialaneError
+from medialane.core.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway.access import given_key
 from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge, Message, Receive, replay
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 #: For handlers that listen for the client's disconnect: they cancel their work themselves, without an error.
 _OWN_END_S = 0.02
+
+#: llm-d's name of a request's longest time to first token.
+TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
 
 #: Methods whose bodies have no meaning; no handler reads them.
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -99,6 +104,7 @@ class IntakeMiddleware:
         request.memory = charge = BudgetCharge(self._memory)
         request.defer(charge.release)
         try:
+            request.ttft_limit_ms = _own_ttft_limit(scope) if self._config.trust_headers else None
             declared = _check_declared(scope, limit)
             incoming = BoundedReceive(receive, limit, charge, self._config)
             # This frame lives as long as the response, so it must not hold the original body.
@@ -139,6 +145,7 @@ class IntakeMiddleware:
         intake = await self._fairness.run(body.size, work)
         body.release()
         charge.set(intake.num_bytes)
+        request.received_at = time.perf_counter()
         request.extracted = ExtractedMedia(
             intake.refs, text_bytes=len(intake.body), wants_report=intake.report, parse_error=intake.parse_error
         )
@@ -193,6 +200,20 @@ def _is_urlencoded(content_type: bytes) -> bool:
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _own_ttft_limit(scope: Scope) -> float | None:
+    """Return the request's own limit of the time to first token, in ms. Raises InvalidRequest."""
+    value = _header(scope, TTFT_HEADER)
+    if value is None:
+        return None
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = 0.0
+    if not 0 < limit < math.inf:
+        raise InvalidRequest(f"{TTFT_HEADER.decode()} must be a positive number of milliseconds")
+    return limit
 
 
 def _check_declared(scope: Scope, limit: int) -> int:

@@ -100,7 +100,8 @@ class RequestMedia:
         return dataclasses.replace(item, feature=cached.value, hold=cached.hold)
 
     async def _find(self, stage: StageName) -> tuple[StagedItem, ...]:
-        find, budget = FINDERS[STAGES[stage].sends], ImageBudget(self._assembly, self.source.options)
+        find = FINDERS[STAGES[stage].sends]
+        budget = ImageBudget(self._assembly, self.source.options, self.scope.expectation)
         for ref in self.source.items:
             await self.features.count_sent(ref, budget)
         return await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])

@@ -34,7 +34,7 @@ from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_
 from medialane.observability.timeline import StageTimeline
 
 if TYPE_CHECKING:  # admission defers to scopes
-    from medialane.gateway.admission import Tenant
+    from medialane.gateway.admission import Tenant, TtftExpectation
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,6 +67,9 @@ class RequestScope:
     `memory` is charged by what is made of its media in this process. `references` are those of intake. `client` is the
     digest of the API key that came with it, `tenant` whose that is (`--keys`).
 
+    `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header, `expectation`
+    when its first token is expected, if there are limits.
+
     Also holds results for the response: `extracted` by intake, `failure` (the first one), and for the report the
     prepared items, the destination, and the engine's cached tokens.
     """
@@ -78,6 +81,9 @@ class RequestScope:
         self.tenant: Tenant | None = None
         self.extracted = ExtractedMedia()
         self.failure: Failure | None = None
+        self.received_at = self.timeline.started_at
+        self.ttft_limit_ms: float | None = None
+        self.expectation: TtftExpectation | None = None
         self.memory: BudgetCharge | None = None
         self._items: tuple[MediaReport, ...] = ()
         self._sent: Sent | None = None

@@ -15,11 +15,12 @@ from medialane.core.feature import Feature, FoundItem, Hold
 from medialane.core.hashing import content_hash, feature_key, merged_options
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.stats import PoolStats
 from medialane.core.tensor import ArenaRange
 from medialane.core.wave import wave_bytes
 from medialane.gateway.image_budget import ImageBudget
 from medialane.media import MediaConfig, image_size
-from medialane.observability.timeline import StageTimeline
+from medialane.observability.timeline import StageTimeline, TimelineReport
 from medialane.store.hold_cache import HoldCache, StoreHold
 from medialane.store.items import naming
 from medialane.store.link import StoreLink
@@ -82,6 +83,12 @@ class StoreFeatures:
             return ref
         reply = await self._link.call(lambda call_id: ResolveAlias(call_id, ref))
         return cast("AliasResolved", reply).ref
+
+    @property
+    def preparers(self) -> PoolStats | None:
+        """The preparers as the store reported them last; None while it is not connected."""
+        status = self._link.status
+        return None if status is None else status.stats.preparers
 
     @property
     def arena(self) -> str | None:
@@ -179,10 +186,12 @@ class StoreFeatures:
 
         async def answer(question: Question) -> None:
             if isinstance(question, SendData):
+                budget.missing(ref, file_bytes=num_bytes or 0)
                 await self._write(data or b"", timeline, question.range)
                 return
             with naming(ref):
                 await budget.add(ref, question.width, question.height)
+            budget.missing(ref, file_bytes=0)
             if wanted.form != "encoded":
                 in_form = budget.processed_bytes if wanted.form == "processed" else budget.decoded_bytes
                 self._check_fits(ref, in_form(ref))
@@ -193,6 +202,8 @@ class StoreFeatures:
         )
         item = cast("ItemFound", reply)
         timeline.merge(item.timeline)
+        if not item.is_hit and (seconds := _preparing_s(item.timeline)):
+            budget.prepared(ref, seconds, file_bytes=num_bytes or 0)
         return self._holds.add(key, item.hold_id, item.range, item)
 
     def _check_fits(self, ref: MediaRef, num_bytes: int) -> None:
@@ -211,6 +222,11 @@ class StoreFeatures:
                 piece = source[start : start + _PIECE_BYTES]
                 self._link.payload(entry)[start : start + len(piece)] = piece  # raises if the store is lost
         timeline.copied_bytes += len(data)
+
+
+def _preparing_s(timeline: TimelineReport) -> float:
+    """Return how long a preparer was busy with the item; 0 if none was."""
+    return timeline.seconds.get("decode", 0.0) + timeline.seconds.get("process", 0.0)
 
 
 def _key(ref: MediaRef, content: str | None, wanted: _Wanted) -> _Key | None:

@@ -386,6 +386,11 @@ class WorkerPool:
         """Number of workers that take requests, encoders not counted."""
         return sum(link.is_ready for link in self.of_role("worker"))
 
+    @property
+    def num_gateways(self) -> int:
+        """Most gateways that any worker is connected to, this one included."""
+        return max((link.client.reports.num_gateways for link in self.links.values() if link.client), default=1)
+
     def check_ready(self) -> None:
         """Raise NoWorkerReady if no worker takes requests."""
         if not self.num_ready:

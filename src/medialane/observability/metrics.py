@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from medialane.core.process.memory import ProcessKind
 from medialane.core.request import WORKER_STATES, Endpoint
-from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, PullStats, RoutingStats, StoreStats
+from medialane.core.stats import ArenaStats, EmbeddingStats, LearnedCost, PoolStats, PullStats, RoutingStats, StoreStats
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
 
@@ -203,6 +203,10 @@ class Metrics:
         """Expose the router's state, read on each scrape."""
         self._watch(self.registry, lambda: _routing(read()))
 
+    def watch_costs(self, read: Callable[[], Iterable[LearnedCost]], factor: Callable[[], float]) -> None:
+        """Expose what was learned of the costs of requests, and the factor of expected waits; read on each scrape."""
+        self._watch(self.registry, lambda: _costs(read(), factor()))
+
     def watch_store(self, read: Callable[[], StoreStats | None]) -> None:
         """Expose the state of the host's store, read on each scrape; nothing while there is none."""
         self._watch(self.host, lambda: store_metrics(read()))
@@ -241,6 +245,21 @@ class Metrics:
         watched = _Watched(collect)
         registry.register(watched)
         self._collectors.append((registry, watched))
+
+
+def _costs(learned: Iterable[LearnedCost], factor: float) -> Iterator[Metric]:
+    text = "By how much a kind of work takes longer than assumed (--routing-*; of preparers 20 ms an item and MB)"
+    rates = GaugeMetricFamily("medialane_learned_cost", text, labels=("of", "name", "work"))
+    text = "1 if enough measured times agree with what was learned, so that requests may be refused by it"
+    certain = GaugeMetricFamily("medialane_learned_cost_certain", text, labels=("of", "name"))
+    for cost in learned:
+        for work, rate in cost.rates.items():
+            rates.add_metric((cost.of, cost.name, work), rate)
+        certain.add_metric((cost.of, cost.name), cost.is_certain)
+    yield rates
+    yield certain
+    text = "By which expected waits are multiplied, as requests broke their limit of the time to first token"
+    yield GaugeMetricFamily("medialane_ttft_factor", text, value=factor)
 
 
 class _Watched(Collector):

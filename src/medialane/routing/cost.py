@@ -106,19 +106,15 @@ class SlotCost(NamedTuple):
 
 class EngineWork(NamedTuple):
     """What the first token of a request waits for at a slot whose engine is of this `kind`, in the milliseconds of
-    `RoutingConfig`: itself, its tokens that are not cached, its items, the requests queued before it, and the sequences
-    beyond max_num_seqs that must end before."""
+    `RoutingConfig`: itself, its tokens that are not cached, its items, and the requests queued before it; and how many
+    of its max_num_seqs sequences must end before it can start, as a multiple of all."""
 
     kind: str
     request_ms: float
     prefill_ms: float
     encoder_ms: float
     queue_ms: float
-    above_ms: float
-
-    @property
-    def parts(self) -> tuple[float, float, float, float, float]:
-        return self[1:]
+    ends: float
 
 
 class CostModel:
@@ -184,5 +180,5 @@ class CostModel:
             parts.prefill - config.request_ms,
             parts.encoder + parts.load,
             parts.queue,
-            slot.num_above * config.over_capacity_ms,
+            slot.ends,
         )

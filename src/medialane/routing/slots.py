@@ -24,7 +24,7 @@ WorkerRank = tuple[str, int]
 #: Element i is slot i's.
 Scores = NDArray[np.float64]
 #: Rows of `SlotTable.table`, which has a column for each slot: initial scores of policies.
-BASE_COST, SEQUENCES, NONE, _QUEUE, _ABOVE, _NUM_ROWS = range(6)
+BASE_COST, SEQUENCES, NONE, _QUEUE, _ENDS, _NUM_ROWS = range(6)
 
 #: The bits of each byte, the lowest first.
 _BITS: Final[Scores] = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(float)
@@ -66,6 +66,11 @@ class Slot:
         """Sequences that must end before the next one can start: those beyond max_num_seqs."""
         capacity = self.card.max_num_seqs if self.card is not None else 0
         return max(0, self.num_sequences + 1 - capacity) if capacity else 0
+
+    @property
+    def ends(self) -> float:
+        """`num_above` as a multiple of max_num_seqs."""
+        return self.num_above / self.card.max_num_seqs if self.card is not None and self.num_above else 0.0
 
     @property
     def num_sequences(self) -> int:
@@ -225,7 +230,7 @@ class SlotTable:
         slot.parts = queue, running, kv_pressure
         table[SEQUENCES, number] = slot.num_sequences
         table[_QUEUE, number] = queue
-        table[_ABOVE, number] = slot.num_above * self._config.over_capacity_ms
+        table[_ENDS, number] = slot.ends
         table[BASE_COST, number] = queue + running + kv_pressure
 
     def queue_ms(self, slot: Slot) -> float:
@@ -258,14 +263,14 @@ class SlotTable:
 
     def least_wait_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> float:
         """Return the shortest wait before any slot that accepts requests computes another one; infinite if there is
-        none. `rates_of` returns by which factors a kind's engines take longer for what is queued, and for sequences
-        beyond max_num_seqs, than `RoutingConfig` says."""
+        none. `rates_of` returns for a kind of engines by which factor what is queued takes longer than `RoutingConfig`
+        says, and for how many ms a sequence runs."""
         least, table = math.inf, self.table
         for kind, slots in self._kinds.items():
             if slots & self.open:
-                queue, above = rates_of(kind)
+                queue, running_ms = rates_of(kind)
                 is_open = bit_rows([slots & self.open], table.shape[1])[0] > 0
-                least = min(least, float((queue * table[_QUEUE] + above * table[_ABOVE])[is_open].min()))
+                least = min(least, float(np.maximum(queue * table[_QUEUE], running_ms * table[_ENDS])[is_open].min()))
         return least
 
     def _find_block_sizes(self) -> None:

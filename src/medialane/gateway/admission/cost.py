@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from medialane.core.stats import PoolStats
-from medialane.gateway.admission.fit import RateFit
+from medialane.core.stats import LearnedCost, PoolStats
+from medialane.gateway.admission.fit import ENOUGH, Agreement, RateFit, Ratio, clipped
+from medialane.routing import EngineWork
 
 if TYPE_CHECKING:
-    from medialane.routing import EngineWork, Router
+    from medialane.routing import Router
 
 #: Assumed of a preparer, until it is learned: ms of an item, and of each MB of pixels or of encoded bytes.
 _ITEM_MS: Final = 20.0
 _MB_MS: Final = 20.0
 _MB: Final = 1e6
+
+
+_PREPARER_UNITS: Final = ("item", "size")
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -45,20 +49,66 @@ class Cost(msgspec.Struct, frozen=True):
         return self.prepare_ms + self.encode_ms + self.prefill_ms
 
 
-class LearnedRate(NamedTuple):
-    """Of an `engine` or a `preparer`: by how much a kind of work (`unit`) takes longer than assumed."""
-
-    of: str
-    name: str
-    unit: str
-    rate: float
-    is_certain: bool
+#: The router's estimate of a queue, as a sample of which the same rate is assumed as of requests' own work.
+_QUEUE_PRIOR_MS: Final = 100.0
 
 
-#: The parts of `EngineWork`, and of an item that is prepared.
-_ENGINE_UNITS: Final = ("request", "prefill", "encoder", "queue", "above_capacity")
-_PREPARER_UNITS: Final = ("item", "size")
-_REQUEST, _PREFILL, _ENCODER, _QUEUE, _ABOVE = range(5)
+class EngineFit:
+    """What was learned of one kind of engine.
+
+    A request's own work is learned from those that hardly waited: how long others waited says nothing about it. Waiting
+    is for what is queued, whose time is learned as a multiple of the router's estimate, or for sequences to end when
+    there are as many as may run: by how long they take (Little's law).
+    """
+
+    def __init__(self) -> None:
+        self.agreement = Agreement()
+        self._own = RateFit(3)
+        self._queue = Ratio()
+        self._sequence_ms = Ratio()
+
+    @property
+    def rates(self) -> dict[str, float]:
+        request, prefill, encoder = self._own.rates
+        return {"request": request, "prefill": prefill, "encoder": encoder, "queue": self.queue_rate}
+
+    @property
+    def queue_rate(self) -> float:
+        return self._queue.value(self._own.scale, _QUEUE_PRIOR_MS)
+
+    @property
+    def sequence_ms(self) -> float:
+        """How long a sequence takes from its first token on."""
+        return self._sequence_ms.value(0.0, 1e-6)
+
+    def cost(self, work: EngineWork) -> Cost:
+        request, prefill, encoder = self._own.rates
+        prefill_ms = request * work.request_ms + prefill * work.prefill_ms
+        return Cost(0.0, encoder * work.encoder_ms, prefill_ms, self.agreement.is_certain)
+
+    def wait_ms(self, work: EngineWork) -> float:
+        queue_ms = self.queue_rate * work.queue_ms
+        return max(queue_ms, work.ends * self.sequence_ms) if work.ends else queue_ms
+
+    def learn(self, work: EngineWork, measured_ms: float) -> None:
+        """Learn from a request's time to first token."""
+        own_ms, wait_ms = self.cost(work).engine_ms, self.wait_ms(work)
+        self.agreement.compare(own_ms + wait_ms, measured_ms)
+        queue_ms = self.queue_rate * work.queue_ms
+        if wait_ms <= own_ms or self._own.num_samples < ENOUGH:
+            # While little is known, the wait is a share of the measured time.
+            share = own_ms / (own_ms + wait_ms) if self._own.num_samples < ENOUGH else 1.0
+            self._own.learn(_own_parts(work), share * measured_ms if share < 1 else max(measured_ms - wait_ms, 0.0))
+        if queue_ms > own_ms and queue_ms >= wait_ms:
+            self._queue.learn(clipped(max(measured_ms - own_ms, 0.0), queue_ms), work.queue_ms)
+
+    def ended(self, seconds: float) -> None:
+        """Learn from a sequence that has ended so long after its first token."""
+        self._sequence_ms.learn(seconds * 1000, 1.0)
+
+
+def _own_parts(work: EngineWork) -> tuple[float, float, float]:
+    return work.request_ms, work.prefill_ms, work.encoder_ms
 
 
 class CostForecast:
@@ -77,36 +127,22 @@ class CostForecast:
         self._preparers = preparers
         self._num_gateways = num_gateways
         self._clock = clock
-        self._engines: dict[str, RateFit] = {}
-        self._items: dict[str, RateFit] = {}
+        self._engines: dict[str, EngineFit] = {}
+        self._items: dict[str, tuple[RateFit, Agreement]] = {}
         self._stats: PoolStats | None = None
         self._reported_at = 0.0
         self._sent_ms = 0.0  # to preparers, since the last report of them
 
-    def engine(self, kind: str) -> RateFit:
-        return self._engines.setdefault(kind, RateFit(len(_ENGINE_UNITS)))
-
-    def preparer(self, modality: str) -> RateFit:
-        return self._items.setdefault(modality, RateFit(len(_PREPARER_UNITS)))
-
-    def cost(self, work: EngineWork) -> Cost:
-        """Return what a request costs the engine of one worker."""
-        fit = self.engine(work.kind)
-        rates = fit.rates
-        prefill_ms = rates[_REQUEST] * work.request_ms + rates[_PREFILL] * work.prefill_ms
-        return Cost(0.0, rates[_ENCODER] * work.encoder_ms, prefill_ms, fit.is_certain)
-
-    def wait_ms(self, work: EngineWork) -> float:
-        """Return how long the request waits at that worker."""
-        rates = self.engine(work.kind).rates
-        return rates[_QUEUE] * work.queue_ms + rates[_ABOVE] * work.above_ms
+    def engine(self, kind: str) -> EngineFit:
+        """Return what was learned of this kind of engine, of which the router's `EngineWork` are."""
+        return self._engines.setdefault(kind, EngineFit())
 
     def new_item(self, num_embeds: int) -> Cost:
         """Return what an item with so many embeddings that is in no cache costs the fastest kind of engine."""
         config = self._router.config
-        encode_ms, prefill_ms = num_embeds * config.encoder_ms_per_token, num_embeds * config.prefill_ms_per_token
-        fits = list(self._engines.values())
-        costs = [Cost(0.0, f.rates[_ENCODER] * encode_ms, f.rates[_PREFILL] * prefill_ms, f.is_certain) for f in fits]
+        encoder_ms, prefill_ms = num_embeds * config.encoder_ms_per_token, num_embeds * config.prefill_ms_per_token
+        work = EngineWork("", 0.0, prefill_ms, encoder_ms, 0.0, 0.0)
+        costs = [fit.cost(work) for fit in self._engines.values()]
         return min(costs, key=lambda cost: cost.engine_ms, default=Cost())
 
     @property
@@ -119,15 +155,15 @@ class CostForecast:
 
         def rates_of(kind: str) -> tuple[float, float]:
             fit = self.engine(kind)
-            return (fit.rates[_QUEUE], fit.rates[_ABOVE]) if fit.is_certain else (0.0, 0.0)
+            return (fit.queue_rate, fit.sequence_ms) if fit.agreement.is_certain else (0.0, 0.0)
 
         wait_ms = self._router.least_wait_ms(rates_of)
         return wait_ms if wait_ms < math.inf else 0.0
 
     def preparing_ms(self, modality: str, num_bytes: int) -> float:
         """Return how long a preparer takes for an item whose pixels or encoded bytes are so many; 0 if not certain."""
-        fit = self.preparer(modality)
-        return fit.expected_ms(_item_work(num_bytes)) if fit.is_certain else 0.0
+        fit, agreement = self._preparer(modality)
+        return fit.expected_ms(_item_work(num_bytes)) if agreement.is_certain else 0.0
 
     def preparer_wait_ms(self) -> float:
         """Return how long an item waits for a preparer: the queue when it was last reported, with what all gateways
@@ -149,29 +185,32 @@ class CostForecast:
         """Count an item that is about to be prepared."""
         self._sent_ms += preparing_ms
 
-    def learn_engine(self, work: EngineWork, *, cached_ms: float, measured_ms: float) -> None:
-        """Learn from a request's time to first token at its worker, whose KV cache had `cached_ms` of prefill more than
-        was known."""
-        parts = list(work.parts)
-        parts[_PREFILL] = max(0.0, parts[_PREFILL] - cached_ms)
-        self.engine(work.kind).learn(parts, measured_ms)
+    def learn_engine(self, work: EngineWork, *, num_more_cached: int, measured_ms: float) -> None:
+        """Learn from a request's time to first token at its worker, whose KV cache had so many tokens more than was
+        known."""
+        cached_ms = num_more_cached * self._router.config.prefill_ms_per_token
+        work = work._replace(prefill_ms=max(0.0, work.prefill_ms - cached_ms))
+        self.engine(work.kind).learn(work, measured_ms)
 
     def learn_preparer(self, modality: str, num_bytes: int, measured_ms: float) -> None:
         """Learn from an item's time in a preparer."""
-        self.preparer(modality).learn(_item_work(num_bytes), measured_ms)
+        fit, agreement = self._preparer(modality)
+        agreement.compare(fit.expected_ms(_item_work(num_bytes)), measured_ms)
+        fit.learn(_item_work(num_bytes), measured_ms)
 
-    def learned(self) -> list[LearnedRate]:
+    def _preparer(self, modality: str) -> tuple[RateFit, Agreement]:
+        return self._items.setdefault(modality, (RateFit(len(_PREPARER_UNITS)), Agreement()))
+
+    def learned(self) -> list[LearnedCost]:
         """Return all rates, for /metrics."""
-        groups: list[tuple[str, Mapping[str, RateFit], tuple[str, ...]]] = [
-            ("engine", self._engines, _ENGINE_UNITS),
-            ("preparer", self._items, _PREPARER_UNITS),
+        engines = [
+            LearnedCost("engine", name, fit.rates, fit.agreement.is_certain) for name, fit in self._engines.items()
         ]
-        return [
-            LearnedRate(of, name, unit, rate, fit.is_certain)
-            for of, fits, units in groups
-            for name, fit in fits.items()
-            for unit, rate in zip(units, fit.rates, strict=True)
+        preparers = [
+            LearnedCost("preparer", name, dict(zip(_PREPARER_UNITS, fit.rates, strict=True)), agreement.is_certain)
+            for name, (fit, agreement) in self._items.items()
         ]
+        return engines + preparers
 
 
 def _item_work(num_bytes: int) -> tuple[float, float]:

@@ -1,9 +1,4 @@
-"""Learns how long work takes from measured times: robust against outliers, and quick to follow a change.
-
-A weighted least-squares fit of times to several kinds of work, in which old samples fade (the weight of one halves in
-about 70). Errors count relative to the expected time. Kinds of work of which the samples say nothing are taken to be as
-much slower than assumed as the rest is; so a single sample sets the scale, and the others the differences.
-"""
+"""Learns how long work takes from measured times: robust against outliers, and quick to follow a change."""
 
 from __future__ import annotations
 
@@ -14,11 +9,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-#: Weight that a sample keeps when the next one comes.
+#: Weight that a sample keeps when the next one comes: it halves in about 70.
 _KEPT: Final = 0.99
 #: Samples before a fit may be certain.
-_ENOUGH: Final = 20
-#: A sample agrees with the fit if it differs by at most this share of itself, or this many ms: scheduling noise.
+ENOUGH: Final = 20
+#: A sample agrees with what was expected if it differs by at most this share of itself, or this many ms: noise.
 _TOLERANCE: Final = 0.3
 _NOISE_MS: Final = 5.0
 #: A fit becomes certain when this share of the last samples agreed with what it expected, and uncertain below the
@@ -35,49 +30,59 @@ _PRIOR: Final = 0.5
 _STRIDE: Final = 4
 
 
+class Agreement:
+    """Whether enough of the last times were as expected."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.is_certain = False
+        self._share = 0.0
+
+    def compare(self, expected_ms: float, measured_ms: float) -> None:
+        self.num_samples += 1
+        agrees = abs(measured_ms - expected_ms) <= _TOLERANCE * measured_ms + _NOISE_MS
+        self._share += _NEWEST * (agrees - self._share)
+        share = self._share / (1 - (1 - _NEWEST) ** self.num_samples)
+        self.is_certain = self.num_samples >= ENOUGH and share >= (_UNCERTAIN if self.is_certain else _CERTAIN)
+
+
 class RateFit:
-    """`rates` are by how much each kind of work takes longer than assumed: ms per assumed ms."""
+    """By how much each kind of work takes longer than assumed: `rates`, ms per assumed ms.
+
+    A weighted least-squares fit in which old samples fade, and errors count relative to the expected time. Kinds of
+    work of which the samples say nothing are taken to be as much slower than assumed as the rest is: so a single sample
+    sets the scale, and the others the differences.
+    """
 
     def __init__(self, num_kinds: int) -> None:
         self.rates: tuple[float, ...] = (1.0,) * num_kinds
+        self.scale = 1.0
         self.num_samples = 0
-        self.is_certain = False
-        self._agreement = 0.0
         self._squares: NDArray[np.float64] = np.zeros((num_kinds, num_kinds))
         self._products: NDArray[np.float64] = np.zeros(num_kinds)
         self._assumed = self._measured = 0.0
 
     def expected_ms(self, work: Sequence[float]) -> float:
         """Return the expected time of work that is assumed to take these ms, by kind."""
-        return sum(map(mul, self.rates, work))
+        return sum(map(mul, self.rates, work), 0.0)
 
     def learn(self, work: Sequence[float], measured_ms: float) -> None:
         """Learn from one measured time."""
         expected = self.expected_ms(work)
-        self._judge(expected, measured_ms)
-        if self.num_samples > _ENOUGH:
-            measured_ms = min(max(measured_ms, expected / _MOST), expected * _MOST)
+        self.num_samples += 1
+        if self.num_samples > ENOUGH:
+            measured_ms = clipped(measured_ms, expected)
         amounts = np.array(work)
         weight = 1.0 / max(expected, 1.0) ** 2
         self._squares = self._squares * _KEPT + weight * np.multiply.outer(amounts, amounts)
         self._products = self._products * _KEPT + weight * measured_ms * amounts
         self._assumed = self._assumed * _KEPT + weight * expected * float(amounts.sum())
         self._measured = self._measured * _KEPT + weight * expected * measured_ms
-        if self.num_samples <= _ENOUGH or self.num_samples % _STRIDE == 0:
+        if self._assumed and (self.num_samples <= ENOUGH or self.num_samples % _STRIDE == 0):
             self._solve()
 
-    def _judge(self, expected: float, measured_ms: float) -> None:
-        self.num_samples += 1
-        agrees = abs(measured_ms - expected) <= _TOLERANCE * measured_ms + _NOISE_MS
-        self._agreement += _NEWEST * (agrees - self._agreement)
-        share = self._agreement / (1 - (1 - _NEWEST) ** self.num_samples)
-        enough = _UNCERTAIN if self.is_certain else _CERTAIN
-        self.is_certain = self.num_samples >= _ENOUGH and share >= enough
-
     def _solve(self) -> None:
-        if not self._assumed:
-            return
-        scale = self._measured / self._assumed
+        self.scale = scale = self._measured / self._assumed
         # A share of what a sample contributes; the rest keeps kinds that have not occurred at the common scale.
         prior = _PRIOR * (1 - _KEPT) * self._squares.diagonal() + 1e-12
         squares = self._squares + np.diag(prior)
@@ -92,3 +97,23 @@ class RateFit:
                 rest = products[high] - squares[np.ix_(high, low)] @ rates[low]
                 rates[high] = np.maximum(np.linalg.solve(squares[np.ix_(high, high)], rest), floor)
         self.rates = tuple(rates.tolist())
+
+
+class Ratio:
+    """The ratio of measured to assumed ms, of sums in which old samples fade."""
+
+    def __init__(self) -> None:
+        self._measured = self._assumed = 0.0
+
+    def value(self, prior: float, prior_ms: float) -> float:
+        """Return the ratio; `prior` counts as a sample of `prior_ms` assumed ms."""
+        return (self._measured + prior * prior_ms) / (self._assumed + prior_ms)
+
+    def learn(self, measured_ms: float, assumed_ms: float) -> None:
+        self._measured = self._measured * _KEPT + measured_ms
+        self._assumed = self._assumed * _KEPT + assumed_ms
+
+
+def clipped(measured_ms: float, expected_ms: float) -> float:
+    """Return a measured time, within a factor of what was expected."""
+    return min(max(measured_ms, expected_ms / _MOST), expected_ms * _MOST)

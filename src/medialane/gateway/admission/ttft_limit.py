@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from medialane.core.errors import TtftLimitExceeded
 from medialane.core.retry_after import MAX_RETRY_AFTER_S, retry_after
@@ -31,47 +31,29 @@ if TYPE_CHECKING:
 
 #: The factor's largest value, by what it is raised and lowered.
 _MAX_FACTOR: Final = 4.0
-_RAISED: Final = 1.2
-_LOWERED: Final = 0.004
+_RAISED: Final = 1.1
+_LOWERED: Final = 0.001
 #: A limit counts as broken beyond this multiple of it: the rest is noise.
-_BROKEN: Final = 1.05
+_BROKEN: Final = 1.0
 #: If nothing was learned of an engine or preparer for so long, one request is admitted to learn from it.
 _PROBE_S: Final = 2.0
+#: Name of all engines together, in `TtftLimit.is_probe`.
+_ENGINE: Final = "engine"
 
 
-class TtftExpectation:
-    """One request's limit and what is expected of it. Times are in ms; `began_at` is in seconds of the limit's
-    clock."""
+class NewItem(NamedTuple):
+    """An item that must be prepared: the bytes of its pixels, or else of its file (0 if unknown), and its tokens (0 if
+    unknown)."""
 
-    def __init__(self, limit_ms: float, began_at: float, tenant: str) -> None:
-        self.limit_ms = limit_ms
-        self.began_at = began_at
-        self.tenant = tenant
-        self.cost = Cost()
-        self.is_prepared = False
-        self.expected_ms = 0.0
-        self.judged_at = began_at
-        self._items: dict[str, tuple[float, int]] = {}
-
-    def add_item(self, param: str, preparing_ms: float, engine: Cost) -> bool:
-        """Count an item that must be prepared. False if it is counted already."""
-        if param in self._items:
-            return False
-        self._items[param] = preparing_ms, 0
-        self.is_prepared = True
-        cost = self.cost
-        self.cost = Cost(
-            max(cost.prepare_ms, preparing_ms),  # items are prepared at the same time
-            cost.encode_ms + engine.encode_ms,
-            cost.prefill_ms + engine.prefill_ms,
-            engine.is_certain,
-        )
-        return True
+    param: str
+    modality: str
+    num_bytes: int
+    num_tokens: int
 
 
 class TtftLimit:
-    """Judges the requests of one gateway. `limit_s` is that of requests without their own; 0 is none. `clock` is in
-    seconds, that of `began_at`."""
+    """The state that the requests of one gateway share. `limit_s` is the limit of requests without their own; 0 is
+    none. `clock` is in seconds, that of `began_at`."""
 
     def __init__(
         self,
@@ -83,56 +65,113 @@ class TtftLimit:
     ) -> None:
         self.forecast = forecast
         self.factor = 1.0
+        self.clock = clock
         self._limit_ms = limit_s * 1000
         self._metrics = metrics
-        self._clock = clock
         self._raised_at = float("-inf")
         self._learned_at: dict[str, float] = {}
         self._promised_at = float("-inf")
 
-    def expect(self, began_at: float, limit_ms: float | None, tenant: str = "") -> TtftExpectation:
+    def expect(self, began_at: float, limit_ms: float | None = None, tenant: str = "") -> TtftExpectation:
         """Return the expectation of a request that began then, with its own limit if it has one."""
-        return TtftExpectation(self._limit_ms if limit_ms is None else limit_ms, began_at, tenant)
+        return TtftExpectation(self, self._limit_ms if limit_ms is None else limit_ms, began_at, tenant)
 
-    def judge_arrival(self, expectation: TtftExpectation) -> None:
-        """Judge a request with media before anything is done for them. Raises TtftLimitExceeded."""
-        self._judge(expectation, self.forecast.least_wait_ms(), 0.0, "engine")
+    def refuse(self, expectation: TtftExpectation, own_ms: float) -> TtftLimitExceeded:
+        """Return the error of a request that takes `own_ms` besides what it waits for."""
+        self._metrics.count_refused(expectation.tenant, TtftLimitExceeded.code)
+        expected_ms, limit_ms = expectation.expected_ms, expectation.limit_ms
+        if own_ms > limit_ms:
+            message = f"the request takes {own_ms / 1000:.2f} s until its first token, longer than its limit"
+            return TtftLimitExceeded(message, retry_after_s=MAX_RETRY_AFTER_S)
+        retry_after_s = self._promise(expected_ms - limit_ms, own_ms)
+        message = f"the first token is expected after {expected_ms / 1000:.2f} s, later than {limit_ms / 1000:g} s"
+        return TtftLimitExceeded(message, retry_after_s=retry_after_s)
 
-    def judge_item(
-        self, expectation: TtftExpectation, param: str, modality: str, *, num_bytes: int, num_embeds: int
-    ) -> None:
-        """Judge a request one of whose items must be prepared; its pixels or encoded bytes are so many, as far as that
-        is known. Raises TtftLimitExceeded."""
-        forecast = self.forecast
-        preparing_ms = forecast.preparing_ms(modality, num_bytes)
-        engine = forecast.new_item(num_embeds)
-        if not expectation.add_item(param, preparing_ms, engine):
+    def is_probe(self, kind: str) -> bool:
+        """Whether to admit a request in any case, as nothing was learned of this kind for a while."""
+        now = self.clock()
+        if now - self._learned_at.setdefault(kind, now) < _PROBE_S:
+            return False
+        self._learned_at[kind] = now
+        return True
+
+    def learned(self, *kinds: str) -> None:
+        now = self.clock()
+        for kind in kinds:
+            self._learned_at[kind] = now
+
+    def correct(self, expectation: TtftExpectation, measured_ms: float) -> None:
+        """Compare the first token of a request with its limit, and with what was expected."""
+        self._metrics.observe_ttft(expectation.expected_ms / 1000, measured_ms / 1000)
+        if not expectation.limit_ms:
             return
-        cost = expectation.cost
+        if measured_ms <= _BROKEN * expectation.limit_ms:
+            self.factor = max(1.0, self.factor - _LOWERED)
+        elif expectation.judged_at > self._raised_at:
+            self._raised_at = self.clock()
+            self.factor = min(_MAX_FACTOR, self.factor * _RAISED)
+
+    def _promise(self, excess_ms: float, own_ms: float) -> int:
+        """Return the Retry-After of a refused request: when the waits have gone down by `excess_ms`, and the requests
+        that were promised an earlier time have come back."""
+        now = self.clock()
+        at = max(now + excess_ms / 1000, self._promised_at + own_ms / 1000 / self.forecast.num_workers)
+        self._promised_at = min(at, now + MAX_RETRY_AFTER_S)
+        return retry_after(self._promised_at - now)
+
+
+class TtftExpectation:
+    """One request: its limit, and when its first token is expected after `began_at`, both in ms. Judging raises
+    TtftLimitExceeded."""
+
+    def __init__(self, limit: TtftLimit, limit_ms: float, began_at: float, tenant: str) -> None:
+        self.limit_ms = limit_ms
+        self.tenant = tenant
+        self.expected_ms = 0.0
+        self.judged_at = began_at
+        self._began_at = began_at
+        self._limit = limit
+        self._cost = Cost()
+        self._items: set[str] = set()
+
+    def judge_arrival(self) -> None:
+        """Judge a request with media before anything is done for them."""
+        self._judge(self._limit.forecast.least_wait_ms(), 0.0, _ENGINE)
+
+    def judge_item(self, item: NewItem) -> None:
+        """Judge a request one of whose items must be prepared. No effect for an item that has been counted."""
+        if item.param in self._items:
+            return
+        self._items.add(item.param)
+        forecast, cost = self._limit.forecast, self._cost
+        preparing_ms, engine = forecast.preparing_ms(item.modality, item.num_bytes), forecast.new_item(item.num_tokens)
+        self._cost = cost = Cost(
+            max(cost.prepare_ms, preparing_ms),  # items are prepared at the same time
+            cost.encode_ms + engine.encode_ms,
+            cost.prefill_ms + engine.prefill_ms,
+            engine.is_certain,
+        )
         wait_ms = forecast.least_wait_ms() + (forecast.preparer_wait_ms() if preparing_ms else 0.0)
-        own_ms = cost.prepare_ms + (cost.engine_ms if cost.is_certain else 0.0)
-        self._judge(expectation, wait_ms, own_ms, modality)
+        self._judge(wait_ms, cost.prepare_ms + (cost.engine_ms if cost.is_certain else 0.0), item.modality)
         forecast.sent_to_preparer(preparing_ms)
 
-    def judge_route(self, expectation: TtftExpectation, work: EngineWork) -> None:
-        """Judge a request whose worker is chosen. Raises TtftLimitExceeded."""
-        cost, wait_ms = self.forecast.cost(work), self.forecast.wait_ms(work)
-        if expectation.is_prepared or not cost.is_certain:
-            elapsed_ms = (self._clock() - expectation.began_at) * 1000
-            expectation.expected_ms = elapsed_ms + self.factor * wait_ms + cost.engine_ms
-            expectation.judged_at = self._clock()
+    def judge_route(self, work: EngineWork) -> None:
+        """Judge a request whose worker is chosen; not one whose media have been prepared for it."""
+        engine = self._limit.forecast.engine(work.kind)
+        cost, wait_ms = engine.cost(work), engine.wait_ms(work)
+        if self._items or not cost.is_certain:
+            self._expect(wait_ms, cost.engine_ms)
         else:
-            self._judge(expectation, wait_ms, cost.engine_ms, work.kind)
+            self._judge(wait_ms, cost.engine_ms, work.kind)
 
-    def prepared(self, modality: str, *, num_bytes: int, seconds: float) -> None:
+    def prepared(self, item: NewItem, seconds: float) -> None:
         """Learn from an item's time in a preparer."""
-        self._learned_at[modality] = self._clock()
-        self.forecast.learn_preparer(modality, num_bytes, seconds * 1000)
+        self._limit.learned(item.modality)
+        self._limit.forecast.learn_preparer(item.modality, item.num_bytes, seconds * 1000)
 
-    def answered(
-        self, expectation: TtftExpectation, work: EngineWork, first: OutputDelta, *, cached_ms: float, seconds: float
-    ) -> None:
-        """Learn from a request's first output, which has come `seconds` after it was sent to its worker.
+    def answered(self, work: EngineWork, first: OutputDelta, *, cached_tokens: int, seconds: float) -> None:
+        """Learn from a request's first output, which has come `seconds` after it was sent to its worker, and for which
+        so many tokens were expected to be cached.
 
         The whole answer may be its first output: then the engine's times say when it had its first token.
         """
@@ -140,46 +179,25 @@ class TtftLimit:
             if first.times is None:
                 return
             seconds = first.times.queue_s + first.times.prefill_s
-        now = self._clock()
-        self._learned_at[work.kind] = self._learned_at["engine"] = now
-        self.forecast.learn_engine(work, cached_ms=cached_ms, measured_ms=seconds * 1000)
+        limit, num_cached = self._limit, first.num_cached_tokens
+        limit.learned(work.kind, _ENGINE)
+        num_more = 0 if num_cached is None else num_cached - cached_tokens
+        limit.forecast.learn_engine(work, num_more_cached=num_more, measured_ms=seconds * 1000)
         if not first.finished:
-            self._correct(expectation, (now - expectation.began_at) * 1000)
+            limit.correct(self, self._elapsed_ms())
 
-    def _judge(self, expectation: TtftExpectation, wait_ms: float, own_ms: float, kind: str) -> None:
-        now = self._clock()
-        own_ms += (now - expectation.began_at) * 1000
-        expectation.expected_ms = own_ms + self.factor * wait_ms
-        expectation.judged_at = now
-        limit_ms = expectation.limit_ms
-        if not limit_ms or expectation.expected_ms <= limit_ms or self._is_probe(kind, now):
-            return
-        self._metrics.count_refused(expectation.tenant, TtftLimitExceeded.code)
-        expected_s, limit_s = expectation.expected_ms / 1000, limit_ms / 1000
-        message = f"the first token is expected after {expected_s:.2f} s, later than the limit of {limit_s:g} s"
-        raise TtftLimitExceeded(message, retry_after_s=self._promise(now, expectation.expected_ms - limit_ms, own_ms))
+    def ended(self, work: EngineWork, seconds: float) -> None:
+        """Learn from a sequence that has ended so long after its first token."""
+        self._limit.forecast.engine(work.kind).ended(seconds)
 
-    def _is_probe(self, kind: str, now: float) -> bool:
-        if now - self._learned_at.get(kind, now) < _PROBE_S:
-            self._learned_at.setdefault(kind, now)
-            return False
-        self._learned_at[kind] = now
-        return True
+    def _judge(self, wait_ms: float, own_ms: float, kind: str) -> None:
+        self._expect(wait_ms, own_ms)
+        if self.limit_ms and self.expected_ms > self.limit_ms and not self._limit.is_probe(kind):
+            raise self._limit.refuse(self, own_ms)
 
-    def _promise(self, now: float, excess_ms: float, own_ms: float) -> int:
-        """Return the Retry-After of a refused request: when the waits have gone down by `excess_ms`, and the requests
-        that were promised an earlier time have come back."""
-        at = max(now + excess_ms / 1000, self._promised_at + own_ms / 1000 / self.forecast.num_workers)
-        self._promised_at = min(at, now + MAX_RETRY_AFTER_S)
-        return retry_after(self._promised_at - now)
+    def _expect(self, wait_ms: float, own_ms: float) -> None:
+        self.judged_at = self._limit.clock()
+        self.expected_ms = self._elapsed_ms() + self._limit.factor * wait_ms + own_ms
 
-    def _correct(self, expectation: TtftExpectation, measured_ms: float) -> None:
-        self._metrics.observe_ttft(expectation.expected_ms / 1000, measured_ms / 1000)
-        limit_ms = expectation.limit_ms
-        if not limit_ms:
-            return
-        if measured_ms <= _BROKEN * limit_ms:
-            self.factor = max(1.0, self.factor - _LOWERED)
-        elif expectation.judged_at > self._raised_at:
-            self._raised_at = self._clock()
-            self.factor = min(_MAX_FACTOR, self.factor * _RAISED)
+    def _elapsed_ms(self) -> float:
+        return (self._limit.clock() - self._began_at) * 1000
