@@ -14,6 +14,7 @@ import trustme
 from starlette.responses import PlainTextResponse
 
 from medialane.core.errors import StartupFailed
+from medialane.core.process.stop import Stop
 from medialane.gateway import GatewayConfig
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
@@ -27,9 +28,12 @@ pytestmark = pytest.mark.timeout(120)
 class App:
     def __init__(self):
         self.state = type("State", (), {})()
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "http":
+            await self.gate.wait()
             await PlainTextResponse("ok")(scope, receive, send)
         else:
             while (message := await receive())["type"] != "lifespan.shutdown":
@@ -74,9 +78,11 @@ def files(tmp_path):
 class Server:
     """`App` served with these flags, for the time of a `with`."""
 
-    def __init__(self, *flags):
+    def __init__(self, *flags, drain_timeout_s=1):
+        self.stop = Stop()
+        self.given_up = asyncio.Event()
+        self._drain_timeout_s = drain_timeout_s
         self._args = parse_vllm_args("model", flags)
-        self._stop = asyncio.Event()
 
     async def __aenter__(self):
         self._sock = socket.socket()
@@ -86,7 +92,15 @@ class Server:
         bounds = http_bounds(GatewayConfig(), max_headers=self._args.h11_max_header_count)
         server_of = partial(BoundedServer, bounds=bounds)
         self._task = asyncio.create_task(
-            serve_http(self._app, self._args, self._sock, self._stop.wait(), drain_timeout_s=1, server_of=server_of)
+            serve_http(
+                self._app,
+                self._args,
+                self._sock,
+                self.stop,
+                drain_timeout_s=self._drain_timeout_s,
+                give_up=self._give_up,
+                server_of=server_of,
+            )
         )
         await eventually(lambda: self._has_started or self._task.done())
         assert not self._task.done(), self._task.exception()
@@ -97,9 +111,17 @@ class Server:
         return getattr(getattr(self._app.state, "server", None), "started", False)
 
     async def __aexit__(self, *_):
-        self._stop.set()
+        self.stop.asked.set()
         await self._task
         self._sock.close()
+
+    def hold(self):
+        """Requests are answered only when they are given up."""
+        self._app.gate.clear()
+
+    def _give_up(self):
+        self.given_up.set()
+        self._app.gate.set()
 
     async def status(self, headers=None, **options):
         scheme = "https" if "ssl" in options else "http"
@@ -195,3 +217,30 @@ async def test_header_limits_are_enforced(flag, headers):
         assert await server.status(headers) == 431
     async with Server() as server:
         assert await server.status(headers) == 200
+
+
+async def test_request_is_given_up_when_the_time_to_drain_is_over():
+    async with Server(drain_timeout_s=0.3) as server:
+        server.hold()
+        answered = asyncio.create_task(server.status())
+        await asyncio.sleep(0.1)  # time: the request is under way
+        server.stop.ask()
+        assert await answered == 200
+        assert server.given_up.is_set()
+
+
+async def test_second_signal_gives_requests_up_at_once():
+    async with Server(drain_timeout_s=3600.0) as server:
+        server.hold()
+        answered = asyncio.create_task(server.status())
+        await asyncio.sleep(0.1)  # time: the request is under way
+        server.stop.ask()
+        server.stop.ask()
+        assert await answered == 200
+        assert server.given_up.is_set()
+
+
+async def test_request_that_ends_in_time_is_not_given_up():
+    async with Server(drain_timeout_s=3600.0) as server:
+        assert await server.status() == 200
+    assert not server.given_up.is_set()

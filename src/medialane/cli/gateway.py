@@ -6,9 +6,8 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +21,12 @@ from starlette.middleware import Middleware
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
 from medialane.cli.tuning import tune_process
 from medialane.config import Config
-from medialane.core.errors import StartupFailed
+from medialane.core.errors import GatewayDraining, StartupFailed
 from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.process.memory import MemoryUse
 from medialane.core.process.phase import enter_phase
+from medialane.core.process.stop import stopped_by_signals
 from medialane.core.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.gateway import (
     AccessKeys,
@@ -49,6 +49,7 @@ from medialane.gateway.encoders import Encoders
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake import warm_up
+from medialane.gateway.scope import OpenRequests
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_link.join_server import JoinServer
@@ -81,6 +82,7 @@ class _Components:
     links: WorkerPool
     fairness: LoopFairness
     metrics: Metrics
+    requests: OpenRequests
 
 
 class GatewayAddresses(NamedTuple):
@@ -129,15 +131,13 @@ async def serve(
     config: Config, model: str, vllm_args: Sequence[str], *, addresses: GatewayAddresses, sock: socket.socket
 ) -> int:
     """Implement `run` on a bound socket, in the main thread's event loop."""
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    tasks = EssentialTasks(stop)
     async with AsyncExitStack() as stack:
+        stop = stack.enter_context(stopped_by_signals())
+        tasks = EssentialTasks(stop.asked)
         starting = _start(config, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks)
-        started = await unless_set(stop, starting)
+        started = await unless_set(stop.asked, starting)
         if started is not None:
-            frontend, app, group = started
+            frontend, app, group, give_up = started
             if group is not None:
                 sock.listen(socket.SOMAXCONN)  # ready means that connections are accepted
                 await stack.enter_async_context(group.endpoint())
@@ -145,8 +145,8 @@ async def serve(
             server_of = partial(BoundedServer, bounds=bounds)
             drain_s = config.stop.drain_timeout_s
             enter_phase("waiting for workers")
-            await frontend.serve(app, sock, stop.wait(), drain_timeout_s=drain_s, server_of=server_of)
-            if not stop.is_set():
+            await frontend.serve(app, sock, stop, drain_timeout_s=drain_s, give_up=give_up, server_of=server_of)
+            if not stop.asked.is_set():
                 tasks.fail("the HTTP server")
     return EXIT_FAILED if tasks.failed else 0
 
@@ -159,9 +159,9 @@ async def _start(
     addresses: GatewayAddresses,
     stack: AsyncExitStack,
     tasks: EssentialTasks,
-) -> tuple[Frontend, Any, GatewayMetrics | None]:
-    """Create all components, owned by `stack`; return vLLM's front end, the ASGI app that it serves, and the gateways
-    that share its port."""
+) -> tuple[Frontend, Any, GatewayMetrics | None, Callable[[], None]]:
+    """Create all components, owned by `stack`; return vLLM's front end, the ASGI app that it serves, the gateways that
+    share its port, and what ends all requests with an error."""
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, vllm_args, config.gateway.api_keys)
@@ -181,7 +181,7 @@ async def _start(
         scraped="gateway",
     )
     links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics)
-    components = _Components(config, gateway_config, frontend, keys, store, links, fairness, metrics)
+    components = _Components(config, gateway_config, frontend, keys, store, links, fairness, metrics, OpenRequests())
     gateway = _gateway(components)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
@@ -202,7 +202,15 @@ async def _start(
     app = await _app(components, gateway, addresses, model_tasks)  # may take longer than a worker waits for a heartbeat
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
-    return frontend, *app
+    return frontend, *app, partial(_give_up, components)
+
+
+def _give_up(components: _Components) -> None:
+    """End all requests: the gateway stops, and their time is over."""
+    error = GatewayDraining("the gateway is restarted, and the request has not ended in time (--drain-timeout)")
+    logger.warning("%d requests have not ended while draining", len(components.requests))
+    components.requests.give_up(error)
+    components.links.fail(error)
 
 
 def _counts(addresses: GatewayAddresses) -> SharedCounts:
@@ -366,7 +374,7 @@ async def _app(
         actions["POST /medialane/publish"] = gateway.publish_images
     app = await components.frontend.app(
         gateway,
-        outer=Middleware(ScopeMiddleware, metrics=metrics),
+        outer=Middleware(ScopeMiddleware, metrics=metrics, requests=components.requests),
         access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
         inner=[
             Middleware(ScrapeMiddleware, refresh=refresh, page=group.page if group is not None else None),

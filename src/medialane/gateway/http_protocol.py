@@ -10,6 +10,8 @@ everything would still send, `MAX_DISCARDED_BYTES` are read; then the connection
 sending, and leaves it the response, which it has received before.
 
 Bodies are limited where they are read (`bodies`).
+
+When the server stops, uvicorn would close idle connections at once, on which a request may be under way.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -36,6 +39,8 @@ _MAX_PIPELINED = 16
 _MAX_PIECES = 8192
 #: Bytes of a body that are read and discarded after its response.
 MAX_DISCARDED_BYTES = 1 << 20
+#: How long a server that stops waits for the next request on an idle connection.
+LINGER_S = 1
 #: File descriptors reserved for other uses than client connections: workers, media hosts, preparers, libraries, and
 #: connections that are being refused.
 _OTHER_FILES = 512
@@ -80,9 +85,10 @@ def _connections(configured: int) -> int:
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection."""
 
-    def __init__(self, *args: Any, bounds: HttpBounds, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, bounds: HttpBounds, is_stopping: Callable[[], bool] = bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._bounds = bounds
+        self._is_stopping = is_stopping
         self._max_header_bytes = min(bounds.max_header_bytes, self.config.h11_max_incomplete_event_size or 1 << 62)
         self._deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0
@@ -141,6 +147,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._clear_deadline()
         self._unparsed_bytes = 0
         super().on_headers_complete()
+        if self._is_stopping() and self.cycle is not None:
+            self.cycle.keep_alive = False  # the response tells the client
 
     def on_body(self, body: bytes) -> None:
         self._unparsed_bytes = 0
@@ -169,6 +177,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()  # sends the rest of the response first
         else:
             self.transport.abort()
+
+    def shutdown(self) -> None:
+        """Called by uvicorn when the server has stopped to listen. A client may be sending its next request: only what
+        stays idle is closed, any response from now on says `Connection: close`."""
+        self.timeout_keep_alive = min(self.timeout_keep_alive, LINGER_S)
+        if self.cycle is None or self.cycle.response_complete:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(LINGER_S, self.timeout_keep_alive_handler)
+        elif not self.cycle.response_started:
+            self.cycle.keep_alive = False
 
     def _count_header(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes

@@ -29,7 +29,9 @@ class BoundedServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, *, bounds: HttpBounds) -> None:
         if not config.loaded:
             config.load()
-        config.http_protocol_class = partial(BoundedHttpProtocol, bounds=bounds)  # type: ignore[assignment]  # a factory
+        config.http_protocol_class = partial(  # type: ignore[assignment]  # a factory
+            BoundedHttpProtocol, bounds=bounds, is_stopping=lambda: self.should_exit
+        )
         super().__init__(config)
         self._bounds = bounds
 
@@ -61,4 +63,4 @@ class BoundedServer(uvicorn.Server):
 
         for sock in sockets:
             sock.listen(self.config.backlog)
-        return Acceptor(sockets, shake_hands, limit=lambda: max_open - len(connections))
+        return Acceptor(sockets, shake_hands, limit=lambda: max_open - len(connections), ends_pending=False)

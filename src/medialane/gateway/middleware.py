@@ -24,7 +24,7 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
 from medialane.gateway.report import ReportSender
-from medialane.gateway.scope import ExtractedMedia, RequestScope, current_scope, open_scope
+from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 
@@ -47,15 +47,16 @@ _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 class ScopeMiddleware:
     """Opens the request's scope, adds Server-Timing, observes the timeline, closes the scope."""
 
-    def __init__(self, app: App, metrics: Metrics) -> None:
+    def __init__(self, app: App, metrics: Metrics, requests: OpenRequests | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._requests = requests or OpenRequests()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with open_scope() as request:
+        with self._requests.opened() as request:
 
             async def send_timed(message: Message) -> None:
                 if message["type"] == "http.response.start":

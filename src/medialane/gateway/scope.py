@@ -90,7 +90,7 @@ class RequestScope:
         self._engine_cached_tokens: int | None = None
         self._stack = ExitStack()
         self._closed = False
-        self._is_disconnected = False
+        self._ended_by: MedialaneError | None = None
         self._waits: set[asyncio.Timeout] = set()
 
     @property
@@ -106,10 +106,10 @@ class RequestScope:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """End the waits of the block, for other processes or for a place, when the client disconnects: raises
-        ClientDisconnected. Many of vLLM's handlers do not listen for that."""
-        if self._is_disconnected:
-            raise ClientDisconnected(_DISCONNECTED)
+        """End the waits of the block, for other processes or for a place, when the client disconnects, or the request
+        is given up: raises ClientDisconnected, or that error. Many of vLLM's handlers do not listen for the former."""
+        if self._ended_by is not None:
+            raise _again(self._ended_by)
         until = asyncio.timeout(None)
         try:
             async with until:
@@ -119,17 +119,21 @@ class RequestScope:
                 finally:
                     self._waits.discard(until)
         except TimeoutError:
-            if until.expired():
-                raise ClientDisconnected(_DISCONNECTED) from None
+            if until.expired() and self._ended_by is not None:
+                raise _again(self._ended_by) from None
             raise
 
     def disconnect(self) -> None:
         """The client has gone: end every wait for the request, and release everything, although the app still runs."""
-        self._is_disconnected = True
+        self.give_up(ClientDisconnected(_DISCONNECTED))
+        self.close()
+
+    def give_up(self, error: MedialaneError) -> None:
+        """End every wait for the request: it raises `error`."""
+        self._ended_by = error
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
             wait.reschedule(now)
-        self.close()
 
     def resolve(self, url: str) -> MediaRef:
         """Return the media reference that intake replaced by `url` in the body. Raises InvalidMediaUrl; InvalidBody if
@@ -182,7 +186,7 @@ class RequestScope:
     def fail(self, error: MedialaneError, *, app_responds: bool = False) -> None:
         """Record `error` as the response. The first one counts: later ones are its consequences, as are those after
         the client has disconnected."""
-        if self.failure is None and not self._is_disconnected:
+        if self.failure is None and not isinstance(self._ended_by, ClientDisconnected):
             self.failure = Failure(to_report(error), app_responds)
 
     def close(self) -> None:
@@ -196,6 +200,36 @@ class RequestScope:
 
 
 _CURRENT: ContextVar[RequestScope] = ContextVar("medialane_request_scope")
+
+
+def _again(error: MedialaneError) -> MedialaneError:
+    """Return an error like it, without its traceback."""
+    return type(error)(error.message, param=error.param, retry_after_s=error.retry_after_s)
+
+
+class OpenRequests:
+    """The requests of this process that have not ended."""
+
+    def __init__(self) -> None:
+        self._scopes: set[RequestScope] = set()
+
+    @contextmanager
+    def opened(self) -> Iterator[RequestScope]:
+        """Open the scope of a request, and close it on exit."""
+        with open_scope() as scope:
+            self._scopes.add(scope)
+            try:
+                yield scope
+            finally:
+                self._scopes.discard(scope)
+
+    def __len__(self) -> int:
+        return len(self._scopes)
+
+    def give_up(self, error: MedialaneError) -> None:
+        """End every wait for any of them."""
+        for scope in self._scopes:
+            scope.give_up(error)
 
 
 def current_scope() -> RequestScope:

@@ -361,6 +361,11 @@ class WorkerPool:
             self._card = card
             self._has_card.set()
 
+    def fail(self, error: MedialaneError) -> None:
+        """Abort all requests of this gateway: they raise `error`."""
+        for link in self.links.values():
+            link.fail(error)
+
     def listen(self, listener: JoinListener) -> None:
         """Register `listener` with all links. Called once, before `run`."""
         self._listener = listener

@@ -24,7 +24,8 @@ class Acceptor:
     """Accepts until closed. Owns the listening `sockets`.
 
     `shake_hands` is called, in a task, with each accepted socket, which it owns, and with the peer's IP address. Until
-    it returns, the connection is pending: `limit` returns how many may be."""
+    it returns, the connection is pending: `limit` returns how many may be. `close` `ends_pending` ones, or lets their
+    handshakes end."""
 
     def __init__(
         self,
@@ -32,7 +33,9 @@ class Acceptor:
         shake_hands: Callable[[socket.socket, str], Coroutine[Any, Any, None]],
         *,
         limit: Callable[[], int] = lambda: MAX_PENDING,
+        ends_pending: bool = True,
     ) -> None:
+        self._ends_pending = ends_pending
         self._sockets = list(sockets)
         self._shake_hands = shake_hands
         self._limit = limit
@@ -44,12 +47,12 @@ class Acceptor:
             self._listen(sock)
 
     def close(self) -> None:
-        """Stop listening. Connections stay open, unless they are pending. Idempotent."""
+        """Stop listening. Connections stay open, unless pending ones are ended. Idempotent."""
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             sock.close()
         self._sockets.clear()
-        for task in self._tasks:
+        for task in self._tasks if self._ends_pending else ():
             task.cancel()
 
     async def wait_closed(self) -> None:

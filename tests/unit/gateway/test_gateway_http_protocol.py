@@ -59,6 +59,7 @@ async def serving(app=None, *, max_headers=module.MAX_HEADERS, **limits):
     )
     server = BoundedServer(settings, bounds=http_bounds(config, max_headers=max_headers))
     task = asyncio.create_task(server.serve())
+    app.server = server
     try:
         await eventually(lambda: server.started)
         yield server.servers[0].sockets[0].getsockname()[1], app
@@ -333,3 +334,41 @@ async def test_hitting_a_limit_is_logged(caplog):
             async with connection(port) as (reader, _):
                 assert (await status_and_body(reader))[0] == 503
     assert "too many connections" in caplog.text
+
+
+async def stopped_listening(app):
+    """Have the server stop, and wait until it takes no new connections."""
+    app.server.should_exit = True
+    await eventually(lambda: not app.server.servers[0].is_serving())
+
+
+async def test_request_on_an_idle_connection_is_answered_while_the_server_stops():
+    async with serving() as (port, app), connection(port) as (reader, writer):
+        writer.write(REQUEST)
+        assert b"connection" not in (await status_and_body(reader))[2]
+        await stopped_listening(app)
+        writer.write(REQUEST)
+        status, _, headers = await status_and_body(reader)
+        assert (status, headers[b"connection"]) == (200, b"close")
+        assert await is_closed(reader)
+
+
+async def test_idle_connections_are_closed_when_the_server_has_stopped_for_a_while():
+    async with serving() as (port, app), connection(port) as (used, writer), connection(port) as (unused, _):
+        writer.write(REQUEST)
+        await status_and_body(used)
+        app.server.should_exit = True
+        assert await is_closed(used)
+        assert await is_closed(unused)
+
+
+async def test_response_that_begins_while_the_server_stops_ends_its_connection():
+    async with serving() as (port, app), connection(port) as (reader, writer):
+        app.gate.clear()
+        writer.write(REQUEST)
+        await app.called.wait()
+        app.server.should_exit = True
+        await asyncio.sleep(0.3)  # time: uvicorn sees that it is to stop
+        app.gate.set()
+        status, _, headers = await status_and_body(reader)
+        assert (status, headers[b"connection"]) == (200, b"close")

@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
 
 from medialane.core.errors import MedialaneError
+from medialane.core.process.stop import Stop
 from medialane.prepare.processor import Assembler
 from medialane.vllm_bridge.frontend import inline_rendering, pooling_endpoints, prebuilt, renderer_hook, speech
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
@@ -162,13 +163,16 @@ class Frontend:
         self,
         app: Any,
         sock: socket.socket,
-        stop: Awaitable[object],
+        stop: Stop,
         *,
         drain_timeout_s: float,
+        give_up: Callable[[], None],
         server_of: ServerFactory,
     ) -> None:
-        """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish."""
-        await serve_http(app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, server_of=server_of)
+        """See `serve_http`."""
+        await serve_http(
+            app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, give_up=give_up, server_of=server_of
+        )
 
 
 RouteHandler = Callable[[Request], Awaitable[Response]]

@@ -7,6 +7,7 @@ socket, handles signals and watches the engine. The gateway does that itself, so
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -16,6 +17,8 @@ import uvicorn
 from vllm import envs
 
 from medialane.core.errors import StartupFailed
+from medialane.core.process.stop import Stop
+from medialane.core.tasks import first_of
 from medialane.vllm_bridge.seams.api_server import (
     SSLCertRefresher,
     configure_logging_from_args,
@@ -27,7 +30,11 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 ServerFactory = Callable[[uvicorn.Config], uvicorn.Server]
 
 
-def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 1.0) -> uvicorn.Config:
+#: For the error responses of requests that have not ended when the drain's time is over.
+GIVE_UP_S = 2.0
+
+
+def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 0.0) -> uvicorn.Config:
     """Return uvicorn's loaded configuration, and configure the logging of this process. Raises StartupFailed."""
     if args.enable_ssl_refresh and not (args.ssl_keyfile and args.ssl_certfile):
         raise StartupFailed("--enable-ssl-refresh needs --ssl-keyfile and --ssl-certfile")
@@ -45,7 +52,7 @@ def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 1.0) -
             ssl_ca_certs=args.ssl_ca_certs,
             ssl_cert_reqs=args.ssl_cert_reqs,
             ssl_ciphers=args.ssl_ciphers,
-            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+            timeout_graceful_shutdown=math.ceil(drain_timeout_s + GIVE_UP_S),
             h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
             **({} if log_config is None else {"log_config": log_config}),
         )
@@ -67,24 +74,30 @@ async def serve_http(
     app: Any,
     args: Namespace,
     sock: socket.socket,
-    stop: Awaitable[object],
+    stop: Stop,
     *,
     drain_timeout_s: float,
+    give_up: Callable[[], None],
     server_of: ServerFactory,
 ) -> None:
-    """Serve HTTP on `sock` until `stop` is done; requests in flight get `drain_timeout_s` to finish. The server must
-    install no signal handlers, and enforce the header limits of vLLM's flags, since uvicorn's own protocols have none.
+    """Serve HTTP on `sock` until `stop`; requests in flight get `drain_timeout_s` to finish, then `give_up` is called,
+    which ends them with an error. The server must install no signal handlers, and enforce the header limits of vLLM's
+    flags, since uvicorn's own protocols have none.
     """
     config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s)
     server = server_of(config)
     app.state.server = server  # vLLM's error handlers use it
     refresher = _refresher(config, args)
     serving = asyncio.ensure_future(server.serve(sockets=[sock]))
-    stopping = asyncio.ensure_future(stop)
     try:
-        await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await first_of(asyncio.shield(serving), stop.asked.wait())
         server.should_exit = True
-        stopping.cancel()
+        await first_of(asyncio.shield(serving), stop.at_once.wait(), asyncio.sleep(drain_timeout_s))
+        if not serving.done():
+            give_up()
+        if stop.at_once.is_set():
+            await asyncio.wait((serving,), timeout=GIVE_UP_S)
+            server.force_exit = True
         await serving
     finally:
         if refresher is not None:
