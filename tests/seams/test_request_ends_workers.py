@@ -14,9 +14,11 @@ from test_continued_answers import Asked
 from medialane.core.errors import RequestEndsWorkers, WorkerLost
 from medialane.gateway import GatewayConfig, open_scope
 from medialane.testing.fake_engine import FakeEngine
+from waiting import eventually
 
 #: An engine ends when it gets a prompt with this token.
 MARKER = 13
+HARMLESS = [1, 2, 3]
 MIGRATIONS = "medialane_migrations_total"
 
 
@@ -50,10 +52,10 @@ async def open_parts(arena, preparers):
     gc.collect()
 
 
-async def tokens_of(parts, token_ids, name="r"):
+async def tokens_of(parts, token_ids, name="r", **params):
     found = []
     with open_scope():
-        async with aclosing(parts.gateway.generate(request(name, token_ids), None)) as deltas:
+        async with aclosing(parts.gateway.generate(request(name, token_ids, **params), None)) as deltas:
             async for delta in deltas:
                 found += delta.completions[0].token_ids
     return found
@@ -102,3 +104,17 @@ async def test_workers_that_are_lost_long_after_the_request_has_arrived_are_not_
     with pytest.raises(WorkerLost):
         await tokens_of(parts, [MARKER])
     assert await num_dead(workers) == 1 + 3, "the limit alone ends it"
+
+
+async def test_drained_workers_are_not_held_against_a_request(open_parts):
+    parts, workers = await open_parts(3)
+    expected = await tokens_of(parts, HARMLESS)
+    task = asyncio.create_task(tokens_of(parts, HARMLESS, token_s=0.5))
+    for _ in range(2):
+        await eventually(lambda: any(worker.engine.num_reading for worker in workers))
+        (reader,) = [worker for worker in workers if worker.engine.num_reading]
+        await reader.drain(timeout_s=0.0)
+        assert not reader.engine.num_reading
+    assert await task == expected
+    assert parts.count(MIGRATIONS, reason="worker_draining", outcome="repeated") == 2
+    assert parts.count(MIGRATIONS) == 2
