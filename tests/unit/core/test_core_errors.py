@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
@@ -55,6 +56,11 @@ def test_codes_are_unique_and_stable_words():
     codes = [cls.code for cls in CLASSES]
     assert len(set(codes)) == len(codes)
     assert all(re.fullmatch(r"[a-z0-9_]+", code) for code in codes)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_status_is_one_that_vllm_knows(cls):
+    assert HTTPStatus(cls.status) >= HTTPStatus.BAD_REQUEST
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
