@@ -49,6 +49,16 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     trust_headers: bool = field(default=False, name="trust-headers")
     """accept a request's own limit from its header x-llm-d-slo-ttft-ms: for gateways behind a proxy that sets or
     removes it"""
+    queue_requests: NonNegativeInt = field(default=0, name="gateway-queue-requests")
+    """most requests that wait in the gateways of a port for an engine or a preparer, in an order that is fair to
+    tenants; 0: none waits there, but at the engines"""
+    queue_bytes: PositiveInt = field(default=512 << 20, name="gateway-queue-bytes")
+    """most bytes of the bodies of requests that wait there"""
+    queue_timeout_s: PositiveFloat = field(default=30.0, name="gateway-queue-timeout")
+    """longest time that a request waits there; then it gets 503 with Retry-After"""
+    queue_target_s: PositiveFloat = field(default=0.1, name="gateway-queue-target")
+    """work that is kept at the engines and preparers themselves: a request is sent when it is expected to begin there
+    within this time"""
     require_salt: bool = field(default=False, name="require-salt")
     """refuse requests with media but without cache_salt: for servers that several tenants use with one API key"""
     max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")

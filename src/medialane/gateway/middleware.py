@@ -148,7 +148,11 @@ class IntakeMiddleware:
         charge.set(intake.num_bytes)
         request.received_at = time.perf_counter()
         request.extracted = ExtractedMedia(
-            intake.refs, text_bytes=len(intake.body), wants_report=intake.report, parse_error=intake.parse_error
+            intake.refs,
+            text_bytes=len(intake.body),
+            wants_report=intake.report,
+            parse_error=intake.parse_error,
+            priority=intake.priority,
         )
         return intake.body
 

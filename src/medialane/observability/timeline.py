@@ -10,7 +10,18 @@ from typing import Literal
 import msgspec
 
 StepName = Literal[
-    "intake", "fetch", "decode", "process", "assemble", "encode", "route", "handover", "queue", "prefill", "first_token"
+    "intake",
+    "admission",
+    "fetch",
+    "decode",
+    "process",
+    "assemble",
+    "encode",
+    "route",
+    "handover",
+    "queue",
+    "prefill",
+    "first_token",
 ]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
 

@@ -7,14 +7,14 @@ import tracemalloc
 import pytest
 
 from medialane.core.errors import QueueFull, QueueTimeout
-from medialane.gateway.admission import AdmissionQueue, QueuedRequest, QueueLimits
+from medialane.gateway.admission import AdmissionQueue, QueuedRequest, QueueLimits, SharedCounts
 
 
 class Resource:
     """Takes a request when it has none; `serve` ends it, and `served` are the names of those it had, in order."""
 
-    def __init__(self, *, max_requests=1000, max_bytes=1 << 30, clock=time.monotonic):
-        limits = QueueLimits(max_requests, max_bytes)
+    def __init__(self, *, max_requests=1000, max_bytes=1 << 30, clock=time.monotonic, counts=None):
+        limits = QueueLimits(max_requests, max_bytes, counts or SharedCounts())
         self.queue = AdmissionQueue(limits, lambda unsent_ms: not unsent_ms, clock=clock)
         self._clock = clock
         self.served = []
@@ -22,9 +22,8 @@ class Resource:
 
     async def ask(self, name, cost_ms=10.0, *, tenant="", priority=0, is_media=False, timeout_s=1000.0, **more):
         deadline = self._clock() + timeout_s
-        may_refuse = more.pop("may_refuse", True)
         request = QueuedRequest(tenant, priority, is_media, cost_ms, deadline, **more)
-        self._tickets.append(await self.queue.admit(request, may_refuse=may_refuse))
+        self._tickets.append(await self.queue.admit(request))
         self.served.append(name)
 
     async def asking(self, *args, **kwargs):
@@ -236,13 +235,15 @@ async def test_bytes_of_waiting_requests_are_bounded():
     await resource.serve()
 
 
-async def test_prepared_request_is_not_refused():
-    resource = await busy(max_requests=0)
-    prepared = await resource.asking("prepared", timeout_s=-1, may_refuse=False)
-    assert not prepared.done()
-    await resource.serve(2)
-    await prepared
-    assert resource.served == ["prepared"]
+async def test_prepared_request_is_neither_refused_nor_counted():
+    resource = await busy(max_requests=1)
+    prepared = await resource.asking("prepared", 1000.0, timeout_s=-1, is_media=True, may_refuse=False)
+    text = await resource.asking("text")
+    with pytest.raises(QueueFull):
+        await resource.ask("too many")
+    await resource.serve(3)
+    await asyncio.gather(prepared, text)
+    assert sorted(resource.served) == ["prepared", "text"]
 
 
 async def test_retry_after_is_the_time_in_which_the_queue_drains():
@@ -296,3 +297,17 @@ async def test_priorities_and_tenants_that_come_once_leave_no_state_that_grows()
         assert tracemalloc.get_traced_memory()[0] - before < 200_000
     finally:
         tracemalloc.stop()
+
+
+async def test_limits_are_those_of_all_gateways_of_a_port(tmp_path):
+    """However unevenly connections are spread over them."""
+    counts = [SharedCounts(str(tmp_path / "counts"), index=index, num_gateways=2) for index in range(2)]
+    first, second = [await busy(max_requests=10, counts=each) for each in counts]
+    tasks = [await first.asking("a") for _ in range(8)]
+    tasks += [await second.asking("b") for _ in range(2)]
+    with pytest.raises(QueueFull):
+        await second.ask("c")
+    await first.serve(9)
+    tasks.append(await second.asking("c"))
+    await second.serve(4)
+    await asyncio.gather(*tasks)

@@ -31,7 +31,8 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request that waits. `cost_ms` is what it is charged for; `deadline` is on any one clock."""
+    """A request that waits. `cost_ms` is what it is charged for; `deadline` is on any one clock. One that may not be
+    refused is never dropped."""
 
     tenant: str
     priority: int
@@ -39,6 +40,7 @@ class QueuedRequest:
     cost_ms: float
     deadline: float
     num_bytes: int = 0
+    may_refuse: bool = True
     number: int = field(default_factory=_numbers.__next__)
 
 
@@ -64,8 +66,9 @@ class _Flow:
     def first(self) -> QueuedRequest:
         return self.by_deadline[0][2]
 
-    def newest(self) -> QueuedRequest:
-        return next(reversed(self.waiting))
+    def newest(self) -> QueuedRequest | None:
+        """Return the newest that may be refused."""
+        return next((request for request in reversed(self.waiting) if request.may_refuse), None)
 
 
 _Key = TypeVar("_Key", str, bool)
@@ -172,13 +175,16 @@ class FairOrder:
         self.remove(request)
         return request
 
-    def drop(self) -> QueuedRequest:
-        """Remove the request that is dropped if there are too many. Raises ValueError if none waits."""
-        tenants = self._bands[max(self._busy())].tenants.children.values()
-        flows = max(tenants, key=lambda tenant: tenant.waiting_ms).kinds.children.values()
-        request = max(flows, key=lambda flow: flow.waiting_ms).newest()
-        self.remove(request)
-        return request
+    def drop(self) -> QueuedRequest | None:
+        """Remove the request that is dropped if there are too many, if any may be."""
+        for priority in sorted(self._busy(), reverse=True):
+            tenants = self._bands[priority].tenants.children.values()
+            for tenant in sorted(tenants, key=lambda each: -each.waiting_ms):
+                for flow in sorted(tenant.kinds.children.values(), key=lambda each: -each.waiting_ms):
+                    if (request := flow.newest()) is not None:
+                        self.remove(request)
+                        return request
+        return None
 
     def ahead_ms(self, request: QueuedRequest) -> float:
         """Return the cost of what is expected to be served before a request that waits, or will: everything more

@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from medialane.core.errors import QueueFull, QueueTimeout
 from medialane.core.retry_after import retry_after
 from medialane.gateway.admission.fair_order import FairOrder, QueuedRequest
+from medialane.gateway.admission.shared_counts import QUEUED_BYTES, QUEUED_REQUESTS, SharedCounts
 
 #: While requests wait. An engine is expected to have work for some tens of ms.
 _TICK_S: Final = 0.005
@@ -34,10 +35,20 @@ _ENOUGH: Final = 20
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """How many requests may wait, and bytes of their bodies."""
+    """How many requests may wait in all gateways with these `counts`, and bytes of their bodies."""
 
     max_requests: int
     max_bytes: int
+    counts: SharedCounts = field(default_factory=SharedCounts)
+
+    def are_exceeded(self) -> bool:
+        total = self.counts.total
+        return total(QUEUED_REQUESTS) > self.max_requests or total(QUEUED_BYTES) > self.max_bytes
+
+    def count(self, num_requests: int, num_bytes: int) -> None:
+        """Add to what waits in this gateway."""
+        for name, change in ((QUEUED_REQUESTS, num_requests), (QUEUED_BYTES, num_bytes)):
+            self.counts.set_own(name, self.counts.own(name) + change)
 
 
 class Ticket:
@@ -113,25 +124,26 @@ class AdmissionQueue:
         """The cost of all waiting requests."""
         return self._order.waiting_ms
 
-    async def admit(self, request: QueuedRequest, *, may_refuse: bool = True) -> Ticket:
+    async def admit(self, request: QueuedRequest) -> Ticket:
         """Wait until the request is admitted; its deadline is on `clock`. Cancellation leaves nothing behind.
 
         Raises QueueFull, at once or later, if there are too many requests for all to wait, or the deadline is expected
-        to pass; QueueTimeout if it has passed. Neither, unless it `may_refuse`.
+        to pass; QueueTimeout if it has passed. Neither of a request that may not be refused.
         """
         request.cost_ms = max(request.cost_ms, _LEAST_MS)
-        if may_refuse:
+        if not self._order and self._has_room(self._unsent_ms):
+            return self._ticket(request)
+        if request.may_refuse:
             self._check_deadline(request)
-        self._order.add(request)
         ticket: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
         self._admitted[request] = ticket
+        self._order.add(request)
+        self._count(request, 1)
         self.admit_waiting()
-        if ticket.done():
-            return ticket.result()
-        if may_refuse:
-            self._drop_surplus()
         try:
-            async with asyncio.timeout(request.deadline - self._clock() if may_refuse else None):
+            if request.may_refuse:
+                self._drop_surplus()
+            async with asyncio.timeout(request.deadline - self._clock() if request.may_refuse else None):
                 return await ticket
         except TimeoutError as error:
             if ticket.done() and not ticket.cancelled():
@@ -143,9 +155,9 @@ class AdmissionQueue:
                 ticket.result().sent()
             raise
         finally:
-            self._admitted.pop(request, None)
             if request in self._order:
                 self._order.remove(request)
+                self._left(request)
 
     def has_sent(self, cost_ms: float) -> None:
         """The resource has got admitted work, or will not. Called by its ticket."""
@@ -160,11 +172,9 @@ class AdmissionQueue:
             request = order.serve()
             if order:
                 self._pace.admitted(request.cost_ms, now)
-            admitted = self._admitted.pop(request)
+            admitted = self._left(request)
             if not admitted.cancelled():  # in this iteration of the loop: its task has not run yet
-                self._num_unsent += 1
-                self._unsent_ms += request.cost_ms
-                admitted.set_result(Ticket(self, request.cost_ms))
+                admitted.set_result(self._ticket(request))
         if not order:
             self._pace.idle()
         elif self._tick is None:
@@ -183,12 +193,26 @@ class AdmissionQueue:
             raise QueueFull(message, retry_after_s=self._retry_after_s())
 
     def _drop_surplus(self) -> None:
-        order, limits = self._order, self._limits
-        while len(order) > limits.max_requests or order.num_bytes > limits.max_bytes:
-            dropped = self._admitted.pop(order.drop())
+        """Refuse requests for the one that has come, if there are too many."""
+        while self._limits.are_exceeded() and (request := self._order.drop()) is not None:
+            dropped = self._left(request)
             if not dropped.done():
                 message = "too many requests are waiting: the server is overloaded"
                 dropped.set_exception(QueueFull(message, retry_after_s=self._retry_after_s()))
+
+    def _ticket(self, request: QueuedRequest) -> Ticket:
+        self._num_unsent += 1
+        self._unsent_ms += request.cost_ms
+        return Ticket(self, request.cost_ms)
+
+    def _left(self, request: QueuedRequest) -> asyncio.Future[Ticket]:
+        """Forget a request that does not wait any more; return what its task waits for."""
+        self._count(request, -1)
+        return self._admitted.pop(request)
+
+    def _count(self, request: QueuedRequest, change: int) -> None:
+        if request.may_refuse:
+            self._limits.count(change, change * request.num_bytes)
 
     def _retry_after_s(self) -> int:
         """Return when what waits now is expected to have been admitted."""

@@ -17,6 +17,9 @@ from collections.abc import Iterable
 
 from medialane.core.errors import StartupFailed
 
+#: Names that all gateways have; tenants have none that begins like these.
+QUEUED_REQUESTS = "~requests"
+QUEUED_BYTES = "~bytes"
 #: Rows; the file is sparse, and a row that no name has takes no memory.
 _NUM_ROWS = 1 << 16
 _FLOAT_BYTES = 8
@@ -31,16 +34,18 @@ class SharedCounts:
         self._rows: dict[str, int] = {}
         size = _NUM_ROWS * self._width * _FLOAT_BYTES
         self._values = memoryview(_mapped(path, size) if path else mmap.mmap(-1, size)).cast("d")
+        self.assign(())
 
     def assign(self, names: Iterable[str]) -> None:
-        """Give each name its row, the same one in every gateway with the same names; of names that hash to one row, all
-        but the first get the next free one. Own counts move along, those of other names end."""
+        """Give each name, besides the constant ones, its row, the same one in every gateway with the same names; of
+        names that hash to one row, all but the first get the next free one. Own counts move along, those of other names
+        end."""
         counts = {name: self.own(name) for name in self._rows}
         for name in counts:
             self.set_own(name, 0)
         taken: set[int] = set()
         self._rows = {}
-        for name in sorted(names):
+        for name in sorted({QUEUED_REQUESTS, QUEUED_BYTES, *names}):
             row = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % _NUM_ROWS
             while row in taken:
                 row = (row + 1) % _NUM_ROWS

@@ -21,6 +21,7 @@ from medialane.gateway.intake.request_body import (
     check_num_tools,
     decode_body,
     decode_members,
+    priority_of,
     string_or_none,
 )
 from medialane.gateway.intake.search import media_places
@@ -38,8 +39,8 @@ _NOT_UNICODE = "has a lone surrogate, which is not valid Unicode"
 class Intake(msgspec.Struct, frozen=True):
     """A body without its media. Reference n in `body` stands for `refs[n]`; all refs have the salt `cache_salt`.
 
-    `report` is whether the client requests a report on its media. `parse_error` is why the body could not be parsed for
-    media, None if it was.
+    `report` is whether the client requests a report on its media, `priority` is vLLM's field. `parse_error` is why the
+    body could not be parsed for media, None if it was.
     """
 
     body: bytes
@@ -47,6 +48,7 @@ class Intake(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     report: bool = False
     parse_error: str | None = None
+    priority: int = 0
 
     def __repr__(self) -> str:
         return f"Intake({len(self.body)} bytes, {self.refs})"
@@ -110,7 +112,8 @@ def extract(
         _check_unicode(refs, cache_salt)
     if parsed.medialane is not ABSENT:
         edits.append((*_member_range(body, skeleton.locate(parsed.medialane)), b""))
-    return Intake(apply_edits(skeleton.body, edits, limits.max_text_bytes), tuple(refs), cache_salt, report)
+    edited = apply_edits(skeleton.body, edits, limits.max_text_bytes)
+    return Intake(edited, tuple(refs), cache_salt, report, priority=priority_of(parsed.priority))
 
 
 def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:

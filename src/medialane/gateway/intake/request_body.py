@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
 from msgspec.structs import astuple
@@ -107,6 +108,7 @@ class RequestBody(msgspec.Struct):
     tokens: msgspec.Raw = ABSENT
     token_ids: msgspec.Raw = ABSENT
     cache_salt: msgspec.Raw = ABSENT
+    priority: msgspec.Raw = ABSENT
     medialane: msgspec.Raw = ABSENT
 
     def named_inputs(self) -> list[tuple[str, object]]:
@@ -126,6 +128,7 @@ INPUTS = ("query", "queries", "documents", "items", "data_1", "data_2", "text_1"
 #: These raise the exceptions in UNREADABLE.
 decode_body = msgspec.json.Decoder(RequestBody).decode
 decode_string = msgspec.json.Decoder(str).decode
+_decode_priority = msgspec.json.Decoder(Annotated[int, msgspec.Meta(ge=-(1 << 31), le=1 << 31)]).decode
 decode_values = msgspec.json.Decoder(list[msgspec.Raw]).decode
 decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -227,6 +230,17 @@ def is_filled(value: msgspec.Raw) -> bool:
     """Return whether the value is a non-empty string."""
     view = memoryview(value)
     return len(view) > 2 and view[0] == QUOTE
+
+
+def priority_of(value: msgspec.Raw) -> int:
+    """Return a request's priority; 0, vLLM's default, for what vLLM does not accept."""
+    if value is ABSENT:
+        return 0
+    try:
+        priority: int = _decode_priority(value)
+    except msgspec.DecodeError:
+        return 0
+    return priority
 
 
 def string_or_none(value: msgspec.Raw) -> str | None:
