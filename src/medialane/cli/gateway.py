@@ -83,6 +83,7 @@ class _Components:
     fairness: LoopFairness
     metrics: Metrics
     requests: OpenRequests
+    counts: SharedCounts
 
 
 class GatewayAddresses(NamedTuple):
@@ -165,7 +166,8 @@ async def _start(
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, vllm_args, config.gateway.api_keys)
-    keys = AccessKeys.load(config.gateway, frontend.api_keys, _counts(addresses))
+    counts = _counts(addresses)
+    keys = AccessKeys.load(config.gateway, frontend.api_keys, counts)
     shared = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
     gateway_config = fit_stage(shared, frontend)
     await asyncio.to_thread(warm_up)
@@ -181,7 +183,8 @@ async def _start(
         scraped="gateway",
     )
     links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics)
-    components = _Components(config, gateway_config, frontend, keys, store, links, fairness, metrics, OpenRequests())
+    requests = OpenRequests()
+    components = _Components(config, gateway_config, frontend, keys, store, links, fairness, metrics, requests, counts)
     gateway = _gateway(components)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
@@ -316,6 +319,8 @@ def _gateway(components: _Components) -> Gateway:
         workers=components.links,
         router=router,
         metrics=components.metrics,
+        counts=components.counts,
+        has_priorities=components.frontend.has_priorities,
         encoders=Encoders(
             components.links,
             shm,
@@ -338,6 +343,8 @@ async def _app(
     metrics.watch_routing(gateway.routes.stats)
     if (limit := gateway.ttft_limit) is not None:
         metrics.watch_costs(limit.forecast.learned, lambda: limit.factor)
+    if gateway.queues is not None:
+        metrics.watch_queues(gateway.queues.num_waiting)
     scrape = WorkerScrape(links)
     metrics.watch_engines(scrape.mirrors)
     memory = MemoryUse(lambda: {"gateway": [os.getpid()]})

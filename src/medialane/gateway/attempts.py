@@ -33,6 +33,7 @@ from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.kv_events import BlockIds
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.stage import StageChoice
+from medialane.gateway.admission import Ticket
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.handover import prompt_for
 from medialane.gateway.oldest_first import OldestFirst
@@ -66,7 +67,8 @@ class Call(NamedTuple):
     message: `prepared` is None, as is its only path.
 
     `lost` are the names of the workers that were lost with it, in order, of which it may have ended `num_suspicious`;
-    `busy` are those whose engines had no room for it. `continuable` is None if its answer, once begun, cannot go on.
+    `busy` are those whose engines had no room for it. `ticket` is that of the queue before the engines. `continuable`
+    is None if its answer, once begun, cannot go on.
     """
 
     request: EngineRequest
@@ -78,6 +80,7 @@ class Call(NamedTuple):
     lost: tuple[str, ...] = ()
     num_suspicious: int = 0
     busy: frozenset[str] = frozenset()
+    ticket: Ticket | None = None
 
 
 class Sender:
@@ -191,6 +194,8 @@ class Sender:
     def begin(self, call: Call, *, is_sent: bool = True) -> None:
         with call.scope.timeline.measure("route"):
             self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
+            if call.ticket is not None:
+                call.ticket.sent()
             call.scope.note_sent(Sent(call.route.routed.decision, call.paths[0]))
 
     @while_connected

@@ -17,6 +17,7 @@ from medialane.core.errors import (
     FeatureUnsupported,
     InvalidRequest,
     MedialaneError,
+    NoWorkerReady,
     PromptRejected,
     PromptTooLong,
     WorkerLost,
@@ -29,7 +30,15 @@ from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.stage import RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
 from medialane.core.wave import wave_size
 from medialane.gateway.administration import administer
-from medialane.gateway.admission import Admission, CostForecast, TtftExpectation, TtftLimit
+from medialane.gateway.admission import (
+    Admission,
+    CostForecast,
+    Queues,
+    SharedCounts,
+    Ticket,
+    TtftExpectation,
+    TtftLimit,
+)
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.attempts import Sender
 from medialane.gateway.config import GatewayConfig
@@ -64,7 +73,11 @@ class Gateway:
         router: Router,
         metrics: Metrics,
         encoders: Encoders | None = None,
+        counts: SharedCounts | None = None,
+        has_priorities: bool = False,
     ) -> None:
+        """`counts` are what the gateways of a port count together. With `has_priorities`, engines are scheduled by
+        priority (vLLM's --scheduling-policy)."""
         self._config = config
         self._transports = transports
         self._features = features
@@ -88,11 +101,15 @@ class Gateway:
         self._generation = Generation(self._sender)
         self._admission = Admission(config.max_requests)
         self.ttft_limit: TtftLimit | None = None
-        if config.ttft_limit_s or config.trust_headers:
+        self.queues: Queues | None = None
+        self._has_priorities = has_priorities
+        if config.ttft_limit_s or config.trust_headers or config.queue_requests:
             forecast = CostForecast(
                 router, preparers=lambda: features.preparers, num_gateways=lambda: workers.num_gateways
             )
             self.ttft_limit = TtftLimit(config.ttft_limit_s, forecast, metrics)
+            if config.queue_requests:
+                self.queues = Queues(config, forecast, metrics, counts=counts, has_priorities=has_priorities)
 
     def fail(self, error: MedialaneError) -> None:
         """Record `error` as the response to the current request."""
@@ -127,6 +144,8 @@ class Gateway:
         self._admission.admit(scope)
         if (expectation := self._expectation(scope)) is not None:
             expectation.judge_arrival()
+        if self.queues is not None and scope.preparation is None:
+            scope.preparation = self.queues.preparation(scope)
         prompt = _with_common_options(prompt)
         stage = prepared_stage(self._stage_for(prompt))
         if stage.is_processed and stage.instead and self._instead(prompt):
@@ -204,7 +223,10 @@ class Gateway:
         scope, block_ids = current_scope(), dict[int, BlockIds]()
         try:
             prepared = await self._with_embeddings(request, prepared, scope, block_ids)
+            request = self._prioritized(request, scope)
+            ticket = await self._ticket(request, prepared, scope, block_ids)
             call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
+            call = call if ticket is None else call._replace(ticket=ticket)
             if (expectation := self._expectation(scope)) is not None:
                 expectation.judge_route(call.route.routed.estimate())
             async with aclosing(self._generation.answer(call)) as deltas:
@@ -228,6 +250,37 @@ class Gateway:
             tenant = "" if scope.tenant is None else scope.tenant.name
             scope.expectation = self.ttft_limit.expect(scope.received_at, scope.ttft_limit_ms, tenant)
         return scope.expectation
+
+    def _prioritized(self, request: EngineRequest, scope: RequestScope) -> EngineRequest:
+        """Return the request with the most urgent priority that its tenant may have, at most."""
+        if scope.tenant is None or not self._has_priorities:
+            return request
+        return msgspec.structs.replace(request, priority=scope.tenant.priority(request.priority))
+
+    @while_connected
+    async def _ticket(
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt | None,
+        scope: RequestScope,
+        block_ids: dict[int, BlockIds],
+    ) -> Ticket | None:
+        """Wait until the request may be sent to an engine. Raises NoWorkerReady, QueueFull, QueueTimeout."""
+        if self.queues is None or self.ttft_limit is None:
+            return None
+        if scope.preparation is not None:
+            scope.preparation.end()
+        self.check_ready()
+        forecast = self.ttft_limit.forecast
+
+        def cost_ms() -> float:
+            try:
+                work = self.routes.choose(request, prepared, block_ids=block_ids).routed.estimate()
+            except NoWorkerReady:  # all have as many requests as they may
+                return forecast.new_item(len(request.prompt.token_ids)).prefill_ms
+            return forecast.engine(work.kind).cost(work).engine_ms
+
+        return await self.queues.engine(scope, cost_ms, has_media=prepared is not None)
 
     def _for_client(self, error: MedialaneError) -> MedialaneError:
         """How a worker was lost is no matter of the client, but when there will be one again."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from medialane.core.errors import prompt_too_long
 from medialane.core.hashing import merged_options
 from medialane.core.media import MediaRef
-from medialane.gateway.admission import NewItem, TtftExpectation
+from medialane.gateway.admission import MustWait, NewItem, Preparation, TtftExpectation
 from medialane.gateway.assembly import Assembly
 
 
@@ -22,11 +22,18 @@ class _Image(NamedTuple):
 class ImageBudget:
     """The images of one request, by their fields, as far as their sizes are known yet."""
 
-    def __init__(self, assembly: Assembly, options: bytes, expectation: TtftExpectation | None = None) -> None:
+    def __init__(
+        self,
+        assembly: Assembly,
+        options: bytes,
+        expectation: TtftExpectation | None = None,
+        preparation: Preparation | None = None,
+    ) -> None:
         """`options` are the request's; an item's own are added. With an `expectation`, items that are not cached count
-        in it."""
+        in it; with a `preparation`, they wait for it to begin."""
         self._assembly = assembly
         self._expectation = expectation
+        self._preparation = preparation
         self._options = options
         self._num_tokens = 0
         self._images: dict[str, _Image] = {}
@@ -44,9 +51,16 @@ class ImageBudget:
 
     def missing(self, ref: MediaRef, *, file_bytes: int) -> None:
         """Note that an item is not cached, before it is prepared or its file is copied; the file's size is 0 if it is
-        not known yet. Raises TtftLimitExceeded."""
+        not known yet. Raises MustWait, TtftLimitExceeded."""
+        if self._preparation is not None and not self._preparation.begin():
+            raise MustWait
         if self._expectation is not None:
             self._expectation.judge_item(self._new_item(ref, file_bytes))
+
+    async def wait(self, ref: MediaRef, *, file_bytes: int) -> None:
+        """Wait until missing items may be prepared. Raises QueueFull, QueueTimeout."""
+        if self._preparation is not None:
+            await self._preparation.wait(self._new_item(ref, file_bytes))
 
     def prepared(self, ref: MediaRef, seconds: float, *, file_bytes: int) -> None:
         """Note how long a preparer was busy with an item."""

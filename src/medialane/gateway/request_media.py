@@ -101,7 +101,8 @@ class RequestMedia:
 
     async def _find(self, stage: StageName) -> tuple[StagedItem, ...]:
         find = FINDERS[STAGES[stage].sends]
-        budget = ImageBudget(self._assembly, self.source.options, self.scope.expectation)
+        scope = self.scope
+        budget = ImageBudget(self._assembly, self.source.options, scope.expectation, scope.preparation)
         for ref in self.source.items:
             await self.features.count_sent(ref, budget)
         return await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])

@@ -34,7 +34,7 @@ from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_
 from medialane.observability.timeline import StageTimeline
 
 if TYPE_CHECKING:  # admission defers to scopes
-    from medialane.gateway.admission import Tenant, TtftExpectation
+    from medialane.gateway.admission import Preparation, Tenant, TtftExpectation
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class RequestScope:
     digest of the API key that came with it, `tenant` whose that is (`--keys`).
 
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header, `expectation`
-    when its first token is expected, if there are limits.
+    when its first token is expected, if there are limits; `preparation` that of its media, if there are queues.
 
     Also holds results for the response: `extracted` by intake, `failure` (the first one), and for the report the
     prepared items, the destination, and the engine's cached tokens.
@@ -86,6 +86,7 @@ class RequestScope:
         self.received_at = self.timeline.started_at
         self.ttft_limit_ms: float | None = None
         self.expectation: TtftExpectation | None = None
+        self.preparation: Preparation | None = None
         self.memory: BudgetCharge | None = None
         self._items: tuple[MediaReport, ...] = ()
         self._sent: Sent | None = None

@@ -18,6 +18,7 @@ from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.stats import PoolStats
 from medialane.core.tensor import ArenaRange
 from medialane.core.wave import wave_bytes
+from medialane.gateway.admission import MustWait
 from medialane.gateway.image_budget import ImageBudget
 from medialane.media import MediaConfig, image_size
 from medialane.observability.timeline import StageTimeline, TimelineReport
@@ -197,9 +198,15 @@ class StoreFeatures:
                 self._check_fits(ref, in_form(ref))
 
         form, options, encoder = wanted
-        reply = await self._link.call(
-            lambda call_id: FindItem(call_id, asked, form, options, num_bytes, encoder=encoder), answer
-        )
+
+        def find(call_id: int) -> FindItem:
+            return FindItem(call_id, asked, form, options, num_bytes, encoder=encoder)
+
+        try:
+            reply = await self._link.call(find, answer)
+        except MustWait:
+            await budget.wait(ref, file_bytes=num_bytes or 0)
+            reply = await self._link.call(find, answer)
         item = cast("ItemFound", reply)
         timeline.merge(item.timeline)
         if not item.is_hit and (seconds := _preparing_s(item.timeline)):

@@ -207,6 +207,11 @@ class Metrics:
         """Expose what was learned of the costs of requests, and the factor of expected waits; read on each scrape."""
         self._watch(self.registry, lambda: _costs(read(), factor()))
 
+    def watch_queues(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Expose how many requests wait in this gateway, by what they wait for; read on each scrape."""
+        text = "Requests that wait in this gateway to be sent to an engine, or for their media to be prepared"
+        self._watch(self.registry, lambda: iter([_gauge("medialane_queue_requests", text, "queue", read())]))
+
     def watch_store(self, read: Callable[[], StoreStats | None]) -> None:
         """Expose the state of the host's store, read on each scrape; nothing while there is none."""
         self._watch(self.host, lambda: store_metrics(read()))

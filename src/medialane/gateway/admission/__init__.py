@@ -4,6 +4,7 @@ from medialane.gateway.admission.concurrency import Admission
 from medialane.gateway.admission.cost import Cost, CostForecast
 from medialane.gateway.admission.fair_order import QueuedRequest
 from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
+from medialane.gateway.admission.queues import MustWait, Preparation, Queues
 from medialane.gateway.admission.shared_counts import SharedCounts
 from medialane.gateway.admission.tenants import Tenant, Tenants
 from medialane.gateway.admission.ttft_limit import NewItem, TtftExpectation, TtftLimit
@@ -13,9 +14,12 @@ __all__ = [
     "AdmissionQueue",
     "Cost",
     "CostForecast",
+    "MustWait",
     "NewItem",
+    "Preparation",
     "QueueLimits",
     "QueuedRequest",
+    "Queues",
     "SharedCounts",
     "Tenant",
     "Tenants",

@@ -150,6 +150,17 @@ class CostForecast:
         """Ranks of workers that accept requests, at least 1."""
         return max(1, self._router.num_open)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether each worker that accepts requests runs as many sequences as it may."""
+        return self._router.least_wait_ms(lambda _: (0.0, 1.0)) > 0
+
+    @property
+    def num_preparers(self) -> int:
+        """Preparers of this host, at least 1."""
+        stats = self._preparers()
+        return 1 if stats is None else max(1, stats.num_alive)
+
     def least_wait_ms(self) -> float:
         """Return the shortest wait at any worker whose kind is certain; 0 if one is not."""
 

@@ -130,8 +130,9 @@ class FairOrder:
         #: Oldest first.
         self._waiting: dict[QueuedRequest, None] = {}
         self._num_served = 0
-        self.num_bytes = 0
         self.waiting_ms = 0.0
+        #: Of those that may not be refused.
+        self.prepared_ms = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -141,8 +142,8 @@ class FairOrder:
 
     def add(self, request: QueuedRequest) -> None:
         self._waiting[request] = None
-        self.num_bytes += request.num_bytes
         self.waiting_ms += request.cost_ms
+        self.prepared_ms += 0.0 if request.may_refuse else request.cost_ms
         band = self._band(request.priority)
         tenant = band.tenants.children.get(request.tenant)
         if tenant is None:
@@ -155,8 +156,11 @@ class FairOrder:
     def remove(self, request: QueuedRequest) -> None:
         """Remove a request that waits: it is served, or not any more."""
         del self._waiting[request]
-        self.num_bytes -= request.num_bytes
-        self.waiting_ms = self.waiting_ms - request.cost_ms if self._waiting else 0.0
+        if not self._waiting:
+            self.waiting_ms = self.prepared_ms = 0.0  # drops the rounding errors
+        else:
+            self.waiting_ms -= request.cost_ms
+            self.prepared_ms -= 0.0 if request.may_refuse else request.cost_ms
         tenants = self._bands[request.priority].tenants
         kinds = tenants.children[request.tenant].kinds
         flow = kinds.children[request.is_media]

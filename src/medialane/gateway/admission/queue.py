@@ -116,6 +116,16 @@ class AdmissionQueue:
         self._tick: asyncio.TimerHandle | None = None
 
     @property
+    def num_unsent(self) -> int:
+        """Tickets that have not ended."""
+        return self._num_unsent
+
+    @property
+    def prepared_ms(self) -> float:
+        """The cost of waiting requests that may not be refused."""
+        return self._order.prepared_ms
+
+    @property
     def num_waiting(self) -> int:
         return len(self._order)
 
@@ -123,6 +133,12 @@ class AdmissionQueue:
     def waiting_ms(self) -> float:
         """The cost of all waiting requests."""
         return self._order.waiting_ms
+
+    def enter(self) -> Ticket | None:
+        """Return the ticket of a request of any cost, which is not charged, if none waits and there is room."""
+        if self._order or not self._has_room(self._unsent_ms):
+            return None
+        return self._ticket(_LEAST_MS)
 
     async def admit(self, request: QueuedRequest) -> Ticket:
         """Wait until the request is admitted; its deadline is on `clock`. Cancellation leaves nothing behind.
@@ -132,7 +148,7 @@ class AdmissionQueue:
         """
         request.cost_ms = max(request.cost_ms, _LEAST_MS)
         if not self._order and self._has_room(self._unsent_ms):
-            return self._ticket(request)
+            return self._ticket(request.cost_ms)
         if request.may_refuse:
             self._check_deadline(request)
         ticket: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
@@ -174,7 +190,7 @@ class AdmissionQueue:
                 self._pace.admitted(request.cost_ms, now)
             admitted = self._left(request)
             if not admitted.cancelled():  # in this iteration of the loop: its task has not run yet
-                admitted.set_result(self._ticket(request))
+                admitted.set_result(self._ticket(request.cost_ms))
         if not order:
             self._pace.idle()
         elif self._tick is None:
@@ -200,10 +216,10 @@ class AdmissionQueue:
                 message = "too many requests are waiting: the server is overloaded"
                 dropped.set_exception(QueueFull(message, retry_after_s=self._retry_after_s()))
 
-    def _ticket(self, request: QueuedRequest) -> Ticket:
+    def _ticket(self, cost_ms: float) -> Ticket:
         self._num_unsent += 1
-        self._unsent_ms += request.cost_ms
-        return Ticket(self, request.cost_ms)
+        self._unsent_ms += cost_ms
+        return Ticket(self, cost_ms)
 
     def _left(self, request: QueuedRequest) -> asyncio.Future[Ticket]:
         """Forget a request that does not wait any more; return what its task waits for."""

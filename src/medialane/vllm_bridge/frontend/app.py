@@ -81,6 +81,11 @@ class Frontend:
         return [key for key in (self.args.api_key or [envs.VLLM_API_KEY]) if key]
 
     @property
+    def has_priorities(self) -> bool:
+        """Whether engines with these flags are scheduled by priority."""
+        return bool(self.config.scheduler_config.policy == "priority")
+
+    @property
     def takes_media(self) -> bool:
         return self.profile is not None
 

@@ -1,0 +1,148 @@
+"""The queues of one gateway: before the preparers, for requests with media that are not cached, and before the engines,
+for all. Both are optional."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from medialane.core.errors import QueueFull, QueueTimeout
+from medialane.gateway.admission.cost import CostForecast
+from medialane.gateway.admission.fair_order import QueuedRequest
+from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
+from medialane.gateway.admission.shared_counts import SharedCounts
+
+if TYPE_CHECKING:
+    from medialane.gateway.admission.ttft_limit import NewItem
+    from medialane.gateway.config import GatewayConfig
+    from medialane.gateway.scope import RequestScope
+    from medialane.observability.metrics import Metrics
+
+#: Requests in preparation per preparer: some of them are being fetched, which takes none.
+_PER_PREPARER: Final = 4
+#: What an item is charged while nothing is known of its kind.
+_ITEM_MS: Final = 20.0
+
+
+class Queues:
+    """The queues of one gateway. `counts` are those of all gateways of a port; with `has_priorities`, engines are
+    scheduled by priority, and the field `priority` of requests counts."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        forecast: CostForecast,
+        metrics: Metrics,
+        *,
+        counts: SharedCounts | None = None,
+        has_priorities: bool = False,
+    ) -> None:
+        self._config = config
+        self._forecast = forecast
+        self._metrics = metrics
+        self._has_priorities = has_priorities
+        limits = QueueLimits(config.queue_requests, config.queue_bytes, counts or SharedCounts())
+        self._engines = AdmissionQueue(limits, self._have_engines_room)
+        self._preparers = AdmissionQueue(limits, self._have_preparers_room)
+
+    def num_waiting(self) -> dict[str, float]:
+        return {"engine": self._engines.num_waiting, "preparer": self._preparers.num_waiting}
+
+    async def engine(self, scope: RequestScope, cost_ms: Callable[[], float], *, has_media: bool) -> Ticket:
+        """Wait until the request may be sent to an engine, for which it costs `cost_ms`: that is only asked for if it
+        must wait. Raises QueueFull, QueueTimeout, unless its media have been prepared for it."""
+        if (ticket := self._engines.enter()) is None:
+            may_refuse = not scope.timeline.num_misses
+            request = self._queued(scope, cost_ms(), has_media=has_media, may_refuse=may_refuse)
+            ticket = await self._admitted(self._engines, request, scope)
+        scope.defer(ticket.sent)
+        return ticket
+
+    def preparation(self, scope: RequestScope) -> Preparation:
+        """Return a request's preparation, which ends with its scope at the latest."""
+        preparation = Preparation(self, scope)
+        scope.defer(preparation.end)
+        return preparation
+
+    def enter_preparers(self) -> Ticket | None:
+        return self._preparers.enter()
+
+    async def preparer(self, scope: RequestScope, item: NewItem) -> Ticket:
+        """Wait until the request's media may be prepared, of which this is one. Raises QueueFull, QueueTimeout."""
+        item_ms = self._forecast.preparing_ms(item.modality, item.num_bytes) or _ITEM_MS
+        cost_ms = item_ms * max(1, len(scope.extracted.refs))
+        return await self._admitted(self._preparers, self._queued(scope, cost_ms, has_media=True), scope)
+
+    def _queued(
+        self, scope: RequestScope, cost_ms: float, *, has_media: bool, may_refuse: bool = True
+    ) -> QueuedRequest:
+        extracted, tenant = scope.extracted, scope.tenant
+        priority = extracted.priority if self._has_priorities else 0
+        limit_s = self._config.queue_timeout_s
+        if scope.expectation is not None and scope.expectation.limit_ms:
+            limit_s = min(limit_s, scope.expectation.limit_ms / 1000)
+        return QueuedRequest(
+            tenant="" if tenant is None else tenant.name,
+            priority=priority if tenant is None else tenant.priority(priority),
+            is_media=has_media,
+            cost_ms=cost_ms,
+            deadline=time.monotonic() + limit_s,
+            num_bytes=(extracted.text_bytes or 0) + sum(len(ref.data) for ref in extracted.refs if ref.data),
+            may_refuse=may_refuse,
+        )
+
+    async def _admitted(self, queue: AdmissionQueue, request: QueuedRequest, scope: RequestScope) -> Ticket:
+        try:
+            with scope.timeline.measure("admission"):
+                return await queue.admit(request)
+        except (QueueFull, QueueTimeout) as error:
+            self._metrics.count_refused(request.tenant, error.code)
+            raise
+
+    def _have_engines_room(self, unsent_ms: float) -> bool:
+        """By the expected wait, as far as it is certain, and by concurrency."""
+        forecast = self._forecast
+        if forecast.is_full:
+            return False
+        wait_ms = forecast.least_wait_ms() + unsent_ms / forecast.num_workers
+        return wait_ms < self._config.queue_target_s * 1000
+
+    def _have_preparers_room(self, _unsent_ms: float) -> bool:
+        if self._preparers.num_unsent >= _PER_PREPARER * self._forecast.num_preparers:
+            return False
+        # What has been prepared must not pile up before the engines, with the memory that it holds.
+        ahead_ms = max(self._forecast.preparer_wait_ms(), self._engines.prepared_ms / self._forecast.num_workers)
+        return ahead_ms < self._config.queue_target_s * 1000
+
+
+class Preparation:
+    """The preparation of one request's media, from the first item that is not cached to the last."""
+
+    def __init__(self, queues: Queues, scope: RequestScope) -> None:
+        self._queues = queues
+        self._scope = scope
+        self._ticket: Ticket | None = None
+        self._lock = asyncio.Lock()
+
+    def begin(self) -> bool:
+        """Return whether items may be prepared now; if not, `wait`."""
+        if self._ticket is None:
+            self._ticket = self._queues.enter_preparers()
+        return self._ticket is not None
+
+    async def wait(self, item: NewItem) -> None:
+        """Wait until items like this one may be prepared. Raises QueueFull, QueueTimeout."""
+        async with self._lock:  # of the other items
+            if self._ticket is None:
+                self._ticket = await self._queues.preparer(self._scope, item)
+
+    def end(self) -> None:
+        """All items are prepared, or will not be. Idempotent."""
+        if self._ticket is not None:
+            self._ticket.sent()
+
+
+class MustWait(Exception):
+    """An item is not cached, and preparers have no room for it: `Preparation.wait`, and look again."""
