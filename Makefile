@@ -4,6 +4,7 @@
 #   EXTRA=cpu|vllm   the vLLM build to install into .venv (default: vllm if a GPU is found, else cpu)
 #   PYTHON=python3   the Python (3.11 or newer) for .venv
 #   ARGS=...         passed on: make demo ARGS="--image photo.jpg", make test ARGS="-k arena"
+#   SEED=1           of `make fuzz` and `make chaos`, which takes a random one by default
 #   JOBS=3           number of processes that run unit tests in parallel; most of their time they wait
 
 SHELL := bash
@@ -15,6 +16,8 @@ EXTRA ?= $(if $(wildcard /dev/nvidia0 /dev/nvidiactl),vllm,cpu)
 ARGS ?=
 SECONDS ?= 600
 SEED ?= 1
+MINUTES ?= 10
+CHAOS_SEED := $(if $(filter file,$(origin SEED)),0,$(SEED))
 JOBS ?= 3
 
 # Tests start hundreds of Python processes: without it each would compile our modules again.
@@ -26,7 +29,7 @@ TESTING := $(SERVING)-tests
 LOG := .venv/install.log
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo test test-all check fuzz lock bench test-families test-embeddings test-next-vllm test-restarts test-gpu clean
+.PHONY: help venv demo test test-all check fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -66,6 +69,9 @@ test-embeddings: $(TESTING) ## the states of an embedding in each family (two mi
 
 test-next-vllm: $(TESTING) ## which private seams the next vLLM breaks, by its sources (a wheel of 336 MB, downloaded once)
 	$(BIN)/pytest tests/contract/test_vllm_next_version.py $(ARGS)
+
+chaos: $(TESTING) ## random processes killed, stopped and cut off under load, MINUTES=10 each scenario
+	$(BIN)/pytest tests/chaos -m "not slow" -s --chaos-seed $(CHAOS_SEED) --chaos-minutes $(MINUTES) $(ARGS)
 
 test-restarts: $(TESTING) ## 200 gateway restarts leave nothing behind (five minutes)
 	$(BIN)/pytest tests/chaos/test_chaos_gateway_restarts.py $(ARGS)

@@ -6,20 +6,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from injections import Chaos
+from injections import Chaos, WholeHost
 from medialane_process import START_S, MedialaneProcess
 from mixed_load import MixedLoad, asking
 from openai_http import OpenAiHttp
-from process_tree import is_alive
 from scenario import Scenario
-from served_processes import FLAGS, RESTART_S, SERVER_FLAGS, ServedProcesses
+from served_processes import RESTART_S, ServedProcesses, is_running
+from small_dummies import with_small_dummies
 
 from host_state import HostState, as_before, state_of, store_link
-from medialane.testing.tiny_model import TINY_MODEL_ENVIRON
+from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
 from waiting import eventually
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = Path(__file__).parent / "chaotic" / "medialane"
+SERVER_FLAGS = (
+    *TINY_MODEL_FLAGS,
+    with_small_dummies({"image": 8, "video": 1}),
+    "--enable-mm-embeds",
+    f"--kv-cache-memory-bytes={256 << 20}",
+)
+#: The arena has room for all media of the tests. Their origins are on the loopback interface.
+FLAGS = ("--gateways", "2", "--preparers", "1", "--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8")
 #: What dies again and again is restarted at once. What is stopped for longer than heartbeats may be missing is lost.
 CHAOS_FLAGS = ("--restart-reset", "0.05", "--rpc-heartbeat-timeout", "5", "--worker-stall-timeout", "4", "--verbose")
 #: Of descriptors, above the number before: connections that clients keep open for their next request.
@@ -31,14 +39,13 @@ class Disk:
     """A small tmpfs for the logs, which only `serve` and its processes see: /proc shows it to others."""
 
     folder: Path
-    serve: MedialaneProcess | None = None
 
     def prefix(self) -> list[str]:
         command = 'mount -t tmpfs -o size=16m none "$0" && exec "$@"'
         return ["unshare", "-m", "sh", "-c", command, str(self.folder)]
 
-    def path(self) -> Path:
-        return Path(f"/proc/{self.serve.pid}/root{self.folder}")
+    def path(self, serve: MedialaneProcess) -> Path:
+        return Path(f"/proc/{serve.pid}/root{self.folder}")
 
 
 def spawn(
@@ -49,7 +56,9 @@ def spawn(
     shared_memory: Path,
     runtime_directory: Path,
     log: Path,
+    prefix: Sequence[str] = (),
 ) -> MedialaneProcess:
+    """`prefix` are the words of a command that becomes `serve`."""
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {
         **TINY_MODEL_ENVIRON,
@@ -66,6 +75,7 @@ def spawn(
         environ=environ,
         log=log,
         program=[str(PROGRAM)],
+        prefix=prefix,
     )
 
 
@@ -100,38 +110,31 @@ async def survives(
                 return await state_of(serve.pid, link, ready, in_flight)
 
             async with as_before(state, RESTART_S):
-                before = processes.numbers()
-                descriptors = processes.num_descriptors()
-                num_ready = (await client.metrics()).value("medialane_worker_state", state="ready")
-
-                async def is_whole() -> bool:
-                    if processes.numbers() != before:
-                        return False
-                    try:
-                        return (await client.metrics()).value("medialane_worker_state", state="ready") == num_ready
-                    except OSError:
-                        return False
-
-                num_new = int(scenario.seconds)
-                async with asking(
-                    client, seed=scenario.seed, num_new=num_new, with_embeds=with_embeds, ended_s=ended_s
-                ) as load:
-                    await chaos.run(scenario, load, is_whole)
-                    await eventually(is_whole, "the host is whole", RESTART_S, more=processes.tail)
+                descriptors = await processes.num_descriptors()
+                whole = WholeHost(processes, client)
+                settings = {"with_embeds": with_embeds, "ended_s": ended_s}
+                async with (
+                    whole.watched(),
+                    asking(client, seed=scenario.seed, num_new=int(scenario.seconds), **settings) as load,
+                ):
+                    await chaos.run(scenario, load, whole)
+                    await whole.wait("in the end")
                     await load.answers(len(load.repeated))
                 await load.all_that_was_ready_is_a_hit()
-            now = processes.num_descriptors()
+            now = await processes.num_descriptors()
             grown = {pid: (n, now[pid]) for pid, n in descriptors.items() if now.get(pid, 0) > n + MAX_MORE_DESCRIPTORS}
             assert not grown, f"descriptors left: {grown}"
     except BaseException as error:
+        # By the seed and the length the same is done again.
         error.add_note(f"the scenario:\n{scenario}")
         raise
+    print(f"\nseed {scenario.seed}, {scenario.seconds:g} s: {load}")  # noqa: T201 - what was covered, for `make chaos`
     return load
 
 
-def stop_leaves_nothing(processes: ServedProcesses, shared_memory: Path, runtime_directory: Path) -> None:
-    everyone = processes.all()
+async def stop_leaves_nothing(processes: ServedProcesses, shared_memory: Path, runtime_directory: Path) -> None:
+    everyone = await processes.all()
     assert processes.serve.stop() == 0, processes.serve.tail()
-    assert not [pid for pid in everyone if is_alive(pid)]
-    assert not list(shared_memory.iterdir())
-    assert not list(runtime_directory.iterdir())
+    assert not [pid for pid in everyone if is_running(pid)]
+    assert not os.listdir(shared_memory)
+    assert not os.listdir(runtime_directory)

@@ -6,28 +6,84 @@ import random
 import signal
 import socket
 import struct
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import aiohttp
 import msgspec
 from connections import cut
 from mixed_load import MixedLoad
-from openai_http import OpenAiHttp, chat, picture, text
+from openai_http import OpenAiHttp, chat, data_url, image, photo, picture, text
 from process_tree import command_of, suspended
-from scenario import NOTHING, WORKERS_LOST, Injection, Scenario
+from scenario import HOARD, NOTHING, WORKERS_LOST, Injection, Scenario
 from served_processes import RESTART_S, ServedProcesses
 
 from breaking_processor import BREAKING_WIDTH, BREAKS
-from waiting import eventually
 
 _LENGTH = struct.Struct(">I")
 #: What a client gets for an image that ends its preparer.
 POISONED = frozenset({"media_decoder_crashed", "media_decoder_timeout", "media_preparation_failed"})
 _POISONS = count(1)
+_LOOK_S = 0.5
+#: Pictures of a hoard: each takes 9 MB of the arena.
+_NUM_HOARDED = 12
 _FULL = b"\0" * (1 << 20)
+
+
+class WholeHost:
+    """Whether `serve` has the processes that it had, and its gateways all workers; looked at now and then."""
+
+    def __init__(self, processes: ServedProcesses, client: OpenAiHttp) -> None:
+        self._processes = processes
+        self._client = client
+        self._before: tuple[dict[str, int], float] = ({}, 0.0)
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """It is whole at the beginning."""
+        self._before = await self._now()
+        watching = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+
+    async def wait(self, when: str) -> None:
+        """Raises AssertionError if it is not whole again in time."""
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        try:
+            async with asyncio.timeout(RESTART_S):
+                await waiting
+        except TimeoutError:
+            raise AssertionError(
+                f"the host is not whole {when}: {await self._now()} instead of {self._before}\n"
+                f"{self._processes.serve.tail()}"
+            ) from None
+
+    async def _now(self) -> tuple[dict[str, int], float]:
+        """The numbers of processes, and of ready workers by all gateways."""
+        num_ready = 0.0
+        with suppress(aiohttp.ClientError, TimeoutError):
+            num_ready = (await self._client.metrics()).value("medialane_worker_state", state="ready")
+        return await self._processes.numbers(), num_ready
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)  # time: between two looks
+            waiting, self._waiting = self._waiting, []
+            if waiting and await self._now() != self._before:
+                self._waiting += waiting
+                continue
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)
 
 
 class Chaos:
@@ -50,41 +106,41 @@ class Chaos:
         #: Actions that have lost a worker, and have not ended.
         self._num_losses = 0
 
-    async def run(self, scenario: Scenario, load: MixedLoad, is_whole: Callable[[], Awaitable[object]]) -> None:
+    async def run(self, scenario: Scenario, load: MixedLoad, whole: WholeHost) -> None:
         """Do all of it, and wait until the host is whole again. What clients see meanwhile is checked by the load."""
         self._random = random.Random(scenario.seed)
+        if HOARD in scenario.actions:
+            await asyncio.to_thread(large_picture, "")  # takes a second, once
         start = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
             for injection in scenario.schedule():
                 left_s = start + injection.at_s - asyncio.get_running_loop().time()
                 await asyncio.sleep(max(0.0, left_s))  # time: the schedule's
                 load.log(f"{injection}")
-                tasks.create_task(self._inject(injection, load, is_whole))
+                tasks.create_task(self._inject(injection, load, whole))
 
-    async def _inject(self, injection: Injection, load: MixedLoad, is_whole: Callable[[], Awaitable[object]]) -> None:
+    async def _inject(self, injection: Injection, load: MixedLoad, whole: WholeHost) -> None:
         action = injection.action
         are_lost = action.loses_worker and self._num_losses > 0
         self._num_losses += action.loses_worker
         with load.allowing(action.seen | (WORKERS_LOST if are_lost else NOTHING)):
             await getattr(self, f"_{action.name}")(injection, load)
             if action.seen or action.loses_worker:
-                await eventually(is_whole, f"the host is whole after {injection}", RESTART_S, more=self._processes.tail)
+                await whole.wait(f"after {injection}")
         self._num_losses -= action.loses_worker
 
-    def _one(self, kind: str, number: int) -> list[int]:
+    async def _one(self, kind: str, number: int) -> list[int]:
         """One process of this kind; none if there is none now."""
-        with suppress(ValueError, IndexError):  # there is no store, or two of them
-            pids = [self._processes.serve.pid] if kind == "serve" else self._processes.of(kind)
-            return [pids[number % len(pids)]] if pids else []
-        return []
+        pids = [self._processes.serve.pid] if kind == "serve" else await self._processes.of(kind)
+        return [pids[number % len(pids)]] if pids else []
 
     async def _kill(self, injection: Injection, load: MixedLoad) -> None:
-        if pids := self._one(injection.action.kind, injection.number):
+        if pids := await self._one(injection.action.kind, injection.number):
             load.log(f"         kill -9 {pids[0]} ({command_of(pids[0])[:60]})")
             await self._processes.kill(pids)
 
     async def _stop(self, injection: Injection, _load: MixedLoad) -> None:
-        with suspended(*self._one(injection.action.kind, injection.number)):
+        with suspended(*await self._one(injection.action.kind, injection.number)):
             await asyncio.sleep(injection.seconds)  # time: how long it is stopped
 
     async def _cut(self, injection: Injection, load: MixedLoad) -> None:
@@ -96,19 +152,15 @@ class Chaos:
                 self._set_link("up")
             return
         client, server = injection.action.kind.split("-")
-        clients = self._one(client, injection.number // 7) if injection.number % 3 else self._of(client)
-        for pid in self._one(server, injection.number):
+        is_one = injection.number % 3
+        clients = await (self._one(client, injection.number // 7) if is_one else self._processes.of(client))
+        for pid in await self._one(server, injection.number):
             load.log(f"         {cut(pid, clients)} connections")
-
-    def _of(self, kind: str) -> list[int]:
-        with suppress(ValueError):
-            return self._processes.of(kind)
-        return []
 
     async def _overwrite(self, injection: Injection, load: MixedLoad) -> None:
         """What nobody holds: a process that reads it without a hold gets a wrong answer."""
         load.forget()
-        for pid in self._one("store", injection.number):
+        for pid in await self._one("store", injection.number):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         load.forget()
@@ -123,10 +175,8 @@ class Chaos:
     async def _hoard(self, injection: Injection, load: MixedLoad) -> None:
         """Streams that hold pictures: more of them than the arena has room for."""
         with load.nothing_kept():
-            tasks = [
-                asyncio.create_task(load.hold_open(picture(7000 + 16 * injection.number + n, 1600, 1200)))
-                for n in range(12)
-            ]
+            parts = [large_picture(f"{injection.number} {n}") for n in range(_NUM_HOARDED)]
+            tasks = [asyncio.create_task(load.hold_open(part)) for part in parts]
             await asyncio.sleep(injection.seconds)  # time: how long they are held
             for task in tasks:
                 task.cancel()
@@ -145,17 +195,17 @@ class Chaos:
     async def _malformed(self, injection: Injection, _load: MixedLoad) -> None:
         """Some stay open for a while: what is half a message may be completed."""
         with suppress(OSError):
-            sock = self._connected(injection)
+            sock = await self._connected(injection)
             with sock:
                 sock.settimeout(1.0)
                 sock.sendall(self._bytes(injection))
                 await asyncio.sleep(injection.seconds)  # time: how long it stays open
 
-    def _connected(self, injection: Injection) -> socket.socket:
+    async def _connected(self, injection: Injection) -> socket.socket:
         """Raises OSError."""
         if injection.action.kind == "gateway":
             return socket.create_connection(("127.0.0.1", urlsplit(self._client.base_url).port), timeout=1.0)
-        words = [command_of(pid).split() for pid in self._one(injection.action.kind, injection.number)]
+        words = [command_of(pid).split() for pid in await self._one(injection.action.kind, injection.number)]
         if not words:
             raise ConnectionRefusedError
         sock = socket.socket(socket.AF_UNIX)
@@ -186,3 +236,8 @@ class Chaos:
                 b"",
             ]
         return forms[injection.number % len(forms)]
+
+
+def large_picture(name: str) -> dict[str, Any]:
+    """Its content is new, by what follows the end of the image."""
+    return image(data_url(photo(7000, 1400, 1050) + name.encode()))

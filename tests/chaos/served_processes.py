@@ -1,92 +1,102 @@
-"""The processes of `medialane serve` by what they are, and what is left of those that were killed."""
+"""The processes of one `medialane serve`, by kind, and their deaths."""
 
+import asyncio
 import os
-from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from medialane_process import MedialaneProcess, kill
-from process_tree import arenas_of, command_of, descendants, is_alive, parent_of, zombies
-from small_dummies import with_small_dummies
+from process_tree import command_of
 
-from medialane.testing.tiny_model import TINY_MODEL_FLAGS
+from host_state import FORK_SERVER
 from waiting import eventually
 
-SERVER_FLAGS = (
-    *TINY_MODEL_FLAGS,
-    with_small_dummies({"image": 8, "video": 1}),
-    "--enable-mm-embeds",
-    f"--kv-cache-memory-bytes={256 << 20}",
-)
-#: The arena has room for all media of the tests. Their origins are on the loopback interface.
-FLAGS = ("--gateways", "2", "--preparers", "1", "--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8")
 #: Long enough for a worker on a busy machine.
 RESTART_S = 240
-GONE_S = 30
+GONE_S = 60
+#: How a process of each kind is titled. There are two fork servers: one is a spare.
+TITLES = {
+    "warm": "medialane warm",
+    "gateway": "medialane gateway",
+    "store": "medialane store",
+    "preparer": "medialane preparer",
+    "fork server": FORK_SERVER.strip(),
+    "worker": "medialane worker",
+    "engine": "EngineCore",
+}
 
 
 class ServedProcesses:
-    """Of one `serve`, by their kinds."""
+    """Of one `serve`. Listing them reads all of /proc, once, in a thread: on a busy machine that takes long."""
 
     def __init__(self, serve: MedialaneProcess) -> None:
         self.serve = serve
-        self._kinds: dict[str, Callable[[], list[int]]] = {
-            "warm": lambda: self._children("medialane warm"),
-            "gateway": lambda: self._children("medialane gateway"),
-            "store": lambda: self._children("medialane store"),
-            "preparer": serve.preparer_pids,
-            "fork server": lambda: sorted(set(map(parent_of, serve.preparer_pids()))),
-            "worker": lambda: self._children("medialane worker"),
-            "engine": lambda: [pid for pid in descendants(serve.pid) if "EngineCore" in command_of(pid)],
-        }
 
-    def of(self, kind: str) -> list[int]:
-        """The processes of this kind that are alive."""
-        return [pid for pid in self._kinds[kind]() if is_alive(pid)]
+    async def by_kind(self) -> dict[str, list[int]]:
+        """Those that are alive, and zombies."""
+        return await asyncio.to_thread(self._by_kind)
 
-    def all(self) -> list[int]:
+    async def of(self, kind: str) -> list[int]:
+        return (await self.by_kind())[kind]
+
+    async def all(self) -> list[int]:
         """All but `serve` itself."""
-        return sorted({*descendants(self.serve.pid), *self.of("fork server"), *self.of("preparer")})
+        return sorted(pid for pids in (await self.by_kind()).values() for pid in pids)
+
+    async def numbers(self) -> dict[str, int]:
+        return {kind: len(pids) for kind, pids in (await self.by_kind()).items()}
 
     async def kill(self, pids: list[int]) -> None:
         """kill -9, and wait until they are gone."""
         for pid in pids:
             with suppress(ProcessLookupError):  # it has ended with one of the others
                 kill(pid)
-        await eventually(lambda: not any(map(is_alive, pids)), "they are gone", GONE_S)
+        await eventually(lambda: not any(map(is_running, pids)), "they are gone", GONE_S)
 
-    def numbers(self) -> dict[str, int]:
-        """How many there are of each kind, and of zombies."""
-        with suppress(ValueError):  # there is no store, or two of them
-            return {kind: len(self.of(kind)) for kind in self._kinds} | {"zombie": len(zombies(self.serve.pid))}
-        return {}
-
-    async def are(self, numbers: dict[str, int]) -> None:
-        """Wait until there are these numbers of processes."""
-        await eventually(lambda: self.numbers() == numbers, f"{numbers}", RESTART_S, more=self.numbers)
-
-    def has_another_store(self, than: list[int]) -> bool:
-        """Whether there is a store that has mapped an arena."""
-        return any(arenas_of(pid) for pid in self.of("store") if pid not in than)
-
-    async def can_fork(self) -> None:
-        """Wait until the warm process that was started last is ready."""
-        starts, ready = "warm process: starting", "warm process: ready"
-        log = self.serve.log
-        await eventually(lambda: log.read_text().rfind(starts) < log.read_text().rfind(ready), "it can fork", RESTART_S)
-
-    def num_from_scratch(self) -> int:
-        """How many processes were not forked, by the log."""
-        return self.serve.log.read_text().count("is started from scratch")
-
-    def num_descriptors(self) -> dict[int, int]:
+    async def num_descriptors(self) -> dict[int, int]:
         """By process, of `serve` itself and of what accepts connections."""
-        pids = [self.serve.pid, *(pid for kind in ("store", "gateway", "worker") for pid in self.of(kind))]
+        found = await self.by_kind()
+        pids = [self.serve.pid, *found["store"], *found["gateway"], *found["worker"]]
         return {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in pids}
 
-    def tail(self) -> str:
-        """How many processes there are, and the end of the log."""
-        return f"{self.numbers()}\n{self.serve.tail()}"
+    def _by_kind(self) -> dict[str, list[int]]:
+        parents, states = {}, {}
+        for name in os.listdir("/proc"):
+            if name.isdecimal() and (fields := _stat(int(name))):
+                states[int(name)], parents[int(name)] = fields[0], int(fields[1])
+        mine = self._below({self.serve.pid}, parents)
+        # A fork server that took over from a killed one, its parent, is a child of init.
+        orphans = {pid for pid, parent in parents.items() if parent == 1 and self._is_of(mine, command_of(pid))}
+        mine |= orphans | self._below(orphans, parents)
+        found: dict[str, list[int]] = {kind: [] for kind in (*TITLES, "zombie")}
+        for pid in sorted(mine):
+            command = command_of(pid)
+            kind = next((kind for kind, title in TITLES.items() if title in command), None)
+            if states[pid] in "ZX":
+                found["zombie"].append(pid)
+            elif kind is not None:
+                found[kind].append(pid)
+        return found
 
-    def _children(self, command: str) -> list[int]:
-        mine = [pid for pid in descendants(self.serve.pid) if parent_of(pid) == self.serve.pid]
-        return [pid for pid in mine if command in command_of(pid)]
+    def _below(self, above: set[int], parents: dict[int, int]) -> set[int]:
+        found: set[int] = set()
+        new = set(above)
+        while new:
+            new = {pid for pid, parent in parents.items() if parent in new} - found
+            found |= new
+        return found
+
+    def _is_of(self, mine: set[int], command: str) -> bool:
+        return command.startswith(FORK_SERVER) and int(command.split()[-1]) in mine
+
+
+def is_running(pid: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    return _stat(pid)[:1] not in ([], ["Z"], ["X"])
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/pid/stat from the state on; none if it is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []

@@ -56,10 +56,11 @@ class MedialaneProcess:
         environ: Mapping[str, str],
         log: Path,
         program: Sequence[str] = ("-m", "medialane"),
+        prefix: Sequence[str] = (),
     ) -> "MedialaneProcess":
         """Start `medialane command MODEL --port ... FLAGS -- VLLM_FLAGS`; returns before it is ready."""
         port = free_port()
-        argv = [sys.executable, *program, command, model, "--port", str(port), *flags, "--", *vllm_flags]
+        argv = [*prefix, sys.executable, *program, command, model, "--port", str(port), *flags, "--", *vllm_flags]
         return cls(launch(argv, environ=environ, log=log), port, model, log)
 
     @property
