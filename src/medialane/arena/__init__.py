@@ -9,6 +9,7 @@ from medialane.arena.adoption import header_bytes
 from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
 from medialane.arena.fill import FillWriter
+from medialane.arena.hold_log import HoldLog
 from medialane.arena.layout import ENTRY_HEADER_BYTES, KEPT, LINEAGE_BYTES, Lineage, describe, layout
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.names import NamesArea
@@ -26,6 +27,7 @@ __all__ = [
     "Cached",
     "ClientSlot",
     "FillWriter",
+    "HoldLog",
     "Lease",
     "Lineage",
     "NamesArea",

@@ -17,6 +17,7 @@ from medialane.arena.adoption import RECORD_BYTES, AdoptedEntries, encode_record
 from medialane.arena.config import ArenaConfig
 from medialane.arena.entries import Entry, EntryTable
 from medialane.arena.file import ArenaFile
+from medialane.arena.hold_log import HoldLog
 from medialane.arena.index import Indexed, State
 from medialane.arena.layout import ENTRY_HEADER_BYTES, PAGE_BYTES, Lineage, clear, is_completed, stamp
 from medialane.arena.lease import Cached, Lease, Reservation
@@ -317,6 +318,11 @@ class Arena:
 
     def stats(self) -> ArenaStats:
         return self._table.stats()
+
+    def record_holds(self) -> HoldLog:
+        """Record from now on who takes leases and reservations, and return the record."""
+        self._table.log = HoldLog()
+        return self._table.log
 
     def close(self, *, keep: bool = False) -> None:
         """Remove the file, or with `keep` leave it for the next owner. Idempotent. Leases and reservations may still

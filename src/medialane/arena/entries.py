@@ -22,7 +22,7 @@ from enum import Enum
 from heapq import merge
 from itertools import count, islice
 from types import MappingProxyType
-from typing import Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Generic, TypeVar, get_args
 
 from medialane.arena.allocator import Allocator
 from medialane.arena.eviction import Span, choose_span
@@ -31,6 +31,9 @@ from medialane.core.remote_entry import EntryKind
 from medialane.core.retry_after import Places
 from medialane.core.stats import ArenaStats
 from medialane.core.tensor import ArenaRange, align
+
+if TYPE_CHECKING:  # which records entries
+    from medialane.arena.hold_log import HoldLog
 
 V = TypeVar("V")
 
@@ -102,6 +105,8 @@ class EntryTable(Generic[V]):
         self._writing_bytes = self._pinned_bytes = 0
         self._num_reservations = self._num_leases = 0
         self._num_hits = self._num_misses = self._num_evictions = 0
+        #: Set to record who takes leases and reservations.
+        self.log: HoldLog | None = None
 
     @property
     def is_growing(self) -> bool:

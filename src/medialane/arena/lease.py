@@ -43,6 +43,8 @@ class Reservation:
         range_ = entry.range  # its header is not valid any more if it was revoked by an earlier owner
         self._buffer = view.memory[range_.offset : range_.offset + range_.nbytes][ENTRY_HEADER_BYTES:]
         self._ended = False
+        if (log := table.log) is not None:
+            log.add(self, entry)
 
     @property
     def range(self) -> ArenaRange:
@@ -82,6 +84,8 @@ class Reservation:
         """End the reservation without freeing the entry; for the arena. Raises RuntimeError if it has ended."""
         entry = self.entry
         self._ended = True
+        if (log := self._table.log) is not None:
+            log.remove(self)
         self._buffer.release()
         return entry
 
@@ -119,6 +123,8 @@ class Lease(Generic[T]):
         self._entry = entry
         self._released = False
         self.value = value
+        if (log := table.log) is not None:
+            log.add(self, entry)
 
     @property
     def range(self) -> ArenaRange:
@@ -129,6 +135,8 @@ class Lease(Generic[T]):
         if self._released:
             raise RuntimeError(f"the lease on {self.range} was already released")
         self._released = True
+        if (log := self._table.log) is not None:
+            log.remove(self)
         self._table.unpin(self._entry)
 
     def duplicate(self) -> Lease[T]:

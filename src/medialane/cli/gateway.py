@@ -181,6 +181,7 @@ async def _start(
         processor=frontend.processor_settings,
         writable=True,
         scraped="gateway",
+        names_takers=config.store.debug_holds,
     )
     links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics)
     requests = OpenRequests()
@@ -381,7 +382,12 @@ async def _app(
         actions["POST /medialane/publish"] = gateway.publish_images
     app = await components.frontend.app(
         gateway,
-        outer=Middleware(ScopeMiddleware, metrics=metrics, requests=components.requests),
+        outer=Middleware(
+            ScopeMiddleware,
+            metrics=metrics,
+            requests=components.requests,
+            names_takers=components.config.store.debug_holds,
+        ),
         access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
         inner=[
             Middleware(ScrapeMiddleware, refresh=refresh, page=group.page if group is not None else None),

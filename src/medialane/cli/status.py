@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from medialane.cli.gateway_state import GatewayState, read_state
-from medialane.cli.store_state import read_store
+from medialane.cli.store_state import hold_line, read_store
 from medialane.config import ServerConfig, load_config
 from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
@@ -85,6 +85,8 @@ async def _store(address: str) -> int:
     status = await read_store(address)
     text = status.problem or ("ready" if status.has_started else "loading the model's processor")
     print(f"store: {text}")
+    for hold in status.stats.holds:
+        print(f"  held for {hold_line(hold)}")
     return int(text != "ready")
 
 

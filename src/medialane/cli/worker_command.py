@@ -163,6 +163,7 @@ async def _host_arena(config: Config, args: argparse.Namespace | None) -> AsyncI
         arena_directory=config.arena.directory,
         wait_timeout_s=config.store.wait_timeout_s,
         scraped="worker" if config.worker.metrics_port else None,
+        names_takers=config.store.debug_holds,
     )
     starting = host_store(config, args.model, args.store) if args.start_store else nullcontext()
     async with WatchedTask(link.run, "the connection to the media store"), starting:

@@ -151,7 +151,7 @@ class RequestEndsWorkers(InvalidRequest, code="request_ends_workers", status=422
 
 class WorkerStalled(WorkerLost, code="worker_stalled"): ...  # its engine hangs
 class WorkerDraining(WorkerLost, code="worker_draining"): ...  # it stops as planned, and takes no new requests
-class ClientDisconnected(MedialaneError, code="client_disconnected", status=408): ...  # no one reads the response
+class ClientDisconnected(InvalidRequest, code="client_disconnected", status=408): ...  # no one reads the response
 
 class HandoverFailed(MedialaneError, code="handover_failed"):
     """One stage or transport of the hand-over failed; the next one may succeed."""

@@ -73,14 +73,30 @@ class EmbeddingStats(msgspec.Struct, frozen=True):
     num_revoking: int = 0
 
 
+class HoldRecord(msgspec.Struct, frozen=True):
+    """A lease or a reservation of an entry of the arena (`--debug-holds`): the entry's place, size, kind, key and
+    state; for whom it was taken (client, call, request), by which calls, innermost first; its age in seconds."""
+
+    offset: int
+    size_bytes: int
+    kind: str
+    key: str
+    state: str
+    taker: str
+    call_site: str
+    age_s: float
+
+
 class StoreStats(msgspec.Struct, frozen=True):
-    """State of a host's media store. `memory` is that of its processes, in bytes."""
+    """State of a host's media store. `memory` is that of its processes, in bytes; `holds` are the oldest
+    ones, if they are recorded."""
 
     arena: ArenaStats
     preparers: PoolStats
     pulls: PullStats = PullStats()
     embeddings: EmbeddingStats = EmbeddingStats()
     memory: Mapping[ProcessKind, int] = {}
+    holds: tuple[HoldRecord, ...] = ()
 
 
 class LearnedCost(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from typing import Any
 
 from medialane.core.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
 from medialane.core.loop_fairness import LoopFairness
+from medialane.core.taker import TAKER
 from medialane.gateway.access import given_key
 from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge, Message, Receive, replay
 from medialane.gateway.config import GatewayConfig
@@ -45,17 +46,26 @@ _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class ScopeMiddleware:
-    """Opens the request's scope, adds Server-Timing, observes the timeline, closes the scope."""
+    """Opens the request's scope, adds Server-Timing, observes the timeline, closes the scope. With `names_takers`, what
+    is held for a request is recorded with the X-Request-Id of its client, or its number."""
 
-    def __init__(self, app: App, metrics: Metrics, requests: OpenRequests | None = None) -> None:
+    def __init__(
+        self, app: App, metrics: Metrics, requests: OpenRequests | None = None, *, names_takers: bool = False
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._requests = requests or OpenRequests()
+        self._names_takers = names_takers
+        self._num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._names_takers:
+            self._num_requests += 1
+            own_id = (_header(scope, b"x-request-id") or b"").decode("latin-1")
+            TAKER.set(f"{scope['method']} {scope['path']} {own_id or self._num_requests}")
         with self._requests.opened() as request:
 
             async def send_timed(message: Message) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from medialane.core.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
+from medialane.core.taker import TAKER, call_site
 from medialane.store.messages import (
     Call,
     CallFailed,
@@ -30,6 +31,7 @@ from medialane.store.messages import (
     StoreRefused,
     StoreStatus,
     StoreWelcome,
+    TakenBy,
     decode_from_store,
 )
 from medialane.wire.config import RpcConfig
@@ -50,7 +52,7 @@ class StoreClient:
 
     `holds` are the holds that this process has, on any connection, by id: one is added when its call's result
     arrives, and removed by `release`. `on_passed` owns those that another client has passed to this one; `on_reclaim`
-    releases those that are not in use.
+    releases those that are not in use. With `names_takers` the store is told for whom each call is made.
     """
 
     welcome: StoreWelcome
@@ -61,8 +63,11 @@ class StoreClient:
         holds: dict[int, HeldEntry],
         on_passed: Callable[[HoldsPassed], None],
         on_reclaim: Callable[[], None],
+        *,
+        names_takers: bool,
     ) -> None:
         self._holds = holds
+        self._names_takers = names_takers
         self._on_passed = on_passed
         self._on_reclaim = on_reclaim
         self._connection = Connection(self, config, max_frame_bytes=config.max_frame_bytes)
@@ -90,12 +95,13 @@ class StoreClient:
         holds: dict[int, HeldEntry],
         on_passed: Callable[[HoldsPassed], None],
         on_reclaim: Callable[[], None],
+        names_takers: bool = False,
     ) -> StoreClient:
         """Connect and register. Raises StoreUnavailable, StartupFailed (another release), ProtocolViolation.
 
         Cancellation and errors leave no connection behind.
         """
-        client = cls(config, holds, on_passed, on_reclaim)
+        client = cls(config, holds, on_passed, on_reclaim, names_takers=names_takers)
         client.welcome = await client._registration.run(
             hello, timeout_s=config.connect_timeout_s, connecting=dial(address, client._connection)
         )
@@ -116,6 +122,8 @@ class StoreClient:
         call_id = self._num_calls
         reply = self._expect(call_id)
         try:
+            if self._names_takers:
+                self._connection.send(TakenBy(call_id, f"{TAKER.get()} ({call_site(2)})"), at_once=True)
             self._connection.send(make(call_id), at_once=True)
             while isinstance(message := await reply, Question):
                 if answer is None:

@@ -33,6 +33,10 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """whether entries may be copied between hosts by NIXL, which neither encrypts nor authenticates: auto (if the host
     has RDMA devices and TLS is not configured), on, off"""
 
+    debug_holds: bool = field(default=False, name="debug-holds")
+    """record who takes each hold on media in shared memory, and where, for finding leaks, at some
+    microseconds for each: `medialane status --store` shows the oldest, the store logs all on SIGUSR2"""
+
     def validate(self) -> None:
         check_bounds(self)
         if self.peer_listen:

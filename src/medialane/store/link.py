@@ -83,7 +83,8 @@ class StoreLink:
 
     The arena of the store stays mapped, and what is held in it stays held, until its file has been removed or a store
     with another arena is connected; `writable` for clients that send bytes. `processor` are the settings for which this
-    client wants features: a store with others refuses it. `scraped` is as in `StoreHello`.
+    client wants features: a store with others refuses it. `scraped` is as in `StoreHello`, `names_takers`
+    as in `StoreClient`.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class StoreLink:
         processor: Mapping[str, str] = MappingProxyType({}),
         writable: bool = False,
         scraped: ScrapedAs | None = None,
+        names_takers: bool = False,
     ) -> None:
         self.address = address
+        self._names_takers = names_takers
         self._rpc = rpc
         self._arena_directory = arena_directory
         self._wait_timeout_s = wait_timeout_s
@@ -326,7 +329,13 @@ class StoreLink:
             scraped=self._scraped,
         )
         client = await StoreClient.connect(
-            self.address, hello, self._rpc, holds=self._holds, on_passed=self._passed, on_reclaim=self._reclaim
+            self.address,
+            hello,
+            self._rpc,
+            holds=self._holds,
+            on_passed=self._passed,
+            on_reclaim=self._reclaim,
+            names_takers=self._names_takers,
         )
         try:
             self._use_arena(client.welcome)

@@ -295,6 +295,13 @@ class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     error: ErrorReport
 
 
+class TakenBy(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """For whom the client makes this call, which follows, and where (`--debug-holds`)."""
+
+    call_id: int
+    taker: str
+
+
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
 
@@ -330,7 +337,7 @@ Question = SendData | ImageSize
 Call = FindItem | FindEmbedding | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage
 Embedded = EmbeddingFound | NoEmbedding
 Reply = ItemFound | Embedded | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | CallFailed
-ToStore = StoreHello | Call | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
+ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)

@@ -22,6 +22,7 @@ from medialane.core.feature import Feature, Hold
 from medialane.core.hashing import digest
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.remote_entry import Copied
+from medialane.core.taker import TAKER
 from medialane.core.tensor import ArenaRange
 from medialane.observability.timeline import StageTimeline
 from medialane.peers.pulls import Pulls
@@ -64,6 +65,7 @@ from medialane.store.messages import (
     StoreRefused,
     StoreStatus,
     StoreWelcome,
+    TakenBy,
     ToStore,
     decode_to_store,
 )
@@ -115,6 +117,7 @@ class StoreSession:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._questions: dict[int, asyncio.Future[None]] = {}
         self._last_call_id = 0
+        self._taker = TakenBy(0, "")
         self.hello: StoreHello | None = None
         self._processor = ""  # the digest of its settings
         #: What the client may still read or write, and the slot whose lock shows that it lives.
@@ -136,6 +139,8 @@ class StoreSession:
     def receive_holds(self, passed: PassHolds) -> None:
         """Have this client hold entries, if they are still held: otherwise it requests the hold itself and gets the
         error."""
+        if TAKER.get():
+            TAKER.set(f"{self._name}: passed with request {passed.request_id}")
         with suppress(HandoverFailed):
             hold_ids = [self.use.hold([lease]) for lease in self._share(passed.ranges)]
             embeddings = list(self._passed_embeddings(passed.embeddings))
@@ -178,6 +183,8 @@ class StoreSession:
         match message:
             case PassHolds():
                 self._pass_holds(message)
+            case TakenBy():
+                self._taker = message
             case Proceed(call_id):
                 self._proceed(call_id)
             case Cancel(call_id):
@@ -190,6 +197,12 @@ class StoreSession:
                 self._reclaimed.set()
             case StorePing():
                 self.connection.send(self._status())
+
+    @property
+    def _name(self) -> str:
+        """Of this client, for the record of holds."""
+        hello = self.hello
+        return "" if hello is None else f"{hello.scraped or 'client'} {hello.client_id[:8]}"
 
     def _proceed(self, call_id: int) -> None:
         question = self._questions.pop(call_id, None)
@@ -217,6 +230,8 @@ class StoreSession:
         if call.call_id <= self._last_call_id:
             raise ProtocolViolation(f"call {call.call_id} after call {self._last_call_id}")
         self._last_call_id = call.call_id
+        if self._taker.call_id == call.call_id:
+            TAKER.set(f"{self._name}: {type(call).__name__} for {self._taker.taker}")
         if isinstance(call, FindItem | FindEmbedding | PullEntries | PublishImage):
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._tasks[call.call_id] = task

@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -21,6 +22,7 @@ from medialane.cli.store import nixl_mover, published_images
 from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.config import Config, load_config
 from medialane.core.errors import StartupFailed
+from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.media import MediaConfig
@@ -31,6 +33,7 @@ from medialane.store import PublishedImages, StoreLink
 from medialane.store.config import StoreConfig
 from medialane.store.messages import FindItem
 from medialane.testing.fake_nixl import FakeMetadata
+from medialane.testing.sample_images import sample_jpeg
 from medialane.wire.config import RpcConfig
 from nixl_hosts import FAKE
 from published import published_url
@@ -82,6 +85,38 @@ async def test_store_that_hangs_does_not_answer(address, capsys):
         assert await status(address) == 2
     os.unlink(path)
     assert "the media store did not respond within 3 s" in capsys.readouterr().err
+
+
+async def test_recorded_holds_are_shown_and_logged(config, address, capsys, caplog):
+    settings = {**SETTINGS, "arena-directory": config.arena.directory, "debug-holds": "true", "stage": "url"}
+    config = load_config(settings, environ={})
+    serving = asyncio.create_task(store.serve(config, "model", [], address))
+    link = StoreLink(
+        address, rpc=RpcConfig(), arena_directory=config.arena.directory, wait_timeout_s=5, writable=True,
+        names_takers=True, scraped="gateway",
+    )  # fmt: skip
+    running = asyncio.create_task(link.run())
+    try:
+        await asyncio.wait_for(link.ready(), 30)
+        await _upload(link, sample_jpeg(1, 64, 64))
+        assert await status(address) == 0
+        shown = capsys.readouterr().out
+        assert re.search(r"held for \d\.\d s: published encoded entry at \d+ .*: gateway .*: FindItem for ", shown)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        await eventually(lambda: "1 holds on entries of the arena, the oldest first" in caplog.text)
+        assert "published encoded entry" in caplog.text
+    finally:
+        running.cancel()
+        serving.cancel()
+        await asyncio.wait([running, serving])
+
+
+async def _upload(link, data):
+    async def write(question):
+        link.payload(question.range)[: len(data)] = data
+
+    ref = MediaRef("image", "image", content=content_hash(data))
+    await link.call(lambda call_id: FindItem(call_id, ref, "encoded", b"{}", len(data)), write)
 
 
 async def test_clients_connect_and_map_the_arena_while_the_processor_is_loaded(config, address, monkeypatch, capsys):

@@ -10,6 +10,7 @@ import pytest
 from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
 from medialane.core.errors import ArenaFull, HandoverFailed, ProtocolViolation, StartupFailed, StoreUnavailable
+from medialane.core.taker import TAKER
 from medialane.store.client import StoreClient
 from medialane.store.holds import StoreEntries
 from medialane.store.messages import FindItem, HeldEntry, ItemFound, Release, StoreHello
@@ -272,3 +273,16 @@ async def test_store_with_a_gateway_is_exposed_by_that_alone(world):
     assert await worker.entries.exposed_stats() is not None
     await world.server.close()
     assert await worker.entries.exposed_stats() is None
+
+
+async def test_recorded_hold_names_its_client_its_request_and_the_code_that_took_it(world):
+    holds = world.arena.record_holds()
+    gateway = await world.client(names_takers=True, scraped="gateway")
+    TAKER.set("request 1")
+    hold_id = await gateway.find("a")
+    (record,) = holds.records(10)
+    assert record.taker.startswith(f"gateway {gateway.link.client_id[:8]}: FindItem for request 1 (")
+    assert "link.py" in record.taker
+    assert record.age_s < 10
+    gateway.release(hold_id)
+    await eventually(lambda: not holds.records(10))
