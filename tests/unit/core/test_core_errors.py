@@ -65,7 +65,7 @@ def test_status_is_one_that_vllm_knows(cls):
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_kind_and_status_agree(cls):
-    assert (cls.kind in ("invalid_request_error", "permission_error")) == (400 <= cls.status < 500)
+    assert (cls.kind in ("invalid_request_error", "permission_error", "rate_limit_error")) == (400 <= cls.status < 500)
 
 
 @pytest.mark.parametrize("cls", tree(Unavailable), ids=lambda cls: cls.__name__)
