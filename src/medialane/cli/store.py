@@ -38,6 +38,7 @@ from medialane.core.process.stop import stopped_by_signals
 from medialane.core.process.title import WARM, has_title
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
+from medialane.core.tasks import first_of
 from medialane.core.watched_task import WatchedTask
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
@@ -113,7 +114,10 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], address: s
                 logger.warning("this model takes no media: it needs no media store")
                 return NOT_NEEDED
             await stop.asked.wait()
-            if config.arena.keep and not store.is_damaged:
+            if not store.is_damaged:
+                await first_of(store.drain(), stop.at_once.wait(), asyncio.sleep(config.stop.drain_timeout_s))
+            # `serve` starts the next store, or removes the arena when it ends itself.
+            if (config.arena.keep or serve_lock(address)) and not store.is_damaged:
                 await leave()  # first: what ends from here on changes nothing in the file, as clients may still write
     return int(store.is_damaged)  # then the next one begins with a new arena
 
@@ -221,6 +225,10 @@ class _Store:
         enter_phase(READY)
         logger.info("the media store is ready")
         return True
+
+    async def drain(self) -> None:
+        """Let the calls that are being answered end."""
+        await self._server.drain()
 
     def _damaged(self) -> None:
         self.is_damaged = True
@@ -369,6 +377,8 @@ async def _arena(config: Config, lineage: Lineage, address: str) -> AsyncIterato
         stop.set()
         await asyncio.wait([prefault])
         arena.leave()
+        if not config.arena.keep:
+            return
         size = format_bytes(config.arena.size_bytes)
         print(f"arena kept: {arena.path}, {size}; remove it with: rm {arena.path}", file=sys.stderr, flush=True)
 

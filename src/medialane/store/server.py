@@ -89,6 +89,13 @@ class StoreServer:
             if session.hello is not None:
                 session.beat()
 
+    async def drain(self) -> None:
+        """Wait until the calls that are being answered now have ended. Clients make later ones again at the next store,
+        if this one is closed before."""
+        if tasks := [task for session in self._sessions for task in session.tasks]:
+            logger.info("draining: %d calls are being answered", len(tasks))
+            await asyncio.wait(tasks)
+
     async def close(self) -> None:
         """Stop listening and close all connections. Idempotent."""
         if self._listener is not None:

@@ -146,6 +146,11 @@ class StoreSession:
             embeddings = list(self._passed_embeddings(passed.embeddings))
             self.connection.send(HoldsPassed(passed.request_id, passed.ranges, hold_ids, embeddings), at_once=True)
 
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Those of the calls that are being answered."""
+        return list(self._tasks.values())
+
     async def reclaim(self) -> None:
         """Have the client release what it does not use, and wait until it has, or is lost."""
         self._reclaimed.clear()
