@@ -124,6 +124,20 @@ async def test_cancelled_call_leaves_no_hold(world):
     await eventually(lambda: world.arena.stats().num_leases == 0 and not client.link.num_held)
 
 
+async def test_draining_store_waits_for_the_calls_that_run_then(world):
+    client = await world.client()
+    world.items.gate = asyncio.Event()
+    finding = asyncio.create_task(client.find("a"))
+    await asyncio.sleep(0.05)  # time: the call reaches the store
+    draining = asyncio.create_task(world.server.drain())
+    await asyncio.sleep(0.05)  # time: it would have ended
+    assert not draining.done()
+    world.items.gate.set()
+    await draining
+    client.release(await finding)
+    await world.server.drain()  # at once
+
+
 async def upload(client: Client, write) -> ItemFound:
     return await client.link.call(
         lambda call_id: FindItem(call_id, reference("u"), "processed", num_bytes=ITEM_BYTES), write
