@@ -195,7 +195,8 @@ class MixedLoad:
         body = chat(part, text("Tell everything."), max_tokens=2000, stream=True, ignore_eos=True)
         with suppress(aiohttp.ClientError):
             async with self.client.opened(body) as response:
-                self.counts[f"hoarded {response.status}"] += 1
+                is_held = response.status == 200
+                self.counts["hoarded" if is_held else (await response.json())["error"]["code"]] += 1
                 async for _ in response.content:
                     pass
 

@@ -96,11 +96,11 @@ OTHERS = (
 )
 #: Requests that hold more media than the arena has room for, for a while.
 HOARD = Action("hoard", "arena", frozenset({"arena_full", "media_overloaded"}), 2.0, 6.0, weight=8)
-FULL_DISK = Action("fill", "log folder", NOTHING, 1.0, 6.0)
+FULL_DISK = Action("fill", "log folder", NOTHING, 1.0, 6.0, weight=6)
 CUT_LINK = Action("cut", "link", NOTHING, 0.1, 5.0, weight=2, loses_worker=True)
 
 #: Seconds between two injections. Most have ended before the next, some have not.
-_LEAST_S, _MOST_S = 0.3, 6.0
+_LEAST_S, _MOST_S = 0.3, 4.0
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from scenario import CUTS, KILLS, MALFORMED, OTHERS, STOPS, Scenario
 
 pytestmark = [pytest.mark.vllm, pytest.mark.whole]
 
-SEEDS = (1, 2)
-SECONDS = 60.0
+SEEDS = (4, 28)
+SECONDS = 45.0
 ACTIONS = (*KILLS, *STOPS, *CUTS, *MALFORMED, *OTHERS)
 #: Restarts included.
 ENDED_S = 60.0
