@@ -49,6 +49,7 @@ OBSTACLES = {
     "trace_decode_token_ids": "the replay of a trace",
     "extra_args": "an extra argument of the engine (vllm_xargs)",
 }
+_DEFAULTS = SamplingParams()
 
 
 class Continuations:
@@ -81,7 +82,7 @@ class ContinuableAnswer:
         if self._common.obstacle:
             return self._common.obstacle
         for name, obstacle in OBSTACLES.items():
-            if getattr(params, name) not in (None, 0, [], {}):
+            if getattr(params, name) != getattr(_DEFAULTS, name):
                 return obstacle
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             return "a stream of cumulative outputs"
