@@ -79,15 +79,19 @@ def source_prompt(stage, decoder):
     return SourcePrompt(decoder, (item,), stage=stage, encoder_token_ids=[])
 
 
+def sent(stage, renderer, decoder, processed):
+    """The prompt and the tensors of its item."""
+    if stage == "features":
+        return features_prompt(renderer, processed, decoder), processed.buffers
+    data = wave_bytes(SAMPLES, RATE) if stage == "url" else SAMPLES.tobytes()
+    return source_prompt(stage, decoder), [memoryview(data)]
+
+
 @pytest.mark.parametrize("stage", ["features", "decoded", "url"])
 async def test_engine_gets_both_prompts_and_the_item_of_vllms_renderer(
     stage, renderer, reader, decoder, processed, by_vllm
 ):
-    if stage == "features":
-        prompt, tensors = features_prompt(renderer, processed, decoder), processed.buffers
-    else:
-        data = wave_bytes(SAMPLES, RATE) if stage == "url" else SAMPLES.tobytes()
-        prompt, tensors = source_prompt(stage, decoder), [memoryview(data)]
+    prompt, tensors = sent(stage, renderer, decoder, processed)
     found = await reader.engine_input(EngineRequest("r", prompt, b""), [tensors])
     assert (found["type"], by_vllm["type"]) == ("enc_dec", "enc_dec")
     for part in ("encoder_prompt", "decoder_prompt"):
@@ -99,6 +103,17 @@ async def test_engine_gets_both_prompts_and_the_item_of_vllms_renderer(
     assert item.keys() == wanted.keys()
     for name, elem in item.items():
         assert torch.equal(elem.data, wanted[name].data), name
+
+
+@pytest.mark.parametrize("stage", ["features", "decoded", "url"])
+async def test_what_was_generated_elsewhere_follows_the_decoders_prompt(
+    stage, renderer, reader, decoder, processed, by_vllm
+):
+    prompt, tensors = sent(stage, renderer, decoder, processed)
+    found = await reader.engine_input(EngineRequest("r", prompt, b"", generated=[7, 8]), [tensors])
+    assert found["encoder_prompt"]["prompt_token_ids"] == by_vllm["encoder_prompt"]["prompt_token_ids"]
+    assert found["decoder_prompt"]["prompt_token_ids"] == [*by_vllm["decoder_prompt"]["prompt_token_ids"], 7, 8]
+    assert prompt.token_ids == decoder
 
 
 def test_placeholder_in_the_encoders_prompt_is_not_one_of_the_prompt_that_is_continued(by_vllm):

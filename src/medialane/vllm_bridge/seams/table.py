@@ -401,7 +401,7 @@ GROUPS: tuple[Group, ...] = (
         module="seams.detokenizer",
         processes=("gateway",),
         without="an answer ends with its worker",
-        tests=("tests/contract/test_continued_text.py",),
+        tests=("tests/contract/test_continued_text.py", "tests/contract/test_vllm_engine_continuation.py"),
         seams=_seams("""
             call vllm.v1.engine:EngineCoreRequest(request_id, prompt_token_ids, mm_features, sampling_params,
                 pooling_params, arrival_time, lora_request, cache_salt, data_parallel_rank)
