@@ -5,6 +5,7 @@ from contextlib import aclosing
 from itertools import count
 
 import pytest
+import pytest_asyncio
 from prompt_maker import PromptMaker, bytes_of, encoded, encoded_item, pixels
 from vllm.sampling_params import SamplingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -108,7 +109,7 @@ def answers(vllm_engine, renderer):
     return Answers(vllm_engine, renderer)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def plain_text(answers, text):
     """The greedy answer without any limits of its own: its completions."""
     choices, _ = await answers.undisturbed(text, encoded(max_tokens=16))
@@ -168,8 +169,11 @@ async def test_least_number_of_tokens(answers, text, plain_text):
 
 
 async def test_repetition_penalty(answers, text, plain_text):
-    choices = await answers.check_every_seam(text, max_tokens=12, repetition_penalty=1.8)
-    assert tokens(choices[0]) != tokens(plain_text)[:12]
+    """It counts tokens of the prompt, too. Of so few tokens, those repeat that are most likely."""
+    few = {"max_tokens": 8, "allowed_token_ids": tokens(plain_text)[:4]}
+    unpenalized, _ = await answers.undisturbed(text, encoded(**few))
+    choices = await answers.check_every_seam(text, repetition_penalty=1.8, **few)
+    assert tokens(choices[0]) != tokens(unpenalized[0])
 
 
 async def test_each_of_several_choices(answers, text):

@@ -15,6 +15,7 @@ prompt. What it has not sent then is what the client has not had.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm.renderers import BaseRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from medialane.core.request import CompletionDelta, Logprobs, TokenLogprob
-from medialane.vllm_bridge.seams.detokenizer import CompletionText, decoded_tokens
+from medialane.vllm_bridge.seams.detokenizer import CompletionText, TokenTexts
 
 #: Delivered tokens with which a detokenizer is fed, if their text is longer than stop strings; and those before them,
 #: its prompt.
@@ -56,7 +57,7 @@ class Continuations:
     """What the continuations of one front end have in common. Making one for each request costs nothing."""
 
     def __init__(self, config: VllmConfig, renderer: BaseRenderer, encode: Callable[[SamplingParams], bytes]) -> None:
-        self.renderer = renderer
+        self._renderer = renderer
         self.encode = encode
         self.has_watermark = config.watermark_config is not None
         self.obstacle = ""
@@ -64,6 +65,11 @@ class Continuations:
             self.obstacle = "a model that generates by diffusion"
         elif config.model_config.logits_processors or entry_points(group="vllm.logits_processors"):
             self.obstacle = "a custom logits processor"  # it may have state
+
+    @cached_property
+    def token_texts(self) -> TokenTexts | None:
+        tokenizer = self._renderer.tokenizer
+        return None if tokenizer is None else TokenTexts(tokenizer)
 
 
 class ContinuableAnswer:
@@ -98,7 +104,7 @@ class ContinuableAnswer:
         common, params = self._common, self._params
         return RestOfCompletion(
             params,
-            common.renderer.tokenizer if params.detokenize else None,
+            common.token_texts if params.detokenize else None,
             self.prompt_token_ids,
             token_ids,
             index=index,
@@ -113,7 +119,7 @@ class RestOfCompletion:
     def __init__(
         self,
         params: SamplingParams,
-        tokenizer: Any,
+        token_texts: TokenTexts | None,
         prompt_token_ids: Sequence[int],
         token_ids: Sequence[int],
         *,
@@ -122,11 +128,12 @@ class RestOfCompletion:
         encode: Callable[[SamplingParams], bytes],
     ) -> None:
         self._index = index
-        self._tokenizer = tokenizer
+        self._token_texts = token_texts
         #: None if no log probabilities are wanted.
         self._sum = None if params.num_logprobs is None else cumulative_logprob or 0.0
         self._preceding = list(token_ids[-_NUM_PRECEDING:])
         self._is_complete = params.max_tokens is not None and len(token_ids) >= params.max_tokens
+        tokenizer = None if token_texts is None else token_texts.tokenizer
         self._text = _text_after(params, tokenizer, prompt_token_ids, token_ids)
         self.sampling_params = encode(_params_after(params, len(token_ids), index))
 
@@ -161,9 +168,9 @@ class RestOfCompletion:
         return restored
 
     def _with_text(self, candidates: Sequence[TokenLogprob]) -> list[TokenLogprob]:
-        if self._tokenizer is None:
+        if self._token_texts is None:
             return list(candidates)
-        texts = decoded_tokens(self._tokenizer, [each.token_id for each in candidates], self._preceding)
+        texts = self._token_texts.of([each.token_id for each in candidates], self._preceding)
         return [
             TokenLogprob(each.token_id, each.logprob, each.rank, text)
             for each, text in zip(candidates, texts, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -42,16 +41,27 @@ class CompletionText:
         return str(self.detokenizer.get_next_output_text(is_last, True))
 
 
-def decoded_tokens(tokenizer: Any, token_ids: list[int], preceding: Sequence[int]) -> list[str]:
-    """Return the text of each of these candidates for a position, behind the tokens `preceding` it (four at most are
-    considered): of a token that completes a character, the character."""
-    texts = convert_ids_list_to_tokens(tokenizer, token_ids)
-    processor = LogprobsProcessor(
-        tokenizer=tokenizer,
-        logprobs=None,
-        prompt_logprobs=None,
-        cumulative_logprob=None,
-        num_logprobs=None,
-        num_prompt_logprobs=None,
-    )
-    return list(processor._verify_tokens(texts, token_ids, list(preceding)))
+class TokenTexts:
+    """The text of single tokens, as vLLM has it in log probabilities."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        #: Decoding one takes 20 us or more, of which each position has as many as the client wants.
+        self.texts: dict[int, str] = {}
+        self.processor = LogprobsProcessor(
+            tokenizer=tokenizer,
+            logprobs=None,
+            prompt_logprobs=None,
+            cumulative_logprob=None,
+            num_logprobs=None,
+            num_prompt_logprobs=None,
+        )
+
+    def of(self, token_ids: list[int], preceding: list[int]) -> list[str]:
+        """Return the text of each of these candidates for a position behind the tokens `preceding` it, of which vLLM
+        considers four: a token that completes a character has the character."""
+        for token_id in token_ids:
+            if token_id not in self.texts:
+                (self.texts[token_id],) = convert_ids_list_to_tokens(self.tokenizer, [token_id])
+        texts = [self.texts[token_id] for token_id in token_ids]
+        return list(self.processor._verify_tokens(texts, token_ids, preceding))
