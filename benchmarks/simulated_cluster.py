@@ -304,7 +304,7 @@ class _Gateway:
         expectation = self.limit.expect(arrived_s)
         if self._cluster.ttft_limit_s:
             try:
-                expectation.judge_route(routed.estimate())
+                routed.queued_ms = expectation.judge_route(routed.estimate())
             except TtftLimitExceeded:
                 self._cluster.refused(turn, arrived_s)
                 routed.release()

@@ -228,7 +228,8 @@ class Gateway:
             call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
             call = call if ticket is None else call._replace(ticket=ticket)
             if (expectation := self._expectation(scope)) is not None:
-                expectation.judge_route(call.route.routed.estimate())
+                routed = call.route.routed
+                routed.queued_ms = expectation.judge_route(routed.estimate())
             async with aclosing(self._generation.answer(call)) as deltas:
                 async for delta in deltas:
                     yield delta

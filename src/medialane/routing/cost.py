@@ -103,6 +103,11 @@ class SlotCost(NamedTuple):
     num_to_load: int
     parts: CostParts
 
+    @property
+    def work_ms(self) -> float:
+        """The engine's time."""
+        return self.parts.prefill + self.parts.encoder + self.parts.load
+
 
 class EngineWork(NamedTuple):
     """What the first token of a request waits for at a slot whose engine is of this `kind`, in the milliseconds of

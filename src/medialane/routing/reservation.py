@@ -34,10 +34,11 @@ class SlotState:
     caches: EncoderCaches
     predictions: PredictionMonitor
 
-    def reserve(self, slot: Slot, request: RoutingRequest, terms: SlotCost, *, is_reported: bool) -> Reservation:
-        """Count a request at a slot, which must not have left. `is_reported`: its cached prefix there was reported by
-        the worker, not inferred from requests in flight."""
-        work_ms = terms.parts.prefill + terms.parts.encoder + terms.parts.load
+    def reserve(
+        self, slot: Slot, request: RoutingRequest, terms: SlotCost, *, is_reported: bool, work_ms: float
+    ) -> Reservation:
+        """Count a request of `work_ms` at a slot, which must not have left. `is_reported`: its cached prefix there was
+        reported by the worker, not inferred from requests in flight."""
         block_size, block_ids = request.blocks_at(slot.card)
         expected = self.predictions.sent(
             slot.number,

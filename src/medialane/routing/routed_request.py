@@ -42,7 +42,9 @@ class RouterState:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
 
-    def begin(self, scoring_input: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool) -> SentRequest:
+    def begin(
+        self, scoring_input: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool, queued_ms: float | None
+    ) -> SentRequest:
         """Record a choice, and count the request at its slot."""
         request = scoring_input.request
         terms, decision, record = self.record(scoring_input, choice, slot, is_sent=is_sent)
@@ -50,7 +52,9 @@ class RouterState:
             self.sessions[request.session_id] = slot.place
         if not self.slots.slots.is_current(slot):
             return SentRequest(decision, record, None)
-        return SentRequest(decision, record, self.slots.reserve(slot, request, terms, is_reported=choice.is_reported))
+        work_ms = terms.work_ms if queued_ms is None else queued_ms
+        reservation = self.slots.reserve(slot, request, terms, is_reported=choice.is_reported, work_ms=work_ms)
+        return SentRequest(decision, record, reservation)
 
     def record(
         self, scoring_input: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool
@@ -89,6 +93,8 @@ class RoutedRequest:
         self._is_sent = self._is_released = False
         #: What `estimate` has returned.
         self.work: EngineWork | None = None
+        #: The time that the request takes in its slot's queue, if that is known better than by the router's rates (ms).
+        self.queued_ms: float | None = None
 
     @property
     def decision(self) -> RoutingDecision:
@@ -113,7 +119,7 @@ class RoutedRequest:
         """Record the choice and count the request at its slot, the first time, which returns True. With `is_sent` False
         it is about to be sent: call this again once it was."""
         if self._pending is not None:
-            self._sent = self._state.begin(*self._pending, is_sent=is_sent)
+            self._sent = self._state.begin(*self._pending, is_sent=is_sent, queued_ms=self.queued_ms)
             self._pending, self._is_sent = None, is_sent
             self._state.places.take(self)
             return True

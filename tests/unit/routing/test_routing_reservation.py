@@ -39,7 +39,7 @@ class World:
     def reserve(self):
         items = encoder_items(REQUEST.media)
         terms = self.costs.terms(ScoringInput(REQUEST, items, (0,), 1, None), self.slot, 0)
-        return self.state.reserve(self.slot, REQUEST, terms, is_reported=False)
+        return self.state.reserve(self.slot, REQUEST, terms, is_reported=False, work_ms=terms.work_ms)
 
     def taken(self):
         """In flight, queued, pending blocks, holders of the item."""

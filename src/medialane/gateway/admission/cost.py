@@ -51,6 +51,8 @@ class Cost(msgspec.Struct, frozen=True):
 
 #: The router's estimate of a queue, as a sample of which the same rate is assumed as of requests' own work.
 _QUEUE_PRIOR_MS: Final = 100.0
+#: Queues are learned from those that take at least so many times as long as the request itself.
+_DEEP: Final = 4.0
 
 
 class EngineFit:
@@ -86,6 +88,10 @@ class EngineFit:
         prefill_ms = request * work.request_ms + prefill * work.prefill_ms
         return Cost(0.0, encoder * work.encoder_ms, prefill_ms, self.agreement.is_certain)
 
+    def queued_ms(self, work: EngineWork) -> float:
+        """Return what a request adds to its worker's queue, in ms as assumed by the router."""
+        return self.cost(work).engine_ms / self._own.scale
+
     def wait_ms(self, work: EngineWork) -> float:
         queue_ms = self.queue_rate * work.queue_ms
         return max(queue_ms, work.ends * self.sequence_ms) if work.ends else queue_ms
@@ -99,7 +105,8 @@ class EngineFit:
             # While little is known, the wait is a share of the measured time.
             share = own_ms / (own_ms + wait_ms) if self._own.num_samples < ENOUGH else 1.0
             self._own.learn(_own_parts(work), share * measured_ms if share < 1 else max(measured_ms - wait_ms, 0.0))
-        if queue_ms > own_ms and queue_ms >= wait_ms:
+        # A short queue is mostly a request that is being computed, of which a part is done.
+        if queue_ms > _DEEP * own_ms and queue_ms >= wait_ms:
             self._queue.learn(clipped(max(measured_ms - own_ms, 0.0), queue_ms), work.queue_ms)
 
     def ended(self, seconds: float) -> None:

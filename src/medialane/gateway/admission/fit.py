@@ -16,9 +16,8 @@ ENOUGH: Final = 20
 #: A sample agrees with what was expected if it differs by at most this share of itself, or this many ms: noise.
 _TOLERANCE: Final = 0.3
 _NOISE_MS: Final = 5.0
-#: A fit becomes certain when this share of the last samples agreed with what it expected, and uncertain below the
-#: second one. Weight of the newest sample in that share.
-_CERTAIN, _UNCERTAIN = 0.7, 0.4
+#: A fit is certain once this share of the last samples agreed with what it expected. Weight of the newest sample in it.
+_CERTAIN: Final = 0.7
 _NEWEST: Final = 0.05
 #: Once there are enough samples, one counts as at most so many times as long, or short, as was expected.
 _MOST: Final = 4.0
@@ -31,7 +30,8 @@ _STRIDE: Final = 4
 
 
 class Agreement:
-    """Whether enough of the last times were as expected."""
+    """Whether enough of the last times were as expected, once. If they no longer are, under overload, that is no time
+    to admit everything: what has changed is learned."""
 
     def __init__(self) -> None:
         self.num_samples = 0
@@ -43,7 +43,7 @@ class Agreement:
         agrees = abs(measured_ms - expected_ms) <= _TOLERANCE * measured_ms + _NOISE_MS
         self._share += _NEWEST * (agrees - self._share)
         share = self._share / (1 - (1 - _NEWEST) ** self.num_samples)
-        self.is_certain = self.num_samples >= ENOUGH and share >= (_UNCERTAIN if self.is_certain else _CERTAIN)
+        self.is_certain |= self.num_samples >= ENOUGH and share >= _CERTAIN
 
 
 class RateFit:

@@ -10,8 +10,8 @@ have been prepared:
 
 What is not certain counts as nothing (`fit.RateFit`), so a model that has not been learned refuses nothing. One that
 has been learned may still be wrong. So waits are multiplied by a factor that is raised when an admitted request breaks
-its limit, at most once for all that were admitted before, and is lowered a little by each one that keeps it. And if
-everything is refused, nothing is learned: then one request is admitted from time to time.
+its limit, at most once for all that were admitted before, and is lowered a little by each one that keeps it closely.
+And if everything is refused, nothing is learned: then one request is admitted from time to time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from medialane.observability.metrics import Metrics
     from medialane.routing import EngineWork
 
-#: The factor's largest value, by what it is raised and lowered.
+#: The factor's first and largest value, by what it is raised and lowered.
+_FIRST_FACTOR: Final = 1.25
 _MAX_FACTOR: Final = 4.0
-_RAISED: Final = 1.1
+_LEAST_RAISE, _MOST_RAISE = 1.1, 1.5
 _LOWERED: Final = 0.001
-#: A limit counts as broken beyond this multiple of it: the rest is noise.
-_BROKEN: Final = 1.0
+#: Of the limit, how late a request must be expected for it to say something about the factor.
+_NEAR: Final = 0.5
 #: If nothing was learned of an engine or preparer for so long, one request is admitted to learn from it.
 _PROBE_S: Final = 2.0
 #: Name of all engines together, in `TtftLimit.is_probe`.
@@ -64,7 +65,7 @@ class TtftLimit:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.forecast = forecast
-        self.factor = 1.0
+        self.factor = _FIRST_FACTOR
         self.clock = clock
         self._limit_ms = limit_s * 1000
         self._metrics = metrics
@@ -83,7 +84,7 @@ class TtftLimit:
         if own_ms > limit_ms:
             message = f"the request takes {own_ms / 1000:.2f} s until its first token, longer than its limit"
             return TtftLimitExceeded(message, retry_after_s=MAX_RETRY_AFTER_S)
-        retry_after_s = self._promise(expected_ms - limit_ms, own_ms)
+        retry_after_s = self._promise((expected_ms - limit_ms) / self.factor, own_ms)
         message = f"the first token is expected after {expected_ms / 1000:.2f} s, later than {limit_ms / 1000:g} s"
         return TtftLimitExceeded(message, retry_after_s=retry_after_s)
 
@@ -105,11 +106,13 @@ class TtftLimit:
         self._metrics.observe_ttft(expectation.expected_ms / 1000, measured_ms / 1000)
         if not expectation.limit_ms:
             return
-        if measured_ms <= _BROKEN * expectation.limit_ms:
-            self.factor = max(1.0, self.factor - _LOWERED)
+        if measured_ms <= expectation.limit_ms:
+            if expectation.expected_ms > _NEAR * expectation.limit_ms:  # others would have kept it anyway
+                self.factor = max(1.0, self.factor - _LOWERED)
         elif expectation.judged_at > self._raised_at:
             self._raised_at = self.clock()
-            self.factor = min(_MAX_FACTOR, self.factor * _RAISED)
+            by = min(max(measured_ms / expectation.limit_ms, _LEAST_RAISE), _MOST_RAISE)
+            self.factor = min(_MAX_FACTOR, self.factor * by)
 
     def _promise(self, excess_ms: float, own_ms: float) -> int:
         """Return the Retry-After of a refused request: when the waits have gone down by `excess_ms`, and the requests
@@ -155,14 +158,16 @@ class TtftExpectation:
         self._judge(wait_ms, cost.prepare_ms + (cost.engine_ms if cost.is_certain else 0.0), item.modality)
         forecast.sent_to_preparer(preparing_ms)
 
-    def judge_route(self, work: EngineWork) -> None:
-        """Judge a request whose worker is chosen; not one whose media have been prepared for it."""
+    def judge_route(self, work: EngineWork) -> float:
+        """Judge a request whose worker is chosen; not one whose media have been prepared for it. Return what it adds to
+        the worker's queue, in ms as assumed by the router."""
         engine = self._limit.forecast.engine(work.kind)
         cost, wait_ms = engine.cost(work), engine.wait_ms(work)
         if self._items or not cost.is_certain:
             self._expect(wait_ms, cost.engine_ms)
         else:
             self._judge(wait_ms, cost.engine_ms, work.kind)
+        return engine.queued_ms(work)
 
     def prepared(self, item: NewItem, seconds: float) -> None:
         """Learn from an item's time in a preparer."""
