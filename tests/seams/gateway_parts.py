@@ -93,12 +93,6 @@ class Uncounted:
     async def add(self, ref: MediaRef, width: int, height: int) -> None:
         """Count nothing."""
 
-    def missing(self, ref: MediaRef, *, file_bytes: int) -> None:
-        """Refuse nothing."""
-
-    def prepared(self, ref: MediaRef, seconds: float, *, file_bytes: int) -> None:
-        """Learn nothing."""
-
 
 UNCOUNTED = Uncounted()
 

@@ -85,12 +85,6 @@ class Budget:
         self.max_pixels = max_pixels
         self.counted = {}
 
-    def missing(self, ref, *, file_bytes):
-        """Refuse nothing."""
-
-    def prepared(self, ref, seconds, *, file_bytes):
-        """Learn nothing."""
-
     def has_counted(self, ref):
         return ref.param in self.counted
 
