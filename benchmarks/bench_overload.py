@@ -43,18 +43,25 @@ NUM_WORKERS = 4
 #: A text takes an engine 0.1 s, a new image 0.3 s, a known one 0.1 s; steps are short beside the limit.
 WORKER = (
     *("--simulated-workers", str(NUM_WORKERS), "--simulated-step-ms", "5", "--simulated-prefill-token-ms", "1"),
-    *("--simulated-prefill-pair-ns", "0", "--simulated-embedding-ms", "4", "--simulated-max-num-batched-tokens", "256"),
+    *(
+        "--simulated-prefill-pair-ns",
+        "0",
+        "--simulated-embedding-ms",
+        "16",
+        "--simulated-max-num-batched-tokens",
+        "256",
+    ),
 )
 CAPS = "--simulated-max-num-queued-tokens"
 NO_CONTROL, VLLM_CAPS, TTFT_LIMIT = "no control", "vLLM's caps", "TTFT limit"
 
 POISSON, STEP = "Poisson", "step"
 LOADS = (0.5, 1.0, 2.0, 3.0, 5.0)
-LOADS_OF_SEVERAL = (1.0, 3.0, 5.0)
+FEWER_LOADS = (1.0, 3.0, 5.0)
 QUICK_LOADS = (1.0, 3.0)
 NUM_GATEWAYS = 4
 #: Arrivals of the first seconds are not counted: queues are not full yet.
-WARM_S, COUNTED_S = 3.0, 7.0
+WARM_S, COUNTED_S = 2.0, 7.0
 QUICK_WARM_S, QUICK_COUNTED_S = 2.0, 3.0
 CAPACITY_S = 5.0
 CLIENTS_PER_WORKER = 6
@@ -155,7 +162,7 @@ async def _run(options: Options) -> Report:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="medialane-bench-", dir="/tmp")))
         session = await stack.enter_async_context(_session())
         clients = Clients(session, Bodies(model))
-        async with host_store(model, folder, ("--preparers", "1")) as host:
+        async with host_store(model, folder, ("--preparers", "2")) as host:
             bench = Bench(host, clients, options.quick)
             await _uncontrolled(bench, session)
             for number in (1,) if options.quick else (1, NUM_GATEWAYS):
@@ -177,9 +184,9 @@ async def _uncontrolled(bench: Bench, session: aiohttp.ClientSession) -> None:
             if settings:
                 worker.restart(settings)
                 await _until_ready(session, setup.urls)
-            await bench.measure(mode, first, QUICK_LOADS if bench.quick else LOADS)
+            await bench.measure(mode, first, QUICK_LOADS if bench.quick else FEWER_LOADS)
             if number > 1:
-                await bench.measure(mode, setup, LOADS_OF_SEVERAL)
+                await bench.measure(mode, setup, JUDGED_LOADS)
             if mode == NO_CONTROL and not bench.quick:
                 await bench.measure_tenants(mode, first)
 
@@ -200,7 +207,7 @@ async def _controlled(bench: Bench, session: aiohttp.ClientSession, number: int)
         # Refuses nothing until it has learned.
         learned = Flow(MIX, steadily(0.7 * bench.capacity), setup.key)
         await bench.clients.send(setup.urls, [learned], warm_s=0, seconds=bench.warm_s + bench.counted_s)
-        loads = QUICK_LOADS if bench.quick else LOADS if number == 1 else LOADS_OF_SEVERAL
+        loads = QUICK_LOADS if bench.quick else LOADS if number == 1 else FEWER_LOADS
         await bench.measure(TTFT_LIMIT, setup, loads)
         await bench.measure_tenants(TTFT_LIMIT, setup)
 

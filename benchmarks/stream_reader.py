@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class _Event(msgspec.Struct):
 
 
 _EVENTS = msgspec.json.Decoder(_Event)
+_TOTAL = re.compile(r"total;dur=([\d.]+)")
 _JSON = {"content-type": "application/json"}
 
 
@@ -51,7 +53,8 @@ class Stream:
     num_prompt_tokens: int = 0
     began_s: float = 0.0
     ended_s: float = 0.0
-    retry_after: str = ""
+    #: From the request's header to the response's at the gateway, by its Server-Timing.
+    gateway_s: float = 0.0
 
     @property
     def text(self) -> str:
@@ -70,7 +73,9 @@ class Stream:
         headers = {**_JSON, "x-request-id": request_id(self.number), **(headers or {})}
         try:
             async with session.post(f"{base_url}/chat/completions", data=body, headers=headers) as response:
-                self.status, self.retry_after = response.status, response.headers.get("retry-after", "")
+                self.status = response.status
+                if total := _TOTAL.search(response.headers.get("server-timing", "")):
+                    self.gateway_s = float(total[1]) / 1000
                 if response.status == 200:
                     await self._read_events(response)
                 else:
