@@ -62,6 +62,8 @@ NUM_GATEWAYS = 2
 NUM_CLIENTS = 16
 NUM_TEXTS, NUM_IMAGES = 24, 8
 NUM_TOKENS = 48
+#: Of a tiny real model, which has a token every few ms.
+NUM_REAL_TOKENS = 800
 #: A stream takes three quarters of a second, in which it loses a worker or two.
 WORKER = ("--simulated-step-ms", "15", "--simulated-prefill-token-ms", "0.02")
 CUT_INTERVAL_S = 0.15
@@ -111,7 +113,7 @@ class Load:
     silent: dict[str, Kind] = field(default_factory=dict)
     num_losses: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
-    #: Times of real losses, the streams that ran then, and how many of these the lost worker had.
+    #: Times of real losses, the streams that ran then, and how many of these moved.
     killed: list[tuple[float, list[Stream], int]] = field(default_factory=list)
     numbers: count[int] = field(default_factory=lambda: count(1))
 
@@ -326,7 +328,7 @@ async def _candidate(load: Load, kind: Kind, among: Sequence[Worker]) -> Worker:
 
 async def _real(model: str, folder: Path, num_losses: int) -> Load:
     """Kill one of two workers in the middle of four streams, and wait until it is back."""
-    bodies = [_body(model, number, 160) for number in range(4)]
+    bodies = [_body(model, number, NUM_REAL_TOKENS) for number in range(4)]
     async with (
         medialane_server(model, folder / "serve.log", settings=("--workers", "2")) as server,
         _session() as session,
@@ -335,22 +337,24 @@ async def _real(model: str, folder: Path, num_losses: int) -> Load:
         await load.learn(session)
         for number in range(num_losses):
             await _until_ready(session, server.base_url)
+            before = sum(await _values(session, server.base_url, "medialane_migrations_total"))
             async with asyncio.TaskGroup() as tasks:
                 for question in range(len(bodies)):
                     tasks.create_task(load.ask(session, question))
                 await load.have_tokens(10)
-                in_flight = await _values(session, server.base_url, "medialane_worker_in_flight")
-                _kill_worker(load, server.pids(), number % 2, in_flight[number % 2])
+                streams = list(load.running.values())
+                lost_s = _kill_worker(server.pids(), number % 2)
+            moved = sum(await _values(session, server.base_url, "medialane_migrations_total")) - before
+            load.num_losses[_REAL] = number + 1
+            load.killed.append((lost_s, streams, moved))
     return load
 
 
-def _kill_worker(load: Load, pids: Sequence[int], number: int, num_streams: int) -> None:
-    """Kill the worker, which has this many of the streams."""
+def _kill_worker(pids: Sequence[int], number: int) -> float:
+    """Kill the worker with this number; return when."""
     (pid,) = [pid for pid in pids if has_title(pid, f"worker {number}")]
-    now = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
-    load.num_losses[_REAL] = load.num_losses.get(_REAL, 0) + 1
-    load.killed.append((now, list(load.running.values()), num_streams))
+    return time.perf_counter()
 
 
 async def _until_ready(session: aiohttp.ClientSession, base_url: str) -> None:
@@ -361,7 +365,7 @@ async def _until_ready(session: aiohttp.ClientSession, base_url: str) -> None:
 
 
 async def _values(session: aiohttp.ClientSession, base_url: str, name: str) -> list[int]:
-    """Return the values of a metric by worker, in the order of their names."""
+    """Return the values of a metric, whatever its labels."""
     async with session.get(f"{base_url.removesuffix('/v1')}/metrics") as response:
         text = await response.text()
     return [int(float(value)) for value in re.findall(rf"^{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)]

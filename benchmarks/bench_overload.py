@@ -8,7 +8,7 @@ within the limit; the time of an admitted request without a token counts until i
 
 `no control`: a worker accepts all. `vLLM's caps`: workers refuse as vLLM with --max-num-queued-tokens, set as its
 documentation says: to the tokens that a worker prefills within the limit, as measured. `TTFT limit`:
---gateway-ttft-limit. `tenants`: a client of texts alone, and beside one whose images would take three times the
+--gateway-ttft-limit and --gateway-queue-requests. `tenants`: a client of texts alone, and beside one whose images would take three times the
 capacity. `vLLM`: one real worker of the tiny model at three times its capacity, which has no CPU to spare: reported,
 not judged.
 """
@@ -198,7 +198,7 @@ async def _controlled(bench: Bench, session: aiohttp.ClientSession, number: int)
     lines = [json.dumps({"name": name, "sha256": _sha256(key)}) for name, key in tenants.items()]
     path.write_text("\n".join(lines))
     path.chmod(0o600)
-    settings = ("--gateway-ttft-limit", str(LIMIT_S), "--keys", str(path))
+    settings = ("--gateway-ttft-limit", str(LIMIT_S), "--gateway-queue-requests", "256", "--keys", str(path))
     async with (
         _workers(bench.host, f"limited-{number}") as worker,
         _gateways(bench, session, worker, number=number, settings=settings) as setup,
