@@ -8,9 +8,9 @@ within the limit; the time of an admitted request without a token counts until i
 
 `no control`: a worker accepts all. `vLLM's caps`: workers refuse as vLLM with --max-num-queued-tokens, set as its
 documentation says: to the tokens that a worker prefills within the limit, as measured. `TTFT limit`:
---gateway-ttft-limit and --gateway-queue-requests. `tenants`: a client of texts alone, and beside one whose images would take three times the
-capacity. `vLLM`: one real worker of the tiny model at three times its capacity, which has no CPU to spare: reported,
-not judged.
+--gateway-ttft-limit and --gateway-queue-requests. `tenants`: a client of texts alone, and beside one whose images would
+take three times the capacity. `vLLM`: one real worker of the tiny model at three times its capacity, which has no CPU
+to spare: reported, not judged.
 """
 
 from __future__ import annotations

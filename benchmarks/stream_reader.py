@@ -34,7 +34,7 @@ class _Event(msgspec.Struct):
 
 
 _EVENTS = msgspec.json.Decoder(_Event)
-_TOTAL = re.compile(r"total;dur=([\d.]+)")
+_DURATION = re.compile(r"(\w+);dur=([\d.]+)")
 _JSON = {"content-type": "application/json"}
 
 
@@ -53,7 +53,7 @@ class Stream:
     num_prompt_tokens: int = 0
     began_s: float = 0.0
     ended_s: float = 0.0
-    #: From the request's header to the response's at the gateway, by its Server-Timing.
+    #: From the request's header to the response's at the gateway, by its Server-Timing, less the wait in its queue.
     gateway_s: float = 0.0
 
     @property
@@ -74,8 +74,10 @@ class Stream:
         try:
             async with session.post(f"{base_url}/chat/completions", data=body, headers=headers) as response:
                 self.status = response.status
-                if total := _TOTAL.search(response.headers.get("server-timing", "")):
-                    self.gateway_s = float(total[1]) / 1000
+                ms = {
+                    name: float(value) for name, value in _DURATION.findall(response.headers.get("server-timing", ""))
+                }
+                self.gateway_s = (ms.get("total", 0.0) - ms.get("admission", 0.0)) / 1000
                 if response.status == 200:
                     await self._read_events(response)
                 else:

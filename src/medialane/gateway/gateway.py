@@ -224,10 +224,11 @@ class Gateway:
         try:
             prepared = await self._with_embeddings(request, prepared, scope, block_ids)
             request = self._prioritized(request, scope)
+            expectation = self._expectation(scope)
             ticket = await self._ticket(request, prepared, scope, block_ids)
             call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
             call = call if ticket is None else call._replace(ticket=ticket)
-            if (expectation := self._expectation(scope)) is not None:
+            if expectation is not None:
                 routed = call.route.routed
                 routed.queued_ms = expectation.judge_route(routed.estimate())
             async with aclosing(self._generation.answer(call)) as deltas:

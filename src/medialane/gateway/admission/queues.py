@@ -55,7 +55,8 @@ class Queues:
         must wait. Raises QueueFull, QueueTimeout, unless its media have been prepared for it."""
         if (ticket := self._engines.enter()) is None:
             may_refuse = not scope.timeline.num_misses
-            request = self._queued(scope, cost_ms(), has_media=has_media, may_refuse=may_refuse)
+            own_ms = cost_ms()
+            request = self._queued(scope, own_ms, own_ms=own_ms, has_media=has_media, may_refuse=may_refuse)
             ticket = await self._admitted(self._engines, request, scope)
         scope.defer(ticket.sent)
         return ticket
@@ -73,25 +74,33 @@ class Queues:
         """Wait until the request's media may be prepared, of which this is one. Raises QueueFull, QueueTimeout."""
         item_ms = self._forecast.preparing_ms(item.modality, item.num_bytes) or _ITEM_MS
         cost_ms = item_ms * max(1, len(scope.extracted.refs))
-        return await self._admitted(self._preparers, self._queued(scope, cost_ms, has_media=True), scope)
+        own_ms = item_ms + self._forecast.new_item(item.num_tokens).engine_ms
+        request = self._queued(scope, cost_ms, own_ms=own_ms, has_media=True)
+        return await self._admitted(self._preparers, request, scope)
 
     def _queued(
-        self, scope: RequestScope, cost_ms: float, *, has_media: bool, may_refuse: bool = True
+        self, scope: RequestScope, cost_ms: float, *, own_ms: float, has_media: bool, may_refuse: bool = True
     ) -> QueuedRequest:
         extracted, tenant = scope.extracted, scope.tenant
         priority = extracted.priority if self._has_priorities else 0
-        limit_s = self._config.queue_timeout_s
-        if scope.expectation is not None and scope.expectation.limit_ms:
-            limit_s = min(limit_s, scope.expectation.limit_ms / 1000)
         return QueuedRequest(
             tenant="" if tenant is None else tenant.name,
             priority=priority if tenant is None else tenant.priority(priority),
             is_media=has_media,
             cost_ms=cost_ms,
-            deadline=time.monotonic() + limit_s,
+            deadline=time.monotonic() + self._patience_s(scope, own_ms),
             num_bytes=(extracted.text_bytes or 0) + sum(len(ref.data) for ref in extracted.refs if ref.data),
             may_refuse=may_refuse,
         )
+
+    def _patience_s(self, scope: RequestScope, own_ms: float) -> float:
+        """Return how long a request may wait here that then takes `own_ms` itself, and as long as may be queued behind
+        this queue, until its first token."""
+        config, expectation = self._config, scope.expectation
+        if expectation is None or not expectation.limit_ms:
+            return config.queue_timeout_s
+        left_s = expectation.limit_ms / 1000 - (time.perf_counter() - scope.received_at)
+        return min(config.queue_timeout_s, left_s - own_ms / 1000 - config.queue_target_s)
 
     async def _admitted(self, queue: AdmissionQueue, request: QueuedRequest, scope: RequestScope) -> Ticket:
         try:
