@@ -66,7 +66,7 @@ NUM_TOKENS = 48
 NUM_REAL_TOKENS = 800
 #: A stream takes three quarters of a second, in which it loses a worker or two.
 WORKER = ("--simulated-step-ms", "15", "--simulated-prefill-token-ms", "0.02")
-CUT_INTERVAL_S = 0.15
+CUT_INTERVAL_S = 0.1
 #: Longer than heartbeats take to notice; how long a worker is away; how long one takes to restart.
 NOTICED_S, STOPPED_S, RESTART_S = 1.2, 2.0, 4.0
 #: A gateway gives up an answer after more losses than this (--migration-limit), and after two without a token between.
@@ -111,6 +111,8 @@ class Load:
     hits: list[Hit] = field(default_factory=list)
     #: Workers that are lost, which no gateway knows yet.
     silent: dict[str, Kind] = field(default_factory=dict)
+    #: Losses by heartbeats that wait until all streams have recovered.
+    num_waiting: int = 0
     num_losses: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
     #: Times of real losses, the streams that ran then, and how many of these moved.
@@ -158,19 +160,27 @@ class Load:
         return [stream for number, stream in self.running.items() if self.at.get(number) == address]
 
     def may_lose(self, kind: Kind, address: str) -> bool:
-        """Whether the streams there may lose a worker again, and there are some. While a lost worker is silent, or
-        shall be, any stream may be sent there: a request that loses two workers before a token is refused."""
+        """Whether the streams there may lose a worker again, and there are some. Any stream may be sent to a lost
+        worker that is silent, and a request that loses two workers before a token is refused: so all must have
+        recovered before, and no other is lost meanwhile."""
+        if self.silent or (self.num_waiting and kind not in BY_HEARTBEATS):
+            return False
         here = self.at_worker(address)
-        others = self.running.values() if kind in BY_HEARTBEATS else here
-        return bool(here) and not self.silent and all(map(self._may_lose, others))
+        if kind in BY_HEARTBEATS and not all(map(self._has_recovered, self.running.values())):
+            return False
+        return bool(here) and all(map(self._may_lose, here))
 
     def _may_lose(self, stream: Stream) -> bool:
-        hits = [hit for hit in self.hits[-500:] if hit.stream is stream]
-        return len(hits) < MAX_LOSSES and all(hit.num_ids < len(stream.ids) for hit in hits)
+        return sum(hit.stream is stream for hit in self.hits[-500:]) < MAX_LOSSES and self._has_recovered(stream)
+
+    def _has_recovered(self, stream: Stream) -> bool:
+        return all(hit.num_ids < len(stream.ids) for hit in self.hits[-500:] if hit.stream is stream)
 
     def lose(self, kind: Kind, address: str) -> None:
         now = time.perf_counter()
         self.num_losses[kind] = self.num_losses.get(kind, 0) + 1
+        if sum(self.num_losses.values()) % 100 == 0:
+            print(f"  {self.num_losses}", flush=True)
         self.hits += [Hit(kind, stream, now, len(stream.ids)) for stream in self.at_worker(address)]
 
     def next_tokens_s(self, kind: str) -> tuple[int, list[float]]:
@@ -316,9 +326,11 @@ async def _lose_all(load: Load, workers: Sequence[Worker], losses: dict[Kind, in
 
 async def _candidate(load: Load, kind: Kind, among: Sequence[Worker]) -> Worker:
     """Wait for a worker of which streams may lose it."""
+    load.num_waiting += kind in BY_HEARTBEATS
     while True:
         some = [worker for worker in among if not worker.is_away and load.may_lose(kind, worker.link.address)]
         if some:
+            load.num_waiting -= kind in BY_HEARTBEATS
             return random.choice(some)
         await asyncio.sleep(0.01)
 
