@@ -101,6 +101,11 @@ class Router:
         """Ranks of workers that accept requests."""
         return self._slots.open.bit_count()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether each rank that accepts requests runs as many sequences as it may; also if there is none."""
+        return self._slots.is_full
+
     def least_wait_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> float:
         """See `SlotTable.least_wait_ms`."""
         return self._slots.least_wait_ms(rates_of)

@@ -261,6 +261,13 @@ class SlotTable:
             self.table = np.concatenate([self.table, np.zeros_like(self.table)], axis=1)
         return len(self._slots) - 1
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no slot that accepts requests can run another sequence at once."""
+        if not self.open:
+            return True
+        return bool(self.table[_ENDS].any()) and self.least_wait_ms(lambda _: (0.0, 1.0)) > 0
+
     def least_wait_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> float:
         """Return the shortest wait before any slot that accepts requests computes another one; infinite if there is
         none. `rates_of` returns for a kind of engines by which factor what is queued takes longer than `RoutingConfig`

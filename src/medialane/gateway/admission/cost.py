@@ -160,7 +160,7 @@ class CostForecast:
     @property
     def is_full(self) -> bool:
         """Whether each worker that accepts requests runs as many sequences as it may."""
-        return self._router.least_wait_ms(lambda _: (0.0, 1.0)) > 0
+        return self._router.is_full
 
     @property
     def num_preparers(self) -> int:
