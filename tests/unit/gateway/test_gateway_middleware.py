@@ -323,6 +323,23 @@ async def test_unknown_medialane_field_is_rejected_without_the_app():
     assert (app.calls, exchange.status, exchange.error["param"]) == (0, 400, "medialane.x")
 
 
+@pytest.mark.parametrize(("trusts", "limit_ms"), [(True, 250.0), (False, None)])
+async def test_requests_own_limit_of_the_time_to_first_token_counts_where_headers_are_trusted(trusts, limit_ms):
+    app = App()
+    headers = [*JSON, (b"x-llm-d-slo-ttft-ms", b"250")]
+    await Exchange(app, GatewayConfig(trust_headers=trusts)).run(BODY, headers=headers)
+    assert app.request.ttft_limit_ms == limit_ms
+
+
+@pytest.mark.parametrize("value", [b"soon", b"0", b"-5", b"nan", b"inf"])
+async def test_limit_that_is_no_number_of_milliseconds_is_rejected(value):
+    app = App()
+    headers = [*JSON, (b"x-llm-d-slo-ttft-ms", value)]
+    exchange = await Exchange(app, GatewayConfig(trust_headers=True)).run(BODY, headers=headers)
+    assert (app.calls, exchange.status) == (0, 400)
+    assert "x-llm-d-slo-ttft-ms" in exchange.error["message"]
+
+
 async def test_names_of_media_belong_to_the_clients_key():
     class Looking(App):
         async def __call__(self, scope, receive, send):
