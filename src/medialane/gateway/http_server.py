@@ -8,13 +8,13 @@ import logging
 import socket
 import ssl
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import uvicorn
 
-from medialane.gateway.http_protocol import BoundedHttpProtocol, HttpBounds
+from medialane.gateway.http_protocol import LINGER_S, BoundedHttpProtocol, HttpBounds
 from medialane.wire.acceptor import Acceptor
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,16 @@ class BoundedServer(uvicorn.Server):
         self.servers = [self._acceptor(sockets or [], context)]  # type: ignore[list-item]  # uvicorn only closes it
         return None
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        acceptors = [server for server in self.servers if isinstance(server, Acceptor)]
+        for acceptor in acceptors:
+            acceptor.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                for acceptor in acceptors:
+                    await acceptor.wait_closed()
+        await super().shutdown(sockets)
+
     def _acceptor(self, sockets: list[socket.socket], context: ssl.SSLContext) -> Acceptor:
         connections, loop = self.server_state.connections, asyncio.get_running_loop()
         http: Any = self.config.http_protocol_class
@@ -63,4 +73,4 @@ class BoundedServer(uvicorn.Server):
 
         for sock in sockets:
             sock.listen(self.config.backlog)
-        return Acceptor(sockets, shake_hands, limit=lambda: max_open - len(connections), ends_pending=False)
+        return Acceptor(sockets, shake_hands, limit=lambda: max_open - len(connections))

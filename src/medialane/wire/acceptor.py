@@ -24,8 +24,7 @@ class Acceptor:
     """Accepts until closed. Owns the listening `sockets`.
 
     `shake_hands` is called, in a task, with each accepted socket, which it owns, and with the peer's IP address. Until
-    it returns, the connection is pending: `limit` returns how many may be. `close` `ends_pending` ones, or lets their
-    handshakes end."""
+    it returns, the connection is pending: `limit` returns how many may be."""
 
     def __init__(
         self,
@@ -33,9 +32,7 @@ class Acceptor:
         shake_hands: Callable[[socket.socket, str], Coroutine[Any, Any, None]],
         *,
         limit: Callable[[], int] = lambda: MAX_PENDING,
-        ends_pending: bool = True,
     ) -> None:
-        self._ends_pending = ends_pending
         self._sockets = list(sockets)
         self._shake_hands = shake_hands
         self._limit = limit
@@ -46,17 +43,21 @@ class Acceptor:
             sock.setblocking(False)
             self._listen(sock)
 
-    def close(self) -> None:
-        """Stop listening. Connections stay open, unless pending ones are ended. Idempotent."""
+    def stop(self) -> None:
+        """Stop listening, and let pending connections complete their handshakes. Idempotent."""
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             sock.close()
         self._sockets.clear()
-        for task in self._tasks if self._ends_pending else ():
+
+    def close(self) -> None:
+        """Stop listening. Connections stay open, unless they are pending. Idempotent."""
+        self.stop()
+        for task in self._tasks:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait, after `close`, until no connection is pending."""
+        """Wait, after `stop` or `close`, until no connection is pending."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 

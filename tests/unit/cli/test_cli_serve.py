@@ -125,7 +125,7 @@ def test_failed_start_reports_the_reason_and_keeps_the_log(serve):
 
 
 def test_logs_of_a_run_in_which_a_process_failed_are_kept(serve):
-    fails = "print('once', flush=True); ready(); time.sleep(0.3)"  # time: it fails while it serves
+    fails = "print('once', flush=True); ready(); time.sleep(0.3); sys.exit(1)"  # time: it fails while it serves
     served = serve(fails, "--port", "0")
     served.wait_for("restarting")
     served.send(signal.SIGTERM)
