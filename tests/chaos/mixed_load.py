@@ -16,7 +16,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,9 +167,8 @@ class MixedLoad:
 
     async def all_that_was_ready_is_a_hit(self) -> None:
         """Ask each question whose items have all been in an answer."""
-        for question in [*self.repeated, *self.new]:
-            if question.media and self.ready.issuperset(question.media):
-                await self._ask(question, stream=False)
+        asked = [each for each in [*self.repeated, *self.new] if each.media and self.ready.issuperset(each.media)]
+        await _by_clients(self._ask(question, stream=False) for question in asked)
         self.check()
 
     def check(self) -> None:
@@ -202,17 +201,12 @@ class MixedLoad:
 
     async def learn(self) -> None:
         """Ask each question undisturbed, under a salt."""
-        running = asyncio.Semaphore(NUM_CLIENTS)
 
         async def learn(question: Question) -> None:
-            async with running:
-                body = _body(question, cache_salt="undisturbed")
-                self._right[question.right] = choices_of(await self.client.succeed(body))
+            body = _body(question, cache_salt="undisturbed")
+            self._right[question.right] = choices_of(await self.client.succeed(body))
 
-        async with asyncio.TaskGroup() as tasks:
-            for question in [*self.repeated, *self.new]:
-                if not question.needs_uuid:
-                    tasks.create_task(learn(question))
+        await _by_clients(learn(question) for question in [*self.repeated, *self.new] if not question.needs_uuid)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -322,6 +316,19 @@ class MixedLoad:
 
     def _num_fetched(self, question: Question) -> int:
         return sum(request.path in question.media for request in self.origin.requests)
+
+
+async def _by_clients(asked: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Await all of them, as many at a time as there are clients."""
+    running = asyncio.Semaphore(NUM_CLIENTS)
+
+    async def ask(one: Coroutine[Any, Any, None]) -> None:
+        async with running:
+            await one
+
+    async with asyncio.TaskGroup() as tasks:
+        for one in asked:
+            tasks.create_task(ask(one))
 
 
 def _body(question: Question, **options: Any) -> dict[str, Any]:
