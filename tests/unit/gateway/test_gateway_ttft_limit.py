@@ -59,7 +59,7 @@ class Site:
         self.registry = CollectorRegistry()
         self.router = Router()
         forecast = CostForecast(self.router, preparers=preparers, num_gateways=lambda: num_gateways, clock=self.clock)
-        metrics = Metrics(self.registry)
+        self.metrics = metrics = Metrics(self.registry)
         self.limit = TtftLimit(limit_s, forecast, metrics, clock=self.clock)
         forecasts = [CostForecast(self.router, clock=self.clock) for _ in range(num_gateways - 1)]
         self.limits = [self.limit, *(TtftLimit(limit_s, each, metrics, clock=self.clock) for each in forecasts)]
@@ -105,8 +105,8 @@ class Site:
             expectation.answered(work, OutputDelta("r", []), cached_tokens=0, seconds=at - arrived)
         self.clock.now = max(now, self.clock.now) if until == math.inf else now
 
-    def sample(self, name, **labels):
-        return self.registry.get_sample_value(name, labels)
+    def sample(self, metric, **labels):
+        return self.registry.get_sample_value(metric, labels)
 
 
 def test_nothing_is_refused_before_enough_times_were_as_expected():
@@ -333,3 +333,17 @@ def test_sequences_that_must_end_first_are_waited_for_as_long_as_they_take():
     site.limit.expect(site.clock.now).judge_route(EngineWork("m", 5.0, 10.0, 0.0, 0.0, 1 / 8))
     with pytest.raises(TtftLimitExceeded):
         site.limit.expect(site.clock.now).judge_route(EngineWork("m", 5.0, 10.0, 0.0, 0.0, 2 / 8))
+
+
+def test_what_was_learned_is_exposed():
+    site = Site()
+    site.metrics.watch_costs(site.limit.forecast.learned, lambda: site.limit.factor)
+    assert site.sample("medialane_ttft_factor") == site.limit.factor
+    site.run(20.0, rate=3)
+    prepared(site, 30)
+    rate = site.sample("medialane_learned_cost", of="engine", name="m", work="prefill")
+    assert rate == pytest.approx(TOKEN_MS / 0.05, rel=0.5)
+    assert site.sample("medialane_learned_cost_certain", of="engine", name="m") == 1
+    assert site.sample("medialane_learned_cost", of="preparer", name="image", work="size") > 0
+    expected = site.sample("medialane_ttft_seconds_sum", kind="expected")
+    assert site.sample("medialane_ttft_seconds_sum", kind="measured") == pytest.approx(expected, rel=0.5)
