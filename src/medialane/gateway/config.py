@@ -56,7 +56,7 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """most bytes of the bodies of requests that wait there"""
     queue_timeout_s: PositiveFloat = field(default=30.0, name="gateway-queue-timeout")
     """longest time that a request waits there; then it gets 503 with Retry-After"""
-    queue_target_s: PositiveFloat = field(default=0.1, name="gateway-queue-target")
+    queue_target_s: PositiveFloat = field(default=0.02, name="gateway-queue-target")
     """work that is kept at the engines and preparers themselves: a request is sent when it is expected to begin there
     within this time"""
     require_salt: bool = field(default=False, name="require-salt")

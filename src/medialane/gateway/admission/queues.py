@@ -28,7 +28,7 @@ _ITEM_MS: Final = 20.0
 
 class Queues:
     """The queues of one gateway. `counts` are those of all gateways of a port; with `has_priorities`, engines are
-    scheduled by priority, and the field `priority` of requests counts."""
+    scheduled by priority, and the field `priority` of requests counts. `clock` is in seconds."""
 
     def __init__(
         self,
@@ -38,14 +38,16 @@ class Queues:
         *,
         counts: SharedCounts | None = None,
         has_priorities: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._forecast = forecast
         self._metrics = metrics
         self._has_priorities = has_priorities
+        self._clock = clock
         limits = QueueLimits(config.queue_requests, config.queue_bytes, counts or SharedCounts())
-        self._engines = AdmissionQueue(limits, self._have_engines_room)
-        self._preparers = AdmissionQueue(limits, self._have_preparers_room)
+        self._engines = AdmissionQueue(limits, self._have_engines_room, clock=clock)
+        self._preparers = AdmissionQueue(limits, self._have_preparers_room, clock=clock)
 
     def num_waiting(self) -> dict[str, float]:
         return {"engine": self._engines.num_waiting, "preparer": self._preparers.num_waiting}
@@ -88,7 +90,7 @@ class Queues:
             priority=priority if tenant is None else tenant.priority(priority),
             is_media=has_media,
             cost_ms=cost_ms,
-            deadline=time.monotonic() + self._patience_s(scope, own_ms),
+            deadline=self._clock() + self._patience_s(scope, own_ms),
             num_bytes=(extracted.text_bytes or 0) + sum(len(ref.data) for ref in extracted.refs if ref.data),
             may_refuse=may_refuse,
         )
