@@ -13,9 +13,8 @@ samples (Theil-Sen estimator), which is robust against outliers. Memory is anony
 once (`Pss_Anon`, proc(5)); the arena, which every process maps, is counted in its folder. The arena and the URL cache
 are small, so that both are full and turn over before the warm-up ends.
 
-Limits. Memory: 1 MiB in 1000 requests is 1 KiB per request; the smallest object of ours that a request could leak, its
-expanded prompt, takes several KiB, an image a hundred times that. File descriptors: a leak in one of a thousand
-requests would be 1. A gateway that is settling still grows by some MiB and descriptors, once (allocators, persistent
+Limits. Memory: 0.1 MiB in 1000 requests is 100 bytes per request; the smallest object of ours that a request could leak
+takes several hundred, its prompt several KiB. File descriptors: a leak in one of ten thousand requests would be 0.1. A gateway that is settling still grows by some MiB and descriptors, once (allocators, persistent
 connections): the limit allows for that in addition, which is negligible over 20,000 requests but not over 300.
 """
 
@@ -70,8 +69,8 @@ WARM_UP = 1 / 3
 MIB = 1 << 20
 
 #: Per 1000 requests, and once.
-MOST_MIB, SETTLING_MIB = 1.0, 7.0
-MOST_FDS, SETTLING_FDS = 1.0, 5.0
+MOST_MIB, SETTLING_MIB = 0.1, 7.0
+MOST_FDS, SETTLING_FDS = 0.1, 5.0
 #: The arena's index and names are written, and so get memory, page by page.
 SETTLING_SHM_MIB = 0.1
 
