@@ -14,8 +14,9 @@ once (`Pss_Anon`, proc(5)); the arena, which every process maps, is counted in i
 are small, so that both are full and turn over before the warm-up ends.
 
 Limits. Memory: 0.1 MiB in 1000 requests is 100 bytes per request; the smallest object of ours that a request could leak
-takes several hundred, its prompt several KiB. File descriptors: a leak in one of ten thousand requests would be 0.1. A gateway that is settling still grows by some MiB and descriptors, once (allocators, persistent
-connections): the limit allows for that in addition, which is negligible over 20,000 requests but not over 300.
+takes several hundred, its prompt several KiB. File descriptors: a leak in one of ten thousand requests would be 0.1.
+A gateway that is settling still grows by some MiB and descriptors, once (allocators, persistent connections): the limit
+allows for that in addition, which is negligible over 100,000 requests but not over 300.
 """
 
 from __future__ import annotations
