@@ -60,6 +60,8 @@ MAX_BY_SOCKET_S, MAX_BY_HEARTBEATS_S = 0.3, 1.5
 
 NUM_GATEWAYS = 2
 NUM_CLIENTS = 16
+#: So that all workers have streams.
+ROUTER = ("--router", "least-loaded")
 NUM_TEXTS, NUM_IMAGES = 24, 8
 NUM_TOKENS = 48
 #: Of a tiny real model, which has a token every few ms.
@@ -111,8 +113,8 @@ class Load:
     hits: list[Hit] = field(default_factory=list)
     #: Workers that are lost, which no gateway knows yet.
     silent: dict[str, Kind] = field(default_factory=dict)
-    #: Losses by heartbeats that wait until all streams have recovered.
-    num_waiting: int = 0
+    #: A loss by heartbeats waits until all streams have recovered.
+    is_quiet: bool = False
     num_losses: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
     #: Times of real losses, the streams that ran then, and how many of these moved.
@@ -159,16 +161,16 @@ class Load:
     def at_worker(self, address: str) -> list[Stream]:
         return [stream for number, stream in self.running.items() if self.at.get(number) == address]
 
-    def may_lose(self, kind: Kind, address: str) -> bool:
-        """Whether the streams there may lose a worker again, and there are some. Any stream may be sent to a lost
-        worker that is silent, and a request that loses two workers before a token is refused: so all must have
-        recovered before, and no other is lost meanwhile."""
-        if self.silent or (self.num_waiting and kind not in BY_HEARTBEATS):
-            return False
+    def may_lose(self, address: str) -> bool:
+        """Whether the streams there may lose a worker again, and there are some."""
         here = self.at_worker(address)
-        if kind in BY_HEARTBEATS and not all(map(self._has_recovered, self.running.values())):
-            return False
         return bool(here) and all(map(self._may_lose, here))
+
+    @property
+    def have_recovered(self) -> bool:
+        """Whether all streams have a token since their last loss. Any stream may be sent to a lost worker that is
+        silent, and a request that loses two workers before a token is refused."""
+        return all(map(self._has_recovered, self.running.values()))
 
     def _may_lose(self, stream: Stream) -> bool:
         return sum(hit.stream is stream for hit in self.hits[-500:]) < MAX_LOSSES and self._has_recovered(stream)
@@ -233,7 +235,7 @@ async def _simulated(model: str, folder: Path, losses: dict[Kind, int]) -> Load:
         load = Load((), bodies)
         workers = await stack.enter_async_context(_workers(host, load))
         addresses = [worker.link.address for worker in workers]
-        started = await stack.enter_async_context(gateways(host, addresses, number=NUM_GATEWAYS))
+        started = await stack.enter_async_context(gateways(host, addresses, number=NUM_GATEWAYS, settings=ROUTER))
         load.urls = [url for url, _ in started]
         session = await stack.enter_async_context(_session())
         await load.learn(session)
@@ -325,13 +327,18 @@ async def _lose_all(load: Load, workers: Sequence[Worker], losses: dict[Kind, in
 
 
 async def _candidate(load: Load, kind: Kind, among: Sequence[Worker]) -> Worker:
-    """Wait for a worker of which streams may lose it."""
-    load.num_waiting += kind in BY_HEARTBEATS
+    """Wait for a worker of which streams may lose it. All streams recover before one that is silent: others are not
+    lost meanwhile."""
+    is_silent = kind in BY_HEARTBEATS
     while True:
-        some = [worker for worker in among if not worker.is_away and load.may_lose(kind, worker.link.address)]
-        if some:
-            load.num_waiting -= kind in BY_HEARTBEATS
+        some = [worker for worker in among if not worker.is_away and load.may_lose(worker.link.address)]
+        if not some or load.silent or (load.is_quiet and not is_silent):
+            await asyncio.sleep(0.01)
+            continue
+        if not is_silent or load.have_recovered:
+            load.is_quiet = False
             return random.choice(some)
+        load.is_quiet = True
         await asyncio.sleep(0.01)
 
 

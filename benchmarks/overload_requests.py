@@ -28,7 +28,7 @@ MEDIA: Mapping[Kind, float] = {"known image": 0.5, "new image": 0.5}
 NUM_KNOWN = 8
 #: So small that preparers have little to do.
 _SIZE = (112, 84)
-_NUM_SENTENCES = 3
+_NUM_SENTENCES = 8
 _NUM_TOKENS = 4
 #: What is without a first token so long after the last arrival is given up.
 PATIENCE_S = 2.0
@@ -49,7 +49,7 @@ class Bodies:
     def make(self, mix: Mapping[Kind, float]) -> bytes:
         (kind,) = self._random.choices(list(mix), list(mix.values()))
         number = next(self._numbers)
-        text = f"Question {number}: " + " ".join(self._random.sample(SENTENCES, _NUM_SENTENCES))
+        text = f"Question {number}: " + " ".join(self._random.choices(SENTENCES, k=_NUM_SENTENCES))
         content: list[dict[str, object]] = [{"type": "text", "text": text if kind == "text" else text[:40]}]
         if kind != "text":
             jpeg = _HEAD % (number if kind == "new image" else number % NUM_KNOWN) + self._jpeg
