@@ -1,7 +1,7 @@
 """Checks that apply to every test (no leaked resources), and the tiny model.
 
 * A test that leaves an asyncio task running, an arena file open, mapped or abandoned, or another scheduling policy,
-  fails.
+  fails; a unit test or one of a seam also if it leaves a descriptor open.
 * Unit tests run their loop in debug mode: a callback that blocks the loop fails the test. The limit is far above
   the 10 ms that the product allows itself, because a busy test machine alone takes a process off the CPU for that long;
   `medialane bench loop` measures the 10 ms. Of the stack that debug mode keeps of each callback, task and future, only
@@ -10,7 +10,6 @@
 """
 
 import asyncio
-import fcntl
 import gc
 import inspect
 import logging
@@ -24,9 +23,9 @@ from pathlib import Path
 import pytest
 
 from builders import Clock, checked_arena
+from left_behind import arena_files, descriptors, new_descriptors, other_runs
 from waiting import comes_true, comes_true_sync
 
-SHARED_MEMORY = Path("/dev/shm")
 BLOCKED_S = 1.5
 SETTLE_S = 0.2
 OTHER_TEST_S = 30.0
@@ -74,12 +73,17 @@ def _small_heap_to_collect():
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request):
     """Set up before the test's own fixtures and torn down after them, when their resources are released."""
-    before, scheduler = _arena_files(), os.sched_getscheduler(0)
-    if inspect.iscoroutinefunction(request.function):
+    before, scheduler = arena_files(), os.sched_getscheduler(0)
+    is_async = inspect.iscoroutinefunction(request.function)
+    if is_async:
         request.getfixturevalue("_loop_watch")
+    opened = descriptors()
     yield
     left = _arena_files_after(before)
     assert not left, f"arena files left behind: {left}"
+    if not is_async and _counts_descriptors(request):
+        comes_true_sync(lambda: not new_descriptors(opened), SETTLE_S)
+        assert not _still_open(opened), f"descriptors left open: {_still_open(opened)}"
     assert os.sched_getscheduler(0) == scheduler, "later tests and their processes would starve others"
 
 
@@ -89,15 +93,23 @@ async def _loop_watch(request, caplog):
     if "unit" in request.path.parts:
         loop.set_debug(True)
         loop.slow_callback_duration = BLOCKED_S
-    before = asyncio.all_tasks()
+    before, opened = asyncio.all_tasks(), descriptors()
     # Not by the fixture `monkeypatch`: this one would then end before it undoes what the test has patched.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traceback, "walk_stack", partial(_last_frames, traceback.walk_stack))
         yield
     left = await _settled(before)
     assert not left, f"tasks left behind: {left}"
+    if _counts_descriptors(request):
+        await comes_true(lambda: not new_descriptors(opened), SETTLE_S)  # a transport is closed by its loop
+        assert not _still_open(opened), f"descriptors left open: {_still_open(opened)}"
     slow = [record.getMessage() for record in _all_records(caplog) if record.name == "asyncio"]
     assert not [message for message in slow if message.startswith("Executing ")], slow
+
+
+def _counts_descriptors(request) -> bool:
+    """Elsewhere tests share servers and libraries, which open what they need when a test first needs it."""
+    return not {"unit", "seams"}.isdisjoint(request.path.parts)
 
 
 def _last_frames(walk, frame):
@@ -125,42 +137,18 @@ def _arena_files_after(before: dict[str, str]) -> dict[str, str]:
 
     def is_gone() -> bool:
         left.clear()
-        left.update((name, why) for name, why in _arena_files().items() if name not in before)
+        left.update((name, why) for name, why in arena_files().items() if name not in before)
         return not left
 
-    if not comes_true_sync(is_gone, SETTLE_S) and "open" not in left.values() and "PYTEST_XDIST_WORKER" in os.environ:
+    if comes_true_sync(is_gone, SETTLE_S) or "open" in left.values():
+        return left
+    if "PYTEST_XDIST_WORKER" in os.environ:
         comes_true_sync(is_gone, OTHER_TEST_S)
-    return left
+    return {} if left and other_runs() else left
 
 
-def _arena_files() -> dict[str, str]:
-    """Return arena files held by this process or by none.
-
-    Of a mapped file Python's mmap keeps a descriptor, so that /proc/self/maps need not be read: where torch is loaded
-    that takes 5 ms, twice for each of thousands of tests.
-    """
-    held = {link.name: "open" for link in _open_files() if link.name.startswith("medialane-")}
-    for path in SHARED_MEMORY.glob("medialane-*"):
-        if path.name not in held and _is_abandoned(path):
-            held[path.name] = "abandoned"
-    return held
-
-
-def _open_files() -> list[Path]:
-    links = []
-    for entry in os.scandir("/proc/self/fd"):
-        try:
-            links.append(Path(os.readlink(entry.path)))
-        except FileNotFoundError:  # the descriptor of this listing
-            continue
-    return [link for link in links if link.parent == SHARED_MEMORY]
-
-
-def _is_abandoned(path: Path) -> bool:
-    """The owner of an arena file holds its lock for as long as it lives."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked, removed, or owned by another user
-        return False
-    return True
+def _still_open(before: dict[int, str]) -> list[str]:
+    """The descriptors that are new, unless they were only waiting for the garbage collector, which warns of them."""
+    if new_descriptors(before):
+        gc.collect()
+    return new_descriptors(before)

@@ -1,8 +1,14 @@
 """The checks on every test fail a test that leaks."""
 
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
+
+from left_behind import other_runs
+from waiting import wait_until
 
 pytest_plugins = ["pytester"]
 
@@ -18,6 +24,14 @@ CASES = {
         "tasks left behind",
     ),
     "blocked_loop": ("async def test_it():\n    time.sleep(1.7)", "Executing "),  # time: more than BLOCKED_S
+    "open_socket_of_a_loop": (
+        "async def test_it():\n    import socket\n    HELD.extend(socket.socketpair())",
+        "descriptors left open",
+    ),
+    "open_socket": (
+        "def test_it():\n    import socket\n    HELD.extend(socket.socketpair())",
+        "descriptors left open",
+    ),
     "open_arena_file": (
         "def test_it():\n"
         "    path = Path('/dev/shm/medialane-conftest-open')\n"
@@ -48,10 +62,11 @@ def run(pytester, monkeypatch):
         pytester.mkdir("unit"),
         str(pytester.mkdir("shm")),
     )  # not that of tests that run beside these
-    conftest = Path(__file__).with_name("conftest.py").read_text()
-    pytester.makeconftest(conftest.replace("/dev/shm", shared_memory))
-    shared = {name: Path(__file__).with_name(f"{name}.py").read_text() for name in ("builders", "waiting")}
-    pytester.makepyfile(**shared)
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    names = ("builders", "left_behind", "waiting")
+    shared = {name: Path(__file__).with_name(f"{name}.py").read_text() for name in names}
+    shared["left_behind"] += "\ndef other_runs() -> list[int]:\n    return []\n"  # that have nothing in this folder
+    pytester.makepyfile(**{name: text.replace("/dev/shm", shared_memory) for name, text in shared.items()})
     pytester.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
 
     def run(source: str):
@@ -72,3 +87,15 @@ def test_leaked_resources_fail_the_test(run, name):
 def test_clean_test_passes(run):
     source = "async def test_it():\n    task = asyncio.create_task(asyncio.Event().wait())\n    task.cancel()"
     assert run(source).ret == 0
+
+
+def test_process_that_this_run_has_not_started_is_another_runs():
+    own = subprocess.Popen(["bash", "-c", "exec -a 'medialane store' sleep 60"])
+    orphan = int(subprocess.check_output(["bash", "-c", "(exec -a 'medialane store' sleep 60 >/dev/null) & echo $!"]))
+    try:
+        wait_until(lambda: orphan in other_runs(), "its shell has exited")
+        assert own.pid not in other_runs()
+    finally:
+        own.kill()
+        own.wait()
+        os.kill(orphan, signal.SIGKILL)
