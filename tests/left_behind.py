@@ -31,35 +31,29 @@ def descriptors() -> dict[int, str]:
             links[int(entry.name)] = os.readlink(entry.path)
         except FileNotFoundError:  # the descriptor of this listing
             continue
-    return links
+    return {fd: "kept" if link.startswith("socket:") and _reserves_port(fd) else link for fd, link in links.items()}
 
 
 def new_descriptors(before: dict[int, str]) -> list[str]:
     """Return what there are more descriptors of than there were: of sockets, pipes, memory, and of each file.
 
-    Others may have taken the place of those before: uvloop opens its own two again each time that it runs, and what
-    several tests share replaces its processes.
+    Others may have taken the place of those before: uvloop opens its own two again each time that it runs.
     """
-    now = descriptors()
-    more = Counter(map(_kind, now.values())) - Counter(map(_kind, before.values()))
-    if more["socket"]:
-        more["socket"] -= sum(
-            fd not in before and what.startswith("socket:") and _reserves(fd) for fd, what in now.items()
-        )
-    return sorted(kind for kind in (+more).elements() if kind != "kept")
+    more = Counter(map(_kind, descriptors().values())) - Counter(map(_kind, before.values()))
+    return sorted(kind for kind in more.elements() if kind != "kept")
 
 
-def _reserves(fd: int) -> bool:
+def _kind(link: str) -> str:
+    return "kept" if link.startswith(_KEPT) else _NUMBER.sub("", link)
+
+
+def _reserves_port(fd: int) -> bool:
     try:
         with socket.socket(fileno=os.dup(fd)) as found:
             name = found.getsockname()
     except OSError:
         return False
     return isinstance(name, bytes) and name.startswith(_RESERVED)
-
-
-def _kind(link: str) -> str:
-    return "kept" if link.startswith(_KEPT) else _NUMBER.sub("", link)
 
 
 def arena_files() -> dict[str, str]:

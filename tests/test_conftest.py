@@ -58,10 +58,9 @@ CASES = {
 @pytest.fixture
 def run(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # no others run beside the test
-    folder, shared_memory = (
-        pytester.mkdir("unit"),
-        str(pytester.mkdir("shm")),
-    )  # not that of tests that run beside these
+    folder = pytester.mkdir("unit") / "core"
+    folder.mkdir()
+    shared_memory = str(pytester.mkdir("shm"))  # not that of tests that run beside these
     pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
     names = ("builders", "left_behind", "waiting")
     shared = {name: Path(__file__).with_name(f"{name}.py").read_text() for name in names}
