@@ -14,7 +14,7 @@ _MAX_BYTES = 1 << 20
 def read(path: str, setting: str) -> tuple[bytes, int]:
     """Return the content and the mode of a regular file. Raises StartupFailed."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:  # closes the descriptor of a folder, too
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise StartupFailed(f"{setting} {path} is not a file")
@@ -25,6 +25,10 @@ def read(path: str, setting: str) -> tuple[bytes, int]:
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise StartupFailed(f"cannot read {setting} {path}: {reason}") from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def read_private(path: str, setting: str) -> bytes:
