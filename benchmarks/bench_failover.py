@@ -60,6 +60,7 @@ MAX_BY_SOCKET_S, MAX_BY_HEARTBEATS_S = 0.3, 1.5
 
 NUM_GATEWAYS = 2
 NUM_CLIENTS = 16
+NUM_WORKERS = 9
 #: So that all workers have streams.
 ROUTER = ("--router", "least-loaded")
 NUM_TEXTS, NUM_IMAGES = 24, 8
@@ -68,11 +69,14 @@ NUM_TOKENS = 48
 NUM_REAL_TOKENS = 800
 #: A stream takes three quarters of a second, in which it loses a worker or two.
 WORKER = ("--simulated-step-ms", "15", "--simulated-prefill-token-ms", "0.02")
-CUT_INTERVAL_S = 0.1
+CUT_INTERVAL_S = 0.15
 #: Longer than heartbeats take to notice; how long a worker is away; how long one takes to restart.
 NOTICED_S, STOPPED_S, RESTART_S = 1.2, 2.0, 4.0
 #: A gateway gives up an answer after more losses than this (--migration-limit), and after two without a token between.
-MAX_LOSSES = 3
+#: One less is inflicted: a move to a worker whose connection is being cut counts, too, and is not seen here.
+MAX_LOSSES = 2
+#: So many workers have lost no connection for the time that gateways take to connect again.
+NUM_STEADY, STEADY_S = 4, 2.0
 ANSWER_S = 60.0
 #: For tokens that a lost worker has sent before.
 _SHORTLY_S = 0.1
@@ -111,6 +115,8 @@ class Load:
     at: dict[int, str] = field(default_factory=dict)
     moves: dict[int, list[float]] = field(default_factory=dict)
     hits: list[Hit] = field(default_factory=list)
+    #: When each worker was lost.
+    lost_s: dict[str, float] = field(default_factory=dict)
     #: Workers that are lost, which no gateway knows yet.
     silent: dict[str, Kind] = field(default_factory=dict)
     #: A loss by heartbeats waits until all streams have recovered.
@@ -166,6 +172,12 @@ class Load:
         here = self.at_worker(address)
         return bool(here) and all(map(self._may_lose, here))
 
+    def are_steady(self) -> bool:
+        """Whether enough workers are connected to lose another one."""
+        since_s = time.perf_counter() - STEADY_S
+        num_lost = sum(at > since_s for at in self.lost_s.values())
+        return num_lost <= NUM_WORKERS - 1 - NUM_STEADY
+
     @property
     def have_recovered(self) -> bool:
         """Whether all streams have a token since their last loss. Any stream may be sent to a lost worker that is
@@ -179,7 +191,7 @@ class Load:
         return all(hit.num_ids < len(stream.ids) for hit in self.hits[-500:] if hit.stream is stream)
 
     def lose(self, kind: Kind, address: str) -> None:
-        now = time.perf_counter()
+        now = self.lost_s[address] = time.perf_counter()
         self.num_losses[kind] = self.num_losses.get(kind, 0) + 1
         if sum(self.num_losses.values()) % 100 == 0:
             print(f"  {self.num_losses}", flush=True)
@@ -332,7 +344,7 @@ async def _candidate(load: Load, kind: Kind, among: Sequence[Worker]) -> Worker:
     is_silent = kind in BY_HEARTBEATS
     while True:
         some = [worker for worker in among if not worker.is_away and load.may_lose(worker.link.address)]
-        if not some or load.silent or (load.is_quiet and not is_silent):
+        if not some or load.silent or (load.is_quiet and not is_silent) or not load.are_steady():
             await asyncio.sleep(0.01)
             continue
         if not is_silent or load.have_recovered:
