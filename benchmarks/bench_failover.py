@@ -146,8 +146,8 @@ class Load:
         self.streams.append(stream)
 
     async def have_tokens(self, number: int) -> None:
-        """Wait until each running stream has more than this many."""
-        while not all(len(stream.ids) > number for stream in self.running.values()):  # noqa: ASYNC110 - no event
+        """Wait until each question has a running stream, with more tokens than this."""
+        while sum(len(stream.ids) > number for stream in self.running.values()) < len(self.bodies):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
 
     async def client(self, session: aiohttp.ClientSession, seed: int) -> None:
