@@ -77,10 +77,11 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging)
     if config.cluster.ray:
         config = for_ray(config, args.secret_flags, process_environ())
-    with _ray(config, args.model) as ray:
-        status = _run(config if ray is None else ray.config, args, ray)
-    reap(config.arena.directory)  # of a store that was killed, and not restarted
-    return status
+    try:
+        with _ray(config, args.model) as ray:
+            return _run(config if ray is None else ray.config, args, ray)
+    finally:
+        reap(config.arena.directory)  # of the last store, which leaves its arena to the next one
 
 
 def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, str]) -> Config:

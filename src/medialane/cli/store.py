@@ -33,6 +33,7 @@ from medialane.core.errors import StartupFailed
 from medialane.core.hashing import digest
 from medialane.core.process.descendants import children
 from medialane.core.process.memory import MemoryUse, ProcessKind
+from medialane.core.process.owner_lock import has_one_owner
 from medialane.core.process.phase import READY, enter_phase
 from medialane.core.process.stop import stopped_by_signals
 from medialane.core.process.title import WARM, has_title
@@ -116,8 +117,8 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], address: s
             await stop.asked.wait()
             if not store.is_damaged:
                 await first_of(store.drain(), stop.at_once.wait(), asyncio.sleep(config.stop.drain_timeout_s))
-            # `serve` starts the next store, or removes the arena when it ends itself.
-            if (config.arena.keep or serve_lock(address)) and not store.is_damaged:
+            # `serve` starts the next store, or removes the arena when it ends itself; workers with a store do neither.
+            if (config.arena.keep or has_one_owner(serve_lock(address))) and not store.is_damaged:
                 await leave()  # first: what ends from here on changes nothing in the file, as clients may still write
     return int(store.is_damaged)  # then the next one begins with a new arena
 

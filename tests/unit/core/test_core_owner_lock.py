@@ -7,7 +7,14 @@ import sys
 import pytest
 
 from medialane.core.errors import StartupFailed
-from medialane.core.process.owner_lock import OwnedFolder, SharedFolder, abandoned, reap_folders, try_lock
+from medialane.core.process.owner_lock import (
+    OwnedFolder,
+    SharedFolder,
+    abandoned,
+    has_one_owner,
+    reap_folders,
+    try_lock,
+)
 
 PREFIX = "medialane-test-"
 
@@ -159,3 +166,14 @@ def test_newest_folders_of_owners_that_exited_may_be_kept(tmp_path):
         folder.close(keep=True)
     removed = reap_folders(tmp_path, PREFIX, num_kept=2)
     assert sorted(path.name for path in removed) == [f"{PREFIX}2", f"{PREFIX}3"]
+
+
+def test_folder_has_one_owner_unless_it_is_shared_or_its_owner_has_gone(tmp_path):
+    owned, shared = OwnedFolder.create(tmp_path, "owned-"), SharedFolder.join(tmp_path / "shared")
+    lock = str(owned.path / "owner.lock")
+    assert has_one_owner(lock)
+    assert not has_one_owner(str(shared.path / "owner.lock"))
+    assert not has_one_owner("")
+    owned.close()
+    assert not has_one_owner(lock)
+    shared.close()

@@ -13,8 +13,8 @@ from medialane.core.errors import (
     GenerationFailed,
     HandoverFailed,
     InvalidFeature,
-    NoWorkerReady,
     ProtocolViolation,
+    WorkerBusy,
     WorkerLost,
 )
 from medialane.core.feature import Embedding, MediaPayload
@@ -248,7 +248,7 @@ async def test_queued_tensors_for_a_slow_worker_are_bounded(net):
     await net.serve(FakeHandler())
     client = await net.connect(config)
     first = [client.requests.submit(request_with((bytes(MIB),), request_id=f"r{n}")) for n in range(4)]
-    with pytest.raises(NoWorkerReady):
+    with pytest.raises(WorkerBusy):
         await tokens_of(first[3])
     assert await asyncio.gather(*map(tokens_of, first[:3])) == [[1, 2, 3]] * 3
 

@@ -34,6 +34,20 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
+def has_one_owner(path: str) -> bool:
+    """Return whether a process holds the lock of this file for itself, as that of an `OwnedFolder`."""
+    descriptor = _open(path)
+    if descriptor is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 @contextmanager
 def abandoned(path: str | Path) -> Iterator[int | None]:
     """Yield a read-only descriptor of the file, with its lock held, if it is a regular file of this user without an
