@@ -121,6 +121,7 @@ EXPLAINED = {
     "CompletionDelta.logprobs": LOGPROBS,
     "MetricChanges.memory": KINDS,
     "StoreStats.memory": KINDS,
+    "StoreStats.holds": "the oldest fifty, of the store of this host, and only with --debug-holds",
     "MetricChanges.families": OWN,
     "MetricChanges.series": OWN,
     "MetricSeries.labels": OWN,
