@@ -68,11 +68,10 @@ def killing_engine(serve: MedialaneProcess) -> Fault:
 def whole(answer: Answer) -> dict[str, Any]:
     """What a client has of a stream of chat completions or completions."""
     choices: dict[int, dict[str, Any]] = {}
-    found: dict[str, Any] = {"choices": choices, "usage": None, "error": None}
+    found: dict[str, Any] = {"choices": choices, "usage": None, "error": None, "prompts": []}
     for event in answer.events:
         if event.get("prompt_token_ids"):
-            assert "prompt_token_ids" not in found, "sent twice"
-            found["prompt_token_ids"] = event["prompt_token_ids"]
+            found["prompts"].append(event["prompt_token_ids"])  # once for each choice
         for choice in event.get("choices", ()):
             _add(choices.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": {}, "tools": {}}), choice)
         found["usage"] = event.get("usage") or found["usage"]

@@ -191,16 +191,21 @@ async def test_stop_token_and_least_number_of_tokens_hold_across_the_seam(serve,
 async def test_stream_of_another_api_goes_on(serve, ours, kind):
     """Responses and Anthropic's messages, of which nothing is merged: the texts are in the order of their events."""
     path, body = {
-        "response": ("/v1/responses", {"input": "Tell a long story.", "max_output_tokens": 1500, "temperature": 0}),
+        "response": (
+            "/v1/responses",
+            {"input": "Tell a long story.", "max_output_tokens": 1500, "temperature": 0, "logit_bias": TIE_BREAKS},
+        ),
         "message": (
             "/v1/messages",
             {"messages": [{"role": "user", "content": "Tell a long story."}], "max_tokens": 1500, "temperature": 0},
         ),
     }[kind]
-    right, before = _texts(await ours.post({**body, "stream": True}, path)), await num_migrations(ours)
+    right, before = _texts(await interrupted(ours, body, path=path)), await num_migrations(ours)
     assert len(right) > SEAM
-    assert _texts(await interrupted(ours, body, killing(serve), path=path)) == right
+    found = await interrupted(ours, body, killing(serve), path=path)
     assert await num_migrations(ours) == before + 1
+    assert found.events[-1]["type"] in ("response.completed", "message_stop"), found.events[-1]
+    assert _texts(found) == right
 
 
 async def test_stream_of_a_killed_engine_goes_on(serve, ours):

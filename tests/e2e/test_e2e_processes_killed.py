@@ -129,7 +129,7 @@ async def test_killed_fork_server_is_replaced(serve, ours):
     assert len(serve.preparer_pids()) == 2
 
 
-async def test_killed_engine_core_fails_its_worker_which_restarts(serve, ours, plain, worker_addresses):
+async def test_killed_engine_core_ends_its_worker_which_restarts(serve, ours, plain, worker_addresses):
     right = (await plain.succeed(chat(picture(164), ASK))).ids
     request = await streaming(ours, long_chat(picture(164), PROMPT, stream=True))
     (address,) = [a for a, n in (await load(ours)).items() if n == 1]
@@ -137,7 +137,7 @@ async def test_killed_engine_core_fails_its_worker_which_restarts(serve, ours, p
     engines = descendants(killed)
     for engine in engines:
         kill(engine)
-    assert await request in ("worker_lost", "generation_failed")
+    assert await request is None, "its answer goes on at the other worker"
 
     async def answers() -> bool:
         """The worker may be chosen once more before it exits; the other one is available long before its restart."""

@@ -84,12 +84,12 @@ def _is_awaited(descriptor: int, successor: bytes) -> bool:
         header = FileHeader.decode(page)
     except ValueError:
         return False  # never finished, or of another version
-    if header.lineage.owner == successor or live_slots(descriptor):
-        return True
     keeper = decode_keeper(page)
-    if keeper == KEPT:
+    if header.lineage.owner == successor or keeper == KEPT:
         return True
-    if not keeper or not os.path.exists(keeper):
+    if not keeper:
+        return bool(live_slots(descriptor))
+    if not os.path.exists(keeper):  # it starts no further store, whoever still reads this one's arena
         return False
     with abandoned(keeper) as lock:
         return lock is None

@@ -112,6 +112,7 @@ def test_parameter_that_depends_on_the_output_is_an_obstacle(name):
 
 def test_stream_without_any_of_it_can_go_on():
     assert answer(stop=["END"], logprobs=3, seed=1, n=2, min_tokens=3).obstacle == ""
+    assert answer(extra_args={}, bad_words=[]).obstacle == "", "as of the Responses API"
 
 
 def test_cumulative_outputs_are_an_obstacle():

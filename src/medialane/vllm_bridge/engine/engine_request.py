@@ -11,6 +11,7 @@ import msgspec
 from vllm.inputs import build_enc_dec_input, mm_enc_dec_input, mm_input, tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems
+from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -86,6 +87,10 @@ class RequestReader:
         PromptRejected."""
         with readable("sampling parameters"):
             params = self._params.decode(request.sampling_params)
+        if request.generated and current_platform.is_cpu():
+            # The runner for CPUs would draw the noise anew in any case, and vLLM's engine ends when the prompt of a
+            # seeded request, which is longer now, is prefilled in chunks: it rewinds a generator that cannot be.
+            params.seed = None
         if params.extra_args:
             # "full" makes the engine report blocks again that it already holds, as if they were copies.
             params.extra_args.pop("kv_cache_report_mode", None)

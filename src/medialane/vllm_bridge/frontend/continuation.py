@@ -88,7 +88,7 @@ class ContinuableAnswer:
         if self._common.obstacle:
             return self._common.obstacle
         for name, obstacle in OBSTACLES.items():
-            if getattr(params, name) != getattr(_DEFAULTS, name):
+            if getattr(params, name) not in (getattr(_DEFAULTS, name), [], {}):  # the Responses API passes empty ones
                 return obstacle
         if params.output_kind is RequestOutputKind.CUMULATIVE:
             return "a stream of cumulative outputs"
