@@ -238,3 +238,14 @@ async def test_request_of_a_stalled_worker_moves_as_soon_as_another_is_ready(ope
     other.engine.resume()
     assert await task == expected
     first.engine.resume()
+
+
+async def test_request_whose_links_are_cut_twice_is_not_held_to_end_workers(open_parts):
+    parts, workers = await open_parts(3)
+    expected = await image_answer(parts)
+    task = asyncio.create_task(image_answer(parts, token_s=0.3))
+    first = await reader_of(workers)
+    first.drop_connections()
+    (await reader_of(workers, [first])).drop_connections()
+    assert await task == expected
+    assert not parts.count("medialane_migrations_total", outcome="refused")

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 SUSPICIOUS_S = 2.0
 #: After so many of them the request is refused.
 _NUM_SUSPICIOUS = 2
+#: So long it is waited before that for one of them to connect again: then only its connection was cut.
+_BACK_S = 2.0
 
 #: Requests that have moved and have no output of their new worker yet, per ready worker: those of a lost one come all
 #: at once, and new requests must not wait behind all of their prefills.
@@ -62,11 +64,23 @@ _MOVING_S = 1.0
 _MEDIA_LOST = "the media store was lost while this request's media were sent to a worker"
 
 
+class _Suspect(NamedTuple):
+    """A worker that a request may have ended: the run of it, and whether only its engine was lost."""
+
+    link: WorkerLink
+    worker_id: str
+    is_connected: bool
+
+    @property
+    def is_back(self) -> bool:
+        return not self.is_connected and self.link.worker_id == self.worker_id
+
+
 class Call(NamedTuple):
     """A request, its worker, and the paths by which it can still be sent there, best first. Text is part of the request
     message: `prepared` is None, as is its only path.
 
-    `lost` are the names of the workers that were lost with it, in order, of which it may have ended `num_suspicious`;
+    `lost` are the names of the workers that were lost with it, in order, of which it may have ended the `suspects`;
     `busy` are those whose engines had no room for it. `ticket` is that of the queue before the engines. `continuable`
     is None if its answer, once begun, cannot go on.
     """
@@ -78,7 +92,7 @@ class Call(NamedTuple):
     paths: Sequence[TransferPath | None]
     continuable: Continuable | None = None
     lost: tuple[str, ...] = ()
-    num_suspicious: int = 0
+    suspects: tuple[_Suspect, ...] = ()
     busy: frozenset[str] = frozenset()
     ticket: Ticket | None = None
 
@@ -238,6 +252,7 @@ class Attempts:
         self._sender = sender
         self._lost = lost
         self._sent_at = self._first_at = self._moved_at = 0.0
+        self._worker_id = ""
         self._is_learned_from = False
         self._end_turn: Callable[[], None] = lambda: None
 
@@ -251,6 +266,7 @@ class Attempts:
                 try:
                     with self.call.scope.timeline.measure("handover"):
                         remote = await self._sender.send(self.call)
+                    self._worker_id = self.call.route.link.worker_id
                     self._sender.begin(self.call)
                     self._sent_at = time.perf_counter()
                     async for delta in remote:
@@ -312,7 +328,7 @@ class Attempts:
         request's error if nothing is left to try."""
         match error:
             case WorkerLost():
-                self._check_innocence(error)
+                await self._check_innocence(error)
                 await self._move(error, "repeated")
             case InvalidFeature():
                 self.call = self._without_features(error)
@@ -321,17 +337,28 @@ class Attempts:
             case _:
                 self.call = self._where_there_is_room(error)
 
-    def _check_innocence(self, error: WorkerLost) -> None:
-        """Raise RequestEndsWorkers if this worker, too, was lost right after it had got this request."""
-        call = self.call
-        if type(error) is not WorkerLost or time.perf_counter() - self._sent_at >= SUSPICIOUS_S:
+    @while_connected
+    async def _check_innocence(self, error: WorkerLost) -> None:
+        """Raise RequestEndsWorkers if this worker, too, was lost right after it had got this request, and none of them
+        was only cut off."""
+        call, link = self.call, self.call.route.link
+        is_soon = time.perf_counter() - self._sent_at < SUSPICIOUS_S
+        if type(error) is not WorkerLost or not self._worker_id or not is_soon:
             return
-        self.call = call = call._replace(num_suspicious=call.num_suspicious + 1)
-        if call.num_suspicious == _NUM_SUSPICIOUS:
-            names = " and ".join((*call.lost, call.route.link.name)[-_NUM_SUSPICIOUS:])
-            logger.error("request %s is refused: %s were lost right after it arrived", call.request.request_id, names)
-            self._sender.metrics.count_migration(error.code, "refused")
-            raise RequestEndsWorkers(f"{_NUM_SUSPICIOUS} workers were lost right after this request arrived") from error
+        suspects = (*call.suspects, _Suspect(link, self._worker_id, link.worker_id == self._worker_id))
+        give_up_at = time.monotonic() + _BACK_S
+        while True:
+            suspects = tuple(suspect for suspect in suspects if not suspect.is_back)
+            self.call = call._replace(suspects=suspects)
+            if len(suspects) < _NUM_SUSPICIOUS:
+                return
+            may_return = any(not suspect.is_connected for suspect in suspects)
+            if not may_return or not await self._sender.workers.changed_before(give_up_at):
+                break
+        names = " and ".join(suspect.link.name for suspect in suspects)
+        logger.error("request %s is refused: %s were lost right after it arrived", call.request.request_id, names)
+        self._sender.metrics.count_migration(error.code, "refused")
+        raise RequestEndsWorkers(f"{_NUM_SUSPICIOUS} workers were lost right after this request arrived") from error
 
     @while_connected
     async def _move(self, error: WorkerLost, outcome: str) -> None:

@@ -142,6 +142,12 @@ class WorkerLink:
         return client.reports.encoder if client is not None and self.encoder else None
 
     @property
+    def worker_id(self) -> str:
+        """That of the worker's run; empty if it is not connected."""
+        client = self.client
+        return "" if client is None else client.welcome.worker_id
+
+    @property
     def store_client(self) -> str:
         """The worker's name at the store of its host; empty without one."""
         return "" if self._worker is None else self._worker.client.welcome.store_client
