@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 from audio_rows import AUDIO_ROWS
-from breaking_processor import BREAKING_WIDTH
 from corpus import Row, World, chat, data_url, media_part, sent
 from data_rows import ANNOUNCED, DATA_ROWS
 from image_rows import IMAGE_ROWS
@@ -16,6 +15,7 @@ from origin_rows import ORIGIN_ROWS
 from url_rows import URL_ROWS
 from video_rows import VIDEO_ROWS
 
+from breaking_processor import BREAKING_WIDTH
 from gateway_process import Answer, GatewayProcess
 from origin import MediaHosts
 
