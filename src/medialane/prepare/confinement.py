@@ -111,6 +111,12 @@ def detach(keep: int) -> None:
             with suppress(OSError):  # that of the listing itself, closed by now
                 os.close(fd)
     signal.set_wakeup_fd(-1)
+    default_signals()
+
+
+def default_signals() -> None:
+    """Handle signals as a new Python does, whatever this process has inherited: in a shell's background job SIGINT and
+    SIGQUIT are ignored, which exec keeps."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_IGN if number in _IGNORED else signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -279,6 +279,7 @@ def _run(control: socket.socket, store_pid: int, get: Callable[[Setup], tuple[Pr
 def main(argv: list[str]) -> int:
     factory_name, control_fd, parent_pid = argv[0], int(argv[1]), int(argv[2])
     confinement.die_with_parent(parent_pid)
+    confinement.default_signals()
     return _run(socket.socket(fileno=control_fd), parent_pid, lambda setup: _build(factory_name, setup))
 
 

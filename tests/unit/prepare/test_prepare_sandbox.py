@@ -300,13 +300,17 @@ def state_of(pid):
 
 @pytest.fixture
 def busy_store(tmp_path):
-    """The process of the tests, as one that has things which a preparer must not get."""
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    """The process of the tests, as one that has things which a preparer must not get: a handler, a descriptor, and the
+    ignored signals of a shell's background job."""
+    background = dict.fromkeys((signal.SIGINT, signal.SIGQUIT), signal.SIG_IGN)
+    handlers = {signal.SIGUSR1: lambda *_: None, **background}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     inheritable = os.open(tmp_path, os.O_RDONLY)
     os.set_inheritable(inheritable, True)
     yield
     os.close(inheritable)
-    signal.signal(signal.SIGUSR1, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("busy_store")
