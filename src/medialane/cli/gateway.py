@@ -145,7 +145,8 @@ async def serve(
             bounds = http_bounds(config.gateway, max_headers=frontend.max_headers)
             server_of = partial(BoundedServer, bounds=bounds)
             drain_s = config.stop.drain_timeout_s
-            enter_phase("waiting for workers")
+            if not config.gateway.render_only:
+                enter_phase("waiting for workers")
             await frontend.serve(app, sock, stop, drain_timeout_s=drain_s, give_up=give_up, server_of=server_of)
             if not stop.asked.is_set():
                 tasks.fail("the HTTP server")
@@ -199,6 +200,8 @@ async def _start(
         await store.ready()
     model_tasks = None
     if frontend.is_pooling:
+        if config.gateway.render_only:
+            raise StartupFailed("a model that is served for pooling has no calls without an engine")
         enter_phase("waiting for workers")
         await _connect_to_workers(components, addresses, stack, tasks)
         model_tasks = (await links.first_card()).tasks
@@ -352,7 +355,8 @@ async def _app(
     metrics.watch_memory(lambda: memory.latest, lambda: _memory(components.store, scrape))
 
     def health() -> tuple[int, bytes]:
-        return health_of(links, [components.store.problem] if components.frontend.takes_media else []).response()
+        needed = None if components.gateway_config.render_only else links
+        return health_of(needed, [components.store.problem] if components.frontend.takes_media else []).response()
 
     group = (
         GatewayMetrics(
@@ -402,6 +406,7 @@ async def _app(
         actions=actions,
         health=health,
         tasks=model_tasks,
+        render_only=components.gateway_config.render_only,
     )
     return app, group
 

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_addresses(config: Config, args: argparse.Namespace) -> None:
     """Raise StartupFailed for addresses that are missing, malformed, or cannot be used."""
-    if not (args.workers or config.gateway.join_listen):
+    if not (args.workers or config.gateway.join_listen or config.gateway.render_only):
         raise StartupFailed("a gateway needs workers: --worker ADDRESS, or --join-listen for workers that join")
     if args.store is None:
         raise StartupFailed(

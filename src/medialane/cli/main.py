@@ -40,6 +40,9 @@ _VLLM = "[settings] [-- any flag of vLLM's engine or server]"
 
 COMMANDS = {
     "serve": Command("serve", "media store, gateway and vLLM workers on this host", f"MODEL {_VLLM}"),
+    "render": Command(
+        "render", "tokens, placeholders and hashes of requests, as plain vLLM has them: no workers", f"MODEL {_VLLM}"
+    ),
     "gateway": Command(
         "gateway_command",
         "a gateway for workers that are started separately",

@@ -77,9 +77,14 @@ def run(args: argparse.Namespace) -> int:
     configure(config.logging)
     if config.cluster.ray:
         config = for_ray(config, args.secret_flags, process_environ())
+    with _ray(config, args.model) as ray:
+        return run_here(config if ray is None else ray.config, args, ray)
+
+
+def run_here(config: Config, args: argparse.Namespace, ray: RayServe | None = None) -> int:
+    """Serve with the processes of this configuration, until stopped. Raises StartupFailed."""
     try:
-        with _ray(config, args.model) as ray:
-            return _run(config if ray is None else ray.config, args, ray)
+        return _run(config, args, ray)
     finally:
         reap(config.arena.directory)  # of the last store, which leaves its arena to the next one
 
@@ -234,6 +239,9 @@ class _Stop:
 def announce(config: Config, model: str, vllm_args: Sequence[str], *, needs_key: bool = False) -> str:
     """Return the message that announces the address, with an example command. `needs_key`: clients must send one."""
     url = local.base_url(config, vllm_args)
+    if config.gateway.render_only:
+        name = local.served_name(model, vllm_args)
+        return f"\nmedialane renders requests for {name} at {url}/v1/chat/completions/render\n\nCtrl-C stops it."
     picture = "https://upload.wikimedia.org/wikipedia/commons/3/3a/Cat03.jpg"
     content = [
         {"type": "text", "text": "What is in this picture?"},

@@ -62,7 +62,7 @@ def check_addresses(config: Config, vllm_args: Sequence[str]) -> None:
     check_port(config.server.host, config.server.port)
     if config.gateway.join_listen:
         check_join_listen(config, cluster.resolved_num_gateways(usable_cores()))
-    elif not cluster.num_workers:
+    elif not (cluster.num_workers or config.gateway.render_only):
         raise StartupFailed("--workers 0: workers must be able to join: --join-listen HOST:PORT")
     if config.store.peer_listen:
         check_listen(config.store.peer_listen, "--peer-listen", config.rpc)

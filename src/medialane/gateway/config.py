@@ -36,6 +36,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     stage: StageChoice = field(default="auto", name="stage")
     """what is sent to workers: features (processed tensors), decoded (the worker processes), url (the worker
     decodes and processes), auto (features; decoded if the worker's processor differs; url if the hand-over fails)"""
+    render_only: bool = field(default=False, name="render-only")
+    """serve without workers (`medialane render`): only calls that need no engine are answered, and items have the
+    hashes that plain vLLM gives them"""
     encode_at: Literal["auto", "encoders", "workers"] = field(default="auto", name="encode-at")
     """where new media are encoded if there are encoders (--encoders): encoders, workers (each request's own), or auto
     (where that is expected to delay requests least)"""

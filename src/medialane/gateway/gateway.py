@@ -128,7 +128,8 @@ class Gateway:
         return await self._features.resolve(scope.resolve(url))
 
     def check_ready(self) -> None:
-        self._workers.check_ready()
+        if not self._config.render_only:
+            self._workers.check_ready()
 
     @property
     def text_bytes(self) -> int | None:

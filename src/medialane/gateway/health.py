@@ -28,10 +28,12 @@ class Health(msgspec.Struct, frozen=True):
         return 503 if self.status == "unavailable" else 200, body
 
 
-def health_of(workers: WorkerPool, problems: Iterable[str | None] = ()) -> Health:
-    """Return the gateway's current health. `problems` are those of other components; None entries are ignored."""
-    all_problems = tuple(problem for problem in (*_worker_problems(workers), *problems) if problem is not None)
-    if not workers.num_ready:
+def health_of(workers: WorkerPool | None, problems: Iterable[str | None] = ()) -> Health:
+    """Return the gateway's current health. `problems` are those of other components; None entries are ignored.
+    `workers` is None if it needs none."""
+    own = () if workers is None else _worker_problems(workers)
+    all_problems = tuple(problem for problem in (*own, *problems) if problem is not None)
+    if workers is not None and not workers.num_ready:
         return Health("unavailable", all_problems)
     return Health("degraded" if all_problems else "ok", all_problems)
 

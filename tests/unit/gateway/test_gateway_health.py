@@ -97,3 +97,9 @@ def test_no_worker_returns_unavailable(total):
     status, body = health_of(workers(total, 0)).response()
     assert status == 503
     assert msgspec.json.decode(body)["status"] == "unavailable"
+
+
+def test_gateway_that_needs_no_worker_is_healthy_without_one():
+    assert health_of(None).response() == (200, b"")
+    status, body = health_of(None, ["media preparation is restarting"]).response()
+    assert (status, msgspec.json.decode(body)["status"]) == (200, "degraded")

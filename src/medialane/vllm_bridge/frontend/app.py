@@ -109,13 +109,14 @@ class Frontend:
         actions: Mapping[str, Action] | None = None,
         health: Probe | None = None,
         tasks: tuple[str, ...] | None = None,
+        render_only: bool = False,
     ) -> Any:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
         an error recorded in `backend`. `pages` and `actions` are medialane's, by path, and these by method and path
         ("POST /path/{parameter}"); `health` replaces vLLM's
         `/health`, which assumes one engine; `tasks` are those of the workers, by default what a model that generates
-        supports."""
+        supports. With `render_only` there are none, and calls that need one are refused."""
         tokenize_without_media(self.renderer)
         if self.profile is not None:
             renderer_hook.install(self.renderer, backend, self.profile)
@@ -137,7 +138,7 @@ class Frontend:
             method, _, path = route.partition(" ")
             summary = (action.__doc__ or "").partition("\n")[0]
             app.add_api_route(path, _action_handler(action), methods=[method], tags=["medialane"], summary=summary)
-        refuse_unsupported(app)
+        refuse_unsupported(app, render_only=render_only)
         app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
         if health is not None:
             _add_health(app, health)

@@ -42,6 +42,10 @@ UNSUPPORTED = {
 }  # fmt: skip
 
 
+#: Ends of the paths of calls that are answered without an engine.
+_WITHOUT_ENGINE = ("/render", "/derender", "/tokenize", "/detokenize", "/ping")
+
+
 def replace_authentication(app: Any, access: Callable[[RouteOf], Middleware]) -> None:
     """Put `access` where vLLM's authentication is, if it has keys: outside of CORS, and inside of the user's."""
     middleware = [each for each in app.user_middleware if each.cls is not AuthenticationMiddleware]
@@ -65,15 +69,27 @@ def _route_of(app: Any) -> RouteOf:
     return path_of
 
 
-def refuse_unsupported(app: Any) -> None:
-    """Answer 501, with a message, for those of the app's routes that are not supported. They stay in its schema."""
-    for route in [route for route in app.routes if isinstance(route, Route) and route.path in UNSUPPORTED]:
-        answer = _refusal(UNSUPPORTED[route.path])
+def refuse_unsupported(app: Any, *, render_only: bool = False) -> None:
+    """Answer 501, with a message, for those of the app's routes that are not supported, with `render_only` also for
+    those that need an engine. They stay in its schema."""
+    for route in [route for route in app.routes if isinstance(route, Route)]:
+        if route.path in UNSUPPORTED:
+            message = f"{UNSUPPORTED[route.path]} is not supported: this gateway has several engines"
+        elif render_only and not _needs_no_engine(route):
+            message = f"{route.path} needs an engine, and this server has none: it renders (`medialane render`)"
+        else:
+            continue
+        answer = _refusal(message)
         app.router.routes.insert(0, Route(route.path, answer, methods=route.methods, include_in_schema=False))
 
 
-def _refusal(what: str) -> Callable[[Request], Awaitable[Response]]:
+def _needs_no_engine(route: Route) -> bool:
+    is_page = "POST" not in (route.methods or ())
+    return is_page or route.path.startswith("/medialane/") or route.path.endswith(_WITHOUT_ENGINE)
+
+
+def _refusal(message: str) -> Callable[[Request], Awaitable[Response]]:
     async def answer(_request: Request) -> Response:
-        raise NotImplementedError(f"{what} is not supported: this gateway has several engines")
+        raise NotImplementedError(message)
 
     return answer
