@@ -9,8 +9,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from medialane.core.media import Decoded, FrameBatch, Image, Video
-from medialane.prepare.processor import ProcessedItem, Processor
+from medialane.core.media import Decoded, FrameBatch, Image, MediaSize, Modality, Video
+from medialane.prepare.processor import Described, ProcessedItem, Processor
 
 
 def _hog() -> None:
@@ -48,6 +48,9 @@ class BreakingProcessor:
         if isinstance(media, Image) and media.pixels.shape[1] == BREAKING_WIDTH:
             BREAKS.get(media.pixels.shape[0], lambda: None)()
         return self._inner.process(media, options)
+
+    def describe(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
+        return self._inner.describe(modality, size, options)
 
 
 def build_processor(config: bytes) -> BreakingProcessor:

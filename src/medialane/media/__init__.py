@@ -6,8 +6,9 @@ their type; `decode` decodes, and `probe` opens without decoding.
 
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.data_url import decode_base64
-from medialane.media.decoders import decode, installed_kinds, needs_probe, probe, sniff
+from medialane.media.decoders import decode, installed_kinds, measure, needs_probe, probe, sniff
 from medialane.media.image_header import image_size
+from medialane.media.oriented_size import oriented_size
 
 __all__ = [
     "FetchLimits",
@@ -16,7 +17,9 @@ __all__ = [
     "decode_base64",
     "image_size",
     "installed_kinds",
+    "measure",
     "needs_probe",
+    "oriented_size",
     "probe",
     "sniff",
 ]

@@ -2,8 +2,8 @@
 
 `sniff` runs on the event loop before bytes reach a preparer. It takes less than 10 ms for any input: it checks magic
 bytes of every type, and image headers as far as they can be parsed in a bounded number of steps. The rest of a file's
-metadata is read inside a preparer by the libraries that decode it: `decode` and `probe` run there, synchronously, in
-one thread, with a memory limit and a deadline.
+metadata is read inside a preparer by the libraries that decode it: `decode`, `probe` and `measure` run there,
+synchronously, in one thread, with a memory limit and a deadline.
 
 OpenAI's clients have an exception class for 400, but none for 415, which is therefore reserved for intact files of
 another type, recognised by their magic bytes. Everything else that no decoder here would open is invalid (400).
@@ -18,15 +18,15 @@ from typing import NamedTuple
 import msgspec
 
 from medialane.core.errors import UnsupportedMediaType
-from medialane.core.media import AudioIo, Decoded, FrameSampler, Modality
+from medialane.core.media import AudioIo, Decoded, FrameSampler, MediaSize, Modality
 from medialane.core.modalities import MODALITIES
 from medialane.media.audio import check_audio, decode_audio
 from medialane.media.config import MediaConfig
 from medialane.media.container import sniff_audio, sniff_video
-from medialane.media.image import check_image, decode_image
+from medialane.media.image import check_image, decode_image, measure_image
 from medialane.media.image_header import sniff_image
 from medialane.media.kinds import Kind, Kinds, Load, audio_kind, audio_kinds, image_kinds, load, video_kinds
-from medialane.media.published_image import PIXMAP_TYPE, decode_pixmap
+from medialane.media.published_image import PIXMAP_TYPE, decode_pixmap, pixmap_size
 
 # PyAV is optional: images do not need it, and without it `sniff` rejects video. Imported here, before preparers are
 # forked, so that all share its pages.
@@ -56,6 +56,8 @@ class Decoder(NamedTuple):
     bytes. `check` raises what `decode` would raise for the header; for types in `sniffed_whole` nothing that `sniff`
     does not.
 
+    `measure` returns the size of what `decode` would return, without decoding it; None if that would not be certain.
+
     `magic` are magic bytes of its types, `riff` the form type of its RIFF files: a file with these that is rejected is
     damaged. `kinds` lists what libraries decode; `kind` returns that of a media type, None if only its decoder knows.
     """
@@ -65,6 +67,7 @@ class Decoder(NamedTuple):
     decode: Callable[[memoryview, str, MediaConfig, DecodeOptions], Decoded]
     kinds: Callable[[Modality, Load], Iterable[Kind]]
     kind: Callable[[str], str | None]
+    measure: Callable[[memoryview, str, MediaConfig, DecodeOptions], MediaSize | None]
     magic: tuple[bytes, ...]
     riff: bytes = b""
     sniffed_whole: frozenset[str] = frozenset()
@@ -72,6 +75,13 @@ class Decoder(NamedTuple):
 
 def _decode_image(data: memoryview, media_type: str, config: MediaConfig, options: DecodeOptions) -> Decoded:
     return decode_pixmap(data) if media_type == PIXMAP_TYPE else decode_image(data, config)
+
+
+def _measure_image(data: memoryview, media_type: str, config: MediaConfig, options: DecodeOptions) -> MediaSize | None:
+    if media_type == PIXMAP_TYPE:
+        width, height = pixmap_size(data)
+        return MediaSize(width=width, height=height)
+    return measure_image(data, config)
 
 
 def _decode_audio(data: memoryview, _media_type: str, config: MediaConfig, options: DecodeOptions) -> Decoded:
@@ -95,6 +105,7 @@ DECODERS: Mapping[Modality, Decoder] = {
         decode=_decode_image,
         kinds=image_kinds,
         kind=lambda media_type: media_type.removeprefix("image/"),
+        measure=_measure_image,
         magic=(b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM"),
         riff=b"WEBP",
         sniffed_whole=frozenset({"image/jpeg", "image/png", "image/webp", "image/gif", "image/bmp", PIXMAP_TYPE}),
@@ -105,6 +116,7 @@ DECODERS: Mapping[Modality, Decoder] = {
         decode=_decode_video,
         kinds=video_kinds,
         kind=lambda _media_type: None,  # the type is the container's; the codec is checked when the video is opened
+        measure=lambda _data, _media_type, _config, _options: None,
         magic=(b"\x1a\x45\xdf\xa3",),
     ),
     "audio": Decoder(
@@ -113,6 +125,7 @@ DECODERS: Mapping[Modality, Decoder] = {
         decode=_decode_audio,
         kinds=audio_kinds,
         kind=audio_kind,
+        measure=lambda _data, _media_type, _config, _options: None,
         magic=(b"fLaC", b"OggS", b"ID3", b"\x1a\x45\xdf\xa3"),
         riff=b"WAVE",
     ),
@@ -169,6 +182,14 @@ def decode(
 ) -> Decoded:
     """Decode one item; `media_type` is the result of `sniff`. Raises what the modality's decoder raises."""
     return DECODERS[modality].decode(data, media_type, config, DecodeOptions(io, sampler))
+
+
+def measure(
+    data: memoryview, modality: Modality, *, media_type: str, io: bytes, config: MediaConfig, sampler: FrameSampler
+) -> MediaSize | None:
+    """Return the size that `decode` would give one item, without decoding it; None if only decoding makes that certain.
+    Raises what `probe` raises; what `decode` raises for damaged pixels, frames or samples is not noticed."""
+    return DECODERS[modality].measure(data, media_type, config, DecodeOptions(io, sampler))
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from PIL import (
 from PIL import Image as PILImage
 
 from medialane.core.errors import ImageTooComplex, ImageTooLarge, InvalidImage
-from medialane.core.media import Image
+from medialane.core.media import Image, MediaSize
 from medialane.core.own_fault import own_fault
 from medialane.media.config import MediaConfig
 from medialane.media.image_header import ImageType, check_exif, check_limits, sniff_image
@@ -46,6 +46,9 @@ _FORMATS: dict[ImageType, str] = {
     "image/avif": AvifImagePlugin.AvifImageFile.format,
     "image/bmp": BmpImagePlugin.BmpImageFile.format,
 }
+
+#: Types of which Pillow knows the size once it has opened a file; a GIF's first frame may be larger than its canvas.
+_SIZED: frozenset[ImageType] = frozenset(("image/jpeg", "image/png", "image/webp", "image/avif", "image/bmp"))
 
 #: Preparers have one thread each; the pixel values do not depend on it.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
@@ -87,6 +90,18 @@ def check_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) ->
     """Raise what `decode_image` raises for the file's header; decodes no pixels."""
     with _opened(encoded, config):
         pass
+
+
+def measure_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -> MediaSize | None:
+    """Return the size that `decode_image` gives; None if Pillow only knows it once it has decoded. Raises what
+    `check_image` raises."""
+    with _opened(encoded, config) as (image_file, _, media_type):
+        if media_type not in _SIZED:
+            return None
+        width, height = image_file.size
+        if (rotation := _rotation_of(image_file)) is not None and rotation[0] % 2:
+            width, height = height, width
+        return MediaSize(width=width, height=height)
 
 
 @contextlib.contextmanager

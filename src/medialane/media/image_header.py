@@ -96,7 +96,7 @@ def check_exif(num_bytes: int) -> None:
 
 # JPEG (ITU-T T.81, annex B)
 
-_SOS, _APP1 = 0xDA, 0xE1
+SOS, APP1 = 0xDA, 0xE1
 _STANDALONE = {0x01, *range(0xD0, 0xD8)}
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
@@ -106,23 +106,23 @@ def _read_jpeg(view: memoryview) -> Sniffed:
     """Read the last frame header before the first scan, which is the one that Pillow reports."""
     frame: tuple[int, int, int, int] | None = None
     num_exif = 0
-    for marker, offset in _segments(view):
+    for marker, offset in jpeg_segments(view):
         if marker in _FRAMES:
             frame = (marker, _big(view, offset + 5, 2), _big(view, offset + 3, 2), _big(view, offset + 7, 1))
-        elif marker == _SOS:
+        elif marker == SOS:
             if frame is None:
                 break
             kind, width, height, num_components = frame
             # libjpeg decodes scan by scan if the file is progressive or its first scan lacks a component.
             multi_scan = kind in _PROGRESSIVE or _big(view, offset + 2, 1) < num_components
             return Sniffed("image/jpeg", width, height, multi_scan)
-        elif marker == _APP1 and bytes(view[offset + 2 : offset + 8]) == b"Exif\0\0":
+        elif marker == APP1 and bytes(view[offset + 2 : offset + 8]) == b"Exif\0\0":
             num_exif += _big(view, offset, 2)
             check_exif(num_exif)
     raise InvalidImage("the image has no frame header")
 
 
-def _segments(view: memoryview) -> Iterator[tuple[int, int]]:
+def jpeg_segments(view: memoryview) -> Iterator[tuple[int, int]]:
     """Yield (marker, offset of its length) of the segments up to the first scan, as Pillow traverses them."""
     offset, num_junk, num_bytes = 2, 0, len(view)
     for _ in range(_MAX_SEGMENTS):

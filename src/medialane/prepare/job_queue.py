@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from medialane.arena import Lease, Reservation
 from medialane.core.errors import MedialaneError, PreparersBusy
 from medialane.core.feature import Feature
-from medialane.core.media import EncodedMedia
+from medialane.core.media import EncodedMedia, MediaSize, Modality
 from medialane.core.retry_after import retry_after
 from medialane.observability.timeline import StageTimeline
+from medialane.prepare.messages import ItemRequest, MeasureItem, ProbeItem
+from medialane.prepare.processor import Described
 
 _JOB_IDS = itertools.count(1)
 
@@ -24,60 +26,66 @@ INITIAL_S = 0.1
 _NEWEST = 0.1
 
 
+#: A lease on the feature of an item that was processed, the size of one that was measured, what a blank has in common
+#: with other items of its size; None for a probe, or if there is no size, or nothing in common.
+JobValue = Lease[Feature] | MediaSize | Described | None
+
+
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """The result of a job: an error, or else a lease (None for a probe); and whether its preparer may run another, or
-    the job is to be run again in another one, without a result for its caller."""
+    """The result of a job: an error, or else what its caller gets; and whether its preparer may run another, or the job
+    is to be run again in another one, without a result for its caller."""
 
-    lease: Lease[Feature] | None = None
+    value: JobValue = None
     error: MedialaneError | None = None
     is_preparer_usable: bool = True
     is_run_again: bool = False
 
 
 class Job:
-    """One item to be prepared or probed.
+    """What one preparer does for one item: `ask` makes the request of the job's id, `key` is equal for all jobs that do
+    the same. `mm_hash` is the key of the feature that it makes.
 
-    Owns a pin on the encoded bytes (`source`) and, once the preparer has reported the sizes, a range of the arena
-    (`reservation`). Both end with the job: the pin by `close`, the range by `close` or by being published. `timeout_s`
-    limits its time in a preparer, from `begin` to `ends_at`; `deadline` enforces that. `result` is a lease for the
-    caller, or None for a probe; a caller that stops waiting for it calls `abandon_result`.
+    Owns a pin on the encoded bytes (`source`), if it needs some, and, once the preparer has reported the sizes, a range
+    of the arena (`reservation`). Both end with the job: the pin by `close`, the range by `close` or by being published.
+    `timeout_s` limits its time in a preparer, from `begin` to `ends_at`; `deadline` enforces that. A caller that stops
+    waiting for `result` calls `abandon_result`.
     """
 
     def __init__(
         self,
-        source: Lease[EncodedMedia],
-        options: bytes | None,
-        mm_hash: str,
+        ask: Callable[[int], ItemRequest],
+        source: Lease[EncodedMedia] | None,
         *,
+        key: str,
+        modality: Modality,
         timeout_s: float,
+        mm_hash: str = "",
         timeline: StageTimeline | None = None,
-        io: bytes = b"{}",
-        is_probe: bool = False,
     ) -> None:
         self.source = source
-        self.io = io
-        self.options = options
+        self.key = key
+        self.modality = modality
         self.mm_hash = mm_hash
         self.timeout_s = timeout_s
         self.timeline = timeline
-        self.is_probe = is_probe
         self.reservation: Reservation | None = None
         self.job_id = next(_JOB_IDS)
+        self.request = ask(self.job_id)
         #: How long a preparer was busy with it, once it reports that.
         self.busy_s: float | None = None
         self.is_sent = False
         self.is_retried = False
         self.ends_at = math.inf
         self.deadline: asyncio.Timeout | None = None
-        self.result: asyncio.Future[Lease[Feature] | None] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[JobValue] = asyncio.get_running_loop().create_future()
         self.is_abandoned = False
         self._closed = False
 
     @property
-    def key(self) -> str:
-        """What it makes: all jobs of this key do the same."""
-        return self.mm_hash or f"probe of {self.source.value.modality} {self.source.value.content_hash}"
+    def is_brief(self) -> bool:
+        """Whether it only opens an item."""
+        return isinstance(self.request, ProbeItem | MeasureItem)
 
     def settle(self, result: JobResult) -> None:
         """Pass the result to the caller; if there already is one, release the lease.
@@ -87,12 +95,11 @@ class Job:
         if result.error is None:
             self.reservation = None
         if self.result.done():
-            if result.lease is not None:
-                result.lease.release()
+            _release(result.value)
         elif result.error is not None:
             self.result.set_exception(result.error)
         else:
-            self.result.set_result(result.lease)
+            self.result.set_result(result.value)
 
     def begin(self) -> None:
         """Start its time limit."""
@@ -111,7 +118,8 @@ class Job:
         if self._closed:
             return
         self._closed = True
-        self.source.release()
+        if self.source is not None:
+            self.source.release()
         if self.reservation is not None:
             self.reservation.abandon()
 
@@ -124,9 +132,14 @@ class Job:
         self.result.add_done_callback(_release_result)
 
 
-def _release_result(result: asyncio.Future[Lease[Feature] | None]) -> None:
-    if not result.cancelled() and result.exception() is None and (lease := result.result()) is not None:
-        lease.release()
+def _release_result(result: asyncio.Future[JobValue]) -> None:
+    if not result.cancelled() and result.exception() is None:
+        _release(result.result())
+
+
+def _release(value: JobValue) -> None:
+    if isinstance(value, Lease):
+        value.release()
 
 
 class WorkEstimate:
@@ -167,12 +180,12 @@ class JobQueue:
     @property
     def work_s(self) -> float:
         """The expected time in preparers of the waiting jobs, in seconds, all together."""
-        return sum(self._estimate.seconds(job.source.value.modality) for job in self._jobs if not job.is_probe)
+        return sum(self._estimate.seconds(job.modality) for job in self._jobs if not job.is_brief)
 
     def learn(self, job: Job) -> None:
         """Learn from a job that has ended how long others will take."""
         if job.busy_s is not None:
-            self._estimate.learn(job.source.value.modality, job.busy_s)
+            self._estimate.learn(job.modality, job.busy_s)
 
     def put(self, job: Job) -> None:
         """Queue a job; it fails with PreparersBusy after the timeout. Raises PreparersBusy if the queue is full."""

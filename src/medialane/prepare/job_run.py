@@ -27,12 +27,16 @@ from medialane.core.errors import (
 from medialane.core.feature import Feature
 from medialane.core.remote_entry import EntryKind
 from medialane.core.tensor import TensorDescriptor
-from medialane.prepare.job_queue import Job, JobResult
+from medialane.prepare.job_queue import Job, JobResult, JobValue
 from medialane.prepare.messages import (
+    BlankDescribed,
     Copied,
+    DescribeBlank,
     Done,
+    ItemMeasured,
     JobFailed,
     JobReport,
+    MeasureItem,
     NeedRange,
     NoRange,
     ProbeItem,
@@ -81,7 +85,7 @@ class JobRunner:
             job.begin()
         try:
             async with asyncio.timeout_at(job.ends_at) as job.deadline:
-                return JobResult(lease=await self._exchange_messages(job, preparer, send_next))
+                return JobResult(await self._exchange_messages(job, preparer, send_next))
         except MedialaneError as error:  # the arena is full, or reported by the preparer, which stays usable
             return JobResult(error=error)
         except Exception as error:  # noqa: BLE001 - a bug in one job must not affect others; it is logged
@@ -92,9 +96,7 @@ class JobRunner:
     async def send(self, job: Job, preparer: PreparerProcess) -> None:
         """Send a job to its preparer. Raises PreparerLost, or MedialaneError if only the job failed."""
         self._quarantine.check(job.key)
-        encoded = job.source.value
-        probe = ProbeItem(job.job_id, encoded)
-        await preparer.send(probe if job.is_probe else ProcessItem(job.job_id, encoded, job.io, job.options))
+        await preparer.send(job.request)
         job.is_sent = True
 
     def close(self) -> None:
@@ -103,15 +105,28 @@ class JobRunner:
 
     async def _exchange_messages(
         self, job: Job, preparer: PreparerProcess, send_next: Callable[[], Awaitable[None]]
-    ) -> Lease[Feature] | None:
+    ) -> JobValue:
         """Exchange one job's messages. Raises PreparerLost, or MedialaneError if only the job failed."""
-        job_id = job.job_id
         if not job.is_sent:
             await self.send(job, preparer)
-        if job.is_probe:
-            _expect(Done, await preparer.receive(), job_id)
-            return None
-        need = _expect(NeedRange, await preparer.receive(), job_id)
+        report = await preparer.receive()
+        match job.request:
+            case ProbeItem():
+                _expect(Done, report, job.job_id)
+                return None
+            case MeasureItem():
+                return _expect(ItemMeasured, report, job.job_id).size
+            case DescribeBlank():
+                return _expect(BlankDescribed, report, job.job_id).described
+            case ProcessItem():
+                need = _expect(NeedRange, report, job.job_id)
+                return await self._publish(job, preparer, need, send_next)
+
+    async def _publish(
+        self, job: Job, preparer: PreparerProcess, need: NeedRange, send_next: Callable[[], Awaitable[None]]
+    ) -> Lease[Feature]:
+        """Copy what the preparer has made into the arena, and publish it. Raises as `_exchange_messages`."""
+        job_id = job.job_id
         decode_s, process_s = (_plausible(reported, job) for reported in (need.decode_s, need.process_s))
         job.busy_s = decode_s + process_s
         if job.timeline is not None:
@@ -132,7 +147,7 @@ class JobRunner:
         else:
             await self._copy(preparer, need, tensors)
             await preparer.send(Copied(job_id))
-        feature = Feature(job.source.value.modality, job.mm_hash, need.header, tensors, need.size)
+        feature = Feature(job.modality, job.mm_hash, need.header, tensors, need.size)
         return self._arena.publish(reservation, job.mm_hash, feature)
 
     def _reserve(self, job: Job, nbytes: int, need: NeedRange) -> Reservation:
@@ -140,9 +155,11 @@ class JobRunner:
 
         Raises ArenaFull, or MediaTooLarge if it can never fit in the arena together with its encoded bytes.
         """
-        if nbytes > self._arena.max_payload_bytes - job.source.range.nbytes:
+        source_bytes = 0 if job.source is None else job.source.range.nbytes
+        if nbytes > self._arena.max_payload_bytes - source_bytes:
             raise MediaTooLarge(f"the item takes {nbytes} bytes once it is prepared, more than this server can store")
-        kind: EntryKind = "decoded" if job.options is None else "processed"
+        is_decoded = isinstance(job.request, ProcessItem) and job.request.options is None
+        kind: EntryKind = "decoded" if is_decoded else "processed"
         job.reservation = self._arena.reserve(nbytes, kind, header_bytes=header_bytes(need.header, need.specs))
         return job.reservation
 
@@ -161,7 +178,7 @@ class JobRunner:
                 await to_the_end(loop.run_in_executor(self._copiers, preparer.read, need.addresses, into))
 
 
-_Report = TypeVar("_Report", NeedRange, Done)
+_Report = TypeVar("_Report", NeedRange, Done, ItemMeasured, BlankDescribed)
 
 
 def _expect(kind: type[_Report], report: JobReport, job_id: int) -> _Report:

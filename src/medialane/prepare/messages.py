@@ -31,6 +31,10 @@ If the kernel does not let the store read a preparer's memory, the preparer copi
 
     ProbeItem ------------------> opens the item without decoding it
           <---------------------- Done | JobFailed
+    MeasureItem ----------------> opens the item to find out what size it has decoded
+          <---------------------- ItemMeasured | JobFailed
+    DescribeBlank --------------> processes a blank of this size
+          <---------------------- BlankDescribed | JobFailed
 
 Tensors never pass through either channel: encoded bytes and results are in the arena.
 """
@@ -46,9 +50,10 @@ from msgspec import Meta
 
 from medialane.core.errors import ErrorReport, PreparationFailed
 from medialane.core.feature import MAX_HEADER_BYTES, Header
-from medialane.core.media import EncodedMedia, MediaSize
+from medialane.core.media import EncodedMedia, MediaSize, Modality
 from medialane.core.tensor import MAX_TENSORS, ArenaRange, ByteCount, TensorSpec
 from medialane.media import MediaConfig
+from medialane.prepare.processor import Described
 from medialane.prepare.sandbox import Sandbox
 
 #: Below the kernel's default send buffer (212 992), so that a packet is never split.
@@ -160,6 +165,23 @@ class ProbeItem(msgspec.Struct, frozen=True, tag=True):
     encoded: EncodedMedia
 
 
+class MeasureItem(msgspec.Struct, frozen=True, tag=True):
+    """Find out which size one item has once it is decoded; `io` is as in `MediaRef`."""
+
+    job_id: int
+    encoded: EncodedMedia
+    io: bytes
+
+
+class DescribeBlank(msgspec.Struct, frozen=True, tag=True):
+    """Find out the header of items of this size (`Processor.describe`)."""
+
+    job_id: int
+    modality: Modality
+    size: MediaSize
+    options: bytes
+
+
 class Range(msgspec.Struct, frozen=True, tag=True):
     job_id: int
     range: ArenaRange
@@ -195,13 +217,29 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     job_id: int
 
 
+class ItemMeasured(msgspec.Struct, frozen=True, tag=True):
+    """The item's size; None if that is only certain once it is decoded."""
+
+    job_id: int
+    size: MediaSize | None
+
+
+class BlankDescribed(msgspec.Struct, frozen=True, tag=True):
+    """What items of the size have in common; None if their headers depend on their content."""
+
+    job_id: int
+    described: Described | None
+
+
 class JobFailed(msgspec.Struct, frozen=True, tag=True):
     job_id: int
     report: ErrorReport
 
 
-JobRequest = ProcessItem | ProbeItem | Range | Copied | NoRange
-JobReport = PreparerReady | NeedRange | Done | JobFailed
+#: Requests that begin a job.
+ItemRequest = ProcessItem | ProbeItem | MeasureItem | DescribeBlank
+JobRequest = ItemRequest | Range | Copied | NoRange
+JobReport = PreparerReady | NeedRange | Done | ItemMeasured | BlankDescribed | JobFailed
 
 _ENCODER = msgspec.msgpack.Encoder()
 

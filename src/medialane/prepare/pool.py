@@ -23,7 +23,7 @@ from medialane.arena import Arena, Lease
 from medialane.core.backoff import Backoff
 from medialane.core.errors import MedialaneError, StartupFailed, Unavailable
 from medialane.core.feature import Feature
-from medialane.core.media import EncodedMedia
+from medialane.core.media import EncodedMedia, MediaSize, Modality
 from medialane.core.retry_after import Outage
 from medialane.core.stats import PoolStats
 from medialane.media import MediaConfig
@@ -32,10 +32,18 @@ from medialane.prepare import prebuilt
 from medialane.prepare.config import PrepareConfig
 from medialane.prepare.forkserver_process import ForkserverProcess
 from medialane.prepare.forkservers import Forkservers
-from medialane.prepare.job_queue import Job, JobQueue
+from medialane.prepare.job_queue import Job, JobQueue, JobValue
 from medialane.prepare.job_run import to_the_end
-from medialane.prepare.messages import PreparerSetup
+from medialane.prepare.messages import (
+    DescribeBlank,
+    ItemRequest,
+    MeasureItem,
+    PreparerSetup,
+    ProbeItem,
+    ProcessItem,
+)
 from medialane.prepare.preparers import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Preparers
+from medialane.prepare.processor import Described
 from medialane.prepare.quarantine import Quarantine
 from medialane.prepare.sandbox import WRITE_ARENA
 
@@ -128,10 +136,19 @@ class PreparerPool:
         queue is dropped; one cancelled while running is stopped unless it finishes within ABANDONED_S: then its feature
         stays cached.
         """
-        timeout_s = self._config.job_timeout_s(encoded.value.modality)
-        job = Job(encoded.duplicate(), options, mm_hash, timeout_s=timeout_s, timeline=timeline, io=io)
-        lease = await self._submit(job)
-        if lease is None:
+        media = encoded.value
+        lease = await self._submit(
+            Job(
+                lambda job_id: ProcessItem(job_id, media, io, options),
+                encoded.duplicate(),
+                key=mm_hash,
+                modality=media.modality,
+                timeout_s=self._config.job_timeout_s(media.modality),
+                mm_hash=mm_hash,
+                timeline=timeline,
+            )
+        )
+        if not isinstance(lease, Lease):
             raise RuntimeError("a preparation job has no result")
         return lease
 
@@ -140,10 +157,46 @@ class PreparerPool:
 
         Ownership, cancellation and other errors are as for `prepare_item`.
         """
-        timeout_s = self._config.job_timeout_s(encoded.value.modality)
-        await self._submit(Job(encoded.duplicate(), None, "", timeout_s=timeout_s, is_probe=True))
+        await self._submit(self._opening(encoded, lambda job_id: ProbeItem(job_id, encoded.value)))
 
-    async def _submit(self, job: Job) -> Lease[Feature] | None:
+    async def measure(self, encoded: Lease[EncodedMedia], io: bytes = b"{}") -> MediaSize | None:
+        """Return the size that this item will have once it is decoded with `io`; None if only decoding it makes that
+        certain.
+
+        Ownership, cancellation and other errors are as for `prepare_item`.
+        """
+        size = await self._submit(self._opening(encoded, lambda job_id: MeasureItem(job_id, encoded.value, io)))
+        return size if isinstance(size, MediaSize) else None
+
+    async def describe_blank(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
+        """Return what items of this size (as decoded) have in common that are processed with these options; None if
+        their headers also depend on their content.
+
+        Cancellation and errors are as for `prepare_item`.
+        """
+        described = await self._submit(
+            Job(
+                lambda job_id: DescribeBlank(job_id, modality, size, options),
+                None,
+                key=f"blank {modality} {size} {options!r}",
+                modality=modality,
+                timeout_s=self._config.job_timeout_s(modality),
+            )
+        )
+        return described if isinstance(described, Described) else None
+
+    def _opening(self, encoded: Lease[EncodedMedia], ask: Callable[[int], ItemRequest]) -> Job:
+        """Return a job that only opens the item."""
+        modality = encoded.value.modality
+        return Job(
+            ask,
+            encoded.duplicate(),
+            key=f"opening of {modality} {encoded.value.content_hash}",
+            modality=modality,
+            timeout_s=self._config.job_timeout_s(modality),
+        )
+
+    async def _submit(self, job: Job) -> JobValue:
         """Queue the job and wait for its result; the job is closed in any case."""
         try:
             if self._unavailable is not None:

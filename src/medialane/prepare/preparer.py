@@ -16,20 +16,26 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 
 from medialane.arena import ArenaView, ClientSlot, describe
 from medialane.core.errors import MedialaneError, MediaTooLarge, PreparationFailed, to_report
 from medialane.core.feature import MAX_HEADER_BYTES
-from medialane.core.media import MAX_METADATA_BYTES, EncodedMedia
-from medialane.core.tensor import MAX_TENSORS, ArenaRange
-from medialane.media import decode, probe
+from medialane.core.media import MAX_METADATA_BYTES, EncodedMedia, MediaSize
+from medialane.core.tensor import MAX_TENSORS, ArenaRange, TensorSpec
+from medialane.media import decode, measure, probe
 from medialane.prepare import confinement
 from medialane.prepare.messages import (
     LENGTH,
+    BlankDescribed,
+    DescribeBlank,
     Done,
+    ItemMeasured,
+    ItemRequest,
     JobFailed,
     JobReport,
     JobRequest,
+    MeasureItem,
     NeedRange,
     PreparerReady,
     PreparerSetup,
@@ -84,7 +90,7 @@ class Preparer:
             return  # the store closed the channel during a job and does not expect a result
 
     def _answer(self, request: JobRequest) -> None:
-        if isinstance(request, ProcessItem | ProbeItem):
+        if isinstance(request, ItemRequest):
             error = self._run_job(request)
             if error is not None:
                 self._send(JobFailed(request.job_id, to_report(error)))
@@ -96,10 +102,10 @@ class Preparer:
             self._write(item, request.range)
             self._send(Done(request.job_id))
 
-    def _run_job(self, job: ProcessItem | ProbeItem) -> MedialaneError | None:
+    def _run_job(self, job: ItemRequest) -> MedialaneError | None:
         """Run one job and report its result, or return its error."""
         try:
-            self._send(self._process(job) if isinstance(job, ProcessItem) else self._probe(job))
+            self._send(self._report(job))
         except MedialaneError as error:
             return error
         except (BrokenPipeError, ConnectionResetError):
@@ -112,10 +118,39 @@ class Preparer:
             return PreparationFailed("preparing this item failed")
         return None
 
+    def _report(self, job: ItemRequest) -> JobReport:
+        match job:
+            case ProcessItem():
+                return self._process(job)
+            case ProbeItem():
+                return self._probe(job)
+            case MeasureItem():
+                return self._measure(job)
+            case DescribeBlank():
+                return self._describe(job)
+
     def _probe(self, job: ProbeItem) -> Done:
         encoded = job.encoded
         probe(self._encoded(encoded), encoded.modality, encoded.media_type, self._media)
         return Done(job.job_id)
+
+    def _measure(self, job: MeasureItem) -> ItemMeasured:
+        encoded = job.encoded
+        size = measure(
+            self._encoded(encoded),
+            encoded.modality,
+            media_type=encoded.media_type,
+            io=job.io,
+            config=self._media,
+            sampler=self._processor,
+        )
+        return ItemMeasured(job.job_id, size)
+
+    def _describe(self, job: DescribeBlank) -> BlankDescribed:
+        described = self._processor.describe(job.modality, job.size, job.options)
+        if described is not None:
+            _check_size(described.header, described.size)
+        return BlankDescribed(job.job_id, described)
 
     def _process(self, job: ProcessItem) -> NeedRange:
         started = time.perf_counter()
@@ -132,7 +167,7 @@ class Preparer:
         item = decoded_item(media) if job.options is None else self._processor.process(media, job.options)
         del media  # free the pixels while the store makes space
         processed = time.perf_counter()
-        _check_size(item)
+        _check_size(item.header, item.size, item.specs)
         addresses = tuple(map(address_of, item.buffers))
         self._items[job.job_id] = item
         return NeedRange(
@@ -161,12 +196,12 @@ class Preparer:
         return data if len(data) == nbytes else None
 
 
-def _check_size(item: ProcessedItem) -> None:
+def _check_size(header: bytes, media: MediaSize, specs: Sequence[TensorSpec] = ()) -> None:
     """Raise MediaTooLarge for what the store would not decode."""
     for what, size, limit in (
-        ("bytes of metadata", len(item.header), MAX_HEADER_BYTES),
-        ("bytes of a video's metadata", len(item.size.metadata), MAX_METADATA_BYTES),
-        ("tensors", len(item.specs), MAX_TENSORS),
+        ("bytes of metadata", len(header), MAX_HEADER_BYTES),
+        ("bytes of a video's metadata", len(media.metadata), MAX_METADATA_BYTES),
+        ("tensors", len(specs), MAX_TENSORS),
     ):
         if size > limit:
             raise MediaTooLarge(f"this item has {size} {what} after processing, more than {limit}")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medialane.core.errors import UnsupportedMediaType
-from medialane.core.feature import Feature, PlaceholderRange
+from medialane.core.feature import Feature, Header, PlaceholderRange
 from medialane.core.media import Decoded, FrameBatch, MediaSize, Modality, Video
 from medialane.core.stage import StageName
 from medialane.core.tensor import TensorSpec
@@ -28,6 +28,13 @@ class ProcessedItem:
     header: bytes
     specs: tuple[TensorSpec, ...]
     buffers: tuple[memoryview, ...]
+    size: MediaSize
+
+
+class Described(msgspec.Struct, frozen=True, array_like=True):
+    """What is the same in all items of one size and options: the header, and the size that prompt assembly uses."""
+
+    header: Header
     size: MediaSize
 
 
@@ -65,6 +72,11 @@ class Processor(Protocol):
         """Process one item separately. `options` are canonical JSON. Raises MedialaneError for client errors."""
         ...
 
+    def describe(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
+        """Return what all items have in common that `process` makes of media of this size (as decoded); None if the
+        header also depends on their content. Raises what `process` raises."""
+        ...
+
 
 class FactoryConfig(msgspec.Struct, frozen=True):
     """What the factory of a model's processor needs, as JSON."""
@@ -100,6 +112,9 @@ class NoProcessor:
     def process(self, media: Decoded, options: bytes) -> ProcessedItem:
         raise UnsupportedMediaType(_REFUSAL)
 
+    def describe(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
+        raise UnsupportedMediaType(_REFUSAL)
+
 
 @dataclass(frozen=True, slots=True)
 class AssembledPrompt:
@@ -130,6 +145,12 @@ class Assembler(Protocol):
     @property
     def accepts_item_options(self) -> bool:
         """Whether an item's tokens depend only on its feature, so that items may differ in processor options."""
+        ...
+
+    @property
+    def predicted(self) -> frozenset[Modality]:
+        """The modalities of which an item's header is a function of the media's size and the options, but for some
+        sizes or options (`Processor.describe`)."""
         ...
 
     @property

@@ -20,10 +20,10 @@ import numpy as np
 
 from medialane.core.errors import InvalidImage, PromptRejected, StartupFailed, UnsupportedMediaType
 from medialane.core.feature import Feature, PlaceholderRange
-from medialane.core.media import Decoded, FrameBatch, Image, Modality, Video
+from medialane.core.media import Decoded, FrameBatch, Image, MediaSize, Modality, Video
 from medialane.core.stage import StageName
 from medialane.core.tensor import TensorSpec
-from medialane.prepare.processor import AssembledPrompt, ImageCost, ProcessedItem
+from medialane.prepare.processor import AssembledPrompt, Described, ImageCost, ProcessedItem
 
 #: The token that represents one item in an unexpanded prompt.
 PLACEHOLDER_TOKEN = 7
@@ -44,12 +44,14 @@ class FakeConfig(msgspec.Struct, frozen=True):
 
 
 class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happens to one item: it sleeps for `sleep_s`, then triggers the fault."""
+    """What happens to one item: it sleeps for `sleep_s`, then triggers the fault. Its header depends on its pixels, if
+    it is `by_content`, or else on its size."""
 
     sleep_s: float = 0.0
     fault: Fault = "none"
     scale: float = 1.0
     header_bytes: int = 0
+    by_content: bool = False
 
 
 def build_processor(config: bytes) -> FakeProcessor:
@@ -85,7 +87,9 @@ class FakeProcessor:
         _FAULTS[item_options.fault]()
         pixels = media.pixels.astype(np.float32) * np.float32(item_options.scale)
         shape = np.array(media.pixels.shape[:2], np.int64)
-        header = msgspec.json.encode({"sum": int(media.pixels.sum(dtype=np.int64))}).ljust(item_options.header_bytes)
+        size = {"height": media.pixels.shape[0], "width": media.pixels.shape[1]}
+        fields = {"sum": int(media.pixels.sum(dtype=np.int64))} if item_options.by_content else size
+        header = msgspec.json.encode(fields).ljust(item_options.header_bytes)
         return ProcessedItem(
             header=header,
             specs=(TensorSpec("float32", pixels.shape), TensorSpec("int64", shape.shape)),
@@ -93,11 +97,19 @@ class FakeProcessor:
             size=media.size,
         )
 
+    def describe(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
+        if modality != "image":
+            raise UnsupportedMediaType("the fake supports images only")
+        item = self.process(Image(np.zeros((size.height, size.width, 3), np.uint8)), options)
+        by_content = msgspec.json.decode(options, type=FakeOptions).by_content
+        return None if by_content else Described(item.header, item.size)
+
 
 class FakeAssembler:
     """Replaces the n-th placeholder token by one token per patch of the n-th feature."""
 
     accepts_item_options = False
+    predicted: frozenset[Modality] = frozenset({"image"})
     fallback_stages: Mapping[Modality, StageName] = MappingProxyType({})
 
     def __init__(self, max_tokens: int = sys.maxsize) -> None:

@@ -5,6 +5,7 @@ from preparer_pools import png, put
 
 from medialane.core.errors import PreparersBusy, Unavailable
 from medialane.prepare.job_queue import Job, JobQueue, JobResult
+from medialane.prepare.messages import ProcessItem
 
 
 @pytest.fixture
@@ -12,8 +13,11 @@ def make_job(arena):
     source = put(arena, png())
     jobs = []
 
+    def asked(job_id: int) -> ProcessItem:
+        return ProcessItem(job_id, source.value, b"{}", b"{}")
+
     def make() -> Job:
-        jobs.append(Job(source.duplicate(), b"{}", "a" * 64, timeout_s=1))
+        jobs.append(Job(asked, source.duplicate(), key="a" * 64, modality="image", timeout_s=1, mm_hash="a" * 64))
         return jobs[-1]
 
     yield make
@@ -151,7 +155,7 @@ async def test_result_without_a_waiter_is_released(arena, encoded, make_job):
     job = make_job()
     job.abandon_result(0.25)
     before = arena.stats().num_leases
-    job.settle(JobResult(lease=encoded.duplicate()))
+    job.settle(JobResult(encoded.duplicate()))
     await asyncio.sleep(0)
     assert arena.stats().num_leases == before
 
@@ -160,7 +164,7 @@ async def test_result_after_a_failure_is_released(arena, encoded, make_job):
     job = make_job()
     job.settle(JobResult(error=Unavailable("late")))
     before = arena.stats().num_leases
-    job.settle(JobResult(lease=encoded.duplicate()))
+    job.settle(JobResult(encoded.duplicate()))
     assert arena.stats().num_leases == before
     with pytest.raises(Unavailable):
         await job.result

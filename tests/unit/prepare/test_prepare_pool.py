@@ -69,7 +69,8 @@ async def test_item_becomes_a_published_feature_with_the_processors_tensors(aren
             feature = lease.value
             pixels, shape = (arena.view.tensor(t) for t in feature.tensors)
             assert shape.cast("q").tolist() == [30, 40]
-            assert json.loads(feature.header) == {"sum": np.frombuffer(pixels, np.float32).sum(dtype=np.float64)}
+            assert np.frombuffer(pixels, np.float32).size == 30 * 40 * 3
+            assert json.loads(feature.header) == {"height": 30, "width": 40}
         assert (feature.modality, feature.mm_hash, feature.size) == ("image", "a" * 64, MediaSize(40, 30))
         assert arena.contains("a" * 64)
     assert timeline.seconds["decode"] > 0
@@ -79,7 +80,7 @@ async def test_item_becomes_a_published_feature_with_the_processors_tensors(aren
 async def test_without_process_vm_readv_preparers_write_the_arena_and_it_is_logged(arena, encoded, monkeypatch, caplog):
     monkeypatch.setattr(forkserver_process, "read_into", refuse_reading)
     async with running(make_pool(arena)) as pool:
-        with await pool.prepare_item(encoded, options(scale=2.0), "a" * 64) as lease:
+        with await pool.prepare_item(encoded, options(scale=2.0, by_content=True), "a" * 64) as lease:
             pixels, _ = (arena.view.tensor(t) for t in lease.value.tensors)
             total = np.frombuffer(pixels, np.float32).sum(dtype=np.float64)
             assert json.loads(lease.value.header) == {"sum": total / 2}

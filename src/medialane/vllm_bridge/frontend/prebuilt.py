@@ -128,6 +128,7 @@ class _NoAssembler:
 
     accepts_item_options = False
     max_tokens = sys.maxsize
+    predicted: frozenset[Modality] = frozenset()
 
     def __init__(self, fallback_stages: Mapping[Modality, StageName]) -> None:
         self.fallback_stages = fallback_stages

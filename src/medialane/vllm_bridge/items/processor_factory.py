@@ -15,9 +15,9 @@ import torch
 from huggingface_hub import constants
 
 from medialane.core.errors import UnsupportedMediaType
-from medialane.core.media import Decoded, FrameBatch, FrameSampler, Video
+from medialane.core.media import Decoded, FrameBatch, FrameSampler, MediaSize, Modality, Video
 from medialane.core.process.phase import enter_phase
-from medialane.prepare.processor import FactoryConfig, NoProcessor, ProcessedItem, Processor
+from medialane.prepare.processor import Described, FactoryConfig, NoProcessor, ProcessedItem, Processor
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
 from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
@@ -134,6 +134,9 @@ class RequestProcessor:
             default = self._process(media, NO_OPTIONS)
             check_layout(modality, *(decode_item_without_tensors(item.header) for item in (made, default)))
         return made
+
+    def describe(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
+        return None
 
     def _process(self, media: Decoded, options: bytes) -> ProcessedItem:
         return self._heavy.process(media, options, as_tensor=self._accepts_tensors)
