@@ -49,6 +49,7 @@ from medialane.gateway.encoders import Encoders
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake import warm_up
+from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.scope import OpenRequests
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
@@ -325,6 +326,7 @@ def _gateway(components: _Components) -> Gateway:
         metrics=components.metrics,
         counts=components.counts,
         has_priorities=components.frontend.has_priorities,
+        plain=_plain_hashes(components, features),
         encoders=Encoders(
             components.links,
             shm,
@@ -335,6 +337,13 @@ def _gateway(components: _Components) -> Gateway:
             metrics=components.metrics,
         ),
     )
+
+
+def _plain_hashes(components: _Components, features: StoreFeatures) -> PlainHashes | None:
+    hasher = components.frontend.media_hasher() if components.gateway_config.render_only else None
+    if hasher is None:
+        return None
+    return PlainHashes(hasher, features, fairness=components.fairness, media=components.config.media)
 
 
 async def _app(

@@ -128,12 +128,14 @@ class MediaPrompt(msgspec.Struct, frozen=True):
 
     `items` are in the order of the placeholders of their modality; `options` are the request's processor options,
     canonical JSON. With `is_encoder_prompt` the model has an encoder and a decoder, and this is the encoder's prompt.
+    `hash_factors` are opaque except to a `MediaHasher`.
     """
 
     token_ids: list[int]
     items: tuple[MediaRef, ...]
     options: bytes = b"{}"
     is_encoder_prompt: bool = False
+    hash_factors: bytes = b"{}"
 
     @property
     def has_embeds(self) -> bool:
@@ -244,6 +246,7 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
     source: MediaPrompt
     media: StagedMedia
     encoder_token_ids: list[int] | None = None
+    is_predicted: bool = False
 
     def __repr__(self) -> str:
         return f"PreparedPrompt({len(self.token_ids)} tokens, {len(self.features)} features)"

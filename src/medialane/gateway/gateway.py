@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,7 @@ from medialane.gateway.attempts import Sender
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.generation import Generation
+from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.route import Routes
 from medialane.gateway.scope import RequestScope, current_scope, while_connected
@@ -75,9 +76,10 @@ class Gateway:
         encoders: Encoders | None = None,
         counts: SharedCounts | None = None,
         has_priorities: bool = False,
+        plain: PlainHashes | None = None,
     ) -> None:
         """`counts` are what the gateways of a port count together. With `has_priorities`, engines are scheduled by
-        priority (vLLM's --scheduling-policy)."""
+        priority (vLLM's --scheduling-policy). The hashes of prompts are those of `plain`, if it is given."""
         self._config = config
         self._transports = transports
         self._features = features
@@ -103,6 +105,7 @@ class Gateway:
         self.ttft_limit: TtftLimit | None = None
         self.queues: Queues | None = None
         self._has_priorities = has_priorities
+        self._plain = plain
         if config.ttft_limit_s or config.trust_headers or config.queue_requests:
             forecast = CostForecast(
                 router, preparers=lambda: features.preparers, num_gateways=lambda: workers.num_gateways
@@ -143,6 +146,21 @@ class Gateway:
         """
         scope = current_scope()
         self._admission.admit(scope)
+        return await self._hashed(prompt, scope, self._prepare)
+
+    async def _hashed(
+        self,
+        prompt: MediaPrompt,
+        scope: RequestScope,
+        make: Callable[[MediaPrompt, RequestScope], Awaitable[PreparedPrompt]],
+    ) -> PreparedPrompt:
+        if self._plain is None:
+            return await make(prompt, scope)
+        media = RequestMedia(prompt, self._features, scope, self._assembly)
+        prompt, fetched = await self._plain.fetched(media)
+        return await self._plain.named(await make(prompt, scope), media, fetched)
+
+    async def _prepare(self, prompt: MediaPrompt, scope: RequestScope) -> PreparedPrompt:
         if (expectation := self._expectation(scope)) is not None:
             expectation.judge_arrival()
         if self.queues is not None and scope.preparation is None:
@@ -246,6 +264,8 @@ class Gateway:
 
     def close(self) -> None:
         self._assembly.close()
+        if self._plain is not None:
+            self._plain.close()
 
     def _expectation(self, scope: RequestScope) -> TtftExpectation | None:
         """Return when the request's first token is expected; None without a limit."""

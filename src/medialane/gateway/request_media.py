@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -52,6 +52,11 @@ class RequestMedia:
         if (items := self._items.get(stage)) is None:
             items = self._items[stage] = await self._find(stage)
         return items
+
+    def of(self, items: Sequence[MediaRef]) -> RequestMedia:
+        """Return some items of the prompt as media of their own."""
+        source = msgspec.structs.replace(self.source, items=tuple(items))
+        return RequestMedia(source, self.features, self.scope, self._assembly)
 
     async def without_embeddings(self) -> int:
         self.encoder, num_embeddings = "", 0
@@ -133,7 +138,7 @@ async def _encoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) ->
     key = request.features.key(ref, request.source.options, content=cached.content_hash)
     tensors = describe(encoded.range, (TensorSpec("uint8", (encoded.num_bytes,)),))
     feature = Feature(ref.modality, key, b"", tensors, MediaSize())
-    return StagedItem(ref, feature, cached.hold, media_type=encoded.media_type)
+    return StagedItem(ref, feature, cached.hold, media_type=encoded.media_type, content_hash=cached.content_hash)
 
 
 async def _count_hit(ref: MediaRef, item: FoundItem[Feature], budget: ImageBudget) -> None:

@@ -131,6 +131,13 @@ class StoreFeatures:
         hold = await self._find(ref, _Wanted("processed", options, encoder), timeline, budget)
         return _item(hold, hold.value.feature)
 
+    def tensors(self, feature: Feature) -> list[memoryview]:
+        """Return the bytes of the feature's large tensors, in the arena: valid while the caller holds them."""
+        try:
+            return [self._link.tensor(tensor) for tensor in feature.tensors]
+        except MediaLost as error:
+            raise self._link.unavailable(error.message) from error
+
     def forget(self, hold: Hold) -> None:
         """Look up the item of `hold` again for the next request: it may be found in another form."""
         cast("StoreHold[_Key, ItemFound]", hold).forget()

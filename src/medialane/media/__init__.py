@@ -7,7 +7,7 @@ their type; `decode` decodes, and `probe` opens without decoding.
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.data_url import decode_base64
 from medialane.media.decoders import decode, installed_kinds, measure, needs_probe, probe, sniff
-from medialane.media.image_header import image_size
+from medialane.media.image_header import image_size, sniff_image
 from medialane.media.oriented_size import oriented_size
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "oriented_size",
     "probe",
     "sniff",
+    "sniff_image",
 ]

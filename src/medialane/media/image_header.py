@@ -44,12 +44,14 @@ _MAX_RLE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sniffed:
-    """The contents of a header. `multi_scan` is true for JPEGs that a decoder traverses once per scan."""
+    """The contents of a header. `multi_scan` is true for JPEGs that a decoder traverses once per scan, `is_rgb` for
+    files that Pillow opens in its mode RGB: three channels, no palette and no alpha."""
 
     media_type: ImageType
     width: int
     height: int
     multi_scan: bool = False
+    is_rgb: bool = True
 
 
 def sniff_image(data: bytes | bytearray | memoryview, config: MediaConfig) -> Sniffed:
@@ -115,7 +117,7 @@ def _read_jpeg(view: memoryview) -> Sniffed:
             kind, width, height, num_components = frame
             # libjpeg decodes scan by scan if the file is progressive or its first scan lacks a component.
             multi_scan = kind in _PROGRESSIVE or _big(view, offset + 2, 1) < num_components
-            return Sniffed("image/jpeg", width, height, multi_scan)
+            return Sniffed("image/jpeg", width, height, multi_scan, is_rgb=num_components == 3)
         elif marker == APP1 and bytes(view[offset + 2 : offset + 8]) == b"Exif\0\0":
             num_exif += _big(view, offset, 2)
             check_exif(num_exif)
@@ -143,8 +145,10 @@ def jpeg_segments(view: memoryview) -> Iterator[tuple[int, int]]:
 
 
 _CHUNK_LENGTH = struct.Struct(">I")
+_PNG_TRUECOLOUR = 2
 #: BI_RLE8, BI_RLE4
 _RLE_COMPRESSIONS = (b"\1\0\0\0", b"\2\0\0\0")
+_BITFIELDS = b"\3\0\0\0"
 
 
 def _read_png(view: memoryview) -> Sniffed:
@@ -152,7 +156,7 @@ def _read_png(view: memoryview) -> Sniffed:
         raise InvalidImage("the image has no header")
     _bytes_at(view, 24, 9)
     _check_chunks(view)
-    return Sniffed("image/png", _big(view, 16, 4), _big(view, 20, 4))
+    return Sniffed("image/png", _big(view, 16, 4), _big(view, 20, 4), is_rgb=view[25] == _PNG_TRUECOLOUR)
 
 
 def _check_chunks(view: memoryview) -> None:
@@ -169,7 +173,7 @@ def _check_chunks(view: memoryview) -> None:
 def _read_gif(view: memoryview) -> Sniffed:
     _bytes_at(view, 0, 13)
     _check_extensions(view)
-    return Sniffed("image/gif", _little(view, 6, 2), _little(view, 8, 2))
+    return Sniffed("image/gif", _little(view, 6, 2), _little(view, 8, 2), is_rgb=False)
 
 
 def _check_extensions(view: memoryview) -> None:
@@ -195,14 +199,17 @@ def _blocks(view: memoryview) -> Iterator[int]:
 def _read_bmp(view: memoryview) -> Sniffed:
     """Read the size; the height is negative in files with rows from top to bottom."""
     if _little(view, 14, 4) == 12:
-        return Sniffed("image/bmp", _little(view, 18, 2), _little(view, 20, 2))
+        return Sniffed("image/bmp", _little(view, 18, 2), _little(view, 20, 2), is_rgb=_little(view, 24, 2) > 8)
     width, height = (int.from_bytes(_bytes_at(view, offset, 4), "little", signed=True) for offset in (18, 22))
     if view[30:34] in _RLE_COMPRESSIONS and len(view) > _MAX_RLE_BYTES:
         raise ImageTooComplex(f"the image is run-length encoded and has more than {_MAX_RLE_BYTES} bytes")
-    return Sniffed("image/bmp", width, abs(height))
+    has_alpha = view[30:34] == _BITFIELDS and len(view) >= 70 and any(view[66:70])
+    return Sniffed("image/bmp", width, abs(height), is_rgb=_little(view, 28, 2) > 8 and not has_alpha)
 
 
 # WebP (RFC 9649)
+
+_WEBP_ANIMATION, _WEBP_ALPHA = 0x02, 0x10
 
 
 def _read_webp(view: memoryview) -> Sniffed:
@@ -213,10 +220,24 @@ def _read_webp(view: memoryview) -> Sniffed:
         return Sniffed("image/webp", _little(view, 26, 2) & 0x3FFF, _little(view, 28, 2) & 0x3FFF)
     if kind == b"VP8L":
         bits = _little(view, 21, 4)
-        return Sniffed("image/webp", (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
+        return Sniffed("image/webp", (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, is_rgb=not bits >> 28 & 1)
     if kind == b"VP8X":
-        return Sniffed("image/webp", _little(view, 24, 3) + 1, _little(view, 27, 3) + 1)
+        return Sniffed("image/webp", _little(view, 24, 3) + 1, _little(view, 27, 3) + 1, is_rgb=not _has_alpha(view))
     raise InvalidImage("the image has no frame header")
+
+
+def _has_alpha(view: memoryview) -> bool:
+    """Return whether libwebp reports alpha of an extended file: as its first image says, of an animation the header."""
+    flags, offset = view[20], 30
+    for _ in range(_MAX_CHUNKS):
+        kind = b"" if flags & _WEBP_ANIMATION else bytes(view[offset : offset + 4])
+        if kind == b"VP8L":
+            return bool(_little(view, offset + 9, 4) >> 28 & 1)
+        if kind in (b"", b"ALPH", b"VP8 "):
+            return bool(flags & _WEBP_ALPHA or kind == b"ALPH")
+        length = _little(view, offset + 4, 4)
+        offset += 8 + length + length % 2
+    raise ImageTooComplex(f"the image has more than {_MAX_CHUNKS} chunks")
 
 
 # AVIF (ISO/IEC 23008-12, 6.5.3). Boxes are not parsed: the property is searched by its name.
@@ -225,6 +246,8 @@ def _read_webp(view: memoryview) -> Sniffed:
 _MAX_AVIF_HEADER_BYTES = 256 * 1024
 _MAX_AVIF_SIZES = 4096
 _AVIF_ISPE = re.compile(rb"ispe\0\0\0\0(.{8})", re.DOTALL)
+#: Types of auxiliary images that are alpha planes (ISO/IEC 23000-22; HEVC's in older files).
+_AVIF_ALPHA = re.compile(rb"auxC\0\0\0\0urn:mpeg:(?:mpegB:cicp:systems:auxiliary:alpha|hevc:2015:auxid:1)\0")
 _AVIF_SIZE = struct.Struct(">II")
 
 
@@ -248,7 +271,7 @@ def _read_avif(view: memoryview) -> Sniffed:
     if not sizes or not all(map(all, sizes)):
         raise InvalidImage("the image has no pixels")
     width, height = max(sizes, key=lambda size: int(size[0] * size[1]))
-    return Sniffed("image/avif", width, height)
+    return Sniffed("image/avif", width, height, is_rgb=_AVIF_ALPHA.search(start) is None)
 
 
 _TYPES: tuple[tuple[Callable[[bytes], bool], Callable[[memoryview], Sniffed]], ...] = (

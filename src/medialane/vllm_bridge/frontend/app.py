@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
 
 from medialane.core.errors import MedialaneError
+from medialane.core.media_hash import MediaHasher
 from medialane.core.process.stop import Stop
 from medialane.prepare.processor import Assembler
 from medialane.vllm_bridge.frontend import inline_rendering, pooling_endpoints, prebuilt, renderer_hook, speech
@@ -26,6 +27,7 @@ from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
 from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.frontend.routes import RouteOf, refuse_unsupported, replace_authentication
+from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
 from medialane.vllm_bridge.items.media_options import check_model_io
 from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
@@ -93,6 +95,10 @@ class Frontend:
     def max_headers(self) -> int:
         """Maximum number of header lines of a request, from vLLM's flags."""
         return int(self.args.h11_max_header_count)
+
+    def media_hasher(self) -> MediaHasher | None:
+        """Return what computes the hashes of plain vLLM; None for a text-only model."""
+        return None if self.profile is None else VllmMediaHasher(self.profile.processor)
 
     def check_media_options(self) -> None:
         """Raise StartupFailed for a decode option of the operator that our decoders do not support."""

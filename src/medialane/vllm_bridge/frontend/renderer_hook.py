@@ -31,6 +31,7 @@ from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import canonical_options
 from medialane.core.media import MediaRef, Modality
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
+from medialane.vllm_bridge.items.media_hash import HashFactors
 from medialane.vllm_bridge.items.media_options import final_io, model_io
 from medialane.vllm_bridge.items.prepared_input import engine_input
 from medialane.vllm_bridge.items.processor_options import check_options, check_processor_options, item_options
@@ -160,7 +161,8 @@ class RendererHook:
             options = canonical_options(mm_processor_kwargs or {})
             items = await self._references(mm_data, mm_uuids or {}, media_io_kwargs)
             try:
-                media_prompt = MediaPrompt(list(prompt), items, options, self._has_encoder_prompt)
+                factors = msgspec.json.encode(HashFactors(mm_processor_kwargs or {}, media_io_kwargs or {}))
+                media_prompt = MediaPrompt(list(prompt), items, options, self._has_encoder_prompt, factors)
                 return engine_input(await self.backend.prepare(media_prompt))
             except PromptTooLong as error:  # the response is that of vLLM for a complete prompt
                 raise VLLMValidationError(error.message) from error

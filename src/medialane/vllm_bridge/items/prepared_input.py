@@ -57,9 +57,9 @@ def engine_input(prepared: PreparedPrompt) -> Any:
     yet."""
     hashes: dict[str, list[str]] = {}
     placeholders: dict[str, list[PlaceholderRange]] = {}
-    for placed in prepared.features:
+    for placed, mm_hash in zip(prepared.features, prepared.mm_hashes, strict=False):  # without features, none is placed
         modality = placed.feature.modality
-        hashes.setdefault(modality, []).append(placed.feature.mm_hash)
+        hashes.setdefault(modality, []).append(mm_hash)
         placeholders.setdefault(modality, []).append(to_vllm_range(placed.placeholder))
     encoder_token_ids = prepared.encoder_token_ids
     if encoder_token_ids is None:

@@ -297,6 +297,21 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="media hashes",
+        purpose="`medialane render` answers the hashes that plain vLLM gives to media, mostly without decoding them",
+        module="seams.media_hash",
+        without="routers in front of plain vLLM servers cannot use our render service for requests with media",
+        tests=("tests/contract/test_media_hash.py", "tests/e2e/test_e2e_render.py"),
+        processes=("gateway",),
+        seams=_seams("""
+            call vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_mm_hashes(self, inputs)
+            call vllm.multimodal.processing.inputs:ProcessorInputs(prompt, mm_data_items, mm_uuid_items,
+                hf_processor_mm_kwargs, media_io_kwargs)
+            call vllm.multimodal.media:MediaWithBytes(media, original_bytes, io_config)
+            call vllm.multimodal.parse:ProcessorBatchItems(data, modality)
+        """),
+    ),
+    Group(
         name="vision chunks",
         purpose="models that take images as parts of vLLM's modality `vision_chunk` take images of ours",
         module="seams.vision_chunk",
