@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from vllm.multimodal.media import ImageMediaIO, VideoMediaIO
 from vllm.multimodal.media.audio import AudioMediaIO
+from vllm.multimodal.parse import MultiModalDataItems, VisionChunkProcessorItems
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from audio_maker import by_libsndfile, tones
@@ -242,3 +243,29 @@ def test_items_of_several_modalities_keep_their_places(family_renderer):
     hashes = hasher.hashes(MediaPrompt([], refs), items)
     assert hashes == [ours(hasher, items[0]), "a", ours(hasher, items[2])]
     assert len(set(hashes)) == 3
+
+
+def test_image_of_a_vision_chunk_is_hashed_by_its_pixels(family_renderer):
+    """vLLM's chat parser puts the loaded image, not its bytes, into the chunk."""
+    processor = processor_of(family_renderer("kimi_k25"))
+    hasher = VllmMediaHasher(processor)
+    data = IMAGES["turned jpeg"]
+    item = image_item(data)
+    assert hasher.needs_decoding(item)
+    media = decode(memoryview(data), "image", media_type="image/jpeg", io=b"{}", config=CONFIG, sampler=None)
+    chunk = {"type": "image", "image": ImageMediaIO().load_bytes(data).media, "uuid": None}
+    items = MultiModalDataItems({"vision_chunk": VisionChunkProcessorItems([chunk])})
+    (expected,) = processor._get_mm_hashes(ProcessorInputs([], items))["vision_chunk"]
+    assert ours(hasher, DecodedItem(item.ref, data, media)) == expected
+
+
+def test_option_of_one_video_of_several_enters_its_hash_only(family_renderer):
+    """Qwen3-VL takes a list with an entry for each video."""
+    processor = processor_of(family_renderer("qwen3_vl"))
+    hasher = VllmMediaHasher(processor)
+    factors = HashFactors({"videos_kwargs": {"fps": [1.0, 2.0]}})
+    size = MediaSize(width=32, height=32, num_frames=4, metadata=b"{}")
+    item = EncodedItem(MediaRef("video", "p", data=b"file"), b"file", size)
+    prompt = MediaPrompt([], (item.ref, item.ref), hash_factors=msgspec.json.encode(factors))
+    first, second = hasher.hashes(prompt, [item, item])
+    assert first != second

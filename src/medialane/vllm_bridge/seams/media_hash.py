@@ -34,8 +34,8 @@ def mm_hashes(
 
 
 def encoded_image(data: bytes | memoryview, *, io_config: Mapping[str, object] | None) -> Any:
-    """Return an image of vLLM's loader, whose pixels are not hashed. Nor does its EXIF matter: an ImageID counts only if
-    it is a Python UUID, which no file has."""
+    """Return an image of vLLM's loader, whose pixels are not hashed. Nor is its EXIF: an ImageID counts only if it is a
+    Python UUID, which no file has."""
     return MediaWithBytes(PILImage.new("RGB", (1, 1)), data, io_config)
 
 
