@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medialane.core.errors import AudioTooLong, InvalidAudio, UnsupportedMediaType
-from medialane.core.media import AudioSamples
+from medialane.core.media import AudioSamples, MediaSize
 from medialane.media.config import MediaConfig
 from medialane.media.container import AudioType, MemoryFile, check_references, sniff_audio
 
@@ -61,6 +61,9 @@ _CODECS = (
     "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw",
 )  # fmt: skip
 
+#: Encodings of WAV with samples of equal size, all of which are finite: libsndfile counts those that are in the file.
+_SIZED_ENCODINGS = ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "ULAW", "ALAW")
+
 #: From this many terms, numpy sums a row pairwise instead of sequentially (`pairwise_sum`), which rounds differently.
 _PAIRWISE_TERMS = 8
 
@@ -92,6 +95,17 @@ def decode_audio(data: memoryview, config: MediaConfig, *, sample_rate: int = 0)
         audio = _by_ffmpeg(data, media_type, config, sample_rate) if audio is None else _resampled(audio, sample_rate)
         _check_samples(audio.samples)
     return audio
+
+
+def measure_audio(data: memoryview, config: MediaConfig, *, sample_rate: int = 0) -> MediaSize:
+    """Return the size that `decode_audio` gives, and raise what it raises. Only the header of a WAV file is read; the
+    number of samples in compressed audio is certain once it is decoded."""
+    media_type = _type_of(data, config)
+    if media_type == "audio/wav":
+        with _libsndfile_errors(), _opened_by_libsndfile(data, config) as file:
+            if file.frames > 0 and file.subtype in _SIZED_ENCODINGS and sample_rate in (0, file.samplerate):
+                return MediaSize(num_samples=file.frames, sample_rate=file.samplerate)
+    return decode_audio(data, config, sample_rate=sample_rate).size
 
 
 def check_audio(data: memoryview, config: MediaConfig) -> None:

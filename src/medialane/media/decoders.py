@@ -20,7 +20,7 @@ import msgspec
 from medialane.core.errors import UnsupportedMediaType
 from medialane.core.media import AudioIo, Decoded, FrameSampler, MediaSize, Modality
 from medialane.core.modalities import MODALITIES
-from medialane.media.audio import check_audio, decode_audio
+from medialane.media.audio import check_audio, decode_audio, measure_audio
 from medialane.media.config import MediaConfig
 from medialane.media.container import sniff_audio, sniff_video
 from medialane.media.image import check_image, decode_image, measure_image
@@ -56,7 +56,7 @@ class Decoder(NamedTuple):
     bytes. `check` raises what `decode` would raise for the header; for types in `sniffed_whole` nothing that `sniff`
     does not.
 
-    `measure` returns the size of what `decode` would return, without decoding it; None if that would not be certain.
+    `measure` returns the size of what `decode` would return, without decoding it if that is certain.
 
     `magic` are magic bytes of its types, `riff` the form type of its RIFF files: a file with these that is rejected is
     damaged. `kinds` lists what libraries decode; `kind` returns that of a media type, None if only its decoder knows.
@@ -67,7 +67,7 @@ class Decoder(NamedTuple):
     decode: Callable[[memoryview, str, MediaConfig, DecodeOptions], Decoded]
     kinds: Callable[[Modality, Load], Iterable[Kind]]
     kind: Callable[[str], str | None]
-    measure: Callable[[memoryview, str, MediaConfig, DecodeOptions], MediaSize | None]
+    measure: Callable[[memoryview, str, MediaConfig, DecodeOptions], MediaSize]
     magic: tuple[bytes, ...]
     riff: bytes = b""
     sniffed_whole: frozenset[str] = frozenset()
@@ -77,20 +77,33 @@ def _decode_image(data: memoryview, media_type: str, config: MediaConfig, option
     return decode_pixmap(data) if media_type == PIXMAP_TYPE else decode_image(data, config)
 
 
-def _measure_image(data: memoryview, media_type: str, config: MediaConfig, options: DecodeOptions) -> MediaSize | None:
+def _measure_image(data: memoryview, media_type: str, config: MediaConfig, options: DecodeOptions) -> MediaSize:
     if media_type == PIXMAP_TYPE:
         width, height = pixmap_size(data)
         return MediaSize(width=width, height=height)
     return measure_image(data, config)
 
 
+def _measure_audio(data: memoryview, _media_type: str, config: MediaConfig, options: DecodeOptions) -> MediaSize:
+    return measure_audio(data, config, sample_rate=_sample_rate(options))
+
+
 def _decode_audio(data: memoryview, _media_type: str, config: MediaConfig, options: DecodeOptions) -> Decoded:
-    return decode_audio(data, config, sample_rate=msgspec.json.decode(options.io, type=AudioIo).sample_rate)
+    return decode_audio(data, config, sample_rate=_sample_rate(options))
+
+
+def _sample_rate(options: DecodeOptions) -> int:
+    return msgspec.json.decode(options.io, type=AudioIo).sample_rate
 
 
 def _decode_video(data: memoryview, media_type: str, config: MediaConfig, options: DecodeOptions) -> Decoded:
     with open_video(data, media_type, config) as video:
         return options.sampler.sample(video, options.io)
+
+
+def _measure_video(data: memoryview, media_type: str, config: MediaConfig, options: DecodeOptions) -> MediaSize:
+    with open_video(data, media_type, config, blank=True) as video:
+        return options.sampler.sample(video, options.io).size
 
 
 def _check_video(data: memoryview, media_type: str, config: MediaConfig) -> None:
@@ -116,7 +129,7 @@ DECODERS: Mapping[Modality, Decoder] = {
         decode=_decode_video,
         kinds=video_kinds,
         kind=lambda _media_type: None,  # the type is the container's; the codec is checked when the video is opened
-        measure=lambda _data, _media_type, _config, _options: None,
+        measure=_measure_video,
         magic=(b"\x1a\x45\xdf\xa3",),
     ),
     "audio": Decoder(
@@ -125,7 +138,7 @@ DECODERS: Mapping[Modality, Decoder] = {
         decode=_decode_audio,
         kinds=audio_kinds,
         kind=audio_kind,
-        measure=lambda _data, _media_type, _config, _options: None,
+        measure=_measure_audio,
         magic=(b"fLaC", b"OggS", b"ID3", b"\x1a\x45\xdf\xa3"),
         riff=b"WAVE",
     ),
@@ -186,9 +199,10 @@ def decode(
 
 def measure(
     data: memoryview, modality: Modality, *, media_type: str, io: bytes, config: MediaConfig, sampler: FrameSampler
-) -> MediaSize | None:
-    """Return the size that `decode` would give one item, without decoding it; None if only decoding makes that certain.
-    Raises what `probe` raises; what `decode` raises for damaged pixels, frames or samples is not noticed."""
+) -> MediaSize:
+    """Return the size that `decode` would give one item. Most items are only opened for that, and damage of their pixels
+    or frames is not noticed; others (GIF, compressed audio, videos with frames at irregular times) are decoded. Raises
+    what `decode` raises."""
     return DECODERS[modality].measure(data, media_type, config, DecodeOptions(io, sampler))
 
 

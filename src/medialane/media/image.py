@@ -92,16 +92,16 @@ def check_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) ->
         pass
 
 
-def measure_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -> MediaSize | None:
-    """Return the size that `decode_image` gives; None if Pillow only knows it once it has decoded. Raises what
-    `check_image` raises."""
+def measure_image(encoded: bytes | bytearray | memoryview, config: MediaConfig) -> MediaSize:
+    """Return the size that `decode_image` gives. Raises what `check_image` raises, and what decoding raises for a type
+    of which Pillow does not know the size before."""
     with _opened(encoded, config) as (image_file, _, media_type):
-        if media_type not in _SIZED:
-            return None
-        width, height = image_file.size
-        if (rotation := _rotation_of(image_file)) is not None and rotation[0] % 2:
-            width, height = height, width
-        return MediaSize(width=width, height=height)
+        if media_type in _SIZED:
+            width, height = image_file.size
+            if (rotation := _rotation_of(image_file)) is not None and rotation[0] % 2:
+                width, height = height, width
+            return MediaSize(width=width, height=height)
+    return decode_image(encoded, config).size
 
 
 @contextlib.contextmanager

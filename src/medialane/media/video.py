@@ -46,8 +46,9 @@ _QUARTER_TURNS = {90: 1, 180: 2, -180: 2, -90: 3}
 
 
 @contextmanager
-def open_video(data: memoryview, media_type: str, config: MediaConfig) -> Iterator[Video]:
-    """Open an encoded video of the type returned by `sniff_video`; it is closed at the end of the block.
+def open_video(data: memoryview, media_type: str, config: MediaConfig, *, blank: bool = False) -> Iterator[Video]:
+    """Open an encoded video of the type returned by `sniff_video`; it is closed at the end of the block. If it is
+    `blank`, frames that are certain to exist are black and not decoded.
 
     Raises InvalidVideo, VideoTooLarge, VideoTooLong, UnsupportedMediaType; for a list of JPEG frames what
     `JpegList` raises.
@@ -61,7 +62,8 @@ def open_video(data: memoryview, media_type: str, config: MediaConfig) -> Iterat
         check_references(data)
     with ExitStack() as stack:
         try:
-            video = EncodedVideo(data, config, demuxer=_DEMUXERS[media_type], stack=stack)
+            opened = BlankVideo if blank else EncodedVideo
+            video = opened(data, config, demuxer=_DEMUXERS[media_type], stack=stack)
         except (ValueError, OverflowError) as error:  # PyAV's, about numbers that FFmpeg got from the file
             raise InvalidVideo(UNOPENABLE) from error
         yield video
@@ -147,11 +149,15 @@ class EncodedVideo:
         self._check(requested)
         if self._table is not None:
             try:
-                return self._collect(requested, self._capture.jump(self._table, requested))
+                return self._jump(self._table, requested)
             except FrameTableMismatch:
                 self._table = None
                 self._as_opencv()
         return self._collect(requested, self._capture.walk(requested))
+
+    def _jump(self, table: FrameTable, requested: list[int]) -> tuple[_Pixels, list[int]]:
+        """Read frames of a plain file. Raises FrameTableMismatch."""
+        return self._collect(requested, self._capture.jump(table, requested))
 
     def _open(self, *, strict: bool) -> Capture:
         container = self._stack.enter_context(open_container(self.data, self._demuxer, self._config))
@@ -204,6 +210,16 @@ class EncodedVideo:
         if frames is None:
             raise InvalidVideo("no frame of the video can be decoded")
         return frames[: len(read)], read
+
+
+class BlankVideo(EncodedVideo):
+    """A video to be measured: of a plain file, one frame is decoded, for the size of all."""
+
+    def _jump(self, table: FrameTable, requested: list[int]) -> tuple[_Pixels, list[int]]:
+        if not requested or requested[-1] >= len(table.times):
+            raise FrameTableMismatch
+        frame, _ = super()._jump(table, table.keys[:1])
+        return np.zeros((len(requested), *frame.shape[1:]), np.uint8), requested
 
 
 class _Converter:

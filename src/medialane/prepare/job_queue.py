@@ -27,7 +27,7 @@ _NEWEST = 0.1
 
 
 #: A lease on the feature of an item that was processed, the size of one that was measured, what a blank has in common
-#: with other items of its size; None for a probe, or if there is no size, or nothing in common.
+#: with other items of its size; None for a probe, or if there is nothing in common.
 JobValue = Lease[Feature] | MediaSize | Described | None
 
 

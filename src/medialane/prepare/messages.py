@@ -218,10 +218,10 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class ItemMeasured(msgspec.Struct, frozen=True, tag=True):
-    """The item's size; None if that is only certain once it is decoded."""
+    """The size that the item has once it is decoded."""
 
     job_id: int
-    size: MediaSize | None
+    size: MediaSize
 
 
 class BlankDescribed(msgspec.Struct, frozen=True, tag=True):

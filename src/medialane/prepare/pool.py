@@ -159,14 +159,15 @@ class PreparerPool:
         """
         await self._submit(self._opening(encoded, lambda job_id: ProbeItem(job_id, encoded.value)))
 
-    async def measure(self, encoded: Lease[EncodedMedia], io: bytes = b"{}") -> MediaSize | None:
-        """Return the size that this item will have once it is decoded with `io`; None if only decoding it makes that
-        certain.
+    async def measure(self, encoded: Lease[EncodedMedia], io: bytes = b"{}") -> MediaSize:
+        """Return the size that this item will have once it is decoded with `io` (`media.measure`).
 
         Ownership, cancellation and other errors are as for `prepare_item`.
         """
         size = await self._submit(self._opening(encoded, lambda job_id: MeasureItem(job_id, encoded.value, io)))
-        return size if isinstance(size, MediaSize) else None
+        if not isinstance(size, MediaSize):
+            raise RuntimeError("a measurement has no result")
+        return size
 
     async def describe_blank(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
         """Return what items of this size (as decoded) have in common that are processed with these options; None if

@@ -118,6 +118,25 @@ def encode_item(
     return _ENCODER.encode(Header(fields)), specs, tuple(_bytes(t) for t in large)
 
 
+def small_values(header: bytes) -> dict[str, bytes]:
+    """Return the fields of which values are in the header, encoded, by name."""
+    fields = _DECODER.decode(header).fields
+    return {field.name: _ENCODER.encode(field.value) for field in fields if _has_small(field.value)}
+
+
+def large_tensors(header: bytes) -> dict[str, list[int]]:
+    """Return the indices of each field's large tensors, by name."""
+    return {field.name: [one.index for one in _large(field.value)] for field in _DECODER.decode(header).fields}
+
+
+def without_values(header: bytes, names: Collection[str]) -> bytes:
+    """Return the header without the values of these fields; their dtypes and shapes are kept."""
+    fields = _DECODER.decode(header).fields
+    return _ENCODER.encode(
+        Header([Field(one.name, one.kind, _emptied(one.value) if one.name in names else one.value) for one in fields])
+    )
+
+
 def decode_item(header: bytes, tensors: Sequence[memoryview]) -> MultiModalKwargsItem:
     """Rebuild an item over these bytes, without a copy. Raises InvalidFeature if they do not match the header."""
     return _rebuild(header, lambda large: _large_over(large, tensors))
@@ -182,6 +201,26 @@ def _read_field(field: Field, large: list[LargeTensor]) -> _Field:
     large += external
     value = field.value if external else _nested(field.value, _no_large)
     return _Field(field.name, _field(field.kind), value, is_complete=not external)
+
+
+def _has_small(value: Value) -> bool:
+    match value:
+        case Nested():
+            return any(map(_has_small, value.items))
+        case SmallTensor():
+            return bool(value.data)
+        case _:
+            return isinstance(value, Scalar)
+
+
+def _emptied(value: Value) -> Value:
+    match value:
+        case Nested():
+            return Nested([_emptied(inner) for inner in value.items])
+        case SmallTensor():
+            return SmallTensor(value.spec, b"")
+        case _:
+            return Scalar(None) if isinstance(value, Scalar) else value
 
 
 # Images of equal size have equal headers. Their items share its small tensors, like those in vLLM's processor cache.

@@ -26,6 +26,7 @@ from medialane.vllm_bridge.items.item_shape import check_layout
 from medialane.vllm_bridge.items.preparation import VllmProcessor
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.settings import processor_settings
+from medialane.vllm_bridge.items.sized_headers import SizedHeaders
 from medialane.vllm_bridge.seams.multimodal import new_processor
 
 
@@ -104,6 +105,7 @@ class RequestProcessor:
         self._profile = profile
         self._sampler = sampler
         self._heavy = VllmProcessor(profile.processor)
+        self._sized_headers = SizedHeaders(self.process, profile.content_fields)
         self._accepts_tensors = "image" not in profile.unfit and profile.accepts_tensors
 
     def enter_forkserver(self) -> None:
@@ -136,7 +138,7 @@ class RequestProcessor:
         return made
 
     def describe(self, modality: Modality, size: MediaSize, options: bytes) -> Described | None:
-        return None
+        return self._sized_headers.describe(modality, size, options)
 
     def _process(self, media: Decoded, options: bytes) -> ProcessedItem:
         return self._heavy.process(media, options, as_tensor=self._accepts_tensors)

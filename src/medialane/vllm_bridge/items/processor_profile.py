@@ -26,6 +26,7 @@ from medialane.vllm_bridge.items.item_shape import ItemShape, learn_shapes
 from medialane.vllm_bridge.items.merge_size import learn_merge_size
 from medialane.vllm_bridge.items.pixel_limits import learn_accepts_item_options, learn_max_pixels
 from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items.sized_headers import learn_content_fields
 from medialane.vllm_bridge.items.stage_fitness import fallback_stage, learn_unfit
 from medialane.vllm_bridge.items.trial_items import SAMPLES, TrialItems
 from medialane.vllm_bridge.items.validation import FeatureChecker
@@ -117,6 +118,12 @@ class ProcessorProfile:
         return ImageTokens(self.processor, self.trial)
 
     @cached_property
+    def content_fields(self) -> Mapping[Modality, frozenset[str]]:
+        """The fields of items with content, by the modalities whose headers are functions of size otherwise."""
+        fields = learn_content_fields(VllmProcessor(self.processor).process, self.trial)
+        return {modality: names for modality, names in fields.items() if modality not in self.unfit}
+
+    @cached_property
     def checker(self) -> FeatureChecker:
         """Validates what a worker gets."""
         return FeatureChecker(
@@ -131,6 +138,7 @@ class ProcessorProfile:
             max_tokens=max_tokens,
             accepts_item_options=self.accepts_item_options,
             fallback_stages=self.fallback_stages,
+            predicted=frozenset(self.content_fields),
         )
 
     def report(self) -> ProfileReport:
