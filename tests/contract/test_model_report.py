@@ -20,8 +20,10 @@ FLAGS = ["--max-model-len=4096", "--enforce-eager"]
                 "architecture": "Qwen2_5_VLForConditionalGeneration",
                 "media": ProfileReport(
                     modalities={
-                        "image": ModalityProfile(999, "features", "", 12_845_056, "pixel_values"),
-                        "video": ModalityProfile(999, "features", "", 12_845_056, "pixel_values_videos"),
+                        "image": ModalityProfile(999, "features", "", 12_845_056, "pixel_values", is_predicted=True),
+                        "video": ModalityProfile(
+                            999, "features", "", 12_845_056, "pixel_values_videos", is_predicted=True
+                        ),
                     },
                     accepts_item_options=True,
                     merge_size=2,

@@ -226,7 +226,10 @@ def _modality(profile: Any) -> Finding:
         return Finding("warn", f"stage {profile['stage']}: {profile['why_not_features']}", advice)
     pixels = f"; max_pixels {profile['max_pixels']}, which requests may lower" if profile["max_pixels"] else ""
     counted = profile["counted_by"] or "size"
-    return Finding("ok", f"stage {profile['stage']}; embeddings follow from {counted}{pixels}")
+    header = "their size" if profile["is_predicted"] else "the processed items only"
+    return Finding(
+        "ok", f"stage {profile['stage']}; embeddings follow from {counted}{pixels}; prompts are known from {header}"
+    )
 
 
 def _prompts(media: Any) -> Iterator[str]:

@@ -200,9 +200,9 @@ def decode(
 def measure(
     data: memoryview, modality: Modality, *, media_type: str, io: bytes, config: MediaConfig, sampler: FrameSampler
 ) -> MediaSize:
-    """Return the size that `decode` would give one item. Most items are only opened for that, and damage of their pixels
-    or frames is not noticed; others (GIF, compressed audio, videos with frames at irregular times) are decoded. Raises
-    what `decode` raises."""
+    """Return the size that `decode` would give one item. Most items are only opened for that, and damage of their
+    pixels or frames is not noticed; others (GIF, compressed audio, videos with frames at irregular times) are decoded.
+    Raises what `decode` raises."""
     return DECODERS[modality].measure(data, media_type, config, DecodeOptions(io, sampler))
 
 

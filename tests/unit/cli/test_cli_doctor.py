@@ -46,7 +46,8 @@ def model_findings(monkeypatch, capsys, script, model):
 
 _ALL = """
 import json
-image = {"limit": 3, "stage": "features", "why_not_features": "", "max_pixels": 99, "counted_by": "grid"}
+image = {"limit": 3, "stage": "features", "why_not_features": "", "max_pixels": 99, "counted_by": "grid",
+         "is_predicted": True}
 media = {"modalities": {"image": image}, "accepts_item_options": True, "merge_size": 2, "predicts_image_tokens": False}
 print(json.dumps({"architecture": "A", "media": media, "no_embeddings": ""}))
 """
@@ -56,7 +57,8 @@ _TEXT = """print('{"architecture": "A", "media": null, "no_embeddings": ""}')"""
 _REASONS = """
 import json, sys
 model, flags = json.loads(sys.argv[1])
-one = {"limit": 1, "stage": "decoded", "why_not_features": flags[0], "max_pixels": None, "counted_by": ""}
+one = {"limit": 1, "stage": "decoded", "why_not_features": flags[0], "max_pixels": None, "counted_by": "",
+       "is_predicted": False}
 media = {"modalities": {"audio": one}, "accepts_item_options": False, "merge_size": 1, "predicts_image_tokens": False}
 print(json.dumps({"architecture": model, "media": media, "no_embeddings": flags[1]}))
 """

@@ -36,13 +36,15 @@ from medialane.vllm_bridge.seams.multimodal import accepted_modalities
 class ModalityProfile(msgspec.Struct, frozen=True):
     """What `doctor` prints of a modality. `stage` is that of requests with such items, `why_not_features` is empty if
     it is `features`; `max_pixels` is None if clients cannot lower a limit; `counted_by` is the field by which the
-    embeddings of an item are counted, empty if only the processor knows."""
+    embeddings of an item are counted, empty if only the processor knows; `is_predicted` if an item's header is known
+    from the size of the media."""
 
     limit: int
     stage: StageName
     why_not_features: str
     max_pixels: int | None
     counted_by: str
+    is_predicted: bool
 
 
 class ProfileReport(msgspec.Struct, frozen=True):
@@ -120,8 +122,9 @@ class ProcessorProfile:
     @cached_property
     def content_fields(self) -> Mapping[Modality, frozenset[str]]:
         """The fields of items with content, by the modalities whose headers are functions of size otherwise."""
-        fields = learn_content_fields(VllmProcessor(self.processor).process, self.trial)
-        return {modality: names for modality, names in fields.items() if modality not in self.unfit}
+        samples = {} if self.is_unfit else self.trial.by_modality
+        fit = {modality: items for modality, items in samples.items() if modality not in self.unfit}
+        return learn_content_fields(VllmProcessor(self.processor).process, fit)
 
     @cached_property
     def checker(self) -> FeatureChecker:
@@ -159,4 +162,5 @@ class ProcessorProfile:
             why_not_features=self.unfit.get(modality, ""),
             max_pixels=self.max_pixels.get(modality),
             counted_by="" if measure is None else measure.field,
+            is_predicted=modality in self.content_fields,
         )

@@ -1,11 +1,11 @@
 """Headers of items that nobody has processed: in most families they are functions of the media's size.
 
-Theory of operation. A header has the shapes of an item's large tensors and the values of its small ones: grids, counts,
-masks. Whether these depend on the content of the media, nobody declares, so it is found out at start: a sample of each
-of several sizes is processed again as noise, and in some sizes as a blank. If all headers of a size are equal, that of a
-blank is as good as any. Fields whose values differ have content; they may be in a header if they are small enough (the
-pixels of an icon), so the headers of such sizes are not predicted. What a request's own options change is not known from
-the samples: with options, a blank and noise of the very size must have the same header.
+Theory of operation. A header has the shapes of an item's large tensors, and the values of its small ones: grids,
+counts, masks. Whether these depend on the content of the media is declared nowhere, so it is found out at start: a
+sample of each of several sizes is processed again as noise, and in some sizes as a blank. If all headers of a size are
+equal, that of a blank is as good as any. Fields whose values differ have content; they are in the header if they are
+small enough (the pixels of an icon), so headers of such sizes are not predicted. What a request's own options change
+is not known from the samples: with options, a blank and noise of the very size must have the same header.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from medialane.core.media import AudioSamples, Decoded, FrameBatch, Image, Media
 from medialane.prepare.processor import Described, ProcessedItem
 from medialane.vllm_bridge.items.features import large_tensors, small_values, without_values
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.trial_items import TrialItem, TrialItems, attempt, without_warnings
+from medialane.vllm_bridge.items.trial_items import TrialItem, attempt, without_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +70,13 @@ class SizedHeaders:
 
 
 @without_warnings()
-def learn_content_fields(process: Process, trial: TrialItems) -> Mapping[Modality, frozenset[str]]:
+def learn_content_fields(
+    process: Process, samples: Mapping[Modality, Sequence[TrialItem]]
+) -> Mapping[Modality, frozenset[str]]:
     """Return the fields with content of an item, by the modalities whose headers are functions of the media's size
-    otherwise."""
+    otherwise. Takes as long as the samples have taken."""
     learned = {}
-    for modality, items in trial.by_modality.items():
+    for modality, items in samples.items():
         fields = attempt(_content_fields, process, items)
         if isinstance(fields, Exception):
             logger.info("headers of %ss are not predicted: noise cannot be processed", modality, exc_info=fields)
