@@ -7,7 +7,7 @@ import pytest
 from tiny_families import PREPARED, family_params
 
 from medialane.core.hashing import canonical_options
-from medialane.core.media import AudioSamples, FrameBatch, Image, MediaSize
+from medialane.core.media import AudioSamples, FrameBatch, Image
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
@@ -103,11 +103,3 @@ def test_header_of_a_size_follows_pixel_limits(of_family, name):
         made = processor.process(media, options)
         assert (described.header, described.size) == (made.header, made.size)
         assert described.header != processor.describe("image", media.size, b"{}").header
-
-
-def test_header_with_content_is_not_predicted(of_family):
-    processor, assembler = of_family("qwen2_5_vl")
-    assert "image" in assembler.predicted
-    icon = MediaSize(width=28, height=28)
-    assert processor.describe("image", icon, b"{}") is None
-    assert processor.describe("image", MediaSize(width=800, height=600), b"{}") is not None

@@ -9,6 +9,7 @@ import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers.feature_extraction_utils import BatchFeature
@@ -18,10 +19,12 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.errors import FeatureUnsupported, InvalidRequest
 from medialane.core.feature import Feature, MediaPayload
+from medialane.core.media import MediaSize
 from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
 from medialane.vllm_bridge.items.assembler import VllmAssembler, placeholder_ranges
 from medialane.vllm_bridge.items.features import INLINE_BYTES, decode_item, decode_item_without_tensors
+from medialane.vllm_bridge.items.header_values import NO_OPTIONS
 from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
@@ -371,3 +374,61 @@ def test_item_that_later_needs_too_much_of_a_header_is_not_sent_as_a_feature(mad
     assert not ProcessorProfile(processor).unfit
     with pytest.raises(FeatureUnsupported):
         VllmProcessor(processor).process(trial_image(3000, 64), b"{}")
+
+
+class OwnPixels(Plain):
+    """The pixels are the image's own. Those of a small one fit into its header."""
+
+    def _apply_hf_processor_main(self, mm_items, hf_kwargs):
+        images = [np.asarray(image) for image in mm_items.get_items("image", object).get_all()]
+        made = [self.content(torch.from_numpy(image.copy()), hf_kwargs) for image in images]
+        return BatchFeature({name: [one[name] for one in made] for name in made[0]})
+
+    def content(self, image, kwargs):
+        return {"pixels": image, "mean": image.double().mean() * kwargs.get("mean", 0)}
+
+
+class CountsWhatItSees(OwnPixels):
+    """Has one box for a dark image, else two."""
+
+    def content(self, image, kwargs):
+        return {"pixels": image, "boxes": torch.ones(1 if image.double().mean() < 100 else 2, 4)}
+
+
+class LooksBright(OwnPixels):
+    def content(self, image, kwargs):
+        return {"pixels": image, "is_bright": torch.tensor(int(image.double().mean() > 126.9))}
+
+
+class RefusesNoise(OwnPixels):
+    def content(self, image, kwargs):
+        if image.double().std() > 50:
+            raise ValueError("no document")
+        return {"pixels": image}
+
+
+def test_header_is_described_unless_it_has_content(made):
+    profile = ProcessorProfile(made(OwnPixels))
+    requests = RequestProcessor(profile)
+    assert profile.assembler(max_tokens=99).predicted == {"image"}
+    for width, height in ((451, 211), (640, 480), (73, 75)):
+        image = trial_image(width, height)
+        item = requests.process(image, NO_OPTIONS)
+        described = requests.describe("image", image.size, NO_OPTIONS)
+        assert (described.header, described.size) == (item.header, item.size)
+    assert requests.describe("image", MediaSize(width=73, height=74), NO_OPTIONS) is None, "16 206 bytes of pixels"
+
+
+def test_header_to_which_options_add_content_is_not_described(made):
+    requests = RequestProcessor(ProcessorProfile(made(OwnPixels)))
+    size = MediaSize(width=640, height=480)
+    assert requests.describe("image", size, b'{"other":1}') == requests.describe("image", size, NO_OPTIONS)
+    assert requests.describe("image", size, b'{"mean":1}') is None
+
+
+@pytest.mark.parametrize("cls", [CountsWhatItSees, LooksBright, RefusesNoise])
+def test_headers_of_a_processor_that_looks_at_content_are_not_predicted(made, cls):
+    profile = ProcessorProfile(made(cls))
+    assert not profile.unfit
+    assert not profile.assembler(max_tokens=99).predicted
+    assert RequestProcessor(profile).describe("image", MediaSize(width=640, height=480), NO_OPTIONS) is None
