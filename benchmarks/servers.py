@@ -61,8 +61,8 @@ async def both_servers(model: str) -> AsyncIterator[tuple[Server, Server]]:
 @asynccontextmanager
 async def plain_server(model: str, log: Path) -> AsyncIterator[Server]:
     """Plain vLLM's API server."""
-    async with plain_vllm(model, TINY_MODEL_FLAGS, environ=_environ(), log=log) as process:
-        yield _server("plain vLLM", process)
+    async with plain_vllm(model, TINY_MODEL_FLAGS, environ=clean_environ(), log=log) as process:
+        yield server_of("plain vLLM", process)
 
 
 @asynccontextmanager
@@ -70,18 +70,19 @@ async def medialane_server(
     model: str, log: Path, *, sources: Path | None = None, settings: Sequence[str] = ("--workers", "1")
 ) -> AsyncIterator[Server]:
     """`medialane serve`, by default of the installed package, otherwise of the sources in this folder."""
-    environ = _environ() | ({} if sources is None else {"PYTHONPATH": str(sources)})
+    environ = clean_environ() | ({} if sources is None else {"PYTHONPATH": str(sources)})
     command = ["-m", "medialane", "serve", model, *settings]
     flags = ["--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS]
     async with server_process("medialane", command, flags, model=model, environ=environ, log=log, stop_s=60) as process:
-        yield _server("medialane", process)
+        yield server_of("medialane", process)
 
 
-def _environ() -> dict[str, str]:
+def clean_environ() -> dict[str, str]:
+    """Return the environment of a server: without what affects its speed."""
     given = {name: value for name, value in os.environ.items() if name not in _SPEED}
     # Empty is not set; an earlier medialane refuses settings that it does not know.
     return {name: value for name, value in given.items() if value or not name.startswith("MEDIALANE_")} | _ENVIRON
 
 
-def _server(name: str, process: ServerProcess) -> Server:
+def server_of(name: str, process: ServerProcess) -> Server:
     return Server(name, process.base_url, lambda: process_tree(process.process_id))

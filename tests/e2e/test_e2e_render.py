@@ -6,6 +6,7 @@ import base64
 import json
 import os
 from io import BytesIO
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -30,6 +31,8 @@ from video_clips import clip, jpegs
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 RENDER = f"{CHAT}/render"
+#: What `capture.go` there has sent.
+LLM_D_CALLS = Path(__file__).with_name("llm_d")
 FLAGS = (
     "--enforce-eager",
     "--skip-mm-profiling",
@@ -237,3 +240,52 @@ async def test_models_and_tokens_are_answered(http, render):
         assert [model["id"] for model in (await response.json())["data"]] == ["omni"]
     tokens = await post(http, f"{render}/tokenize", {"model": "omni", "prompt": "hello"})
     assert tokens["count"] == len(tokens["tokens"]) > 0
+
+
+def as_llm_d_reads(answer):
+    """What `vllm_http.go` of llm-d decodes of an answer."""
+    features = answer["features"] or {}
+    places = {
+        modality: [(place["offset"], place["length"]) for place in each]
+        for modality, each in (features.get("mm_placeholders") or {}).items()
+    }
+    return answer["token_ids"], features.get("mm_hashes"), places
+
+
+async def replayed(base_url, name, num_calls=1):
+    """The JSON answers to a call of llm-d, sent byte by byte as its client has sent it, on one connection."""
+    sent = (LLM_D_CALLS / name).read_bytes()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(base_url.rpartition(":")[2]))
+    answers = []
+    async with asyncio.timeout(60):
+        for _ in range(num_calls):
+            writer.write(sent)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+            assert head[0].startswith("http/1.1 200")
+            headers = dict(line.split(": ", 1) for line in head[1:] if line)
+            assert "content-encoding" not in headers
+            body = b""
+            if "content-length" in headers:
+                body = await reader.readexactly(int(headers["content-length"]))
+            while "content-length" not in headers and (size := int(await reader.readuntil(b"\r\n"), 16)) >= 0:
+                body += (await reader.readexactly(size + 2))[:-2]
+                if not size:
+                    break
+            answers.append(json.loads(body))
+    writer.close()
+    await writer.wait_closed()
+    return answers
+
+
+async def test_call_of_llm_d_for_a_chat_is_answered_as_by_plain_vllm(engine, render):
+    first, again = await replayed(render, "chat.http", num_calls=2)
+    (theirs,) = await replayed(engine.base_url, "chat.http")
+    assert as_llm_d_reads(first) == as_llm_d_reads(again) == as_llm_d_reads(theirs)
+    assert len(as_llm_d_reads(first)[1]["image"]) == 1
+    assert first["features"]["kwargs_data"] is None  # which nothing of llm-d reads here
+
+
+async def test_call_of_llm_d_for_completions_is_answered_as_by_plain_vllm(engine, render):
+    (ours,), (theirs,) = [await replayed(url, "completions.http") for url in (render, engine.base_url)]
+    assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]
+    assert len(ours) == 2
