@@ -18,8 +18,6 @@ def test_schedule_follows_from_the_seed_and_a_longer_one_begins_with_it():
 
 
 def test_fixed_seeds_do_everything_that_can_be_done():
-    scheduled = [Scenario(seed, simulated.SECONDS, simulated.ACTIONS) for seed in simulated.SEEDS]
-    scheduled.append(Scenario(full.SEED, full.SECONDS, full.ACTIONS))
-    scheduled.append(Scenario(engines.SEED, engines.SECONDS, engines.ACTIONS))
+    scheduled = [Scenario(each.SEED, each.SECONDS, each.ACTIONS) for each in (simulated, full, engines)]
     done = {injection.action for scenario in scheduled for injection in scenario.schedule()}
     assert done >= {*simulated.ACTIONS, HOARD, FULL_DISK, *engines.ENGINE}

@@ -11,7 +11,8 @@ from scenario import CUTS, KILLS, MALFORMED, OTHERS, STOPS, Scenario
 
 pytestmark = [pytest.mark.vllm, pytest.mark.whole]
 
-SEEDS = (4, 28)
+#: In its seconds there are all kills and cuts, and most of the others; `make chaos` runs other seeds, for longer.
+SEED = 3473
 SECONDS = 45.0
 ACTIONS = (*KILLS, *STOPS, *CUTS, *MALFORMED, *OTHERS)
 #: Restarts included.
@@ -33,10 +34,9 @@ def serving(tiny_model, shared_memory, runtime_directory, tmp_path_factory) -> I
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("seed", SEEDS)
-async def test_no_request_is_lost_or_wrong_and_nothing_is_left(serving, shared_memory, chaos_seed, chaos_s, seed):
+async def test_no_request_is_lost_or_wrong_and_nothing_is_left(serving, shared_memory, chaos_seed, chaos_s):
     processes, client = await ready(serving)
-    scenario = Scenario(seed if chaos_seed is None else chaos_seed + seed, chaos_s or SECONDS, ACTIONS)
+    scenario = Scenario(chaos_seed or SEED, chaos_s or SECONDS, ACTIONS)
     await survives(
         processes,
         client,

@@ -1,12 +1,14 @@
-"""Streams whose worker is lost after some tokens, and what a client has of a stream in the end, however it was cut into
-events."""
+"""Requests whose worker is lost in the middle of their answers, and what a client has of a stream in the end, however
+it was cut into events."""
 
-import json
-from collections.abc import Awaitable, Callable
-from typing import Any
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
 
 from medialane_process import MedialaneProcess, kill
-from openai_http import CHAT, Answer, OpenAiHttp, load
+from openai_http import CHAT, Answer, OpenAiHttp, load, stream_events
 from process_tree import descendants
 
 from waiting import eventually
@@ -17,7 +19,102 @@ Fault = Callable[[str], Awaitable[None]]
 #: Tokens before the first fault: late enough that text is held back and blocks of the answer are full.
 SEAM = 100
 
+#: A whole answer has some hundred tokens after this, and some thousand are left.
+MIDDLE_S = 0.5
+RESTART_S = 240
+
 _TEXTS = ("content", "reasoning", "reasoning_content")
+#: Of those that are asked together all are at one of two workers, or at both: then the second one of them is next.
+_MOST_ROUNDS = 4
+#: Of a request's engine requests, after its own id.
+_SUFFIXES = ("", "-0", "-1", "-2")
+
+
+class Asked(NamedTuple):
+    """A request to this gateway."""
+
+    client: OpenAiHttp
+    body: dict[str, Any]
+    path: str = CHAT
+
+    async def undisturbed(self) -> Answer:
+        return await self.client.succeed(self.body, self.path)
+
+
+async def all_interrupted(serve: MedialaneProcess, asked: Mapping[str, Asked]) -> dict[str, Answer]:
+    """Send these requests together, and kill the worker of most of them when each is in its middle; then again those
+    that were at the other worker, or had ended, until each has lost its worker once."""
+    answers: dict[str, Answer] = {}
+    for _ in range(_MOST_ROUNDS):
+        left = {name: one for name, one in asked.items() if name not in answers}
+        for client in {one.client for one in left.values()}:
+            await eventually(lambda client=client: num_ready(client, 2), "both workers are ready", RESTART_S)
+        got = await _with_a_kill(serve, left)
+        moved = {name for name, one in left.items() if await _has_lost_its_worker(one.client, got[name])}
+        assert moved, "the killed worker had none of them"
+        answers |= {name: got[name] for name in moved}
+        if len(answers) == len(asked):
+            return answers
+    raise AssertionError(f"never interrupted: {asked.keys() - answers.keys()}")
+
+
+async def _with_a_kill(serve: MedialaneProcess, asked: Mapping[str, Asked]) -> dict[str, Answer]:
+    is_in_middle = {name: asyncio.Event() for name in asked}
+    tasks = {name: asyncio.create_task(_answer(one, is_in_middle[name])) for name, one in asked.items()}
+    for reached in is_in_middle.values():
+        await reached.wait()
+    at_worker: Counter[str] = Counter()
+    for client in {one.client for one in asked.values()}:
+        at_worker.update(await load(client))
+    (worker, _), *_ = at_worker.most_common(1)
+    kill(serve.worker_pid(worker))
+    return {name: await task for name, task in tasks.items()}
+
+
+async def _answer(one: Asked, is_in_middle: asyncio.Event) -> Answer:
+    try:
+        if one.body.get("stream"):
+            return await _streamed(one, is_in_middle)
+        request = asyncio.create_task(one.client.post(one.body, one.path))
+        await asyncio.wait([request], timeout=MIDDLE_S)
+        is_in_middle.set()
+        return await request
+    finally:
+        is_in_middle.set()
+
+
+async def _streamed(one: Asked, is_in_middle: asyncio.Event) -> Answer:
+    events, num_tokens = [], 0
+    async with one.client.opened(one.body, one.path) as response:
+        async for event in stream_events(response):
+            events.append(event)
+            num_tokens += num_tokens_of(event)
+            if num_tokens >= SEAM:
+                is_in_middle.set()
+    return Answer(response.status, None, dict(response.headers), events)
+
+
+async def _has_lost_its_worker(client: OpenAiHttp, answer: Answer) -> bool:
+    """Whether it was sent to two workers, or has ended with the error that says so."""
+    first, *_ = answer.events or [answer.json]
+    if answer.events and (error := answer.events[-1].get("error")):
+        return error["code"] == "worker_lost"
+    named = (first, first.get("response"), first.get("message"))  # of all APIs
+    (request_id,) = [found["id"] for found in named if found and "id" in found]
+    own = {hashlib.sha256(f"{request_id}{suffix}".encode()).hexdigest() for suffix in _SUFFIXES}
+    decisions = (await client.get("/medialane/decisions?limit=256")).json["decisions"]
+    chosen = [(found["request_id_sha256"], found["worker"]) for found in decisions if found["request_id_sha256"] in own]
+    assert chosen, f"no decision of {request_id}"
+    return len(set(chosen)) > len({request for request, _ in chosen})
+
+
+def num_tokens_of(event: dict[str, Any]) -> int:
+    """1 of an event without token ids."""
+    return sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ())) or 1
+
+
+async def num_ready(client: OpenAiHttp, number: int) -> bool:
+    return (await client.metrics()).value("medialane_worker_state", state="ready") == number
 
 
 async def interrupted(client: OpenAiHttp, body: dict[str, Any], *faults: Fault, path: str = CHAT) -> Answer:
@@ -25,12 +122,9 @@ async def interrupted(client: OpenAiHttp, body: dict[str, Any], *faults: Fault, 
     worker, the next ones after SEAM more each."""
     events, num_tokens, todo = [], 0, list(faults)
     async with client.opened({**body, "stream": True}, path) as response:
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line.removeprefix(b"data: "))
+        async for event in stream_events(response):
             events.append(event)
-            num_tokens += sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ())) or 1
+            num_tokens += num_tokens_of(event)
             if todo and num_tokens >= SEAM * (1 + len(faults) - len(todo)):
                 await todo.pop(0)(await its_worker(client))
     assert not todo, f"the stream has ended after {num_tokens} tokens: {events[-3:]}"

@@ -214,6 +214,13 @@ class MetricsPage:
         return {s.labels[label]: s.value for s in self.samples if s.name == name}
 
 
+async def stream_events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
+    """The events of a stream as they come, without `[DONE]`."""
+    async for line in response.content:
+        if line.startswith(b"data: {"):
+            yield json.loads(line.removeprefix(b"data: "))
+
+
 def _events(raw: str) -> list[str]:
     found = [line.removeprefix("data: ") for line in raw.split("\n") if line.startswith("data: ")]
     if found[-1:] != ["[DONE]"]:

@@ -1,4 +1,6 @@
-"""The command line `serve --gateways 2` with TLS and keys, as a user gives it, over a simulated worker."""
+"""The command line `serve --gateways 2 --workers 2` with TLS and keys, as a user gives it, over simulated workers: what
+is killed, and what is restarted under load: all workers by `medialane drain --all`, both gateways and the store by
+SIGTERM, and no request is lost."""
 
 import asyncio
 import json
@@ -17,6 +19,7 @@ import trustme
 from medialane_process import START_S, MedialaneProcess, free_port, launch
 from openai_http import OpenAiHttp, both_gateways_answer, chat, picture
 from process_tree import command_of, descendants, is_alive
+from steady_load import SteadyLoad
 
 from host_state import as_before, state_of, store_link
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS
@@ -35,7 +38,11 @@ WAIT = ("--prepare-queue-timeout", "200")
 #: Answers take ten seconds: longer than it takes to kill a gateway, shorter than it takes to start one.
 NUM_TOKENS = 200
 CLIENT, ADMIN, METRICS = "a client's key", "the admin's key", "the scraper's key"
-FLAGS = ("--gateways", "2", "--stage", "features", "--preparers", "1", "--arena-size", "64MiB", *WAIT)
+DRAIN_S = 4
+FLAGS = (
+    *("--workers", "2", "--gateways", "2", "--stage", "features", "--preparers", "1", "--arena-size", "64MiB"),
+    *("--drain-timeout", str(DRAIN_S), *WAIT),
+)
 
 
 class Served:
@@ -50,6 +57,11 @@ class Served:
 
     async def both_are_up(self):
         return await self.client.by_gateway("medialane_gateway_up") == {"0": 1, "1": 1}
+
+    async def is_whole(self):
+        """Whether both gateways serve, with a store."""
+        page = await self.client.metrics()
+        return page.value("medialane_gateway_up") == 2 and page.value("medialane_arena_bytes")
 
     async def answer(self):
         """The number of tokens of a long answer about an image. Raises aiohttp.ClientError."""
@@ -197,6 +209,38 @@ async def test_media_requests_wait_for_a_killed_store_and_are_answered(served):
     await asyncio.gather(*[served.client.succeed(chat(picture(n), max_tokens=1)) for n in range(3, 6)])
     assert served.process.store_pid() != killed
     await eventually(lambda: served.idle(), "nothing is held or running", 30)
+
+
+async def test_workers_are_restarted_under_load_and_no_request_is_lost(served):
+    load = SteadyLoad(served.client)
+    load.start(short=4, long=2)
+    await eventually(lambda: len(load.answers) == 6, "all have been answered", 60)
+    draining = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "medialane", "drain", "--all", "--gateway", served.client.base_url, "--insecure"),
+        env={**os.environ, "MEDIALANE_ADMIN_KEY": ADMIN},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await draining.communicate()
+    await load.stop()
+    assert draining.returncode == 0, output
+    assert output.count(b"ready again after") == 2
+    load.check()
+    page = await served.client.metrics()
+    assert page.value("medialane_migrations_total", reason="worker_draining", outcome="continued")
+    assert not page.value("medialane_worker_losses_total")
+
+
+async def test_gateways_and_store_are_restarted_under_load_and_no_request_is_lost(served):
+    load = SteadyLoad(served.client)
+    load.start(short=4)
+    await eventually(lambda: len(load.answers) == 4, "all have been answered", 60)
+    for title in ("medialane gateway 0", "medialane gateway 1", "medialane store"):
+        stopped = served.pid(title)
+        os.kill(stopped, signal.SIGTERM)
+        await eventually(lambda pid=stopped: not is_alive(pid), f"{title} has stopped", 30)
+        await eventually(served.is_whole, f"{title} is back", 120)
+    await load.stop()
+    load.check()
 
 
 async def test_stop_leaves_nothing(served):
