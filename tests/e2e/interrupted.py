@@ -24,10 +24,11 @@ MIDDLE_S = 0.5
 RESTART_S = 240
 
 _TEXTS = ("content", "reasoning", "reasoning_content")
-#: Of those that are asked together all are at one of two workers, or at both: then the second one of them is next.
-_MOST_ROUNDS = 4
-#: Of a request's engine requests, after its own id.
-_SUFFIXES = ("", "-0", "-1", "-2")
+#: Of those that are asked together some are at the other worker, whose turn is next. On a busy machine answers may end
+#: before the kill, in particular the last ones, which have a worker for themselves.
+_MOST_ROUNDS = 6
+#: Of a request's engine requests, after its own id: completions' have a number, and so have responses'.
+_SUFFIXES = ("", "-0", "-1", "-2", "_0")
 
 
 class Asked(NamedTuple):
@@ -50,9 +51,7 @@ async def all_interrupted(serve: MedialaneProcess, asked: Mapping[str, Asked]) -
         for client in {one.client for one in left.values()}:
             await eventually(lambda client=client: num_ready(client, 2), "both workers are ready", RESTART_S)
         got = await _with_a_kill(serve, left)
-        moved = {name for name, one in left.items() if await _has_lost_its_worker(one.client, got[name])}
-        assert moved, "the killed worker had none of them"
-        answers |= {name: got[name] for name in moved}
+        answers |= {name: got[name] for name, one in left.items() if await _has_lost_its_worker(one.client, got[name])}
         if len(answers) == len(asked):
             return answers
     raise AssertionError(f"never interrupted: {asked.keys() - answers.keys()}")
@@ -66,8 +65,9 @@ async def _with_a_kill(serve: MedialaneProcess, asked: Mapping[str, Asked]) -> d
     at_worker: Counter[str] = Counter()
     for client in {one.client for one in asked.values()}:
         at_worker.update(await load(client))
-    (worker, _), *_ = at_worker.most_common(1)
-    kill(serve.worker_pid(worker))
+    ((worker, num_in_flight),) = at_worker.most_common(1)
+    if num_in_flight:
+        kill(serve.worker_pid(worker))
     return {name: await task for name, task in tasks.items()}
 
 

@@ -251,8 +251,9 @@ async def test_stream_that_loses_two_workers_goes_on(serve, ours):
             await eventually(has_moved, "the stream goes on at the other worker")
             stopped.enter_context(suspended(*descendants(serve.worker_pid(await its_worker(ours)))))
 
-        found = await goes_on(ours, chat(STORY, **LONG), killing(serve), stop_engine_of_the_next)
-    assert_same(await undisturbed(ours, chat(STORY, **LONG)), found)
+        body = chat(STORY, **{**LONG, "max_tokens": 7000})
+        found = await goes_on(ours, body, killing(serve), stop_engine_of_the_next)
+    assert_same(await undisturbed(ours, body), found)
 
 
 REPEATED = {
