@@ -5,7 +5,7 @@
 #   PYTHON=python3   the Python (3.11 or newer) for .venv
 #   ARGS=...         passed on: make demo ARGS="--image photo.jpg", make test ARGS="-k arena"
 #   SEED=1           of `make fuzz` and `make chaos`, which takes a random one by default
-#   JOBS=3           number of processes that run unit tests in parallel; most of their time they wait
+#   JOBS=4           number of processes that run unit tests in parallel; most of their time they wait
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -18,7 +18,7 @@ SECONDS ?= 600
 SEED ?= 1
 MINUTES ?= 10
 CHAOS_SEED := $(if $(filter file,$(origin SEED)),0,$(SEED))
-JOBS ?= 3
+JOBS ?= 4
 
 # Tests start hundreds of Python processes: without it each would compile our modules again.
 export PYTHONDONTWRITEBYTECODE :=

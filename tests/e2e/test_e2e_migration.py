@@ -23,7 +23,6 @@ from interrupted import (
     all_interrupted,
     interrupted,
     its_worker,
-    killing,
     killing_engine,
     num_ready,
     whole,
@@ -80,11 +79,16 @@ async def goes_on(client, body, *faults: Fault, path=CHAT) -> dict:
 
 async def all_go_on(serve, asked: dict[str, Asked]) -> dict[str, dict]:
     """Assert that each of these streams is the same with a fault as without. Return them."""
-    right = [whole(answer) for answer in await asyncio.gather(*(one.undisturbed() for one in asked.values()))]
+    right = await undisturbed_together(asked)
     found = {name: whole(answer) for name, answer in (await all_interrupted(serve, asked)).items()}
-    for name, expected in zip(asked, right, strict=True):
+    for name, expected in right.items():
         assert_goes_on(found[name], expected)
     return found
+
+
+async def undisturbed_together(asked: dict[str, Asked]) -> dict[str, dict]:
+    answers = await asyncio.gather(*(one.undisturbed() for one in asked.values()))
+    return {name: whole(answer) for name, answer in zip(asked, answers, strict=True)}
 
 
 def assert_goes_on(found: dict, right: dict) -> None:
@@ -120,11 +124,35 @@ GOES_ON = {
 }
 
 
+#: Of whose events nothing is merged: their texts are compared.
+OTHER_APIS = {
+    "response": (
+        "/v1/responses",
+        {"input": "Tell a long story.", "max_output_tokens": 1500, "temperature": 0, "logit_bias": TIE_BREAKS},
+    ),
+    "message": (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": "Tell a long story."}], "max_tokens": 1500, "temperature": 0},
+    ),
+}
+
+
 async def test_streams_of_a_killed_worker_are_as_without(serve, ours):
     before = await num_migrations(ours)
-    streams = await all_go_on(serve, {name: streamed(ours, body, path) for name, (path, body) in GOES_ON.items()})
-    assert await num_migrations(ours) >= before + len(GOES_ON)
+    others = {name: streamed(ours, body, path) for name, (path, body) in OTHER_APIS.items()}
+    texts = {name: _texts(await interrupted(ours, one.body, path=one.path)) for name, one in others.items()}
+    merged = {name: streamed(ours, body, path) for name, (path, body) in GOES_ON.items()}
+    right = await undisturbed_together(merged)
+    answers = await all_interrupted(serve, {**merged, **others})
+    assert await num_migrations(ours) >= before + len(answers)
+    for name, content in texts.items():
+        last = answers[name].events[-1]
+        assert last["type"] in ("response.completed", "message_stop"), last
+        assert len(content) > SEAM
+        assert _texts(answers[name]) == content
+    streams = {name: whole(answers[name]) for name in GOES_ON}
     for name, found in streams.items():
+        assert_goes_on(found, right[name])
         max_tokens, num_choices = LONG["max_tokens"], len(found["choices"])
         assert num_choices == (3 if name in ("three choices", "completions of several prompts") else 1)
         assert found["usage"]["completion_tokens"] == num_choices * max_tokens
@@ -201,31 +229,6 @@ async def test_conditions_of_an_end_hold_across_the_seam(serve, ours):
     assert len(choices["least number"]["ids"]) > 1000
 
 
-async def test_streams_of_other_apis_go_on(serve, ours):
-    """Responses and Anthropic's messages, of which nothing is merged: the texts are in the order of their events."""
-    prompt, sampling = "Tell a long story.", {"temperature": 0, "logit_bias": TIE_BREAKS}
-    asked = {
-        "response": streamed(ours, {"input": prompt, "max_output_tokens": 1500, **sampling}, "/v1/responses"),
-        "message": streamed(
-            ours,
-            {"messages": [{"role": "user", "content": prompt}], "max_tokens": 1500, "temperature": 0},
-            "/v1/messages",
-        ),
-    }
-    right = {name: _texts(await interrupted(ours, one.body, path=one.path)) for name, one in asked.items()}
-    before = await num_migrations(ours)
-    found = await all_interrupted(serve, asked)
-    assert await num_migrations(ours) >= before + len(asked)
-    for name, answer in found.items():
-        assert len(right[name]) > SEAM
-        assert answer.events[-1]["type"] in ("response.completed", "message_stop"), answer.events[-1]
-        assert _texts(answer) == right[name]
-
-
-async def test_stream_of_a_killed_engine_goes_on(serve, ours):
-    await goes_on(ours, chat(STORY, **LONG), killing_engine(serve))
-
-
 async def test_stopped_worker_costs_time_and_its_late_outputs_are_dropped(serve, ours):
     async with AsyncExitStack() as stopped:
 
@@ -237,9 +240,9 @@ async def test_stopped_worker_costs_time_and_its_late_outputs_are_dropped(serve,
 
 
 async def test_stream_that_loses_two_workers_goes_on(serve, ours):
-    """One is killed. The other one's engine is stopped; when that is noticed, the first one is back. Both seams are
-    among the first tokens: behind more of them than one step prefills, the tokens are not always the same in bfloat16.
-    """
+    """The engine of one is killed, that of the other one is stopped; when that is noticed, the first one is back. Both
+    seams are among the first tokens: behind more of them than one step prefills, the tokens are not always the same in
+    bfloat16."""
     before = await num_migrations(ours)
 
     async def has_moved() -> bool:
@@ -252,7 +255,7 @@ async def test_stream_that_loses_two_workers_goes_on(serve, ours):
             stopped.enter_context(suspended(*descendants(serve.worker_pid(await its_worker(ours)))))
 
         body = chat(STORY, **{**LONG, "max_tokens": 7000})
-        found = await goes_on(ours, body, killing(serve), stop_engine_of_the_next)
+        found = await goes_on(ours, body, killing_engine(serve), stop_engine_of_the_next)
     assert_same(await undisturbed(ours, body), found)
 
 
