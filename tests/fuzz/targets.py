@@ -13,16 +13,17 @@ import numpy as np
 from multidict import CIMultiDict
 from PIL import Image
 
-from audio_maker import FILES, by_ffmpeg, tones
+from audio_maker import FILES, by_ffmpeg, by_libsndfile, tones
 from medialane.core.errors import MedialaneError
-from medialane.core.media import Modality
+from medialane.core.media import FrameBatch, Modality, Video
 from medialane.gateway.intake import extract
 from medialane.gateway.references import References
-from medialane.media import MediaConfig, decode_base64, probe, sniff
+from medialane.media import MediaConfig, decode, decode_base64, measure, oriented_size, probe, sniff
 from medialane.media.data_url import parse_header, split_data_url
 from medialane.media.http_cache import freshness_of
 from medialane.media.image import decode_image
 from medialane.media.url_guard import UrlGuard
+from video_clips import clip
 
 #: Small enough that no valid image takes long.
 REFERENCES = References("medialane:")
@@ -159,6 +160,43 @@ def _probe(data: bytes) -> None:
             probe(memoryview(data), modality, sniff(data, modality, CONFIG), CONFIG)
 
 
+class _Sampler:
+    """Samples every third frame."""
+
+    def sample(self, video: Video, io: bytes) -> FrameBatch:
+        frames, _ = video.read(range(0, video.source.num_frames, 3))
+        return FrameBatch(np.ascontiguousarray(frames), b"{}")
+
+
+def _measure(data: bytes) -> None:
+    for modality in ("image", "video", "audio"):
+        with suppress(MedialaneError):
+            _compare_sizes(data, modality)
+
+
+def _compare_sizes(data: bytes, modality: Modality) -> None:
+    """What is measured has the size that is decoded, unless pixels or frames are damaged, which is not noticed."""
+    given = {"media_type": sniff(data, modality, CONFIG), "io": b"{}", "config": CONFIG, "sampler": _Sampler()}
+    measured = measure(memoryview(data), modality, **given)
+    from_header = oriented_size(data, CONFIG) if modality == "image" else None
+    decoded = decode(memoryview(data), modality, **given).size
+    if modality == "video":
+        assert (measured.width, measured.height) == (decoded.width, decoded.height)
+        assert measured.num_frames >= decoded.num_frames
+    elif modality == "audio" or not _is_damaged(data):
+        assert measured == decoded, f"{measured} is measured, {decoded} is decoded"
+    assert from_header in (None, decoded), f"{from_header} is read, {decoded} is decoded"
+
+
+def _is_damaged(data: bytes) -> bool:
+    """Whether vLLM decodes what can be decoded of the image, and does not rotate it."""
+    try:
+        Image.open(io.BytesIO(data)).load()
+    except Exception:  # noqa: BLE001 - whatever Pillow says
+        return True
+    return False
+
+
 def _audio_and_clips() -> list[bytes]:
     """Truncated audio and video files, and small ones with all header fields;
     their decoders have their own tests."""
@@ -184,6 +222,27 @@ def _index_first(data: bytes) -> bytes:
     return data[: data.index(b"mdat") - 4] + data[data.index(b"moov") - 4 :]
 
 
+def _clips() -> list[bytes]:
+    """Whole videos of a few kilobytes."""
+    small = {"size": (32, 24), "num_frames": 7}
+    return [
+        clip(**small),
+        clip(**small, b_frames=2, rotation=90),
+        clip(**small, codec="libvpx", container="webm"),
+        clip(5, size=(32, 24), pts=[0, 3, 4, 9, 12], ticks=25),
+    ]
+
+
+def _sounds() -> list[bytes]:
+    """Whole audio files of a few kilobytes."""
+    short = tones(8000, 1, 0.1)
+    return [
+        *(by_libsndfile(short, 8000, "WAV", subtype) for subtype in ("PCM_16", "PCM_U8", "ULAW", "FLOAT")),
+        by_libsndfile(short, 8000, "FLAC"),
+        by_ffmpeg(tones(16000, 1, 0.1), 16000, "adts", "aac"),
+    ]
+
+
 _AUDIO_TOKENS = [
     b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsz", b"stco", b"dref", b"url ", b"mdat", b"ftyp", b"ID3", b"data",
     b"fmt ", b"fLaC", b"OggS", b"#EXTM3U", b"v=0\r\n", b"ffconcat", b"webm", b"matroska", b"\x1a\x45\xdf\xa3", b"/9j/",
@@ -206,18 +265,20 @@ HEADER_TARGETS = [
     Target("sniff_image", _sniff("image"), IMAGES, _IMAGE_TOKENS),
     Target("sniff_video", _sniff("video"), _audio_and_clips(), _AUDIO_TOKENS),
     Target("sniff_audio", _sniff("audio"), _audio_and_clips(), _AUDIO_TOKENS),
+    Target("header_size", lambda data: oriented_size(data, CONFIG), IMAGES, _IMAGE_TOKENS),
 ]
 HEADER_S = 0.1
 
 #: Functions that run on the event loop over input of any size: each must return within `LOOP_S` of CPU time. Inputs are
 #: grown to `LARGE_BYTES`, by repeating a part of them, to find time proportional to size.
-LOOP_TARGETS = [target for target in HEADER_TARGETS if target.name.startswith("sniff_")]
+LOOP_TARGETS = [target for target in HEADER_TARGETS if target.name.startswith(("sniff_", "header_size"))]
 LOOP_S = 0.01
 LARGE_BYTES = 20 << 20
 
 #: Runs in a separate process, which may crash.
 DECODE_IMAGE = Target("decode_image", lambda data: decode_image(data, CONFIG), IMAGES, _IMAGE_TOKENS)
 PROBE = Target("probe", _probe, [*_audio_and_clips(), *IMAGES[-2:]], _AUDIO_TOKENS)
-DECODE_TARGETS = {target.name: target for target in (DECODE_IMAGE, PROBE)}
+MEASURE = Target("measure", _measure, [*IMAGES, *_clips(), *_sounds()], [*_IMAGE_TOKENS, *_AUDIO_TOKENS])
+DECODE_TARGETS = {target.name: target for target in (DECODE_IMAGE, PROBE, MEASURE)}
 DECODE_S = 5.0
 DECODE_BYTES = 1 << 30
