@@ -120,9 +120,20 @@ class Halves:
         by_modality = {}
         for media in items_of(prompt):
             by_modality.setdefault(media.modality, []).append(self.processor.process(media, b"{}"))
-        items = [(modality, made) for modality, found in by_modality.items() for made in found]
+        items = _in_order(by_modality)
+        return items, self.assembled(prompt, items)
+
+    def assembled(self, prompt, items):
         features = [Feature(m, f"{n}", made.header, (), made.size) for n, (m, made) in enumerate(items)]
-        return items, self.assembler.assemble(self.token_ids(prompt), tuple(features), b"{}")
+        return self.assembler.assemble(self.token_ids(prompt), tuple(features), b"{}")
+
+    def described(self, prompt):
+        """The prompt by the sizes of its media alone."""
+        by_modality = {}
+        for media in items_of(prompt):
+            described = self.processor.describe(media.modality, media.size, b"{}")
+            by_modality.setdefault(media.modality, []).append(described)
+        return self.assembled(prompt, _in_order(by_modality))
 
     def whole(self, prompt):
         """vLLM's result for the whole request."""
@@ -139,6 +150,14 @@ class Halves:
 def halves(family_renderer):
     """`Halves` by family, created on first use."""
     return cache(lambda name: Halves(PREPARED[name], family_renderer(name)))
+
+
+def _in_order(by_modality):
+    return [(modality, made) for modality, found in by_modality.items() for made in found]
+
+
+def ids_and_ranges(assembled):
+    return assembled.token_ids, assembled.encoder_token_ids, assembled.placeholders
 
 
 def assert_same_item(item, expected, family):
@@ -188,7 +207,7 @@ def in_ranges(found):
 
 
 @pytest.mark.parametrize(("name", "prompt"), CASES)
-def test_split_processing_equals_whole_processing(halves, name, prompt):
+def test_split_processing_and_described_items_equal_whole_processing(halves, name, prompt):
     family = halves(name)
     expected = family.whole(prompt)
     items, assembled = family.prepared(prompt)
@@ -198,6 +217,7 @@ def test_split_processing_equals_whole_processing(halves, name, prompt):
             assert_same_item(one, other, family.family)
     assert assembled.token_ids == expected["prompt_token_ids"]
     assert assembled.encoder_token_ids == expected.get("encoder_prompt_token_ids")
+    assert ids_and_ranges(family.described(prompt)) == ids_and_ranges(assembled)
     for modality, wanted in expected["mm_placeholders"].items():
         places = [p for p, (found, _) in zip(assembled.placeholders, items, strict=True) if found == modality]
         assert [(p.offset, p.length, p.is_embed) for p in places] == in_ranges(wanted)

@@ -33,11 +33,14 @@ families, on a CPU. *Equal* are cases whose token ids, text, logprobs (or embedd
 status are those of plain vLLM, bit for bit; *refused* are those that both refuse (or medialane, where plain vLLM
 fails), *answered* those that plain vLLM refuses or fails at and medialane answers, and *skipped* options that plain
 vLLM ignores and medialane refuses. The number of items is the most that the family's tests allow in a prompt.
+*Prompt by*: what the tokens and placeholders of a prompt follow from, as the render endpoints give them: the *size* of
+its media, of which none is decoded for that, or the processed *items*; modalities are named if they differ (-: the
+stage is not `features`, or the report does not say).
 *Embeddings*: whether the encoder's outputs are kept on the host, so that a known item is not encoded again (-: the
 report does not say, or the stage is not `features`); the remarks say why not.
 """
 
-_COLUMNS = ("family", "architecture", "media", "endpoints", "stage", "embeddings")
+_COLUMNS = ("family", "architecture", "media", "endpoints", "stage", "prompt by", "embeddings")
 _COLUMNS += ("equal", "refused", "answered", "skipped", "differ")
 
 
@@ -54,6 +57,7 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True):
     medialane: str = ""
     vllm: str = ""
     embeddings: str = ""
+    predicted: tuple[str, ...] | None = None
 
 
 def row_of(report: CheckReport) -> Row:
@@ -70,6 +74,7 @@ def row_of(report: CheckReport) -> Row:
         notes=tuple(_notes(report)),
         medialane=report.medialane,
         vllm=report.vllm,
+        predicted=report.predicted,
         embeddings="not kept" if report.no_embeddings else "kept" if "encoded" in report.embeddings else "",
     )
 
@@ -107,9 +112,22 @@ def _line(name: str, row: Row) -> str:
     stages = ", ".join(dict.fromkeys(stage.partition(" ")[0] for stage in row.stages)) or "-"
     num_equal = row.verdicts.get("equal", 0) + row.verdicts.get("close", 0)
     counts = (num_equal, *(row.verdicts.get(verdict, 0) for verdict in ("refused", "answered", "skipped", "differs")))
-    described = (name, row.architecture or "-", media, ", ".join(row.kinds), stages, row.embeddings or "-")
+    described = (name, row.architecture or "-", media, ", ".join(row.kinds), stages, _way(row, stages))
+    described += (row.embeddings or "-",)
     cells = (*described, *map(str, counts))
     return f"| {' | '.join(cells)} |"
+
+
+def _way(row: Row, stages: str) -> str:
+    """What prompts follow from."""
+    if row.predicted is None or "features" not in stages:
+        return "-"
+    accepted = row.limits or dict.fromkeys(row.predicted)  # an endpoint of transcription has no limits
+    by_size = [modality for modality in accepted if modality in row.predicted]
+    by_items = [modality for modality in accepted if modality not in row.predicted]
+    if by_size and by_items:
+        return f"size ({', '.join(by_size)}), items ({', '.join(by_items)})"
+    return "size" if by_size else "items"
 
 
 def load() -> dict[str, Row]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from medialane.check.case import Answer, Request, Upload
 from medialane.cluster import HttpAnswers
@@ -55,11 +56,20 @@ class CheckClient:
     async def no_embeddings(self, metrics_key: str) -> str:
         """Return why medialane's worker keeps no embeddings, from the metrics; empty if it does. Raises
         StartupFailed."""
+        kept = await self._samples("medialane_worker_keeps_embeddings", metrics_key)
+        return next((sample.labels["reason"] for sample in kept if not sample.value), "")
+
+    async def predicted(self, metrics_key: str) -> tuple[str, ...]:
+        """Return the modalities of which medialane knows an item's tokens from the size of its media, from the metrics.
+        Raises StartupFailed."""
+        predicted = await self._samples("medialane_headers_predicted", metrics_key)
+        return tuple(sorted(sample.labels["modality"] for sample in predicted if sample.value))
+
+    async def _samples(self, name: str, metrics_key: str) -> list[Sample]:
         headers = {"Authorization": f"Bearer {metrics_key}"} if metrics_key else {}
         page = await _get(self._session, f"{self._base_url}/metrics", headers=headers, read="text")
-        samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
-        kept = (sample for sample in samples if sample.name == "medialane_worker_keeps_embeddings")
-        return next((sample.labels["reason"] for sample in kept if not sample.value), "")
+        families = text_string_to_metric_families(page)
+        return [sample for family in families for sample in family.samples if sample.name == name]
 
     async def is_healthy(self) -> bool:
         return await HttpAnswers(f"{self._base_url}/health").passes()

@@ -41,7 +41,8 @@ class CaseResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class CheckReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """`limits` are the most items of each modality in a prompt; `notes` what is missing or proves little, and why.
-    `no_embeddings` is why the worker keeps no outputs of its encoder; empty if it does."""
+    `no_embeddings` is why the worker keeps no outputs of its encoder; empty if it does. `predicted` are the modalities
+    of which an item's tokens are known from the size of its media (None in reports of older versions)."""
 
     model: str
     medialane: str
@@ -53,6 +54,7 @@ class CheckReport(msgspec.Struct, frozen=True, omit_defaults=True):
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     no_embeddings: str = ""
+    predicted: tuple[str, ...] | None = None
 
     @property
     def passed(self) -> bool:

@@ -38,19 +38,22 @@ _AllAnswers = dict[tuple[str, str], _Answers]
 
 
 class _Served(NamedTuple):
-    """`log` is what medialane has logged up to the last answer, `no_embeddings` why its worker keeps none."""
+    """`log` is what medialane has logged up to the last answer, `no_embeddings` why its worker keeps none, `predicted`
+    are the modalities whose tokens it knows from sizes."""
 
     learned: _Learned
     answers: _AllAnswers
     log: str
     no_embeddings: str
+    predicted: tuple[str, ...]
 
 
 async def run_check(setup: Setup, progress: CheckProgress) -> CheckReport:
     """Check a model. Raises StartupFailed if a server does not start, or if no case is left to send."""
     started = time.monotonic()
-    learned, answers, log, no_embeddings = await (_at_once if setup.at_once else _one_after_the_other)(setup, progress)
-    results = tuple(_judged(learned, answers, setup.tolerance))
+    served = await (_at_once if setup.at_once else _one_after_the_other)(setup, progress)
+    learned = served.learned
+    results = tuple(_judged(learned, served.answers, setup.tolerance))
     return CheckReport(
         model=setup.model,
         medialane=__version__,
@@ -59,9 +62,10 @@ async def run_check(setup: Setup, progress: CheckProgress) -> CheckReport:
         kinds=tuple(kind.name for kind in learned.kinds),
         limits=dict(learned.limits),
         results=results,
-        notes=(*learned.missing, *weak_notes(results), *logged_notes(log)),
+        notes=(*learned.missing, *weak_notes(results), *logged_notes(served.log)),
         seconds=round(time.monotonic() - started, 1),
-        no_embeddings=no_embeddings,
+        no_embeddings=served.no_embeddings,
+        predicted=served.predicted,
     )
 
 
@@ -85,7 +89,10 @@ async def _at_once(setup: Setup, progress: CheckProgress) -> _Served:
 async def _served(learned: _Learned, answers: _AllAnswers, server: RevivedServer, setup: Setup) -> _Served:
     """`server` is medialane's, still running."""
     log = (setup.logs / OUR_LOG).read_text(errors="replace")
-    return _Served(learned, answers, log, await server.client.no_embeddings(setup.metrics_key))
+    key = setup.metrics_key
+    return _Served(
+        learned, answers, log, await server.client.no_embeddings(key), predicted=await server.client.predicted(key)
+    )
 
 
 async def _learn(plain: RevivedServer, setup: Setup, progress: CheckProgress) -> _Learned:

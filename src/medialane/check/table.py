@@ -33,6 +33,8 @@ def show(report: CheckReport, console: Console) -> None:
         _print(console, f"in stage {name}: {number} of {len(report.results)} cases")
     for text in _embeddings(report):
         _print(console, text)
+    if report.predicted:
+        _print(console, f"prompts are known from the size of media: {', '.join(report.predicted)}")
     for note in report.notes:
         _print(console, f"note: {note}")
     console.print(_outcome(report), highlight=False, soft_wrap=True)

@@ -22,6 +22,9 @@ METRICS = """\
 # TYPE medialane_worker_keeps_embeddings gauge
 medialane_worker_keeps_embeddings{worker="0",reason=""} 1.0
 medialane_worker_keeps_embeddings{worker="1",reason="media: no such field"} 0.0
+# TYPE medialane_headers_predicted gauge
+medialane_headers_predicted{modality="image"} 1.0
+medialane_headers_predicted{modality="audio"} 0.0
 """
 LOGGED = "[gateway] 2026-11-21 03:54:54 WARNING medialane.cli.gateway: stage decoded, not features: too odd"
 
@@ -159,6 +162,7 @@ async def test_notes_name_missing_modalities_and_what_medialane_logged(check):
     assert "no video: plain vLLM answers 400: At most 0 video(s)" in notes
     assert notes.count("stage decoded, not features: too odd") == 1
     assert report.no_embeddings == "media: no such field"
+    assert report.predicted == ("image",)
 
 
 async def test_wrong_answers_fail_exactly_their_cases(check):

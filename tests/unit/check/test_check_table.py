@@ -36,5 +36,9 @@ def test_what_became_of_embeddings_is_shown():
     assert "embeddings are not kept: too odd" in shown(EQUAL, no_embeddings="too odd")
 
 
+def test_media_whose_size_is_enough_are_named():
+    assert "prompts are known from the size of media: audio, image" in shown(EQUAL, predicted=("audio", "image"))
+
+
 def test_refusals_alone_are_named_as_such():
     assert "plain vLLM has answered none of them" in shown(REFUSED)
