@@ -21,7 +21,7 @@ from vllm.renderers import renderer_from_config
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.continuation import Continuable
 from medialane.core.errors import MedialaneError
-from medialane.core.feature import MediaPrompt, PreparedPrompt
+from medialane.core.feature import Feature, MediaPrompt, PreparedPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.testing.simulated.config import SimulatedConfig
@@ -69,7 +69,16 @@ class InProcessEngine:
     async def audio(self, samples: NDArray[np.float32], sample_rate: int) -> MediaRef:
         _text_only()
 
-    async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
+    async def describe(self, prompt: MediaPrompt) -> PreparedPrompt:
+        _text_only()
+
+    def tensors(self, feature: Feature) -> list[memoryview]:
+        _text_only()
+
+    async def refer(self, prepared: PreparedPrompt) -> list[str]:
+        _text_only()
+
+    async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:
         return _text_only()
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:

@@ -47,12 +47,13 @@ class Server:
     """Started by `start`, stopped by `close`."""
 
     @classmethod
-    async def start(cls, model, vllm_args=VLLM_ARGS, tasks=None):
+    async def start(cls, model, vllm_args=VLLM_ARGS, tasks=None, make_backend=None, **options):
         server = cls()
         server.model = model
         server.frontend = Frontend(model, vllm_args)
         hf_config = server.frontend.config.model_config.hf_config.to_dict()
-        server.backend = FakeBackend(hf_config.get("image_token_id"))
+        make = make_backend or (lambda _frontend: FakeBackend(hf_config.get("image_token_id")))
+        server.backend = make(server.frontend)
         server.registry = CollectorRegistry()
         server.fairness = LoopFairness()
         forget_http_metrics()
@@ -64,6 +65,8 @@ class Server:
             pages={"/medialane/decisions": server.backend.page},
             actions={"POST /medialane/publish": server.backend.publish_images},
             tasks=tasks,
+            fairness=server.fairness,
+            **options,
         )
 
         @server.app.get("/unforeseen")

@@ -84,7 +84,16 @@ class FakeBackend:
             raise UnknownMediaUuid("not known", param=ref.param)
         return msgspec.structs.replace(ref, content=self.known[ref.alias.uuid])
 
-    async def prepare(self, prompt):
+    async def describe(self, prompt):
+        return await self.prepare(prompt)
+
+    async def refer(self, prepared):
+        return [f"medialane:feature/{placed.feature.mm_hash}" for placed in prepared.features]
+
+    def tensors(self, feature):
+        return []
+
+    async def prepare(self, prompt, *, with_tensors=False):
         self.scopes.append(current_scope())
         self.prompts.append(prompt)
         self._fail_at("prepare")

@@ -39,6 +39,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     render_only: bool = field(default=False, name="render-only")
     """serve without workers (`medialane render`): only calls that need no engine are answered, and items have the
     hashes that plain vLLM gives them"""
+    render_payload: Literal["tensors", "none", "references"] = field(default="tensors", name="render-payload")
+    """what vLLM's render endpoints (`-- --enable-scale-out`) return of media items to requests without `mm_payload`:
+    tensors (as vLLM does), none, or references to the features, which later requests may use instead of tensors"""
     encode_at: Literal["auto", "encoders", "workers"] = field(default="auto", name="encode-at")
     """where new media are encoded if there are encoders (--encoders): encoders, workers (each request's own), or auto
     (where that is expected to delay requests least)"""

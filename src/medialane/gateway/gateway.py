@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,7 +23,7 @@ from medialane.core.errors import (
     PromptTooLong,
     WorkerLost,
 )
-from medialane.core.feature import MediaPrompt, PlacedFeature, PreparedPrompt
+from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PreparedPrompt
 from medialane.core.hashing import merged_options
 from medialane.core.kv_events import BlockIds
 from medialane.core.media import MediaRef, audio_io
@@ -139,14 +140,24 @@ class Gateway:
         return current_scope().extracted.text_bytes
 
     @while_connected
-    async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
+    async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:
         """Look up or prepare what the prompt's stage sends; for a processed stage, also expand the placeholders.
+        `with_tensors`, embeddings do not replace the tensors of items.
 
         The result refers to the media, whose leases end with the request's scope. Raises MedialaneError.
         """
         scope = current_scope()
         self._admission.admit(scope)
-        return await self._hashed(prompt, scope, self._prepare)
+        return await self._hashed(prompt, scope, partial(self._prepare, with_tensors=with_tensors))
+
+    async def describe(self, prompt: MediaPrompt) -> PreparedPrompt:
+        return await self.prepare(prompt)
+
+    def tensors(self, feature: Feature) -> list[memoryview]:
+        return self._features.tensors(feature)
+
+    async def refer(self, prepared: PreparedPrompt) -> list[str]:
+        return [f"medialane:feature/{placed.feature.mm_hash}" for placed in prepared.features]
 
     async def _hashed(
         self,
@@ -160,7 +171,7 @@ class Gateway:
         prompt, fetched = await self._plain.fetched(media)
         return await self._plain.named(await make(prompt, scope), media, fetched)
 
-    async def _prepare(self, prompt: MediaPrompt, scope: RequestScope) -> PreparedPrompt:
+    async def _prepare(self, prompt: MediaPrompt, scope: RequestScope, *, with_tensors: bool = False) -> PreparedPrompt:
         if (expectation := self._expectation(scope)) is not None:
             expectation.judge_arrival()
         if self.queues is not None and scope.preparation is None:
@@ -171,7 +182,7 @@ class Gateway:
             stage = STAGES[stage.instead]
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
-        encoder = self.routes.encoder if self._transports.carry_embeddings else ""
+        encoder = self.routes.encoder if self._transports.carry_embeddings and not with_tensors else ""
         media = RequestMedia(prompt, self._features, scope, self._assembly, encoder=encoder)
         try:
             return await self._prepared(prompt, stage, media, scope)

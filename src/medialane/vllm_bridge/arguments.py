@@ -46,5 +46,7 @@ def create_model_config(args: Namespace) -> ModelConfig:
 
 
 def create_frontend_config(args: Namespace) -> VllmConfig:
-    """Return a VllmConfig for a process that renders but has no engine."""
-    return VllmConfig(model_config=create_model_config(args))
+    """Return a VllmConfig for a process that renders but has no engine. Also sets the reasoning parser in `args`, where
+    vLLM's app looks for it, as the creation of an engine's configuration does."""
+    outputs = AsyncEngineArgs.from_cli_args(args).create_structured_outputs_config()
+    return VllmConfig(model_config=create_model_config(args), structured_outputs_config=outputs)

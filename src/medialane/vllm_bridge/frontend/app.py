@@ -18,10 +18,11 @@ from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
 
 from medialane.core.errors import MedialaneError
+from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media_hash import MediaHasher
 from medialane.core.process.stop import Stop
 from medialane.prepare.processor import Assembler
-from medialane.vllm_bridge.frontend import inline_rendering, pooling_endpoints, prebuilt, renderer_hook, speech
+from medialane.vllm_bridge.frontend import inline_rendering, pooling_endpoints, prebuilt, render, renderer_hook, speech
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
 from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
@@ -100,6 +101,10 @@ class Frontend:
         """Return what computes the hashes of plain vLLM; None for a text-only model."""
         return None if self.profile is None else VllmMediaHasher(self.profile.processor)
 
+    @property
+    def _has_scale_out(self) -> bool:
+        return bool(self.args.enable_scale_out or self.args.tokens_only)
+
     def check_media_options(self) -> None:
         """Raise StartupFailed for a decode option of the operator that our decoders do not support."""
         check_model_io(self.config.model_config)
@@ -116,13 +121,16 @@ class Frontend:
         health: Probe | None = None,
         tasks: tuple[str, ...] | None = None,
         render_only: bool = False,
+        render_payload: render.Payload = "tensors",
+        fairness: LoopFairness | None = None,
     ) -> Any:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
         an error recorded in `backend`. `pages` and `actions` are medialane's, by path, and these by method and path
         ("POST /path/{parameter}"); `health` replaces vLLM's
         `/health`, which assumes one engine; `tasks` are those of the workers, by default what a model that generates
-        supports. With `render_only` there are none, and calls that need one are refused."""
+        supports. With `render_only` there are none, and calls that need one are refused. For `render_payload` and
+        `fairness` see `render.install`."""
         tokenize_without_media(self.renderer)
         if self.profile is not None:
             renderer_hook.install(self.renderer, backend, self.profile)
@@ -159,6 +167,8 @@ class Frontend:
             speech.install(app.state, backend)
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever
             inline_rendering.install(self.renderer, backend)
+        if self._has_scale_out:
+            render.install(app, backend, default=render_payload, fairness=fairness or LoopFairness())
         client.is_serving = True
         return app
 

@@ -28,7 +28,7 @@ from medialane.core.stage import StageName
 from medialane.observability.logging import unchanged_levels
 from medialane.prepare.processor import AssembledPrompt, Assembler, ImageCost
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.frontend import pooling_endpoints
+from medialane.vllm_bridge.frontend import pooling_endpoints, render
 from medialane.vllm_bridge.frontend.fail_fast import failing_fast
 from medialane.vllm_bridge.frontend.http_server import check_http
 from medialane.vllm_bridge.items.mistral_chat import expand_marks
@@ -80,6 +80,7 @@ def take(model: str, vllm_args: Sequence[str]) -> Prebuilt:
 
 def routes_of(args: Namespace, config: VllmConfig, tasks: tuple[str, ...]) -> FastAPI:
     """Return vLLM's app for these tasks, without middleware stack and state."""
+    render.accept_references()
     with middleware_stack_not_built(), failing_fast(), unchanged_levels():
         return build_app(args, tasks, config.model_config)
 

@@ -30,6 +30,7 @@ from medialane.core.errors import (
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import canonical_options
 from medialane.core.media import MediaRef, Modality
+from medialane.vllm_bridge.frontend.render import current_answer
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.media_hash import HashFactors
 from medialane.vllm_bridge.items.media_options import final_io, model_io
@@ -163,7 +164,9 @@ class RendererHook:
             try:
                 factors = msgspec.json.encode(HashFactors(mm_processor_kwargs or {}, media_io_kwargs or {}))
                 media_prompt = MediaPrompt(list(prompt), items, options, self._has_encoder_prompt, factors)
-                return engine_input(await self.backend.prepare(media_prompt))
+                answer = current_answer()
+                prepare = self.backend.prepare if answer is None else answer.prepare
+                return engine_input(await prepare(media_prompt))
             except PromptTooLong as error:  # the response is that of vLLM for a complete prompt
                 raise VLLMValidationError(error.message) from error
 

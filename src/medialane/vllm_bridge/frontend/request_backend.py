@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.continuation import Continuable
 from medialane.core.errors import MedialaneError
-from medialane.core.feature import MediaPrompt, PreparedPrompt
+from medialane.core.feature import Feature, MediaPrompt, PreparedPrompt
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
 
@@ -53,8 +53,24 @@ class RequestBackend(Protocol):
         """Return a reference to a part of an upload, which is its own media item. Raises BodyMemoryExhausted."""
         ...
 
-    async def prepare(self, prompt: MediaPrompt) -> PreparedPrompt:
-        """Return features and expanded prompt. Raises MedialaneError."""
+    async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:
+        """Return features and expanded prompt. `with_tensors`, the features have tensors even if embeddings of theirs
+        are known. Raises MedialaneError."""
+        ...
+
+    async def describe(self, prompt: MediaPrompt) -> PreparedPrompt:
+        """As `prepare`, but nothing is decoded or processed for items whose headers are known from their media's size:
+        then no feature has tensors, and the result `is_predicted`. Raises MedialaneError."""
+        ...
+
+    def tensors(self, feature: Feature) -> list[memoryview]:
+        """Return the bytes of the large tensors of a feature of `prepare`, read-only: in the arena, valid until the
+        current request ends. Raises MedialaneError if the arena is lost."""
+        ...
+
+    async def refer(self, prepared: PreparedPrompt) -> list[str]:
+        """Return references to the features of a prompt, by which the current client may name them in later requests.
+        Raises MedialaneError."""
         ...
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:

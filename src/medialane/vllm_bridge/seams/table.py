@@ -166,6 +166,40 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="render endpoints",
+        purpose="requests that are only rendered: items are described, not processed, and tensors are sent in pieces",
+        module="seams.scale_out",
+        processes=("gateway",),
+        without="the render endpoints process every item, and their answers block the event loop",
+        instead="none; an option of `ServingRender` that leaves the features' data to a hook would suffice",
+        tests=("tests/contract/test_render.py",),
+        seams=_seams("""
+            call vllm.entrypoints.scale_out.render.serving:ServingRender(models, online_renderer, request_logger,
+                tool_server) with models, online_renderer, request_logger, tool_server, _placeholder_metadata_parser,
+                _placeholder_metadata_fields
+            override vllm.entrypoints.scale_out.render.serving:ServingRender.render_chat_request(self, request,
+                raw_request) in vllm.entrypoints.scale_out.render.api_router:render_chat_completion
+            override vllm.entrypoints.scale_out.render.serving:ServingRender.render_completion_request(self, request,
+                raw_request) in vllm.entrypoints.scale_out.render.api_router:render_completion
+            override vllm.entrypoints.scale_out.render.serving:ServingRender.render_messages_request(self, request,
+                raw_request) in vllm.entrypoints.scale_out.render.api_router:render_messages
+            override vllm.entrypoints.scale_out.render.serving:ServingRender.render_responses_request(self, request)
+                in vllm.entrypoints.scale_out.render.api_router:render_responses
+            override vllm.entrypoints.scale_out.render.serving:ServingRender._extract_mm_features(self, engine_input,
+                mm_payload) in ServingRender.render_chat_request
+            read vllm.entrypoints.scale_out.token_in_token_out.protocol:MultiModalFeatures with kwargs_data,
+                mm_metadata
+            read vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest with mm_payload
+            read vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest with mm_payload
+            read vllm.entrypoints.openai.completion.protocol:CompletionRequest with mm_payload
+            read vllm.entrypoints.openai.responses.protocol:ResponsesRequest with mm_payload
+            override vllm.v1.serial_utils:MsgpackEncoder._encode_tensor(self, obj) in
+                MsgpackEncoder._encode_nested_tensors
+            read vllm.v1.serial_utils with CUSTOM_TYPE_RAW_VIEW
+            call vllm.v1.utils:tensor_data(tensor)
+        """),
+    ),
+    Group(
         name="validation in a thread",
         purpose="vLLM's app validates large bodies in a thread",
         module="seams.api_server",

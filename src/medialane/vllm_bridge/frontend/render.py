@@ -1,0 +1,230 @@
+"""vLLM's render endpoints over items that the gateway describes or prepares.
+
+Theory of operation. vLLM's handlers render a request, put the items' tensors into the answer as base64 of msgpack, and
+encode that as JSON, on the event loop: tens of megabytes for four images. Here the same handlers run, but
+
+* *what the request wants* (`mm_payload`) is noted before it is rendered, so that the renderer hook has the gateway
+  describe the items instead of preparing them, unless their tensors are wanted;
+* *tensors* are represented by marks, random strings, in the answer that vLLM's handler builds. `RenderAnswer` replaces
+  them in the body as it is sent, in pieces: base64 of the bytes in the arena, a piece at a time and fairly among the
+  requests, so that nothing is copied as a whole and the event loop is never blocked;
+* *references* are those by which the backend knows the features.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Final, Literal
+
+import pybase64
+from starlette.routing import Route
+
+from medialane.core.errors import FeatureUnsupported
+from medialane.core.feature import PreparedPrompt
+from medialane.core.loop_fairness import LoopFairness
+from medialane.vllm_bridge.frontend.request_backend import RequestBackend
+from medialane.vllm_bridge.items.features import decode_item
+from medialane.vllm_bridge.items.prepared_input import PreparedItems
+from medialane.vllm_bridge.seams.scale_out import (
+    RENDER,
+    Buffer,
+    RenderServing,
+    accept_payloads,
+    encoded_item,
+    metadata_of,
+    render_by,
+)
+
+#: What an answer has of its media items. The first two are vLLM's.
+Payload = Literal["tensors", "none", "references"]
+
+#: Says whether the items of an answer were all predicted from the size of their media, or at least one was processed.
+MEDIA_HEADER = b"x-medialane-media"
+
+_DESCRIPTION: Final = (
+    "What the render response's `features` carry for multimodal items. 'tensors' serializes the processed tensors into "
+    "`kwargs_data` and `mm_metadata`. 'none' sets both to null: nothing is decoded or processed where the tokens "
+    "follow from the size of the media. 'references' gives a `medialane:feature/HASH` for each item in `kwargs_data`, "
+    "which `/inference/v1/generate` accepts instead of the tensors. The default is that of the server "
+    "(`--render-payload`). Only supported on the render endpoints. Ignored on regular generation endpoints."
+)
+
+#: Encoded in 0.2 ms; a multiple of 3, so that the base64 of pieces is that of the whole.
+_PIECE_BYTES = 192 * 1024
+
+_MARK_CHARS = 32
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+
+def accept_references() -> None:
+    """Have the render endpoints accept `mm_payload: "references"`. Call it before vLLM's routes are built."""
+    accept_payloads(Payload, _DESCRIPTION)
+
+
+def install(app: Any, backend: RequestBackend, *, default: Payload, fairness: LoopFairness) -> None:
+    """Serve the render endpoints of an app from `backend`. `default` is the payload of requests that say none."""
+
+    def choose(request: Any) -> Payload:
+        answer = _CURRENT.get()
+        answer.payload = request.mm_payload if "mm_payload" in request.model_fields_set else default
+        return answer.payload
+
+    def fill(features: Any, engine_input: Mapping[str, Any], metadata_fields: Callable[[str], Any]) -> None:
+        _CURRENT.get().fill(features, engine_input["mm_kwargs"], metadata_fields)
+
+    render_by(app.state, lambda own: RenderServing(own, choose, fill))
+    for route in app.routes:
+        if isinstance(route, Route) and route.path.endswith(RENDER):
+            route.app = _Answering(route.app, backend, fairness)
+
+
+class _Answering:
+    """An ASGI app that sends the answers of `app` by a `RenderAnswer`."""
+
+    def __init__(self, app: Any, backend: RequestBackend, fairness: LoopFairness) -> None:
+        self._app = app
+        self._backend = backend
+        self._fairness = fairness
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        answer = RenderAnswer(self._backend, self._fairness, send)
+        token = _CURRENT.set(answer)
+        try:
+            await self._app(scope, receive, answer.send)
+        finally:
+            _CURRENT.reset(token)
+
+
+class RenderAnswer:
+    """The answer to one request of a render endpoint. `payload` is what it has of the items."""
+
+    def __init__(self, backend: RequestBackend, fairness: LoopFairness, send: Send) -> None:
+        self.payload: Payload = "none"
+        self._backend = backend
+        self._fairness = fairness
+        self._send = send
+        self._is_predicted: list[bool] = []
+        self._references: dict[str, str] = {}
+        self._prefix = secrets.token_hex(_MARK_CHARS // 4)
+        self._data: list[list[Buffer]] = []
+        self._start: Message | None = None
+
+    async def prepare(self, prompt: Any) -> PreparedPrompt:
+        """Return the prompt with its items as the payload needs them. Raises MedialaneError; FeatureUnsupported if only
+        a worker can expand it."""
+        if self.payload == "tensors":
+            prepared = await self._backend.prepare(prompt, with_tensors=True)
+        else:
+            prepared = await self._backend.describe(prompt)
+        if len(prepared.features) != len(prompt.items):
+            raise FeatureUnsupported(
+                "the prompts of this model can be expanded by its workers only: it is not rendered"
+            )
+        if self.payload == "references":
+            references = await self._backend.refer(prepared)
+            keys = [placed.feature.mm_hash for placed in prepared.features]
+            self._references.update(zip(keys, references, strict=True))
+        self._is_predicted.append(prepared.is_predicted)
+        return prepared
+
+    def fill(self, features: Any, items: PreparedItems, metadata_fields: Callable[[str], Any]) -> None:
+        """Add what the payload has of the items to the features of one prompt."""
+        if self.payload == "none":
+            return
+        kwargs_data: dict[str, list[str]] = {}
+        metadata: dict[str, list[str | None]] = {}
+        for placed in items.prepared.features:
+            feature = placed.feature
+            entries = kwargs_data.setdefault(feature.modality, [])
+            if self.payload == "references":
+                entries.append(self._references[feature.mm_hash])
+                continue
+            item = decode_item(feature.header, self._backend.tensors(feature))
+            entries.append(self._mark(encoded_item(item)))
+            small = metadata_of(item, metadata_fields(feature.modality))
+            metadata.setdefault(feature.modality, []).append(self._mark(encoded_item(small)) if small else None)
+        features.kwargs_data = kwargs_data
+        features.mm_metadata = {name: entries for name, entries in metadata.items() if any(entries)} or None
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the app, with data in place of their marks."""
+        if message["type"] == "http.response.start":
+            self._start = message
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        else:
+            await self._send_body(message.get("body", b""), more_body=message.get("more_body", False))
+
+    async def _send_body(self, body: bytes, *, more_body: bool) -> None:
+        first, *marked = re.split(self._prefix.encode() + rb"(\d{8})", body) if self._data else [body]
+        pieces: list[bytes | list[Buffer]] = [first]
+        for number, text in zip(marked[::2], marked[1::2], strict=True):
+            pieces += [self._data[int(number)], text]
+        start, self._start = self._start, None
+        if start is not None:
+            await self._send(self._started(start, None if more_body else sum(map(_sent_bytes, pieces))))
+        async for piece in self._joined(pieces):
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b"", "more_body": more_body})
+
+    def _started(self, start: Message, length: int | None) -> Message:
+        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+        if length is not None:
+            headers.append((b"content-length", b"%d" % length))
+        if self._is_predicted:
+            headers.append((MEDIA_HEADER, b"predicted" if all(self._is_predicted) else b"prepared"))
+        return {**start, "headers": headers}
+
+    async def _joined(self, pieces: Sequence[bytes | list[Buffer]]) -> Any:
+        """Yield the body, a piece in each step of the event loop."""
+        text = b""
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                text += piece
+                continue
+            for raw in _cut(piece):
+                async with self._fairness.step(len(raw)):
+                    text += pybase64.b64encode(raw)
+                if len(text) >= _PIECE_BYTES:
+                    yield text
+                    text = b""
+        yield text
+
+    def _mark(self, data: list[Buffer]) -> str:
+        self._data.append(data)
+        return f"{self._prefix}{len(self._data) - 1:08d}"
+
+
+def current_answer() -> RenderAnswer | None:
+    """Return the answer that the current request is rendered for; None if it is not rendered only."""
+    return _CURRENT.get(None)
+
+
+_CURRENT: ContextVar[RenderAnswer] = ContextVar("medialane_render_answer")
+
+
+def _sent_bytes(piece: bytes | list[Buffer]) -> int:
+    if isinstance(piece, bytes):
+        return len(piece)
+    return -(-sum(len(buffer) for buffer in piece) // 3) * 4
+
+
+def _cut(buffers: Sequence[Buffer]) -> Iterator[bytearray]:
+    """Yield the bytes of all buffers in pieces of `_PIECE_BYTES`, the last one shorter."""
+    piece = bytearray()
+    for buffer in buffers:
+        start = 0
+        while start < len(buffer):
+            part = buffer[start : start + _PIECE_BYTES - len(piece)]
+            piece += part
+            start += len(part)
+            if len(piece) == _PIECE_BYTES:
+                yield piece
+                piece = bytearray()
+    if piece:
+        yield piece

@@ -1,0 +1,132 @@
+"""vLLM's render endpoints, and the form in which they send processed items."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from msgspec import msgpack
+from starlette.datastructures import State
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.scale_out.render.serving import ServingRender
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import MultiModalFeatures
+from vllm.multimodal.inputs import MultiModalKwargsItem
+from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackEncoder
+from vllm.v1.utils import tensor_data
+
+#: The requests of the render endpoints.
+RENDERED = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, AnthropicMessagesRequest)
+
+#: The end of the paths of the render endpoints.
+RENDER = "/render"
+
+#: Tensors of at least this size are not copied into an encoded item.
+_LARGE_BYTES = 16 * 1024
+
+Buffer = bytes | memoryview
+
+
+def accept_payloads(payloads: Any, description: str) -> None:
+    """Make the field `mm_payload` of requests be one of the Literal `payloads`. Call it before the app's routes are
+    built."""
+    for request in RENDERED:
+        field = request.model_fields["mm_payload"]
+        if field.annotation != payloads:
+            field.annotation = payloads
+            field.description = description
+            request.model_rebuild(force=True)
+
+
+class RenderServing(ServingRender):  # type: ignore[misc]  # vllm is not typed
+    """vLLM's render endpoints. `choose` returns a request's payload; `fill` adds what it asks for to the features,
+    given the engine input, and the functions that return the names of metadata fields by modality."""
+
+    def __init__(
+        self,
+        own: ServingRender,
+        choose: Callable[[Any], str],
+        fill: Callable[[MultiModalFeatures, Mapping[str, Any], Callable[[str], Collection[str]]], None],
+    ) -> None:
+        super().__init__(
+            own.models, own.online_renderer, request_logger=own.request_logger, tool_server=own.tool_server
+        )
+        self.choose = choose
+        self.fill = fill
+        if self.model_config.supports_multimodal_inputs:  # otherwise made for the first answer, in 0.1 s
+            self._placeholder_metadata_parser = self.online_renderer.renderer.get_mm_processor().info.data_parser
+
+    async def render_chat_request(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
+        request.mm_payload = self.choose(request)
+        return await super().render_chat_request(request, raw_request)
+
+    async def render_messages_request(self, request: AnthropicMessagesRequest, raw_request: Any = None) -> Any:
+        request.mm_payload = self.choose(request)  # vLLM hands it to `render_chat_request`
+        return await super().render_messages_request(request, raw_request)
+
+    async def render_completion_request(self, request: CompletionRequest, raw_request: Any = None) -> Any:
+        request.mm_payload = self.choose(request)
+        return await super().render_completion_request(request, raw_request)
+
+    async def render_responses_request(self, request: ResponsesRequest) -> Any:
+        request.mm_payload = self.choose(request)
+        return await super().render_responses_request(request)
+
+    def _extract_mm_features(self, engine_input: Mapping[str, Any], *, mm_payload: str = "tensors") -> Any:
+        features = super()._extract_mm_features(engine_input, mm_payload="none")
+        if features is not None:
+            self.fill(features, engine_input, self._placeholder_metadata_fields)
+        return features
+
+
+def render_by(state: State, serve: Callable[[ServingRender], ServingRender]) -> None:
+    """Replace what serves the render endpoints of an app with this state."""
+    state.serving_render = serve(state.serving_render)
+
+
+def metadata_of(item: MultiModalKwargsItem, declared: Collection[str]) -> MultiModalKwargsItem:
+    """Return the fields that prefill needs after an embedding was transferred: these, and those kept on the CPU."""
+    return MultiModalKwargsItem(
+        {name: elem for name, elem in item.items() if elem.field.keep_on_cpu or name in declared}
+    )
+
+
+def encoded_item(item: MultiModalKwargsItem) -> list[Buffer]:
+    """Return the pieces of what vLLM's `mm_serde.encode_mm_kwargs_item` encodes in base64. Large tensors are not
+    copied: those pieces are valid as long as the item's."""
+    return _PiecesEncoder().pieces(item)
+
+
+class _PiecesEncoder(MsgpackEncoder):  # type: ignore[misc]  # vllm is not typed
+    """Encodes a random mark in place of each large tensor, and splits the result there."""
+
+    def __init__(self) -> None:
+        super().__init__(size_threshold=2**62)
+        self.large: list[tuple[bytes, memoryview]] = []
+
+    def pieces(self, item: MultiModalKwargsItem) -> list[Buffer]:
+        (rest,) = self.encode(item)
+        pieces: list[Buffer] = []
+        for mark, data in self.large:
+            before, rest = rest.split(mark)
+            pieces += [before, _raw_header(data.nbytes), data]
+        return [*pieces, rest]
+
+    def _encode_tensor(self, obj: torch.Tensor) -> Any:
+        if obj.nbytes < _LARGE_BYTES:
+            return super()._encode_tensor(obj)
+        mark = msgpack.Ext(CUSTOM_TYPE_RAW_VIEW, secrets.token_bytes(16))
+        self.large.append((msgpack.encode(mark), tensor_data(obj)))
+        return str(obj.dtype).removeprefix("torch."), obj.shape, mark
+
+
+def _raw_header(num_bytes: int) -> bytes:
+    """Return the header of a msgpack extension with this much data: that of a large tensor."""
+    kind = bytes([CUSTOM_TYPE_RAW_VIEW])
+    if num_bytes < 1 << 16:
+        return b"\xc8" + num_bytes.to_bytes(2, "big") + kind
+    return b"\xc9" + num_bytes.to_bytes(4, "big") + kind
