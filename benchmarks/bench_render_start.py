@@ -31,8 +31,10 @@ NUM_REQUESTS = 200
 _CONCURRENCY = 4
 
 PLAIN, ONE, TWO = "vllm launch render", "--gateways 1", "--gateways 2"
+#: Each is followed by the model. `vllm launch` itself needs the metadata of a distribution that is named vllm, which
+#: the build for CPUs is not.
 _COMMANDS = {
-    PLAIN: (["-m", "vllm.entrypoints.cli.main", "launch", "render"], []),
+    PLAIN: (["-m", "vllm.entrypoints.launchers.render.entry", "--model"], []),
     ONE: (["-m", "medialane", "render"], ["--arena-size", "256MiB", "--"]),
     TWO: (["-m", "medialane", "render"], ["--gateways", "2", "--arena-size", "256MiB", "--"]),
 }

@@ -416,7 +416,7 @@ async def _app(
         health=health,
         tasks=model_tasks,
         render_only=components.gateway_config.render_only,
-        render_payload=components.gateway_config.render_payload,
+        render_payload=components.gateway_config.default_payload,
         fairness=components.fairness,
     )
     return app, group

@@ -21,7 +21,8 @@ SECTIONS: tuple[SectionName, ...] = tuple(
     section for section in get_args(SectionName) if section not in ("simulated", "worker", "routing", "transfer")
 )
 _COMMON = (
-    "gateways", "preparers", "host", "port", "arena-size", "allow-media-network", "log-dir", "log-level",
+    "gateways", "render-payload", "preparers", "host", "port", "arena-size", "allow-media-network", "log-dir",
+    "log-level",
 )  # fmt: skip
 #: Settings of workers in the sections above.
 _OF_WORKERS = (
@@ -36,8 +37,10 @@ plain vLLM has for the same request, most without decoding a pixel:
   POST /v1/chat/completions/render  /v1/completions/render  /v1/responses/render  /v1/messages/render
   POST .../derender  /tokenize  /detokenize    GET /health  /v1/models  /metrics
 
-All others are refused. MODEL, --mm-processor-kwargs and --media-io-kwargs must be those of the engines, as they were
-given to them: they are part of the hashes.
+All others are refused. Tensors are sent to requests that ask for them ("mm_payload": "tensors").
+
+MODEL, --mm-processor-kwargs and --media-io-kwargs must be those of the engines, as they were given to them: they are
+part of the hashes.
 
 examples:
   medialane render Qwen/Qwen2.5-VL-3B-Instruct --gateways 4 --host 0.0.0.0

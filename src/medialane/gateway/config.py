@@ -39,9 +39,10 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     render_only: bool = field(default=False, name="render-only")
     """serve without workers (`medialane render`): only calls that need no engine are answered, and items have the
     hashes that plain vLLM gives them"""
-    render_payload: Literal["tensors", "none", "references"] = field(default="tensors", name="render-payload")
+    render_payload: Literal["auto", "tensors", "none", "references"] = field(default="auto", name="render-payload")
     """what vLLM's render endpoints (`-- --enable-scale-out`) return of media items to requests without `mm_payload`:
-    tensors (as vLLM does), none, or references to the features, which later requests may use instead of tensors"""
+    tensors (as vLLM does), none, references to the features, which later requests may use instead of tensors, or auto
+    (none with --render-only, else tensors)"""
     encode_at: Literal["auto", "encoders", "workers"] = field(default="auto", name="encode-at")
     """where new media are encoded if there are encoders (--encoders): encoders, workers (each request's own), or auto
     (where that is expected to delay requests least)"""
@@ -125,6 +126,13 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     can read /metrics"""
     metrics_key: SecretText = field(default="", name="metrics-key")
     """the metrics key itself, instead of its file"""
+
+    @property
+    def default_payload(self) -> Literal["tensors", "none", "references"]:
+        """`render_payload` of this server."""
+        if self.render_payload == "auto":
+            return "none" if self.render_only else "tensors"
+        return self.render_payload
 
     def share(self, num_gateways: int, *, max_body_bytes: int) -> GatewayConfig:
         """Return the settings of one of several gateways of a port, with its share of the host's limits; a body of

@@ -42,3 +42,9 @@ def test_gateways_of_one_port_share_the_limits_of_the_host():
 def test_largest_body_is_accepted_however_many_gateways_share_the_memory():
     assert GatewayConfig(max_bodies_bytes=1000).share(8, max_body_bytes=400).max_bodies_bytes == 400
     assert GatewayConfig(max_bodies_bytes=300).share(8, max_body_bytes=400).max_bodies_bytes == 300
+
+
+def test_server_that_only_renders_sends_no_tensors_unless_it_is_told_to():
+    assert GatewayConfig().default_payload == "tensors"
+    assert GatewayConfig(render_only=True).default_payload == "none"
+    assert GatewayConfig(render_only=True, render_payload="tensors").default_payload == "tensors"
