@@ -14,7 +14,7 @@ import struct
 
 from medialane.core.media import MediaSize
 from medialane.media.config import MediaConfig
-from medialane.media.image_header import APP1, SOS, jpeg_segments, sniff_image
+from medialane.media.image_header import APP1, MAX_EXIF_BYTES, SOS, jpeg_segments, sniff_image
 
 #: EXIF's tag of the orientation (TIFF 6.0, section 8), a SHORT. Values above 4 swap width and height.
 _ORIENTATION = 0x0112
@@ -25,7 +25,6 @@ _EXIF = b"Exif\0\0"
 _BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 
 #: The attribute or element that Pillow searches in XMP if EXIF has no orientation (`Image.getexif`).
-_XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(="|>)([0-9])')
 
 #: Application data with further images, of which Pillow makes another kind of file.
@@ -69,17 +68,21 @@ def _is_unknown(_view: memoryview) -> bool:
 
 
 def _is_upright_jpeg(view: memoryview) -> bool:
-    num_exif = 0
+    num_exif, num_bytes = 0, 0
     for marker, offset in jpeg_segments(view):
         if marker == SOS:
             return True
         if marker not in (APP1, _APP2):
             continue
-        content = bytes(view[offset + 2 : offset + int.from_bytes(view[offset : offset + 2], "big")])
+        content = view[offset + 2 : offset + int.from_bytes(view[offset : offset + 2], "big")]
         if marker == _APP2:
-            if content.startswith(_MULTI_PICTURE):
+            if content[: len(_MULTI_PICTURE)] == _MULTI_PICTURE:
                 return False
-        elif content.startswith(_EXIF):
+            continue
+        num_bytes += len(content)
+        if num_bytes > MAX_EXIF_BYTES:
+            return False
+        if content[: len(_EXIF)] == _EXIF:
             num_exif += 1
             if num_exif > 1 or not _is_upright_exif(content[len(_EXIF) :]):
                 return False
@@ -88,9 +91,9 @@ def _is_upright_jpeg(view: memoryview) -> bool:
     return False
 
 
-def _is_upright_exif(exif: bytes) -> bool:
+def _is_upright_exif(exif: memoryview) -> bool:
     """Return whether an EXIF block certainly has no orientation that swaps the sides."""
-    order = _BYTE_ORDERS.get(exif[:4])
+    order = _BYTE_ORDERS.get(bytes(exif[:4]))
     if order is None:
         return False
     try:

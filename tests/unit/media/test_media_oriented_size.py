@@ -133,6 +133,14 @@ def test_random_changes_of_metadata_give_no_other_size():
     assert num_known > 100
 
 
+def test_much_metadata_is_left_to_a_preparer():
+    """The gateway's loop does not search it."""
+    plain = encode("JPEG")
+    segment = b"\xff\xe1" + struct.pack(">H", 60_002) + b"http://ns.adobe.com/xap/1.0/\0".ljust(60_000, b" ")
+    assert oriented_size(plain[:2] + segment * 8 + plain[2:], CONFIG) == MediaSize(*SIZE)
+    assert oriented_size(plain[:2] + segment * 9 + plain[2:], CONFIG) is None
+
+
 def test_limits_hold():
     with pytest.raises(ImageTooLarge):
         oriented_size(encode("PNG"), MediaConfig(max_image_pixels=100))
