@@ -356,6 +356,7 @@ async def _app(
     metrics.watch_routing(gateway.routes.stats)
     if (limit := gateway.ttft_limit) is not None:
         metrics.watch_costs(limit.forecast.learned, lambda: limit.factor)
+    metrics.watch_predictions(lambda: dict.fromkeys(components.frontend.assembler.predicted, 1.0))
     if gateway.queues is not None:
         metrics.watch_queues(gateway.queues.num_waiting)
     scrape = WorkerScrape(links)

@@ -207,6 +207,11 @@ class Metrics:
         """Expose what was learned of the costs of requests, and the factor of expected waits; read on each scrape."""
         self._watch(self.registry, lambda: _costs(read(), factor()))
 
+    def watch_predictions(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Expose of which modalities headers follow from the size of the media, read on each scrape."""
+        text = "1 for a modality of which the tokens of an item are known from the size of its media"
+        self._watch(self.registry, lambda: iter([_gauge("medialane_headers_predicted", text, "modality", read())]))
+
     def watch_queues(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Expose how many requests wait in this gateway, by what they wait for; read on each scrape."""
         text = "Requests that wait in this gateway to be sent to an engine, or for their media to be prepared"

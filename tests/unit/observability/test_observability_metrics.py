@@ -150,6 +150,12 @@ def test_reason_why_a_worker_keeps_no_embeddings_is_exposed(metrics, registry):
     assert registry.get_sample_value("medialane_worker_keeps_embeddings", labels) == 0
 
 
+def test_modalities_with_predicted_headers_are_exposed(metrics, registry):
+    metrics.watch_predictions(lambda: {"image": 1.0, "audio": 0.0})
+    value = registry.get_sample_value
+    assert [value("medialane_headers_predicted", {"modality": name}) for name in ("image", "audio")] == [1, 0]
+
+
 def test_worker_is_in_exactly_one_state(metrics, registry):
     workers = [
         Endpoint("w0", "unix:/w0", ready=True, load=WorkerLoad(3, 2, 0.5), num_in_flight=4),
