@@ -125,6 +125,7 @@ BODIES = {
     ),
     "prompt": (COMPLETIONS, {"prompt": "A photo of", "max_tokens": 3}),
     "prompts": (COMPLETIONS, {"prompt": ["A photo of", "A hill"], "return_token_offsets": True}),
+    "a long prompt": (COMPLETIONS, {"prompt": "word " * 1200, "return_token_offsets": True, "max_tokens": 1}),
     "tokens": (COMPLETIONS, {"prompt": [[5, 6, 7], [8]], "cache_salt": "pepper"}),
     "a response": (
         RESPONSES,

@@ -38,6 +38,7 @@ from medialane.vllm_bridge.seams.api_server import (
     init_app_state,
     validate_in_thread,
 )
+from medialane.vllm_bridge.seams.vision_chunk import takes_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,9 @@ class Frontend:
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever
             inline_rendering.install(self.renderer, backend)
         if self._has_scale_out:
-            render.install(app, backend, default=render_payload, fairness=fairness or LoopFairness())
+            has_chunks = self.profile is not None and takes_chunks(self.profile.processor)
+            fairness = fairness or LoopFairness()
+            render.install(app, backend, default=render_payload, fairness=fairness, has_chunks=has_chunks)
         client.is_serving = True
         return app
 

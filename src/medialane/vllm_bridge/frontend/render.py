@@ -8,6 +8,7 @@ encode that as JSON, on the event loop: tens of megabytes for four images. Here 
 * *tensors* are represented by marks, random strings, in the answer that vLLM's handler builds. `RenderAnswer` replaces
   them in the body as it is sent, in pieces: base64 of the bytes in the arena, a piece at a time and fairly among the
   requests, so that nothing is copied as a whole and the event loop is never blocked;
+* *the tokens of a long prompt* likewise;
 * *references* are those by which the backend knows the features.
 """
 
@@ -15,10 +16,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, Literal
 
+import msgspec
 import pybase64
 from starlette.routing import Route
 
@@ -31,12 +33,12 @@ from medialane.vllm_bridge.items.prepared_input import PreparedItems
 from medialane.vllm_bridge.seams.scale_out import (
     RENDER,
     Buffer,
-    RenderServing,
     accept_payloads,
     encoded_item,
     metadata_of,
     render_by,
 )
+from medialane.vllm_bridge.seams.vision_chunk import name_for_engine
 
 #: What an answer has of its media items. The first two are vLLM's.
 Payload = Literal["tensors", "none", "references"]
@@ -55,7 +57,14 @@ _DESCRIPTION: Final = (
 #: Encoded in 0.2 ms; a multiple of 3, so that the base64 of pieces is that of the whole.
 _PIECE_BYTES = 192 * 1024
 
-_MARK_CHARS = 32
+#: Marks are numbers, so that one can stand for others: this many and more.
+_FIRST_MARK = 10**30
+
+#: A longer prompt is encoded apart from the rest of its answer, as is its items' data.
+_MAX_TOKENS = 4096
+
+#: What a mark stands for: JSON, or bytes that are sent as base64.
+_Part = bytes | list[Buffer]
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -66,21 +75,37 @@ def accept_references() -> None:
     accept_payloads(Payload, _DESCRIPTION)
 
 
-def install(app: Any, backend: RequestBackend, *, default: Payload, fairness: LoopFairness) -> None:
-    """Serve the render endpoints of an app from `backend`. `default` is the payload of requests that say none."""
-
-    def choose(request: Any) -> Payload:
-        answer = _CURRENT.get()
-        answer.payload = request.mm_payload if "mm_payload" in request.model_fields_set else default
-        return answer.payload
-
-    def fill(features: Any, engine_input: Mapping[str, Any], metadata_fields: Callable[[str], Any]) -> None:
-        _CURRENT.get().fill(features, engine_input["mm_kwargs"], metadata_fields)
-
-    render_by(app.state, lambda own: RenderServing(own, choose, fill))
+def install(
+    app: Any, backend: RequestBackend, *, default: Payload, fairness: LoopFairness, has_chunks: bool = False
+) -> None:
+    """Serve the render endpoints of an app from `backend`. `default` is the payload of requests that say none. With
+    `has_chunks`, vLLM's own name for the model's images is `vision_chunk`."""
+    render_by(app.state, _Hooks(default, has_chunks=has_chunks))
     for route in app.routes:
         if isinstance(route, Route) and route.path.endswith(RENDER):
             route.app = _Answering(route.app, backend, fairness)
+
+
+class _Hooks:
+    """What vLLM's handlers call for the current answer (a `RenderHooks`)."""
+
+    def __init__(self, default: Payload, *, has_chunks: bool) -> None:
+        self._default = default
+        self._has_chunks = has_chunks
+
+    def choose(self, request: Any) -> Payload:
+        is_given = "mm_payload" in request.model_fields_set
+        payload = _CURRENT.get().payload = request.mm_payload if is_given else self._default
+        return payload
+
+    def fill(self, features: Any, engine_input: Mapping[str, Any], metadata: Callable[[str], Any]) -> None:
+        _CURRENT.get().fill(features, engine_input["mm_kwargs"], metadata)
+        if self._has_chunks:
+            for name, by_modality in features:
+                setattr(features, name, None if by_modality is None else name_for_engine(by_modality))
+
+    def shorten(self, rendered: Any) -> None:
+        _CURRENT.get().shorten(rendered)
 
 
 class _Answering:
@@ -110,8 +135,8 @@ class RenderAnswer:
         self._send = send
         self._is_predicted: list[bool] = []
         self._references: dict[str, str] = {}
-        self._prefix = secrets.token_hex(_MARK_CHARS // 4)
-        self._data: list[list[Buffer]] = []
+        self._prefix = _FIRST_MARK + secrets.randbelow(_FIRST_MARK)
+        self._parts: list[_Part] = []
         self._start: Message | None = None
 
     async def prepare(self, prompt: Any) -> PreparedPrompt:
@@ -151,6 +176,13 @@ class RenderAnswer:
         features.kwargs_data = kwargs_data
         features.mm_metadata = {name: entries for name, entries in metadata.items() if any(entries)} or None
 
+    def shorten(self, rendered: Any) -> None:
+        """Put marks for the tokens of a long prompt, and for their offsets."""
+        if len(rendered.token_ids) > _MAX_TOKENS:
+            rendered.token_ids = [self._number(_json_items(rendered.token_ids))]
+        if len(rendered.token_offsets or ()) > _MAX_TOKENS:
+            rendered.token_offsets = [self._number(_json_items(rendered.token_offsets))]
+
     async def send(self, message: Message) -> None:
         """Send a message of the app, with data in place of their marks."""
         if message["type"] == "http.response.start":
@@ -161,14 +193,14 @@ class RenderAnswer:
             await self._send_body(message.get("body", b""), more_body=message.get("more_body", False))
 
     async def _send_body(self, body: bytes, *, more_body: bool) -> None:
-        first, *marked = re.split(self._prefix.encode() + rb"(\d{8})", body) if self._data else [body]
-        pieces: list[bytes | list[Buffer]] = [first]
+        first, *marked = re.split(rb"%d(\d{8})" % self._prefix, body) if self._parts else [body]
+        parts: list[_Part] = [first]
         for number, text in zip(marked[::2], marked[1::2], strict=True):
-            pieces += [self._data[int(number)], text]
+            parts += [self._parts[int(number)], text]
         start, self._start = self._start, None
         if start is not None:
-            await self._send(self._started(start, None if more_body else sum(map(_sent_bytes, pieces))))
-        async for piece in self._joined(pieces):
+            await self._send(self._started(start, None if more_body else sum(map(_sent_bytes, parts))))
+        async for piece in self._joined(parts):
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": more_body})
 
@@ -180,14 +212,14 @@ class RenderAnswer:
             headers.append((MEDIA_HEADER, b"predicted" if all(self._is_predicted) else b"prepared"))
         return {**start, "headers": headers}
 
-    async def _joined(self, pieces: Sequence[bytes | list[Buffer]]) -> Any:
+    async def _joined(self, parts: Sequence[_Part]) -> AsyncGenerator[bytes, None]:
         """Yield the body, a piece in each step of the event loop."""
         text = b""
-        for piece in pieces:
-            if isinstance(piece, bytes):
-                text += piece
+        for part in parts:
+            if isinstance(part, bytes):
+                text += part
                 continue
-            for raw in _cut(piece):
+            for raw in _cut(part):
                 async with self._fairness.step(len(raw)):
                     text += pybase64.b64encode(raw)
                 if len(text) >= _PIECE_BYTES:
@@ -196,8 +228,11 @@ class RenderAnswer:
         yield text
 
     def _mark(self, data: list[Buffer]) -> str:
-        self._data.append(data)
-        return f"{self._prefix}{len(self._data) - 1:08d}"
+        return str(self._number(data))
+
+    def _number(self, part: _Part) -> int:
+        self._parts.append(part)
+        return self._prefix * 10**8 + len(self._parts) - 1
 
 
 def current_answer() -> RenderAnswer | None:
@@ -208,10 +243,13 @@ def current_answer() -> RenderAnswer | None:
 _CURRENT: ContextVar[RenderAnswer] = ContextVar("medialane_render_answer")
 
 
-def _sent_bytes(piece: bytes | list[Buffer]) -> int:
-    if isinstance(piece, bytes):
-        return len(piece)
-    return -(-sum(len(buffer) for buffer in piece) // 3) * 4
+def _sent_bytes(part: _Part) -> int:
+    return len(part) if isinstance(part, bytes) else -(-sum(map(len, part)) // 3) * 4
+
+
+def _json_items(values: Sequence[Any]) -> bytes:
+    """Return the items of a list in JSON, without its brackets."""
+    return msgspec.json.encode(values)[1:-1]
 
 
 def _cut(buffers: Sequence[Buffer]) -> Iterator[bytearray]:

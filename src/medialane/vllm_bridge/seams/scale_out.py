@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec import msgpack
@@ -14,7 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.scale_out.render.serving import ServingRender
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import MultiModalFeatures
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest, MultiModalFeatures
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackEncoder
 from vllm.v1.utils import tensor_data
@@ -42,50 +43,70 @@ def accept_payloads(payloads: Any, description: str) -> None:
             request.model_rebuild(force=True)
 
 
-class RenderServing(ServingRender):  # type: ignore[misc]  # vllm is not typed
-    """vLLM's render endpoints. `choose` returns a request's payload; `fill` adds what it asks for to the features,
-    given the engine input, and the functions that return the names of metadata fields by modality."""
+class RenderHooks(Protocol):
+    """What is different in the render endpoints."""
 
-    def __init__(
-        self,
-        own: ServingRender,
-        choose: Callable[[Any], str],
-        fill: Callable[[MultiModalFeatures, Mapping[str, Any], Callable[[str], Collection[str]]], None],
+    def choose(self, request: Any) -> str:
+        """Return the payload of a request that is going to be rendered."""
+        ...
+
+    def fill(
+        self, features: MultiModalFeatures, engine_input: Mapping[str, Any], metadata: Callable[[str], Collection[str]]
     ) -> None:
+        """Add what the payload asks for to the features of a prompt. `metadata` returns the names of the fields of a
+        modality that are metadata."""
+        ...
+
+    def shorten(self, rendered: GenerateRequest) -> None:
+        """Replace what takes long to be encoded, on the event loop, as a part of the answer."""
+        ...
+
+
+class RenderServing(ServingRender):  # type: ignore[misc]  # vllm is not typed
+    """vLLM's render endpoints with these hooks."""
+
+    def __init__(self, own: ServingRender, hooks: RenderHooks) -> None:
         super().__init__(
             own.models, own.online_renderer, request_logger=own.request_logger, tool_server=own.tool_server
         )
-        self.choose = choose
-        self.fill = fill
+        self.hooks = hooks
         if self.model_config.supports_multimodal_inputs:  # otherwise made for the first answer, in 0.1 s
             self._placeholder_metadata_parser = self.online_renderer.renderer.get_mm_processor().info.data_parser
 
     async def render_chat_request(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
-        request.mm_payload = self.choose(request)
-        return await super().render_chat_request(request, raw_request)
+        request.mm_payload = self.hooks.choose(request)
+        return await self.shortened(await super().render_chat_request(request, raw_request))
 
     async def render_messages_request(self, request: AnthropicMessagesRequest, raw_request: Any = None) -> Any:
-        request.mm_payload = self.choose(request)  # vLLM hands it to `render_chat_request`
+        request.mm_payload = self.hooks.choose(request)  # vLLM hands it to `render_chat_request`
         return await super().render_messages_request(request, raw_request)
 
     async def render_completion_request(self, request: CompletionRequest, raw_request: Any = None) -> Any:
-        request.mm_payload = self.choose(request)
-        return await super().render_completion_request(request, raw_request)
+        request.mm_payload = self.hooks.choose(request)
+        return await self.shortened(await super().render_completion_request(request, raw_request))
 
     async def render_responses_request(self, request: ResponsesRequest) -> Any:
-        request.mm_payload = self.choose(request)
-        return await super().render_responses_request(request)
+        request.mm_payload = self.hooks.choose(request)
+        return await self.shortened(await super().render_responses_request(request))
 
     def _extract_mm_features(self, engine_input: Mapping[str, Any], *, mm_payload: str = "tensors") -> Any:
         features = super()._extract_mm_features(engine_input, mm_payload="none")
         if features is not None:
-            self.fill(features, engine_input, self._placeholder_metadata_fields)
+            self.hooks.fill(features, engine_input, self._placeholder_metadata_fields)
         return features
 
+    async def shortened(self, rendered: Any) -> Any:
+        """Return the requests, or the error."""
+        for each in rendered if isinstance(rendered, list) else [rendered]:
+            if isinstance(each, GenerateRequest):
+                await asyncio.sleep(0)  # vLLM has taken milliseconds for a long prompt
+                self.hooks.shorten(each)
+        return rendered
 
-def render_by(state: State, serve: Callable[[ServingRender], ServingRender]) -> None:
-    """Replace what serves the render endpoints of an app with this state."""
-    state.serving_render = serve(state.serving_render)
+
+def render_by(state: State, hooks: RenderHooks) -> None:
+    """Serve the render endpoints of an app with this state with these hooks."""
+    state.serving_render = RenderServing(state.serving_render, hooks)
 
 
 def metadata_of(item: MultiModalKwargsItem, declared: Collection[str]) -> MultiModalKwargsItem:

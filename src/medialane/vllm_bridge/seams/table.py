@@ -189,6 +189,7 @@ GROUPS: tuple[Group, ...] = (
                 mm_payload) in ServingRender.render_chat_request
             read vllm.entrypoints.scale_out.token_in_token_out.protocol:MultiModalFeatures with kwargs_data,
                 mm_metadata
+            read vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest with token_ids, token_offsets
             read vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest with mm_payload
             read vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest with mm_payload
             read vllm.entrypoints.openai.completion.protocol:CompletionRequest with mm_payload
