@@ -1,19 +1,26 @@
 """vLLM's render endpoints over our items answer as vLLM's own render server does, field by field."""
 
+import asyncio
 import base64
 import io
+import json
+import time
 
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 from app_server import KEY, VLLM_ARGS, Server
 from PIL import Image
 from plain_render import PlainRender, PreparingBackend
-from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item
+from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item, encode_mm_kwargs_item
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
 from medialane.core.feature import PreparedPrompt
 from medialane.testing.sample_images import sample_jpeg
+from medialane.vllm_bridge.frontend.render import RenderAnswer
 from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
+from medialane.vllm_bridge.seams.scale_out import encoded_item
 from video_clips import clip
 
 pytestmark = [
@@ -311,3 +318,144 @@ async def test_length_is_that_of_the_body(ours):
     for name in ("one image", "several images", "text"):
         response = await rendered(ours, name)
         assert int(response.headers["content-length"]) == len(response.content)
+
+
+DERENDERED = {
+    "chat": (
+        "/v1/chat/completions/derender",
+        {
+            "generate_response": {
+                "request_id": "r",
+                "choices": [{"index": 0, "token_ids": [40, 41], "finish_reason": "length"}],
+            },
+            "prompt_tokens": 7,
+            "chat_request": chat(photo(), ASK, tools=[TOOL]),
+        },
+    ),
+    "completion": (
+        "/v1/completions/derender",
+        {
+            "generate_responses": [
+                {"request_id": f"r-{number}", "choices": [{"index": 0, "token_ids": [50, 51 + number]}]}
+                for number in range(2)
+            ]
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DERENDERED)
+async def test_derendered_answer_equals_vllms(ours, plain, name):
+    path, body = DERENDERED[name]
+    body = {"model": ours.model, **body}
+    if "chat_request" in body:
+        body["chat_request"] = {"model": ours.model, **body["chat_request"]}
+    answer, right = await ours.client.post(path, json=body), await plain.post(path, body)
+    assert (answer.status_code, right.status_code) == (200, 200), (answer.text[:300], right.text[:300])
+    assert {**answer.json(), "created": 0} == {**right.json(), "created": 0}
+
+
+async def test_derendered_stream_equals_vllms(ours, plain):
+    path, texts = "/v1/chat/completions/derender", []
+    request = {"model": ours.model, **chat(ASK)}
+    state = dict.fromkeys((ours, plain))
+    for number, tokens in enumerate([[40], [41, 42], [43]]):
+        choice = {"index": 0, "token_ids": tokens, "finish_reason": "stop" if number == 2 else None}
+        chunk = {"request_id": "r", "choices": [choice]}
+        answers = []
+        for server in (ours, plain):
+            body = {"stream": True, "generate_chunk": chunk, "stream_state": state[server], "chat_request": request}
+            body["prompt_token_ids"] = [5, 6]
+            response = await (plain.post(path, body) if server is plain else ours.client.post(path, json=body))
+            assert response.status_code == 200, response.text[:300]
+            answer = response.json()
+            state[server] = answer["stream_state"]
+            answers.append({**answer["chunk"], "created": 0})
+        assert answers[0] == answers[1]
+        delta = answers[0]["choices"][0]["delta"]
+        texts.append(delta.get("content") or delta.get("reasoning"))
+    assert any(texts)
+
+
+async def test_render_without_the_flag_is_forbidden_as_by_vllm(tiny_model):
+    flags = [flag for flag in FLAGS if flag != "--enable-scale-out"]
+    server = await Server.start(str(tiny_model), flags)
+    try:
+        for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/v1/chat/completions/derender"):
+            response = await server.client.post(path, json={"model": server.model, **chat(ASK)})
+            assert response.status_code == 403
+            assert response.json()["error"]["type"] == "PermissionDeniedError"
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(("default", "entry"), [("none", None), ("references", "medialane:feature/")])
+async def test_servers_payload_is_the_default_and_a_requests_own_wins(tiny_model, default, entry):
+    server = await Server.start(str(tiny_model), FLAGS, make_backend=PreparingBackend, render_payload=default)
+    try:
+        for name in ("one image", "a message", "a response"):
+            answer = (await rendered(server, name)).json()["features"]["kwargs_data"]
+            assert answer is None if entry is None else answer["image"][0].startswith(entry)
+            own = "tensors" if default == "none" else "none"
+            answer = (await rendered(server, name, mm_payload=own)).json()["features"]["kwargs_data"]
+            assert (answer is None) == (own == "none")
+    finally:
+        await server.close()
+
+
+def item_of(*sizes):
+    """An item with uint8 tensors of these sizes."""
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    return MultiModalKwargsItem(
+        {str(n): MultiModalFieldElem(tensor, MultiModalBatchedField()) for n, tensor in enumerate(tensors)}
+    )
+
+
+#: Around the sizes at which tensors are encoded in another way, and pieces end.
+SIZES = [(0,), (1, 16383, 16384), (65535, 65536, 3), (196607, 196608, 196609), (589824,), (7, 1 << 20, 16384, 5)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+async def test_data_that_are_sent_in_pieces_are_vllms(ours, sizes):
+    sent, items = [], [item_of(*sizes), item_of(5), item_of(*sizes)]
+
+    async def send(message):
+        sent.append(message)
+
+    answer = RenderAnswer(ours.backend, ours.fairness, send)
+    body = json.dumps({"items": [answer.mark(encoded_item(item)) for item in items]}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await answer.send({"type": "http.response.start", "status": 200, "headers": headers})
+    await answer.send({"type": "http.response.body", "body": body})
+    whole = b"".join(message["body"] for message in sent[1:])
+    assert json.loads(whole)["items"] == list(map(encode_mm_kwargs_item, items))
+    assert dict(sent[0]["headers"]) == {b"content-type": b"application/json", b"content-length": b"%d" % len(whole)}
+    assert [message["more_body"] for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
+
+
+async def test_large_answers_leave_the_event_loop_to_others(ours):
+    """Four answers of 45 MB to clients that read as fast as they are sent."""
+
+    async def send(_message):
+        pass
+
+    answers = [RenderAnswer(ours.backend, ours.fairness, send) for _ in range(4)]
+    longest = 0.0
+
+    async def watch():
+        nonlocal longest
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - before)
+
+    async def answer(one):
+        body = json.dumps([one.mark(encoded_item(item))] * 4).encode()
+        await one.send({"type": "http.response.start", "status": 200, "headers": []})
+        await one.send({"type": "http.response.body", "body": body})
+
+    item = item_of(8 << 20)
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*map(answer, answers))
+    watching.cancel()
+    assert 0 < longest < 0.01

@@ -46,6 +46,7 @@ SERVER_FLAGS = (
     "--enable-prompt-tokens-details",
     "--trust-request-mm-kwargs",
     "--enable-mm-embeds",
+    "--enable-scale-out",
     # Five engines run at the same time on a machine of 24 GB.
     f"--kv-cache-memory-bytes={256 << 20}",
 )

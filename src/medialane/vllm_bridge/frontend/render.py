@@ -170,18 +170,19 @@ class RenderAnswer:
                 entries.append(self._references[feature.mm_hash])
                 continue
             item = decode_item(feature.header, self._backend.tensors(feature))
-            entries.append(self._mark(encoded_item(item)))
+            entries.append(self.mark(encoded_item(item)))
             small = metadata_of(item, metadata_fields(feature.modality))
-            metadata.setdefault(feature.modality, []).append(self._mark(encoded_item(small)) if small else None)
+            metadata.setdefault(feature.modality, []).append(self.mark(encoded_item(small)) if small else None)
         features.kwargs_data = kwargs_data
         features.mm_metadata = {name: entries for name, entries in metadata.items() if any(entries)} or None
 
     def shorten(self, rendered: Any) -> None:
         """Put marks for the tokens of a long prompt, and for their offsets."""
         if len(rendered.token_ids) > _MAX_TOKENS:
-            rendered.token_ids = [self._number(_json_items(rendered.token_ids))]
-        if len(rendered.token_offsets or ()) > _MAX_TOKENS:
-            rendered.token_offsets = [self._number(_json_items(rendered.token_offsets))]
+            rendered.token_ids = [self._number(msgspec.json.encode(rendered.token_ids)[1:-1])]
+        if len(rendered.token_offsets or ()) > _MAX_TOKENS:  # a pair remains: the mark and the last number
+            pairs, _, last = msgspec.json.encode(rendered.token_offsets)[2:-2].rpartition(b",")
+            rendered.token_offsets = [(self._number(pairs), int(last))]
 
     async def send(self, message: Message) -> None:
         """Send a message of the app, with data in place of their marks."""
@@ -227,7 +228,8 @@ class RenderAnswer:
                     text = b""
         yield text
 
-    def _mark(self, data: list[Buffer]) -> str:
+    def mark(self, data: list[Buffer]) -> str:
+        """Return what the answer sends as these bytes in base64."""
         return str(self._number(data))
 
     def _number(self, part: _Part) -> int:
@@ -245,11 +247,6 @@ _CURRENT: ContextVar[RenderAnswer] = ContextVar("medialane_render_answer")
 
 def _sent_bytes(part: _Part) -> int:
     return len(part) if isinstance(part, bytes) else -(-sum(map(len, part)) // 3) * 4
-
-
-def _json_items(values: Sequence[Any]) -> bytes:
-    """Return the items of a list in JSON, without its brackets."""
-    return msgspec.json.encode(values)[1:-1]
 
 
 def _cut(buffers: Sequence[Buffer]) -> Iterator[bytearray]:
