@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from decoding_process import decoding_process
 from mutator import Mutator
-from targets import DECODE_TARGETS, HEADER_S, HEADER_TARGETS, LARGE_BYTES, LOOP_S, LOOP_TARGETS, Target
+from targets import DECODE_TARGETS, HEADER_S, HEADER_TARGETS, LARGE_BYTES, LOOP_TARGETS, Target
 
 from medialane.core.errors import MedialaneError
 
@@ -101,7 +101,7 @@ def test_large_file_blocks_the_event_loop_for_milliseconds_only(
     target: Target, fuzz_seconds: float, fuzz_seed: int, fuzz_input: Path | None
 ):
     inputs = _inputs(target, fuzz_seconds * _LOOP_SHARE, fuzz_seed, fuzz_input)
-    _fuzz(target, _checked(target, LOOP_S), inputs if fuzz_input else _grown(inputs, fuzz_seed))
+    _fuzz(target, _checked(target, target.loop_s), inputs if fuzz_input else _grown(inputs, fuzz_seed))
 
 
 @pytest.mark.parametrize("target", DECODE_TARGETS.values(), ids=lambda target: target.name)
