@@ -23,7 +23,7 @@ VLLM_ARGS = [
 ]
 
 
-#: Files whose tests share engines. They run first, and with pytest-xdist in one process.
+#: Files whose tests share engines. They run first, and with pytest-xdist in one process, as do those of tests/hostile.
 _ENGINE_FILES = ("test_vllm_engine", "test_vllm_kv", "test_simulated_engine")
 
 
@@ -41,7 +41,8 @@ def pytest_xdist_make_scheduler(config, log):
     class FileScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.partition("::")[0]
-            return "engines" if Path(file).name.startswith(_ENGINE_FILES) else file
+            shared = {"engines": _ENGINE_FILES, "one gateway": "test_hostile"}
+            return next((name for name, files in shared.items() if Path(file).name.startswith(files)), file)
 
     return FileScheduling(config, log)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import ssl
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import trustme
-from corpus import World
+from attack import BUSY
+from corpus import World, chat, data_url, media_part
 from media_files import picture
 from origin_routes import ROUTES
 from tiny_families import FAMILIES
@@ -22,6 +24,8 @@ from medialane.media import MediaConfig
 from medialane.prepare.config import PrepareConfig
 from medialane.testing.tiny_model import cache_folder
 from origin import ORIGIN_HOST, MediaHosts, media_hosts
+
+_numbers = itertools.count(1000)
 
 
 @pytest.fixture(scope="session")
@@ -83,10 +87,21 @@ def gateway(hosts: MediaHosts, folder: Path) -> Iterator[GatewayProcess]:
     )
     family = FAMILIES["qwen2_5_omni"]  # it takes all there is
     model = str(family.build(cache_folder(os.environ)))
-    with gateway_process(model, config, folder, family.flags) as gateway:
+    with gateway_process(model, config, folder, (*family.flags, "--enable-scale-out")) as gateway:
         yield gateway
 
 
 @pytest.fixture(scope="session")
 def world(hosts: MediaHosts, folder: Path, gateway: GatewayProcess) -> World:
     return World(hosts, folder, gateway.model)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_harmed(gateway: GatewayProcess, hosts: MediaHosts, world: World) -> Iterator[None]:
+    """After every attack: the canary was not reached, and a request with a new image succeeds."""
+    before = hosts.num_canary_hits
+    yield
+    assert hosts.num_canary_hits == before, "a forbidden connection was made"
+    good = gateway.ask(chat(world.model, media_part(data_url(picture(next(_numbers))))))
+    assert good.status == 200, good.body
+    assert good.seconds < BUSY * 5

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway_process import CHAT
 from origin import MediaHosts
 
 
@@ -42,16 +43,17 @@ Body = Callable[[World], bytes]
 class Row:
     """`name` begins with the row's number in the table of facts, or with + where it is not in there.
 
-    `seconds`, on an idle machine, and `mib` bound the answer's time and the growth of the gateway's and the preparers'
-    resident memory.
+    `code` is the status where vLLM itself answers. `seconds`, on an idle machine, and `mib` bound the answer's time and
+    the growth of the gateway's and the preparers' resident memory.
     """
 
     name: str
     body: Body
     status: int
-    code: str | None = None
+    code: str | int | None = None
     seconds: float = 3.0
     mib: float = 64.0
+    path: str = CHAT
 
 
 def chat(model: str, *parts: dict[str, object]) -> bytes:

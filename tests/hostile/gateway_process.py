@@ -44,18 +44,19 @@ class GatewayProcess:
         self._process = process
         self._port = port
 
-    def ask(self, body: bytes, key: str = "none") -> Answer:
-        """One chat completion of a client with this API key."""
+    def ask(self, body: bytes, key: str = "none", path: str = CHAT) -> Answer:
+        """One request of a client with this API key, a chat completion by default."""
         started = time.monotonic()
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         try:
             headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-            connection.request("POST", CHAT, body, headers)
+            connection.request("POST", path, body, headers)
             response = connection.getresponse()
             text = response.read().decode()
         finally:
             connection.close()
-        error = json.loads(text).get("error") or {}
+        found = json.loads(text)
+        error = (found.get("error") if isinstance(found, dict) else None) or {}
         return Answer(response.status, error.get("code"), text, time.monotonic() - started)
 
     def announce(self, num_bytes: int) -> Answer:

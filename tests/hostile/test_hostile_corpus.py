@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
+from attack import attack, names
 from audio_rows import AUDIO_ROWS
 from corpus import Row, World, chat, data_url, media_part, sent
 from data_rows import ANNOUNCED, DATA_ROWS
@@ -16,83 +16,43 @@ from url_rows import URL_ROWS
 from video_rows import VIDEO_ROWS
 
 from breaking_processor import BREAKING_WIDTH
-from gateway_process import Answer, GatewayProcess
+from gateway_process import GatewayProcess
 from origin import MediaHosts
 
 #: The first test waits for the gateway.
 pytestmark = pytest.mark.timeout(400)
 
-#: Far above the product's limit: a busy test machine alone takes a process off the CPU for that long.
-OTHERS_S = 3.0
-#: Beside these tests, two other processes start engines on two cores: what takes 1.2 s alone has taken 7.
-BUSY = 3.0
-
-_numbers = itertools.count(1000)
+_numbers = itertools.count(5000)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_harmed(gateway: GatewayProcess, hosts: MediaHosts, world: World) -> Iterator[None]:
-    """After every attack: the canary was not reached, and a request with a new image succeeds."""
-    before = hosts.num_canary_hits
-    yield
-    assert hosts.num_canary_hits == before, "a forbidden connection was made"
-    good = gateway.ask(chat(world.model, media_part(data_url(picture(next(_numbers))))))
-    assert good.status == 200, good.body
-    assert good.seconds < BUSY * 5
-
-
-def _names(rows: tuple[Row, ...]) -> list[str]:
-    names = [row.name for row in rows]
-    assert len(set(names)) == len(names)
-    return names
-
-
-def _check(row: Row, answer: Answer, grown_mib: float) -> None:
-    assert (answer.status, answer.code) == (row.status, row.code), answer.body[:1000]
-    assert answer.seconds < BUSY * row.seconds
-    assert grown_mib < row.mib
-    assert not any(
-        word in answer.body
-        for word in ("127.0.0.", "/tmp/", "PIL", "aiohttp", "Traceback", "too large to convert", "0x7f")
-    ), answer.body[:1000]
-
-
-def _attack(row: Row, gateway: GatewayProcess, world: World) -> None:
-    body = row.body(world)
-    with gateway.growth() as grown, gateway.others() as slowest:
-        answer = gateway.ask(body)
-    _check(row, answer, grown[0])
-    assert slowest[0] < OTHERS_S, "other requests had to wait"
-
-
-@pytest.mark.parametrize("row", URL_ROWS, ids=_names(URL_ROWS))
+@pytest.mark.parametrize("row", URL_ROWS, ids=names(URL_ROWS))
 def test_hostile_url_is_never_contacted(row: Row, gateway: GatewayProcess, world: World):
-    _attack(row, gateway, world)
+    attack(row, gateway, world)
 
 
-@pytest.mark.parametrize("row", ORIGIN_ROWS, ids=_names(ORIGIN_ROWS))
+@pytest.mark.parametrize("row", ORIGIN_ROWS, ids=names(ORIGIN_ROWS))
 def test_hostile_media_host_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
-    _attack(row, gateway, world)
+    attack(row, gateway, world)
 
 
-@pytest.mark.parametrize("row", DATA_ROWS, ids=_names(DATA_ROWS))
+@pytest.mark.parametrize("row", DATA_ROWS, ids=names(DATA_ROWS))
 def test_hostile_body_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
-    _attack(row, gateway, world)
+    attack(row, gateway, world)
 
 
-@pytest.mark.parametrize("row", IMAGE_ROWS, ids=_names(IMAGE_ROWS))
+@pytest.mark.parametrize("row", IMAGE_ROWS, ids=names(IMAGE_ROWS))
 def test_hostile_image_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
-    _attack(row, gateway, world)
+    attack(row, gateway, world)
 
 
-@pytest.mark.parametrize("row", VIDEO_ROWS, ids=_names(VIDEO_ROWS))
+@pytest.mark.parametrize("row", VIDEO_ROWS, ids=names(VIDEO_ROWS))
 def test_hostile_video_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
-    _attack(row, gateway, world)
+    attack(row, gateway, world)
 
 
-@pytest.mark.parametrize("row", AUDIO_ROWS, ids=_names(AUDIO_ROWS))
+@pytest.mark.parametrize("row", AUDIO_ROWS, ids=names(AUDIO_ROWS))
 def test_hostile_audio_fails_within_limits(row: Row, gateway: GatewayProcess, world: World):
-    _attack(row, gateway, world)
+    attack(row, gateway, world)
 
 
 @pytest.mark.parametrize("name", ANNOUNCED)
@@ -147,4 +107,4 @@ BREAKS = {
 @pytest.mark.parametrize("height", [pytest.param(h, id="62 " + why) for h, (why, _) in BREAKS.items()])
 def test_crashing_decoder_fails_only_its_request(height: int, gateway: GatewayProcess, world: World):
     row = Row("62", sent(lambda: picture(height, (BREAKING_WIDTH, height))), 500, BREAKS[height][1], 12.0, 4600.0)
-    _attack(row, gateway, world)
+    attack(row, gateway, world)

@@ -1,0 +1,154 @@
+"""Requests that are rendered only: every limit holds, above all where nothing need be decoded; and their way back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import media_files as m
+from audio_rows import AUDIO_ROWS
+from corpus import Body, Row, World, chat, data_url, media_part
+from data_rows import DATA_ROWS
+from image_rows import IMAGE_ROWS
+from url_rows import URL_ROWS
+from video_rows import VIDEO_ROWS
+
+CHAT_RENDER = "/v1/chat/completions/render"
+RESPONSES_RENDER = "/v1/responses/render"
+MESSAGES_RENDER = "/v1/messages/render"
+COMPLETIONS_RENDER = "/v1/completions/render"
+CHAT_DERENDER = "/v1/chat/completions/derender"
+COMPLETIONS_DERENDER = "/v1/completions/derender"
+
+_LIMITS = frozenset(
+    (
+        "image_too_large", "image_too_complex", "video_too_long", "audio_too_long", "too_many_media_items",
+        "media_too_large", "unsupported_media_type", "empty_media",
+    )
+)  # fmt: skip
+#: Of this growth none is pixels, frames or samples.
+_HEADER_MIB = 64.0
+
+
+def with_payload(body: Body, payload: object) -> Body:
+    return lambda world: json.dumps({**json.loads(body(world)), "mm_payload": payload}).encode()
+
+
+def _rendered(row: Row, payload: str = "none") -> Row:
+    mib = min(row.mib, _HEADER_MIB)
+    return replace(row, body=with_payload(row.body, payload), path=CHAT_RENDER, mib=mib)
+
+
+def posted(**fields: object) -> Body:
+    return lambda world: json.dumps({"model": world.model, **fields}).encode()
+
+
+_ALL = (*IMAGE_ROWS, *VIDEO_ROWS, *AUDIO_ROWS, *DATA_ROWS)
+#: One of each kind of forbidden URL is enough: what reads them is the same.
+_FORBIDDEN = tuple(row for row in URL_ROWS if row.name in ("1 loopback", "10 metadata", "2 decimal"))
+
+_PIXELS = data_url(m.png_claiming(65_000, 65_000))
+_RAW = _PIXELS.partition(",")[2]
+_SOURCE = {"type": "base64", "media_type": "image/png", "data": _RAW}
+
+
+def _input(part: dict[str, object]) -> list[dict[str, object]]:
+    return [{"role": "user", "content": [part]}]
+
+
+_OTHER_APIS = (
+    Row(
+        "+ image in a response",
+        posted(input=_input({"type": "input_image", "image_url": _PIXELS}), mm_payload="none"),
+        413,
+        "image_too_large",
+        path=RESPONSES_RENDER,
+    ),
+    Row(
+        "+ URL in a response",
+        posted(input=_input({"type": "input_image", "image_url": "http://127.0.0.1/"})),
+        400,
+        "media_url_forbidden",
+        path=RESPONSES_RENDER,
+    ),
+    Row(
+        "+ image in a message",
+        posted(messages=_input({"type": "image", "source": _SOURCE}), max_tokens=5),
+        413,
+        "image_too_large",
+        path=MESSAGES_RENDER,
+    ),
+    Row("+ text of 3 MB", posted(prompt="a" * 3_000_000), 400, 400, path=COMPLETIONS_RENDER),
+    Row("+ too many token ids", posted(prompt=[[1] * 5000] * 3), 400, 400, path=COMPLETIONS_RENDER),
+    Row("+ 2000 prompts", posted(prompt=["a"] * 2000), 400, "invalid_body", path=COMPLETIONS_RENDER),
+    Row("+ body of 5 MB", posted(prompt="a" * 5_000_000), 413, "body_too_large", path=COMPLETIONS_RENDER),
+)
+
+_PAYLOADS = tuple(
+    Row(
+        f"+ payload {payload}",
+        with_payload(lambda world: chat(world.model, media_part(data_url(m.picture(5100)))), payload),
+        400,
+        400,
+        path=CHAT_RENDER,
+    )
+    for payload in ("pixels", 7, None, ["none"], {"a": "none"}, "")
+)
+
+RENDER_ROWS = (
+    *(_rendered(row) for row in (*_ALL, *_FORBIDDEN) if row.code in _LIMITS or row in _FORBIDDEN),
+    *_OTHER_APIS,
+    *_PAYLOADS,
+)
+
+
+def _derendered(**choice: object) -> Body:
+    return posted(generate_response={"request_id": "x", "choices": [{"index": 0, **choice}]})
+
+
+def _logprob(**fields: object) -> Body:
+    return _derendered(token_ids=[1], logprobs={"content": [{"token_id": 1, "logprob": -1.0, **fields}]})
+
+
+def _streamed(world: World) -> bytes:
+    chunk = {"request_id": "x", "choices": [{"index": 0, "token_ids": [1]}]}
+    state = {"token_ids": [10**12], "prefix_offset": -5, "read_offset": 10**9}
+    return posted(stream=True, generate_chunk=chunk, stream_state=state)(world)
+
+
+_CHOICES = [{"index": 0, "token_ids": [1]}]
+
+DERENDER_ROWS = (
+    Row("+ good", _derendered(token_ids=[1, 2, 3]), 200, path=CHAT_DERENDER),
+    Row("+ ids of no vocabulary", _derendered(token_ids=[10**6, 2**31, 2**70]), 200, path=CHAT_DERENDER),
+    Row("+ negative ids", _derendered(token_ids=[-1]), 400, 400, path=CHAT_DERENDER),
+    Row("+ ids that are no numbers", _derendered(token_ids=["a", {}, None]), 400, 400, path=CHAT_DERENDER),
+    Row("+ more ids than the context", _derendered(token_ids=[5] * 10_000), 400, 400, path=CHAT_DERENDER),
+    Row("+ 2 million ids", _derendered(token_ids=[5] * 2_000_000), 400, "invalid_body", path=CHAT_DERENDER),
+    Row(
+        "+ 10 000 choices",
+        posted(generate_response={"request_id": "x", "choices": _CHOICES * 10_000}),
+        400,
+        "invalid_body",
+        path=CHAT_DERENDER,
+    ),
+    Row("+ log probability of no token", _logprob(token_id=10**12), 400, 400, path=CHAT_DERENDER),
+    Row("+ infinite log probability", _logprob(logprob=-float("inf")), 400, 400, path=CHAT_DERENDER),
+    Row(
+        "+ too many alternatives",
+        _logprob(top_logprobs=[{"token_id": 1, "logprob": -1.0}] * 3000),
+        400,
+        400,
+        path=CHAT_DERENDER,
+    ),
+    Row("+ state of a stream that lies", _streamed, 400, 400, path=CHAT_DERENDER),
+    Row("+ nothing", posted(), 400, 400, path=CHAT_DERENDER),
+    Row("+ no answers", posted(generate_responses=[]), 400, 400, path=COMPLETIONS_DERENDER),
+    Row(
+        "+ 10 000 answers",
+        posted(generate_responses=[{"request_id": "x", "choices": _CHOICES}] * 10_000),
+        400,
+        "invalid_body",
+        path=COMPLETIONS_DERENDER,
+    ),
+)
