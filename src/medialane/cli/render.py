@@ -39,8 +39,8 @@ plain vLLM has for the same request, most without decoding a pixel:
 
 All others are refused. Tensors are sent to requests that ask for them ("mm_payload": "tensors").
 
-MODEL, --mm-processor-kwargs and --media-io-kwargs must be those of the engines, as they were given to them: they are
-part of the hashes.
+Give it the engines' MODEL, by the same name, and their flags: MODEL and --media-io-kwargs are part of the hashes, and
+tokens depend on --mm-processor-kwargs, the chat template and --max-model-len.
 
 examples:
   medialane render Qwen/Qwen2.5-VL-3B-Instruct --gateways 4 --host 0.0.0.0
