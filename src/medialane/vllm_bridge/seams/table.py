@@ -336,7 +336,11 @@ GROUPS: tuple[Group, ...] = (
         purpose="`medialane render` answers the hashes that plain vLLM gives to media, mostly without decoding them",
         module="seams.media_hash",
         without="routers in front of plain vLLM servers cannot use our render service for requests with media",
-        tests=("tests/contract/test_media_hash.py", "tests/e2e/test_e2e_render.py"),
+        tests=(
+            "tests/contract/test_media_hash.py",
+            "tests/contract/test_family_hashes.py",
+            "tests/e2e/test_e2e_render.py",
+        ),
         processes=("gateway",),
         seams=_seams("""
             call vllm.multimodal.processing.processor:BaseMultiModalProcessor._get_mm_hashes(self, inputs)
