@@ -1,4 +1,4 @@
-"""A modality that the tables do not have yet is sniffed, opened and decoded once its rows are there."""
+"""A modality that the tables do not have yet is sniffed, opened, measured and decoded once its rows are there."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from medialane.core.errors import InvalidImage, UnsupportedMediaType
 from medialane.core.media import MediaSize
 from medialane.core.modalities import MODALITIES, ModalityTraits
-from medialane.media import MediaConfig, decode, installed_kinds, needs_probe, probe, sniff
+from medialane.media import MediaConfig, decode, installed_kinds, measure, needs_probe, probe, sniff
 from medialane.media.decoders import DECODERS, Decoder
 from medialane.media.kinds import Kind
 from medialane.prepare.processor import decoded_item
@@ -37,12 +37,18 @@ def decode_points(data, media_type, config, options):
     return PointCloud(np.frombuffer(data, np.float32, offset=len(MAGIC)).reshape(-1, 3))
 
 
+def measure_points(data, media_type, config, options):
+    check_points(data, media_type, config)
+    return MediaSize(num_samples=(len(data) - len(MAGIC)) // 12)
+
+
 @pytest.fixture(autouse=True)
 def point_clouds(monkeypatch):
     row = Decoder(
         sniff=sniff_points,
         check=check_points,
         decode=decode_points,
+        measure=measure_points,
         kinds=lambda modality, load: [Kind(modality, "pcd")],
         kind=lambda media_type: "pcd",
         magic=(MAGIC,),
@@ -61,9 +67,10 @@ def test_new_modality_is_decoded_to_its_array():
     media_type = sniff(data, "point_cloud", CONFIG)
     assert needs_probe(media_type)
     probe(data, "point_cloud", media_type, CONFIG)
-    item = decoded_item(decode(data, "point_cloud", media_type=media_type, io=b"{}", config=CONFIG, sampler=None))
+    given = {"media_type": media_type, "io": b"{}", "config": CONFIG, "sampler": None}
+    item = decoded_item(decode(data, "point_cloud", **given))
     assert (item.specs[0].dtype, item.specs[0].shape) == ("float32", (2, 3))
-    assert item.size == MediaSize(num_samples=2)
+    assert item.size == measure(data, "point_cloud", **given) == MediaSize(num_samples=2)
     assert "point_cloud (pcd)" in installed_kinds().line()
 
 
