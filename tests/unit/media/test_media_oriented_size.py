@@ -61,6 +61,9 @@ def after_pixels(png: bytes, chunk: bytes) -> bytes:
     return png[:end] + struct.pack(">I", len(chunk)) + body + struct.pack(">I", zlib.crc32(body)) + png[end:]
 
 
+#: Options of a second picture; in an animation it has the size of the first.
+ANIMATED = {"save_all": True, "append_images": [PILImage.new("RGB", SIZE)]}
+
 #: Images, and whether their size is known from the header.
 CASES = {
     "plain JPEG": (encode("JPEG"), True),
@@ -97,8 +100,14 @@ CASES = {
     "WebP with a profile": (encode("WEBP", icc_profile=b"p" * 500), True),
     "WebP, EXIF 6": (encode("WEBP", exif=turned(6)), False),
     "WebP, XMP 6": (encode("WEBP", xmp=xmp(6)), False),
+    "animated WebP": (encode("WEBP", **ANIMATED), False),
+    "animated PNG": (encode("PNG", **ANIMATED), False),
+    "animated PNG, EXIF 6": (encode("PNG", exif=turned(6), **ANIMATED), False),
+    "JPEG of several pictures": (encode("MPO", **ANIMATED), False),
+    "JPEG of several pictures, EXIF 6": (encode("MPO", exif=turned(6), **ANIMATED), False),
     "GIF": (encode("GIF"), False),
     "AVIF": (encode("AVIF"), False),
+    "AVIF, EXIF 6": (encode("AVIF", exif=turned(6)), False),
     "BMP": (encode("BMP"), False),
 }
 
