@@ -47,7 +47,7 @@ check: $(TESTING) ## lint, format, types, architecture
 	$(BIN)/pytest -q tests/test_architecture.py
 
 test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
-test-all: check ## check, then every test that needs no GPU (25 minutes on 2 cores)
+test-all: check ## check, then every test that needs no GPU (half an hour on 2 cores)
 
 test: quickly := and not whole and (not vllm or thread)
 test test-all:
