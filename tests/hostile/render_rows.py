@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ MESSAGES_RENDER = "/v1/messages/render"
 COMPLETIONS_RENDER = "/v1/completions/render"
 CHAT_DERENDER = "/v1/chat/completions/derender"
 COMPLETIONS_DERENDER = "/v1/completions/derender"
+GENERATE = "/inference/v1/generate"
 
 _LIMITS = frozenset(
     (
@@ -150,5 +152,56 @@ DERENDER_ROWS = (
         400,
         "invalid_body",
         path=COMPLETIONS_DERENDER,
+    ),
+)
+
+
+_PLACE = {"offset": 0, "length": 4}
+
+
+def _generated(data: object, place: object = _PLACE, **fields: object) -> Body:
+    features = {
+        "mm_hashes": {"image": ["a" * 64]},
+        "mm_placeholders": {"image": [place]},
+        "kwargs_data": {"image": [data]},
+    }
+    return posted(token_ids=[6] * 8, sampling_params={"max_tokens": 3}, features=features, **fields)
+
+
+def _encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+#: Tensors of a client: none is parsed on the event loop, let alone unpickled.
+_TENSORS = {
+    "no base64": "***",
+    "nothing": "",
+    "no msgpack": _encoded(b"\xc1" * 50),
+    "nested 100 000 times": _encoded(b"\x91" * 100_000),
+    "pickle": _encoded(b"\x81\xa1a" + b"\xc7\x04\x01" + b"cos\n"),
+    "3 MB": "A" * 3_000_000,
+}
+
+_PARTS = {
+    "forbidden URL": ([{"type": "image_url", "url": "http://127.0.0.1/"}], 400, "media_url_forbidden"),
+    "too many pixels": ([{"type": "image_url", "url": _PIXELS}], 413, "image_too_large"),
+    "no object": ([5, None], 400, 400),
+    "of our own scheme": ([{"type": "image_url", "url": "medialane:0"}], 400, "invalid_media_url"),
+    "17 of them": ([{"type": "image_url", "url": "http://{host}/good.jpg"}] * 17, 400, "too_many_media_items"),
+}
+
+GENERATE_ROWS = (
+    *(Row(f"+ {name}", _generated(data), 400, "invalid_request", path=GENERATE) for name, data in _TENSORS.items()),
+    Row("+ hash alone", _generated(None), 400, "invalid_request", path=GENERATE),
+    Row("+ features without a body", posted(token_ids=[1], features={}), 400, "invalid_request", path=GENERATE),
+    *(
+        Row(
+            f"+ part: {name}",
+            posted(token_ids=[6] * 8, sampling_params={"max_tokens": 3}, content_parts=parts),
+            status,
+            code,
+            path=GENERATE,
+        )
+        for name, (parts, status, code) in _PARTS.items()
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attack import attack, names
 from corpus import Row, World
-from render_rows import DERENDER_ROWS, RENDER_ROWS
+from render_rows import DERENDER_ROWS, GENERATE_ROWS, RENDER_ROWS
 
 from gateway_process import GatewayProcess
 
@@ -20,4 +20,9 @@ def test_limits_hold_where_nothing_is_decoded(row: Row, gateway: GatewayProcess,
 
 @pytest.mark.parametrize("row", DERENDER_ROWS, ids=names(DERENDER_ROWS))
 def test_malformed_answer_is_not_derendered(row: Row, gateway: GatewayProcess, world: World):
+    attack(row, gateway, world)
+
+
+@pytest.mark.parametrize("row", GENERATE_ROWS, ids=names(GENERATE_ROWS))
+def test_malformed_media_of_token_ids_are_refused(row: Row, gateway: GatewayProcess, world: World):
     attack(row, gateway, world)

@@ -16,6 +16,7 @@ from medialane.gateway.intake.request_body import (
     ABSENT,
     NULL,
     UNREADABLE,
+    check_no_tensors,
     check_num_parts,
     check_num_prompts,
     check_num_tools,
@@ -93,6 +94,7 @@ def extract(
         check_num_parts(parsed, scan.num_values, limits.max_messages)
         check_num_tools(parsed, limits.max_tools)
         check_num_prompts(parsed, scan.num_values, limits.max_prompts)
+        check_no_tensors(parsed)
         by_prompt = media_places(parsed)
         cache_salt = string_or_none(parsed.cache_salt)
     except UNREADABLE as error:

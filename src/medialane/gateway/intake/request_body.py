@@ -8,10 +8,11 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import astuple
 
-from medialane.core.errors import InvalidBody
+from medialane.core.errors import InvalidBody, InvalidRequest
 
 #: The value of a missing member: a sentinel, compared with `is`.
 ABSENT = msgspec.Raw()
+_NULL = msgspec.Raw(b"null")
 NULL = msgspec.Raw(b"null")
 EMPTY_STRING = msgspec.Raw(b'""')
 
@@ -105,6 +106,7 @@ class RequestBody(msgspec.Struct):
     videos: msgspec.Raw = ABSENT
     questions: msgspec.Raw = ABSENT
     content_parts: list[msgspec.Raw] | _Object | _Scalar = None
+    features: msgspec.Raw = ABSENT
     tokens: msgspec.Raw = ABSENT
     token_ids: msgspec.Raw = ABSENT
     cache_salt: msgspec.Raw = ABSENT
@@ -177,6 +179,14 @@ def check_num_prompts(body: RequestBody, num_values: int, max_prompts: int) -> N
     for name, number in numbers.items():
         if number > max_prompts:
             raise InvalidBody(f"the request has more than {max_prompts} prompts", param=name)
+
+
+def check_no_tensors(body: RequestBody) -> None:
+    """Raise InvalidRequest if a prompt of token ids has processed tensors: vLLM's app would parse them on the event
+    loop, before they could be refused."""
+    if body.token_ids is not ABSENT and body.features not in (ABSENT, _NULL):
+        message = "media given as processed tensors are not supported by this gateway; send them in content_parts"
+        raise InvalidRequest(message, param="features")
 
 
 def num_token_ids(value: object) -> int:
