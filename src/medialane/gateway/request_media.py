@@ -26,6 +26,9 @@ from medialane.observability.timeline import StageTimeline
 logger = logging.getLogger(__name__)
 
 
+Finder = Callable[["RequestMedia", MediaRef, ImageBudget], Coroutine[Any, Any, StagedItem]]
+
+
 class RequestMedia:
     """The items of one prompt (a `core.feature.StagedMedia`). The request's scope owns all their leases."""
 
@@ -52,6 +55,11 @@ class RequestMedia:
         if (items := self._items.get(stage)) is None:
             items = self._items[stage] = await self._find(stage)
         return items
+
+    async def described(self) -> tuple[StagedItem, ...]:
+        """Return the items as in the stage of features, but without tensors where their headers are known from the size
+        of their media: then `is_hit` is None. Raises like `in_stage`."""
+        return await self._each(_described)
 
     def of(self, items: Sequence[MediaRef]) -> RequestMedia:
         """Return some items of the prompt as media of their own."""
@@ -105,12 +113,29 @@ class RequestMedia:
         return dataclasses.replace(item, feature=cached.value, hold=cached.hold)
 
     async def _find(self, stage: StageName) -> tuple[StagedItem, ...]:
-        find = FINDERS[STAGES[stage].sends]
+        return await self._each(FINDERS[STAGES[stage].sends])
+
+    async def _each(self, find: Finder) -> tuple[StagedItem, ...]:
         scope = self.scope
         budget = ImageBudget(self._assembly, self.source.options, scope.expectation, scope.preparation)
         for ref in self.source.items:
             await self.features.count_sent(ref, budget)
         return await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
+
+
+class _NoHold:
+    """Of an item that has nothing in the arena."""
+
+    def release(self) -> None:
+        pass
+
+
+async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
+    described = await request.features.described(ref, request.source.options, request.scope.timeline, budget)
+    if described is None:
+        return await _processed(request, ref, budget)
+    content, feature = described
+    return StagedItem(ref, feature, _NoHold(), content_hash=content)
 
 
 async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
@@ -148,7 +173,7 @@ async def _count_hit(ref: MediaRef, item: FoundItem[Feature], budget: ImageBudge
 
 
 #: Functions that look up or prepare an item, by what its stage sends.
-FINDERS: Mapping[str, Callable[[RequestMedia, MediaRef, ImageBudget], Coroutine[Any, Any, StagedItem]]] = {
+FINDERS: Mapping[str, Finder] = {
     "processed": _processed,
     "decoded": _decoded,
     "encoded": _encoded,

@@ -26,7 +26,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import Feature
 from medialane.core.hashing import decoded_key, embedding_key, feature_key, merged_options
-from medialane.core.media import Alias, EncodedMedia, MediaRef
+from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize
 from medialane.core.single_flight import SingleFlight
 from medialane.core.tensor import ArenaRange
 from medialane.media import MediaConfig, image_size, needs_probe
@@ -35,6 +35,7 @@ from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_si
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 from medialane.store.aliases import Aliases
+from medialane.store.described_sizes import DescribedItem, DescribedSizes
 from medialane.store.embeddings import Embeddings
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.messages import Form
@@ -111,6 +112,7 @@ class Items:
         self._media = media
         self._store = EncodedStore(arena, media)
         self.embeddings = Embeddings(arena)
+        self._sizes = DescribedSizes(pool, self._store)
         self._aliases = aliases
         self._preparing: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
         self._probing: SingleFlight[str, None] = SingleFlight()
@@ -152,6 +154,36 @@ class Items:
             if ref.alias is not None and (ref.url is not None or upload is not None):
                 self._bind(ref.salt, ref.alias, leased)
         return leased
+
+    async def describe(
+        self,
+        ref: MediaRef,
+        options: bytes,
+        size: MediaSize | None,
+        *,
+        timeline: StageTimeline,
+        upload: Upload | None = None,
+        admit: Admit | None = None,
+    ) -> DescribedItem:
+        """Return what is known of `ref`, processed with these options, from the `size` of its media, which is measured
+        if it is not given. Nothing is processed but a blank of that size, and no alias is bound. Raises what `find`
+        raises."""
+        source = _Source(ref, timeline, upload, admit)
+        with naming(ref):
+            content = ref.content or ""
+            if size is None:
+                content, size = await self._measured(source)
+            described = await self._sizes.describe(ref.modality, size, merged_options(options, ref.options))
+            return DescribedItem(content, size, described)
+
+    async def _measured(self, source: _Source) -> tuple[str, MediaSize]:
+        content = await self._content(source, need_data=False)
+        if (size := self._sizes.size(source.ref, content)) is not None:
+            return content, size
+        content, lease = await self._encoded(source)
+        with lease:
+            await self._admit(source, lease.value)
+            return content, await self._sizes.measure(source.ref, lease)
 
     def _bind(self, salt: str, alias: Alias, leased: LeasedItem) -> None:
         try:

@@ -9,6 +9,9 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      ImageSize(call, ...)    only for an image of a URL, before it is decoded
     Proceed(call)           ->                              the request may have an image of this size
                             <-      ItemFound(call, hold, ...)  the client holds the item
+    DescribeItem(call, ref, ...)->                          what a processed item would be, from its media's size
+                            <-      SendData, ImageSize     as for FindItem, if the media must be measured
+                            <-      ItemDescribed(call, ...)    nothing is held
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
@@ -52,8 +55,8 @@ from typing import Literal
 import msgspec
 
 from medialane.core.errors import ErrorReport, ProtocolViolation
-from medialane.core.feature import MAX_HEADER_BYTES, Feature
-from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.feature import MAX_HEADER_BYTES, Feature, Header
+from medialane.core.media import EncodedMedia, MediaRef, MediaSize
 from medialane.core.remote_entry import Copied, RemoteEntry
 from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
@@ -62,7 +65,7 @@ from medialane.observability.timeline import TimelineReport
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -166,6 +169,28 @@ class ItemFound(msgspec.Struct, frozen=True, array_like=True, tag=True):
     timeline: TimelineReport
     feature: Feature | None = None
     encoded: EncodedMedia | None = None
+
+
+class DescribeItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`ref`, `options` and `num_bytes` are as in FindItem. If the client knows the `size` of the media as decoded, the
+    store needs neither their bytes nor the item."""
+
+    call_id: int
+    ref: MediaRef
+    options: bytes = b"{}"
+    num_bytes: int | None = None
+    size: MediaSize | None = None
+
+
+class ItemDescribed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The `size` of the media as decoded, and the header and size of the processed item (`prepare.Described`). There is
+    no header if it also depends on the content."""
+
+    call_id: int
+    content_hash: str
+    size: MediaSize
+    header: Header | None = None
+    item_size: MediaSize = MediaSize()
 
 
 class ResolveAlias(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -334,9 +359,19 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Question = SendData | ImageSize
-Call = FindItem | FindEmbedding | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage
+Call = FindItem | DescribeItem | FindEmbedding | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage
 Embedded = EmbeddingFound | NoEmbedding
-Reply = ItemFound | Embedded | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | CallFailed
+Reply = (
+    ItemFound
+    | ItemDescribed
+    | Embedded
+    | AliasResolved
+    | EntriesHeld
+    | PullsGranted
+    | EntriesPulled
+    | ImagePublished
+    | CallFailed
+)
 ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 

@@ -29,12 +29,13 @@ from medialane.peers.pulls import Pulls
 from medialane.store.absent_clients import AbsentClients
 from medialane.store.client_use import ClientUse
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.items import Items, Processing
+from medialane.store.items import Items, Processing, Upload
 from medialane.store.messages import (
     AliasResolved,
     Call,
     CallFailed,
     Cancel,
+    DescribeItem,
     EmbeddingFound,
     EntriesHeld,
     EntriesPulled,
@@ -45,6 +46,7 @@ from medialane.store.messages import (
     HoldsPassed,
     ImagePublished,
     ImageSize,
+    ItemDescribed,
     ItemFound,
     NoEmbedding,
     PassedEmbedding,
@@ -237,7 +239,7 @@ class StoreSession:
         self._last_call_id = call.call_id
         if self._taker.call_id == call.call_id:
             TAKER.set(f"{self._name}: {type(call).__name__} for {self._taker.taker}")
-        if isinstance(call, FindItem | FindEmbedding | PullEntries | PublishImage):
+        if isinstance(call, FindItem | DescribeItem | FindEmbedding | PullEntries | PublishImage):
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._tasks[call.call_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(call.call_id, None))
@@ -257,12 +259,14 @@ class StoreSession:
             case ResolveAlias(call_id, ref):
                 return AliasResolved(call_id, self._items.resolve(ref))
 
-    async def _answer(self, call: FindItem | FindEmbedding | PullEntries | PublishImage) -> None:
+    async def _answer(self, call: FindItem | DescribeItem | FindEmbedding | PullEntries | PublishImage) -> None:
         reply: Reply
         try:
             match call:
                 case FindItem():
                     reply = await self._find(call)
+                case DescribeItem():
+                    reply = await self._describe(call)
                 case FindEmbedding():
                     reply = await self._find_embedding(call)
                 case PullEntries():
@@ -279,14 +283,13 @@ class StoreSession:
     async def _find(self, call: FindItem) -> Reply:
         timeline = StageTimeline()
         processing = Processing(self._processor, call.options, call.encoder)
-        upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
         find = partial(
             self._items.find,
             call.ref,
             call.form,
             processing,
             timeline=timeline,
-            upload=upload,
+            upload=self._upload(call),
             admit=lambda width, height: self._ask(ImageSize(call.call_id, width, height)),
         )
         item = await self._with_memory(find)
@@ -301,6 +304,24 @@ class StoreSession:
             feature=value if isinstance(value, Feature) else None,
             encoded=value if isinstance(value, EncodedMedia) else None,
         )
+
+    async def _describe(self, call: DescribeItem) -> Reply:
+        describe = partial(
+            self._items.describe,
+            call.ref,
+            call.options,
+            call.size,
+            timeline=StageTimeline(),
+            upload=self._upload(call),
+            admit=lambda width, height: self._ask(ImageSize(call.call_id, width, height)),
+        )
+        content, size, described = await self._with_memory(describe)
+        if described is None:
+            return ItemDescribed(call.call_id, content, size)
+        return ItemDescribed(call.call_id, content, size, described.header, described.size)
+
+    def _upload(self, call: FindItem | DescribeItem) -> Upload | None:
+        return None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
 
     async def _find_embedding(self, call: FindEmbedding) -> Reply:
         held = None
