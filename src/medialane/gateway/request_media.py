@@ -26,9 +26,6 @@ from medialane.observability.timeline import StageTimeline
 logger = logging.getLogger(__name__)
 
 
-Finder = Callable[["RequestMedia", MediaRef, ImageBudget], Coroutine[Any, Any, StagedItem]]
-
-
 class RequestMedia:
     """The items of one prompt (a `core.feature.StagedMedia`). The request's scope owns all their leases."""
 
@@ -59,7 +56,8 @@ class RequestMedia:
     async def described(self) -> tuple[StagedItem, ...]:
         """Return the items as in the stage of features, but without tensors where their headers are known from the size
         of their media: then `is_hit` is None. Raises like `in_stage`."""
-        return await self._each(_described)
+        budget = self._budget()
+        return await gather_or_cancel([_described(self, ref, budget) for ref in self.source.items])
 
     def of(self, items: Sequence[MediaRef]) -> RequestMedia:
         """Return some items of the prompt as media of their own."""
@@ -113,14 +111,14 @@ class RequestMedia:
         return dataclasses.replace(item, feature=cached.value, hold=cached.hold)
 
     async def _find(self, stage: StageName) -> tuple[StagedItem, ...]:
-        return await self._each(FINDERS[STAGES[stage].sends])
-
-    async def _each(self, find: Finder) -> tuple[StagedItem, ...]:
-        scope = self.scope
-        budget = ImageBudget(self._assembly, self.source.options, scope.expectation, scope.preparation)
+        find, budget = FINDERS[STAGES[stage].sends], self._budget()
         for ref in self.source.items:
             await self.features.count_sent(ref, budget)
         return await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
+
+    def _budget(self) -> ImageBudget:
+        scope = self.scope
+        return ImageBudget(self._assembly, self.source.options, scope.expectation, scope.preparation)
 
 
 class _NoHold:
@@ -173,7 +171,7 @@ async def _count_hit(ref: MediaRef, item: FoundItem[Feature], budget: ImageBudge
 
 
 #: Functions that look up or prepare an item, by what its stage sends.
-FINDERS: Mapping[str, Finder] = {
+FINDERS: Mapping[str, Callable[[RequestMedia, MediaRef, ImageBudget], Coroutine[Any, Any, StagedItem]]] = {
     "processed": _processed,
     "decoded": _decoded,
     "encoded": _encoded,

@@ -151,9 +151,8 @@ class StoreFeatures:
 
         `budget` is as in `processed`.
         """
-        asked, num_bytes = await self._hashed(ref, timeline)
+        asked, num_bytes, size = await self._looked_at(ref, timeline, budget)
         options = merged_options(options, ref.options)
-        size = await self._size(ref)
         content, known = asked.content or "", (ref.modality, size, options)
         if size is None or known not in self._described:
 
@@ -172,15 +171,30 @@ class StoreFeatures:
         key = self.key(ref, options, content=content)
         return content, Feature(ref.modality, key, described.header, (), described.size)
 
-    async def _size(self, ref: MediaRef) -> MediaSize | None:
-        """Return the size of an image that came with the request, as decoded, if its header makes that certain."""
+    async def _looked_at(
+        self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget
+    ) -> tuple[MediaRef, int | None, MediaSize | None]:
+        """As `_hashed`, and, in the same step, count an image and return its size as decoded, if its header makes that
+        certain."""
         data = ref.data
-        if data is None or ref.modality != "image":
-            return None
-        async with self._fairness.step(len(data)):
-            with suppress(InvalidRequest):  # measuring it will say why
-                return oriented_size(data, self._media)
-        return None
+        if data is None or ref.modality != "image" or ref.is_embeds:
+            return *await self._hashed(ref, timeline), None
+
+        def look() -> tuple[str, MediaSize | None]:
+            content = content_hash(data)
+            try:
+                return content, oriented_size(data, self._media)
+            except InvalidRequest:  # measuring it will say why
+                return content, None
+
+        with timeline.measure("fetch"):
+            content, size = await self._fairness.run(len(data), look)
+        if size is None:
+            await self.count_sent(ref, budget)
+        else:
+            with naming(ref):
+                await budget.add(ref, size.width, size.height)
+        return msgspec.structs.replace(ref, data=None, content=content), len(data), size
 
     def tensors(self, feature: Feature) -> list[memoryview]:
         """Return the bytes of the feature's large tensors, in the arena: valid while the caller holds them."""
