@@ -41,7 +41,8 @@ from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cac
 from render_bodies import Part, body
 from servers import Server, render_servers, settle
 
-sys.path.append(str(REPOSITORY / "tests" / "families"))  # a tiny model that hears
+sys.path.append(str(REPOSITORY / "tests" / "families"))  # the tests' tiny models
+from tiny_families import FAMILIES
 
 NAME = "render"
 ABOUT = "tokens of requests with images, video and audio: medialane render beside vllm launch render"
@@ -124,9 +125,7 @@ async def _side_by_side(report: Report, options: Options) -> None:
     async with render_servers(model, TINY_MODEL_FLAGS) as servers:
         for case in IMAGES:
             await _measure(report, case, servers=servers, model=model, options=options)
-    from audio_families import FAMILIES
-
-    omni = next(family for family in FAMILIES if family.name == "qwen2_5_omni")
+    omni = FAMILIES["qwen2_5_omni"]
     model = str(omni.build(folder))
     async with render_servers(model, omni.flags) as (ours, plain), _gateway(model, omni.flags) as gateway:
         for case in AUDIO:

@@ -1,4 +1,4 @@
-"""Prompts that are only described: by a real store and preparers, which measure and process blanks, and nothing else."""
+"""Prompts that are only described, by a real store and preparers, which measure and process blanks and nothing else."""
 
 from __future__ import annotations
 

@@ -20,7 +20,15 @@ from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline, TimelineReport
 from medialane.store.client import ConnectionLost
-from medialane.store.messages import AliasResolved, DescribeItem, ImageSize, ItemDescribed, ItemFound, ResolveAlias, SendData
+from medialane.store.messages import (
+    AliasResolved,
+    DescribeItem,
+    ImageSize,
+    ItemDescribed,
+    ItemFound,
+    ResolveAlias,
+    SendData,
+)
 
 PARAM = "messages[0].content[0].image_url"
 ENTRY = ArenaRange("a" * 32, 0, 4096, 1)
@@ -408,7 +416,7 @@ async def test_image_is_described_by_its_header_and_the_store_is_asked_once_for_
     size = MediaSize(60, 40)
     link.reply = ItemDescribed(7, "hash", size, b"header", size)
     for _ in range(2):
-        content, feature = await describe(features, sent())
+        _, feature = await describe(features, sent())
     (call,) = link.calls
     assert (type(call), call.size, call.num_bytes, call.ref.data) == (DescribeItem, size, len(DATA), None)
     assert (feature.header, feature.tensors, feature.size) == (b"header", (), size)
