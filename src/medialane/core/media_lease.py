@@ -17,6 +17,9 @@ from medialane.core.media import Modality
 #: The beginning of such a URL.
 MEDIA_SCHEME = "medialane:media/"
 
+#: Beginning of the owner that is a tenant (`--keys`): its share of all leased bytes is limited.
+TENANT = "tenant:"
+
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 

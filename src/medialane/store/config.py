@@ -18,7 +18,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     uuid_ttl_s: PositiveFloat = field(default=3600.0, name="store-uuid-ttl")
     """how long a media uuid is remembered after its last use"""
     media_lease_ttl_s: PositiveFloat = field(default=3600.0, name="media-lease-ttl")
-    """how long media that a client has sent once (PUT /medialane/v1/media) are kept, at most and by default; renewable"""
+    """how long media that a client has sent once (PUT /medialane/v1/media) are kept, at most and by default"""
     media_lease_share: NonNegativeFloat = field(default=0.25, name="media-lease-share")
     """share of the shared memory that such media may have; 0 accepts none"""
     media_lease_tenant_share: PositiveFloat = field(default=0.5, name="media-lease-tenant-share")

@@ -62,7 +62,9 @@ class EncodedStore:
         """Cache the written bytes, whose hash is `content`. The caller owns the lease, and, if `sniff` raises, still
         the reservation."""
         media_type = EMBEDS_TYPE if ref.is_embeds else sniff(reservation.buffer, ref.modality, self._config)
-        return self.publish_sniffed(reservation, modality=ref.modality, salt=ref.salt, content=content, media_type=media_type)
+        return self.publish_as(
+            reservation, modality=ref.modality, salt=ref.salt, content=content, media_type=media_type
+        )
 
     def forget(self, ref: MediaRef, content: str) -> None:
         """Evict the entry of this content, unless it is pinned."""
@@ -79,20 +81,18 @@ class EncodedStore:
     def keep(self, reservation: Reservation, modality: Modality, salt: str, content: str) -> None:
         """Publish a received body as a cached entry. If `sniff` raises, the caller still owns the reservation."""
         media_type = sniff(reservation.buffer, modality, self._config)
-        self.publish_sniffed(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
+        self.publish_as(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
 
     def keep_pixmap(self, reservation: Reservation, salt: str, content: str) -> None:
         """Publish the pixels of a published image as a cached entry."""
-        self.publish_sniffed(
-            reservation, modality="image", salt=salt, content=content, media_type=PIXMAP_TYPE
-        ).release()
+        self.publish_as(reservation, modality="image", salt=salt, content=content, media_type=PIXMAP_TYPE).release()
 
     def bytes(self, encoded: EncodedMedia) -> memoryview:
         """Return the bytes of an entry, read-only. The caller holds a lease on it."""
         first = encoded.data_offset
         return self._arena.view.entry(encoded.range)[first : first + encoded.num_bytes]
 
-    def publish_sniffed(
+    def publish_as(
         self, reservation: Reservation, *, modality: Modality, salt: str, content: str, media_type: str
     ) -> Lease[EncodedMedia]:
         """Cache written bytes, whose hash is `content` and whose type is known. The caller owns the lease."""

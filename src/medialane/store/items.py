@@ -116,7 +116,7 @@ class Items:
         self._store = EncodedStore(arena, media)
         self.embeddings = Embeddings(arena)
         self._aliases = aliases
-        self.leased = MediaUploads(self._store, leases, aliases, pool, media)
+        self.leased = MediaUploads(self._store, leases, aliases=aliases, pool=pool, config=media)
         self._preparing: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
         self._probing: SingleFlight[str, None] = SingleFlight()
         #: Content that a preparer has opened or decoded without an error: a worker may decode it.

@@ -27,7 +27,7 @@ from blake3 import blake3
 from medialane.arena import Arena, Lease
 from medialane.core.errors import InvalidRequest, MediaLeasesFull, MediaTooLarge, UnknownMedia
 from medialane.core.media import EncodedMedia, Modality
-from medialane.core.media_lease import LeasedMedia
+from medialane.core.media_lease import TENANT, LeasedMedia
 from medialane.core.name_records import NOT_KEPT, NameRecords, boot_time
 from medialane.core.retry_after import retry_after
 from medialane.core.stats import MediaLeaseStats
@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 #: Most leases of a store; a record of each is in the arena's file.
 MAX_LEASES = 65_536
-
-#: Beginning of the owner of a tenant's media: its share of all leased bytes is limited.
-TENANT = "tenant:"
 
 UNKNOWN = "unknown or expired media: send them again (PUT /medialane/v1/media)"
 
@@ -96,7 +93,7 @@ class _Bounds:
         self._bytes_of: Counter[bytes] = Counter()
 
     def check(self, owner: _Owner, more_bytes: int, *, item_bytes: int) -> None:
-        """Raise MediaLeasesFull if `more_bytes` of an item exceed the bounds, MediaTooLarge if the item always would."""
+        """Raise MediaLeasesFull if `more_bytes` exceed the bounds, MediaTooLarge if the item always would."""
         most = self._max_tenant_bytes if owner.is_tenant else self.max_bytes
         if item_bytes > most:
             message = f"the media have {item_bytes} bytes or more; what this server keeps of a client may have {most}"
@@ -107,6 +104,11 @@ class _Bounds:
         if self.num_bytes + more_bytes > self.max_bytes or self.num_items > MAX_LEASES:
             message = "the memory for media that are kept for clients is full"
             raise MediaLeasesFull(message, retry_after_s=self._until_next())
+
+    def free_bytes(self, owner: _Owner) -> int:
+        """Return how many more bytes an owner's media may have."""
+        free = self.max_bytes - self.num_bytes
+        return min(free, self._max_tenant_bytes - self._bytes_of[owner.digest]) if owner.is_tenant else free
 
     def count(self, owner: _Owner, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -122,6 +124,11 @@ class Upload:
         self._bounds = bounds
         self._owner = owner
         self._num_bytes = 0
+
+    @property
+    def most_bytes(self) -> int:
+        """What it may count for at the moment."""
+        return self._num_bytes + self._bounds.free_bytes(self._owner)
 
     def set(self, num_bytes: int) -> None:
         """Count so many bytes instead of those before. Raises MediaLeasesFull, MediaTooLarge."""

@@ -15,12 +15,14 @@ import msgspec
 
 from medialane.arena import Lease, Reservation
 from medialane.core.errors import (
+    ErrorReport,
     InvalidRequest,
     InvalidUpload,
-    MedialaneError,
     MediaTooLarge,
     UnknownMedia,
     UnsupportedMediaType,
+    from_report,
+    to_report,
 )
 from medialane.core.media import EncodedMedia, MediaRef, MediaSize, Modality
 from medialane.core.media_lease import LeasedMedia, leased_hash, media_hash
@@ -49,6 +51,7 @@ class MediaUploads:
         self,
         store: EncodedStore,
         leases: MediaLeases,
+        *,
         aliases: Aliases,
         pool: PreparerPool,
         config: MediaConfig,
@@ -72,7 +75,7 @@ class MediaUploads:
             reservation, content = await self._received(call, upload, reserve, write)
             with reservation:
                 modality, media_type = sniffed(reservation.buffer, call.modality, self._config)
-                entry = self._store.publish_sniffed(
+                entry = self._store.publish_as(
                     reservation, modality=modality, salt=call.salt, content=content, media_type=media_type
                 )
             try:
@@ -125,8 +128,10 @@ class MediaUploads:
         if call.num_bytes > most:
             raise MediaTooLarge(f"the media have {call.num_bytes} bytes, more than {most}")
         reservation: Reservation | None = None
-        for size in [call.num_bytes] if call.num_bytes else [*(step for step in STEPS if step < most), most]:
+        size = 0
+        for step in [call.num_bytes] if call.num_bytes else [*(step for step in STEPS if step < most), most]:
             try:
+                size = step if call.num_bytes else max(size + 1, min(step, upload.most_bytes))
                 upload.set(size)
                 larger = await reserve(size)
                 written = await write(larger)
@@ -165,15 +170,16 @@ def sniffed(data: memoryview, declared: Modality | None, config: MediaConfig) ->
     InvalidUpload for bytes that are of no modality."""
     if declared is not None:
         return declared, sniff(data, declared, config)
-    errors: list[MedialaneError] = []
+    own: list[ErrorReport] = []  # of modalities whose magic bytes they have, or none; an exception would keep the bytes
     for modality in MODALITIES:
         try:
             return modality, sniff(data, modality, config)
+        except UnsupportedMediaType:
+            continue
         except InvalidRequest as error:
-            errors.append(error)
-    own = [error for error in errors if not isinstance(error, UnsupportedMediaType)]
-    if len(own) == 1 or any(isinstance(error, MediaTooLarge) for error in own):
-        raise own[0]  # of the modality whose magic bytes they have
+            own.append(to_report(error))
+    if len(own) == 1:
+        raise from_report(own[0])
     raise InvalidUpload("the body is not an image, a video or audio of a type that this server supports, or is damaged")
 
 

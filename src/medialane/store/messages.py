@@ -392,9 +392,8 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Question = SendData | ImageSize | WriteMedia
-Call = (
-    FindItem | FindEmbedding | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage | PutMedia | AskLease
-)
+LongCall = FindItem | FindEmbedding | PullEntries | PublishImage | PutMedia
+Call = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
 Embedded = EmbeddingFound | NoEmbedding
 Found = ItemFound | Embedded | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | MediaLeased
 Reply = Found | CallFailed

@@ -48,6 +48,7 @@ from medialane.store.messages import (
     ImagePublished,
     ImageSize,
     ItemFound,
+    LongCall,
     MediaLeased,
     NoEmbedding,
     PassedEmbedding,
@@ -88,9 +89,6 @@ GROWTH_TIMEOUT_S = 10.0
 GROWTH_INTERVAL_S = 0.05
 
 T = TypeVar("T")
-
-#: Calls that are answered in tasks of their own.
-LongCall = FindItem | FindEmbedding | PullEntries | PublishImage | PutMedia
 
 
 class StoreSession:
@@ -425,7 +423,8 @@ class StoreSession:
         After a timeout the connection is closed: the client may still be writing, so that its range is freed only when
         its process has exited. Raises StoreUnavailable then.
         """
-        answered = self._questions[question.call_id] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[Proceed | Written] = asyncio.get_running_loop().create_future()
+        self._questions[question.call_id] = answered
         try:
             self.connection.send(question, at_once=True)
             async with asyncio.timeout(timeout_s):
