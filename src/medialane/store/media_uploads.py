@@ -167,7 +167,7 @@ class MediaUploads:
 
 def sniffed(data: memoryview, declared: Modality | None, config: MediaConfig) -> tuple[Modality, str]:
     """Return the modality and media type of encoded bytes, whose modality may be declared. Raises what `sniff` raises,
-    InvalidUpload for bytes that are of no modality."""
+    InvalidUpload for bytes that no modality recognises."""
     if declared is not None:
         return declared, sniff(data, declared, config)
     own: list[ErrorReport] = []  # of modalities whose magic bytes they have, or none; an exception would keep the bytes
@@ -180,7 +180,8 @@ def sniffed(data: memoryview, declared: Modality | None, config: MediaConfig) ->
             own.append(to_report(error))
     if len(own) == 1:
         raise from_report(own[0])
-    raise InvalidUpload("the body is not an image, a video or audio of a type that this server supports, or is damaged")
+    message = "the body is not an image, a video or audio of a type that this server supports"
+    raise InvalidUpload(f"{message}, or it is damaged") if own else UnsupportedMediaType(message)
 
 
 def _duration_s(size: MediaSize) -> float:
