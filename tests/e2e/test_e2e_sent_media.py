@@ -1,6 +1,9 @@
 """Media that clients send once, and refer to by their hash: in all APIs, with plain vLLM's outputs."""
 
+import asyncio
 import io
+import json
+from urllib.parse import urlsplit
 
 import pytest
 from openai_http import CHAT, OpenAiHttp, assert_same, chat, data_url, image, photo, text
@@ -145,7 +148,7 @@ async def test_audio_is_measured(ours):
         ("", b"", {}, 400, "empty_media", None),
         ("", b"no media", {}, 400, "invalid_upload", None),
         ("", b"%PDF-1.7", {}, 415, "unsupported_media_type", None),
-        ("", photo(645)[:700], {"Content-Type": "image/jpeg"}, 400, "invalid_image", None),
+        ("", photo(645)[:20], {"Content-Type": "image/jpeg"}, 400, "invalid_image", None),
         ("", photo(645), {"Content-Type": "video/mp4"}, 415, "unsupported_media_type", None),
         ("", b"x", {"Content-Length": str(1 << 40)}, 413, "body_too_large", None),
     ],
@@ -153,6 +156,22 @@ async def test_audio_is_measured(ours):
 async def test_bad_upload_names_what_is_wrong(ours, query, data, headers, status, code, param):
     got, answer, _ = await call(ours, "PUT", MEDIA + query, io.BytesIO(data), **headers)
     assert (got, answer["error"]["code"], answer["error"]["param"]) == (status, code, param), answer
+
+
+@pytest.mark.parametrize(("query", "first"), [("?ttl=0", b"HTTP/1.1 400"), ("", b"HTTP/1.1 100 Continue")])
+async def test_client_that_expects_100_sends_only_what_is_accepted(ours, query, first):
+    address = urlsplit(ours.base_url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    head = f"PUT {MEDIA}{query} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(photo(646))}\r\nExpect: 100-continue\r\n"
+    writer.write(head.encode() + b"Connection: close\r\n\r\n")
+    assert (await reader.readline()).startswith(first)
+    if first.endswith(b"Continue"):
+        writer.write(photo(646))
+        media = json.loads((await reader.read()).rpartition(b"\r\n")[2])
+        kept.append((ours, media))
+        assert media["size"]["bytes"] == len(photo(646))
+    writer.close()
+    await writer.wait_closed()
 
 
 @pytest.mark.parametrize(
