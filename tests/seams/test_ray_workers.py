@@ -201,8 +201,10 @@ def has_successor(socket, store):
 
 
 def stores_at(socket):
+    """The stores themselves: a fork that one is just making still has its command line."""
     commands = {pid: command_line(pid) for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))}
-    return [pid for pid, words in commands.items() if "store" in words[:4] and f"unix:{socket}" in words]
+    named = [pid for pid, words in commands.items() if "store" in words[:4] and f"unix:{socket}" in words]
+    return [pid for pid in named if parent_of(pid) not in (None, *named)]
 
 
 def command_line(pid):
@@ -212,5 +214,7 @@ def command_line(pid):
 
 
 def parent_of(pid):
-    with open(f"/proc/{pid}/stat") as file:
+    """None if the process has ended."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[1])
+    return None

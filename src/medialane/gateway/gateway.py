@@ -131,6 +131,15 @@ class Gateway:
         self._admission.admit(scope)
         return await self._features.resolve(scope.resolve(url))
 
+    def admit(self, scope: RequestScope) -> None:
+        """Count a request with media until its scope ends. Raises PreparersBusy."""
+        self._admission.admit(scope)
+
+    async def num_image_tokens(self, size: tuple[int, int]) -> int | None:
+        """Return how many tokens of a prompt an image of this size takes at least; None if that is not known."""
+        cost = await self._assembly.image_cost(size, b"{}")
+        return None if cost is None else cost.num_tokens
+
     def check_ready(self) -> None:
         if not self._config.render_only:
             self._workers.check_ready()

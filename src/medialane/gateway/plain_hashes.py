@@ -13,6 +13,7 @@ from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import DECODED, MediaRef, MediaSize
 from medialane.core.media_hash import Bytes, DecodedItem, EncodedItem, HashedItem, MediaHasher
+from medialane.core.media_lease import is_leased
 from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.store_features import StoreFeatures
@@ -50,9 +51,9 @@ class PlainHashes:
         for number, item in zip(urls, await of_urls.in_stage("url"), strict=True):
             content = item.content_hash or ""
             (fetched[content],) = self._features.tensors(item.feature)
-            items[number] = msgspec.structs.replace(
-                items[number], url=None, content=content, media_type=item.media_type
-            )
+            # Those of leased media are found by their lease.
+            url = items[number].url if is_leased(items[number].url) else None
+            items[number] = msgspec.structs.replace(items[number], url=url, content=content, media_type=item.media_type)
         return msgspec.structs.replace(prompt, items=tuple(items)), fetched
 
     async def named(

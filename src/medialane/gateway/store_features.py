@@ -35,6 +35,7 @@ from medialane.store.messages import (
     FindItem,
     Form,
     ImagePublished,
+    ImageSize,
     ItemDescribed,
     ItemFound,
     PublishImage,
@@ -285,6 +286,8 @@ class StoreFeatures:
                 budget.missing(ref, file_bytes=num_bytes or 0)
                 await self._write(ref.data or b"", timeline, question.range)
                 return
+            if not isinstance(question, ImageSize):
+                raise ProtocolViolation(f"unexpected {type(question).__name__}")
             with naming(ref):
                 await budget.add(ref, question.width, question.height)
             budget.missing(ref, file_bytes=0)

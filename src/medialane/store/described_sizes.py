@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -13,7 +14,6 @@ from medialane.core.hashing import decoded_key
 from medialane.core.media import EncodedMedia, MediaRef, MediaSize, Modality
 from medialane.core.single_flight import SingleFlight
 from medialane.prepare import Described, PreparerPool
-from medialane.store.encoded_store import EncodedStore
 
 #: Bytes of the sizes, and of the descriptions, that are kept. A header has some hundred bytes, but may have 4 MiB; the
 #: metadata of a long video have 6 KB.
@@ -38,9 +38,10 @@ class DescribedItem(NamedTuple):
 class DescribedSizes:
     """Keeps what preparers have found, bounded in bytes; concurrent calls for the same are shared."""
 
-    def __init__(self, pool: PreparerPool, store: EncodedStore) -> None:
+    def __init__(self, pool: PreparerPool, lookup: Callable[[MediaRef, str], Lease[EncodedMedia] | None]) -> None:
+        """`lookup` returns the cached bytes of this content; the caller owns the lease."""
         self._pool = pool
-        self._store = store
+        self._lookup = lookup
         self._sizes: LRUCache[tuple[str, Modality], MediaSize] = LRUCache(MAX_BYTES, getsizeof=_size_bytes)
         self._described: LRUCache[object, Described | None] = LRUCache(MAX_BYTES, getsizeof=_described_bytes)
         self._measuring: SingleFlight[object, MediaSize] = SingleFlight()
@@ -72,7 +73,7 @@ class DescribedSizes:
         return described
 
     async def _measure(self, ref: MediaRef, content: str) -> MediaSize:
-        if (stored := self._store.lookup(ref, content)) is None:
+        if (stored := self._lookup(ref, content)) is None:
             raise ArenaFull("the media were evicted before they were measured")
         with stored:
             return await self._pool.measure(stored, ref.io)

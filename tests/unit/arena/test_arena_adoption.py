@@ -537,5 +537,5 @@ class Owners(RuleBasedStateMachine):
         os.rmdir(self.shm)
 
 
-TestOwners = Owners.TestCase
+TestOwners = pytest.mark.timeout(120)(Owners.TestCase)  # files of MiBs, hundreds of times
 TestOwners.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)

@@ -28,7 +28,7 @@ from medialane.media import MediaConfig
 from medialane.media.fetch import Fetched
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import Described
-from medialane.store import Aliases, Items
+from medialane.store import Aliases, Items, MediaLeases, StoreConfig
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.items import Processing
 from medialane.store.messages import FindEmbedding
@@ -118,7 +118,14 @@ class World:
     def __init__(self, arena):
         self.arena, self.fetcher, self.pool = arena, Fetcher(), Pool(arena)
         aliases = Aliases(max_aliases=8, ttl_s=60)
-        self.items = Items(arena=arena, pool=self.pool, fetcher=self.fetcher, media=MediaConfig(), aliases=aliases)
+        self.items = Items(
+            arena=arena,
+            pool=self.pool,
+            fetcher=self.fetcher,
+            media=MediaConfig(),
+            aliases=aliases,
+            leases=MediaLeases(arena, StoreConfig()),
+        )
         self.fetcher.store = EncodedStore(arena, MediaConfig())  # stateless
         self.uploads, self.admitted = 0, []
 
