@@ -113,8 +113,8 @@ async def world(arena, preparers, worker, tmp_path):
         parts.store.leases.close()
 
 
-async def answer(parts, server, url, *, tenant="search", salt=""):
-    """Answer a chat request with this image."""
+async def answer(parts, server, url, *, tenant="search", salt="", describes=False):
+    """Answer a chat request with this image, or only describe it."""
     content = [{"type": "image_url", "image_url": {"url": url}}]
     body = {"messages": [{"role": "user", "content": content}], **({"cache_salt": salt} if salt else {})}
     with open_scope() as scope:
@@ -122,7 +122,9 @@ async def answer(parts, server, url, *, tenant="search", salt=""):
         intake = extract(json.dumps(body).encode(), MediaConfig(), references=scope.references, owner=scope.owner)
         scope.extracted = ExtractedMedia(intake.refs)
         items = tuple(map(parts.gateway.resolve, [scope.references.text(0)]))
-        prepared = await parts.gateway.prepare(MediaPrompt([1, 2, PLACEHOLDER_TOKEN], items))
+        make = parts.gateway.describe if describes else parts.gateway.prepare
+        prepared = await make(MediaPrompt([1, 2, PLACEHOLDER_TOKEN], items))
+        assert prepared.is_predicted == describes
         return prepared.mm_hashes, scope.timeline.cache
 
 
@@ -143,6 +145,16 @@ async def test_reference_stands_for_the_image_and_only_for_its_tenant(world):
     assert raised.value.param == "messages[0].content[0].image_url"
     status, error, _ = await server.call("GET", f"{MEDIA_PATH}/{media['hash']}", tenant="nightly")
     assert (status, error["error"]["code"]) == (404, "unknown_media")
+
+
+async def test_reference_is_described_for_its_tenant_only_and_as_it_is_prepared(world):
+    parts, server = world
+    url = MEDIA_SCHEME + (await server.put(png()))["hash"]
+    for _ in range(2):
+        described, _ = await answer(parts, server, url, describes=True)
+        with pytest.raises(UnknownMedia):
+            await answer(parts, server, url, tenant="nightly", describes=True)
+    assert described == (await answer(parts, server, url))[0]
 
 
 async def test_body_is_not_read_before_it_is_accepted(world):
