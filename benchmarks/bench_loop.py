@@ -105,7 +105,7 @@ async def _send_all(
         for number in todo:
             body = _body(model, encoded, number)
             headers = {"content-type": "application/json", "content-length": str(len(body))}
-            async with session.post(f"{url}/v1/chat/completions", data=_chunks(body), headers=headers) as response:
+            async with session.post(f"{url}/v1/chat/completions", data=chunks(body), headers=headers) as response:
                 answer = await response.read()
                 assert response.status == 200, answer[:500]
 
@@ -126,7 +126,7 @@ def _body(model: str, encoded: bytes, number: int) -> bytes:
     return b"".join([before, b"data:image/jpeg;base64,", pybase64.b64encode(_HEAD % number), encoded, after])
 
 
-async def _chunks(body: bytes) -> AsyncIterator[bytes]:
+async def chunks(body: bytes) -> AsyncIterator[bytes]:
     for start in range(0, len(body), 1 << 18):
         yield body[start : start + (1 << 18)]
 
@@ -136,8 +136,9 @@ def _ticks(lags: Sequence[float]) -> list[float]:
     return [lag - late for lag in lags for late in range(int(lag) + 1)]
 
 
-def _report(phases: dict[str, tuple[int, int]], lags: Lags) -> Report:
-    rows = []
+def lag_rows(phases: dict[str, tuple[int, int]], lags: Lags) -> list[dict[str, object]]:
+    """Return a row for each phase, of which the start and end are given."""
+    rows: list[dict[str, object]] = []
     for phase, (begin, end) in phases.items():
         found = [(lag, max(0.0, lag - waited)) for when, lag, waited in lags if begin <= when < end]
         ticks, own = _ticks([lag for lag, _ in found]), _ticks([lag for _, lag in found])
@@ -153,7 +154,14 @@ def _report(phases: dict[str, tuple[int, int]], lags: Lags) -> Report:
                 "own worst ms": max(own),
             }
         )
+    return rows
+
+
+def lag_bar(name: str, rows: list[dict[str, object]]) -> Bar:
     worst = max(float(row["p99 ms"]) for row in rows)  # type: ignore[arg-type]
-    return Report(
-        "loop", {f"{CONCURRENCY} at a time": rows}, [Bar("loop: event-loop lag p99, ms", worst, 10, "at most")]
-    )
+    return Bar(f"{name}: event-loop lag p99, ms", worst, 10, "at most")
+
+
+def _report(phases: dict[str, tuple[int, int]], lags: Lags) -> Report:
+    rows = lag_rows(phases, lags)
+    return Report("loop", {f"{CONCURRENCY} at a time": rows}, [lag_bar("loop", rows)])

@@ -21,7 +21,7 @@ import aiohttp
 from harness import Bar, Options, Report, median
 from medialane.check.server_process import server_process
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
-from servers import Server, clean_environ, server_of, settle
+from servers import MEDIALANE_RENDER, PLAIN_RENDER, Server, clean_environ, server_of, settle
 from start_probe import MB, Client, command, cpu_seconds, seconds_until
 
 NAME = "render_start"
@@ -31,12 +31,11 @@ NUM_REQUESTS = 200
 _CONCURRENCY = 4
 
 PLAIN, ONE, TWO = "vllm launch render", "--gateways 1", "--gateways 2"
-#: Each is followed by the model. `vllm launch` itself needs the metadata of a distribution that is named vllm, which
-#: the build for CPUs is not.
-_COMMANDS = {
-    PLAIN: (["-m", "vllm.entrypoints.launchers.render.entry", "--model"], []),
-    ONE: (["-m", "medialane", "render"], ["--arena-size", "256MiB", "--"]),
-    TWO: (["-m", "medialane", "render"], ["--gateways", "2", "--arena-size", "256MiB", "--"]),
+#: Each is followed by the model.
+_COMMANDS: dict[str, tuple[Sequence[str], list[str]]] = {
+    PLAIN: (PLAIN_RENDER, []),
+    ONE: (MEDIALANE_RENDER, ["--arena-size", "256MiB", "--"]),
+    TWO: (MEDIALANE_RENDER, ["--gateways", "2", "--arena-size", "256MiB", "--"]),
 }
 
 

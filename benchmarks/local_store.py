@@ -13,7 +13,7 @@ from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.peers import Pulls
 from medialane.prepare import PreparerPool
-from medialane.store import Aliases, EncodedStore, Items, StoreLink, StoreServer
+from medialane.store import Aliases, EncodedStore, Items, MediaLeases, StoreConfig, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
 from medialane.wire.config import RpcConfig
 
@@ -28,7 +28,8 @@ async def host_store(address: str, arena: Arena, pool: PreparerPool | None = Non
     preparers: Any = pool
     async with Fetcher(media, open_body=EncodedStore(arena, media).open) as fetcher:
         aliases = Aliases(max_aliases=1, ttl_s=60)
-        items = Items(arena=arena, pool=preparers, fetcher=fetcher, media=media, aliases=aliases)
+        leases = MediaLeases(arena, StoreConfig())
+        items = Items(arena=arena, pool=preparers, fetcher=fetcher, media=media, aliases=aliases, leases=leases)
 
         def status() -> StoreStatus:
             return StoreStatus(StoreStats(arena.stats(), _NO_PREPARERS if pool is None else pool.stats()))
@@ -41,6 +42,7 @@ async def host_store(address: str, arena: Arena, pool: PreparerPool | None = Non
             yield
         finally:
             await server.close()
+            leases.close()
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,11 @@ SETTLE_S = 1.5
 
 #: Variables that affect vLLM's speed on a CPU, which `medialane bench` or its user may have set for this process.
 _SPEED = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "VLLM_CPU_KVCACHE_SPACE")
+
+#: Render servers, each followed by the model. `vllm launch` itself needs the metadata of a distribution that is named
+#: vllm, which the build for CPUs is not.
+PLAIN_RENDER = ("-m", "vllm.entrypoints.launchers.render.entry", "--model")
+MEDIALANE_RENDER = ("-m", "medialane", "render")
 
 _ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -75,6 +80,24 @@ async def medialane_server(
     flags = ["--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS]
     async with server_process("medialane", command, flags, model=model, environ=environ, log=log, stop_s=60) as process:
         yield server_of("medialane", process)
+
+
+@asynccontextmanager
+async def render_servers(model: str, flags: Sequence[str]) -> AsyncIterator[tuple[Server, Server]]:
+    """`medialane render` with one gateway, then vLLM's own render server, for `model` with vLLM's `flags`."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def server(name: str, command: Sequence[str], *separator: str) -> AbstractAsyncContextManager[ServerProcess]:
+            log = Path(folder) / f"{name.replace(' ', '-')}.log"
+            return server_process(
+                name, [*command, model], [*separator, *flags], model=model, environ=clean_environ(), log=log, stop_s=60
+            )
+
+        async with (
+            server("vllm launch render", PLAIN_RENDER) as plain,
+            server("medialane render", MEDIALANE_RENDER, "--") as ours,
+        ):
+            yield server_of("medialane render", ours), server_of("vllm launch render", plain)
 
 
 def clean_environ() -> dict[str, str]:

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from medialane_process import kill
-from openai_http import Answer, chat, data_url, image, in_flight, load, long_chat, num_begun, picture, text
+from openai_http import Answer, chat, data_url, image, in_flight, load, long_chat, num_begun, photo, picture, text
 from PIL import Image
 from process_tree import cpu_s, descendants, is_alive, parent_of, suspended
 
@@ -209,6 +209,18 @@ async def test_store_killed_during_answers_costs_other_media_requests_only_time(
     again = [await ours.succeed({**body, "max_tokens": 20}) for _ in range(2)]
     assert [(found.cache, found.ids) for found in again] == [("hit", right[:20])] * 2
     assert [found.copied_bytes for found in again] == [0, 0], "by shared memory"
+
+
+async def test_media_that_were_sent_once_survive_the_store(serve, ours, plain):
+    data = photo(168)
+    right = (await plain.succeed(chat(image(data_url(data)), ASK))).ids
+    path = "/medialane/v1/media"
+    async with ours.session() as session, session.put(ours.base_url + path, data=data) as response:
+        media = await response.json()
+    kill(serve.store_pid())
+    assert (await ours.succeed(chat(image(f"medialane:media/{media['hash']}"), ASK))).ids == right
+    async with ours.session() as session, session.delete(f"{ours.base_url}{path}/{media['hash']}") as response:
+        assert response.status == 200
 
 
 async def test_store_killed_while_preparing_answers_from_the_next_store_or_503(serve, ours, plain):

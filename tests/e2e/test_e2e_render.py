@@ -228,6 +228,17 @@ async def test_media_of_urls_have_the_hashes_of_their_bytes(http, engine, render
     assert set(again["features"]["mm_hashes"]["image"]) == set(inline["features"]["mm_hashes"]["image"]) == hashes
 
 
+async def test_media_that_were_sent_once_have_the_hashes_of_their_bytes(http, engine, render):
+    datas, parts = [sample_jpeg(22, 180, 120), encoded("RGBA", "PNG", 23)], []
+    for data in datas:
+        async with http.put(f"{render}/medialane/v1/media", data=data) as response:
+            parts.append(image(f"medialane:media/{(await response.json())['hash']}"))
+    theirs = await post(http, engine.base_url + RENDER, body(list(map(picture, datas))))
+    for fields in ({}, {"cache_salt": "of the request"}):
+        ours = await post(http, render + RENDER, body(parts, **fields))
+        assert (ours["token_ids"], ours["features"]) == (theirs["token_ids"], theirs["features"])
+
+
 async def test_server_without_an_engine_refuses_to_generate(http, render):
     for path in (CHAT, "/v1/completions", "/inference/v1/generate"):
         async with http.post(render + path, json=body([])) as response:

@@ -16,7 +16,7 @@ from medialane.media.fetch import Fetcher
 from medialane.peers import Pulls
 from medialane.peers.nixl.mover import NixlMover
 from medialane.prepare import PreparerPool
-from medialane.store import Aliases, Items, PublishedImages, StoreLink, StoreServer
+from medialane.store import Aliases, Items, MediaLeases, PublishedImages, StoreConfig, StoreLink, StoreServer
 from medialane.store.messages import StoreStatus
 from medialane.wire.config import RpcConfig
 
@@ -63,12 +63,14 @@ class HostStore:
         self._preparers = preparers
         self._fetcher = fetcher
         self.mover = mover
+        self.leases = MediaLeases(arena, StoreConfig())
         self.items = self._make_items()
         self.fairness = LoopFairness()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         self._stack.callback(self.fairness.close)
+        self._stack.callback(self.leases.close)
         self.pulls = Pulls(self.arena, RPC, self.mover)
         self._stack.push_async_callback(self.pulls.close)
         if self.mover is not None:
@@ -101,6 +103,7 @@ class HostStore:
             fetcher=self._fetcher,
             media=self.media,
             aliases=Aliases(max_aliases=8, ttl_s=60),
+            leases=self.leases,
             published=published,
         )
 

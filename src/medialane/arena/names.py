@@ -1,4 +1,4 @@
-"""Records of names (uuids, URLs) in an arena's file, for the next process that owns it.
+"""Records of names (uuids, URLs, leased media) in an arena's file, for the next process that owns it.
 
 They are beyond the part that is mapped: records of 256 bytes, each written by one pwrite(2), in an order that says
 nothing. If the file system is full that is an error, after which no names are kept; a write to a mapping would be a
@@ -23,7 +23,7 @@ from typing import Literal
 
 from blake3 import blake3
 
-NameKind = Literal["uuid", "url"]
+NameKind = Literal["uuid", "url", "lease"]
 
 RECORD_BYTES = 256
 _CHECKSUM_BYTES = 16
@@ -32,7 +32,7 @@ _HEAD = struct.Struct("<HBx32s")
 MAX_PAYLOAD_BYTES = RECORD_BYTES - _CHECKSUM_BYTES - _HEAD.size
 
 _RECORD = struct.Struct(f"<{_CHECKSUM_BYTES}s{RECORD_BYTES - _CHECKSUM_BYTES}s")
-_KINDS: dict[NameKind, int] = {"uuid": 1, "url": 2}
+_KINDS: dict[NameKind, int] = {"uuid": 1, "url": 2, "lease": 3}
 _READ_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)

@@ -49,9 +49,11 @@ from medialane.gateway.encoders import Encoders
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake import warm_up
+from medialane.gateway.media_endpoint import MediaEndpoint
 from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.scope import OpenRequests
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
+from medialane.gateway.sent_media import SentMedia
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_link.join_server import JoinServer
 from medialane.observability.metrics import Memory, Metrics
@@ -394,6 +396,8 @@ async def _app(
     }
     if components.config.media.allow_rdma:
         actions["POST /medialane/publish"] = gateway.publish_images
+    sent = SentMedia(components.store, fairness=components.fairness, timeout_s=components.gateway_config.body_timeout_s)
+    media = MediaEndpoint(sent, components.gateway_config, admit=gateway.admit, num_tokens=gateway.num_image_tokens)
     app = await components.frontend.app(
         gateway,
         outer=Middleware(
@@ -414,6 +418,7 @@ async def _app(
         ],
         pages={"/medialane/decisions": gateway.routes.decisions},
         actions=actions,
+        endpoints=media.routes if components.frontend.takes_media else {},
         health=health,
         tasks=model_tasks,
         render_only=components.gateway_config.render_only,

@@ -46,7 +46,8 @@ from medialane.media.fetch import Fetcher
 from medialane.peers.nixl.mover import NixlMover
 from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
-from medialane.store import Aliases, EncodedStore, Items, PublishedImages, StoreServer
+from medialane.store import Aliases, EncodedStore, Items, MediaLeases, PublishedImages, StoreServer
+from medialane.store.media_leases import MAX_LEASES
 from medialane.store.messages import StoreStatus
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,8 @@ class _Store:
         urls, uuids = names.records("url"), names.records("uuid")
         fetcher = await stack.enter_async_context(Fetcher(config.media, open_body=encoded.open, records=urls))
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s, records=uuids)
+        self._leases = MediaLeases(arena, config.store, records=names.records("lease"))  # before anything is evicted
+        stack.callback(self._leases.close)
         mover = nixl_mover(config, arena.id, arena.slot)
         self._pulls = pulls = Pulls(
             arena,
@@ -194,6 +197,7 @@ class _Store:
             fetcher=fetcher,
             media=config.media,
             aliases=aliases,
+            leases=self._leases,
             published=published,
         )
         self._memory = MemoryUse(partial(self._pids, mover))
@@ -244,6 +248,7 @@ class _Store:
             embeddings,
             dict(self._memory.latest),
             holds=() if self._holds is None else self._holds.records(_MAX_REPORTED_HOLDS),
+            leases=self._leases.stats,
         )
         return StoreStatus(stats, self._pool.degradation, self._has_started)
 
@@ -274,7 +279,7 @@ def _exit_at_once() -> None:
 
 def names_area(config: Config, arena: Arena) -> NamesArea:
     """Open what the arena's file has of uuids and URLs, for this store and the next one."""
-    max_records = config.store.max_uuids + config.media.max_cached_urls
+    max_records = config.store.max_uuids + config.media.max_cached_urls + MAX_LEASES
     return NamesArea(arena.path, first_byte=arena.end_bytes, nonce=arena.nonce, max_records=max_records)
 
 

@@ -39,7 +39,8 @@ class MediaRef(msgspec.Struct, frozen=True):
 
     `alias` is the client's name for the item. An item sent as an alias only has neither URL nor data, but `content`,
     its hash, once that is known. For the store, which never gets `data`, `content` replaces it. With `is_embeds`,
-    `data` is an `Embeds` document, which is neither decoded nor processed.
+    `data` is an `Embeds` document, which is neither decoded nor processed. `owner` is whose leased
+    media (`core.media_lease`) the URL may refer to.
     """
 
     modality: Modality
@@ -53,6 +54,7 @@ class MediaRef(msgspec.Struct, frozen=True):
     alias: Alias | None = None
     content: str | None = None
     is_embeds: bool = False
+    owner: str = ""
 
     def __post_init__(self) -> None:
         if self.url is not None and self.data is not None:

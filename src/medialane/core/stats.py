@@ -73,6 +73,14 @@ class EmbeddingStats(msgspec.Struct, frozen=True):
     num_revoking: int = 0
 
 
+class MediaLeaseStats(msgspec.Struct, frozen=True):
+    """Media that clients have sent to be kept (`core.media_lease`), uploads that are being received included."""
+
+    num_leases: int = 0
+    num_bytes: int = 0
+    max_bytes: int = 0
+
+
 class HoldRecord(msgspec.Struct, frozen=True):
     """A lease or a reservation of an entry of the arena (`--debug-holds`): the entry's place, size, kind, key and
     state; for whom it was taken (client, call, request), by which calls, innermost first; its age in seconds."""
@@ -97,6 +105,7 @@ class StoreStats(msgspec.Struct, frozen=True):
     embeddings: EmbeddingStats = EmbeddingStats()
     memory: Mapping[ProcessKind, int] = {}
     holds: tuple[HoldRecord, ...] = ()
+    leases: MediaLeaseStats = MediaLeaseStats()
 
 
 class LearnedCost(msgspec.Struct, frozen=True):

@@ -31,6 +31,7 @@ from medialane.gateway.admission import SharedCounts, Tenant, Tenants
 from medialane.gateway.bodies import replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import error_form, send_error
+from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
 from medialane.gateway.scope import current_scope
 from medialane.observability.metrics import Metrics
 from medialane.wire.private_file import read_private
@@ -47,6 +48,7 @@ CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
 CLIENT = frozenset({
     "/invocations", "/tokenize", "/detokenize", "/tokenizer_info", "/generative_scoring", "/pooling", "/classify",
     "/score", "/rerank", "/load", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/medialane/publish",
+    MEDIA_PATH, LEASE_PATH,
 })  # fmt: skip
 #: Administrative although a prefix of clients' routes applies.
 ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"})

@@ -155,7 +155,11 @@ class BoundedReceive:
     Only the time spent waiting for the client counts. Raises BodyTooLarge, BodyMemoryExhausted, ClientTooSlow.
     """
 
-    def __init__(self, receive: Receive, limit: int, charge: BudgetCharge, config: GatewayConfig) -> None:
+    def __init__(
+        self, receive: Receive, limit: int, charge: BudgetCharge, config: GatewayConfig, *, keeps: bool = True
+    ) -> None:
+        """Unless the caller `keeps` what it has received, only the last message is charged."""
+        self._keeps = keeps
         self._receive = receive
         self._limit = limit
         self._charge = charge
@@ -171,7 +175,7 @@ class BoundedReceive:
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limit:
             raise BodyTooLarge(f"the request body has more than {self._limit} bytes")
-        self._charge.set(self._num_bytes)
+        self._charge.set(self._num_bytes if self._keeps else len(message.get("body", b"")))
         self._more = bool(message.get("more_body", False))
         return message
 

@@ -131,6 +131,15 @@ class Gateway:
         self._admission.admit(scope)
         return await self._features.resolve(scope.resolve(url))
 
+    def admit(self, scope: RequestScope) -> None:
+        """Count a request with media until its scope ends. Raises PreparersBusy."""
+        self._admission.admit(scope)
+
+    async def num_image_tokens(self, size: tuple[int, int]) -> int | None:
+        """Return how many tokens of a prompt an image of this size takes at least; None if that is not known."""
+        cost = await self._assembly.image_cost(size, b"{}")
+        return None if cost is None else cost.num_tokens
+
     def check_ready(self) -> None:
         if not self._config.render_only:
             self._workers.check_ready()
@@ -150,8 +159,12 @@ class Gateway:
         self._admission.admit(scope)
         return await self._hashed(prompt, scope, partial(self._prepare, with_tensors=with_tensors))
 
+    @while_connected
     async def describe(self, prompt: MediaPrompt) -> PreparedPrompt:
-        return await self.prepare(prompt)
+        """As `prepare`, but nothing is processed where headers are known from the size of the media."""
+        scope = current_scope()
+        self._admission.admit(scope)
+        return await self._hashed(prompt, scope, partial(self._prepare, describes=True))
 
     def tensors(self, feature: Feature) -> list[memoryview]:
         return self._features.tensors(feature)
@@ -171,7 +184,9 @@ class Gateway:
         prompt, fetched = await self._plain.fetched(media)
         return await self._plain.named(await make(prompt, scope), media, fetched)
 
-    async def _prepare(self, prompt: MediaPrompt, scope: RequestScope, *, with_tensors: bool = False) -> PreparedPrompt:
+    async def _prepare(
+        self, prompt: MediaPrompt, scope: RequestScope, *, with_tensors: bool = False, describes: bool = False
+    ) -> PreparedPrompt:
         if (expectation := self._expectation(scope)) is not None:
             expectation.judge_arrival()
         if self.queues is not None and scope.preparation is None:
@@ -185,7 +200,7 @@ class Gateway:
         encoder = self.routes.encoder if self._transports.carry_embeddings and not with_tensors else ""
         media = RequestMedia(prompt, self._features, scope, self._assembly, encoder=encoder)
         try:
-            return await self._prepared(prompt, stage, media, scope)
+            return await self._prepared(prompt, stage, media, scope, describes=describes and stage.is_processed)
         except PromptTooLong as error:
             scope.fail(error, app_responds=True)
             raise
@@ -198,9 +213,9 @@ class Gateway:
             return await self._prepared(prompt, STAGES[stage.instead], media, scope)
 
     async def _prepared(
-        self, prompt: MediaPrompt, stage: Stage, media: RequestMedia, scope: RequestScope
+        self, prompt: MediaPrompt, stage: Stage, media: RequestMedia, scope: RequestScope, *, describes: bool = False
     ) -> PreparedPrompt:
-        items = await media.in_stage(stage.name)
+        items = await (media.described() if describes else media.in_stage(stage.name))
         mm_hashes = tuple(item.feature.mm_hash for item in items)
         if not stage.is_processed:
             scope.note_prepared(items)
@@ -211,7 +226,9 @@ class Gateway:
             assembled = await self._assembly.assemble(prompt, features)
         scope.note_prepared(items, [place.num_embeds for place in assembled.placeholders])
         placed = tuple(map(PlacedFeature, features, assembled.placeholders))
-        return PreparedPrompt(assembled.token_ids, placed, mm_hashes, prompt, media, assembled.encoder_token_ids)
+        is_predicted = all(item.is_hit is None for item in items)
+        encoder_token_ids = assembled.encoder_token_ids
+        return PreparedPrompt(assembled.token_ids, placed, mm_hashes, prompt, media, encoder_token_ids, is_predicted)
 
     @while_connected
     async def decode_audio(self, url: str, sample_rate: int) -> bytes:

@@ -18,12 +18,14 @@ from typing import Any
 
 from medialane.core.errors import BodyTooLarge, ClientDisconnected, InvalidRequest, MedialaneError
 from medialane.core.loop_fairness import LoopFairness
+from medialane.core.modalities import MODALITIES
 from medialane.core.taker import TAKER
 from medialane.gateway.access import given_key
 from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge, Message, Receive, replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
+from medialane.gateway.media_endpoint import MEDIA_PATH
 from medialane.gateway.report import ReportSender
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
 from medialane.media import MediaConfig
@@ -108,8 +110,11 @@ class IntakeMiddleware:
             await self._app(scope, receive, send)
             return
         content_type = _header(scope, b"content-type") or b""
-        is_read_here = scope["method"] not in _WITHOUT_BODY and not _is_urlencoded(content_type)
+        is_streamed = _is_streamed(scope)
+        is_read_here = scope["method"] not in _WITHOUT_BODY and not (is_streamed or _is_urlencoded(content_type))
         limit = self._media.max_body_bytes if is_read_here else self._config.max_text_bytes
+        if is_streamed:
+            limit = max(self._media.fetch_limits(modality).max_bytes for modality in MODALITIES)
         request, form = current_scope(), error_form(scope)
         request.client = given_key(scope).hex()
         request.memory = charge = BudgetCharge(self._memory)
@@ -117,7 +122,7 @@ class IntakeMiddleware:
         try:
             request.ttft_limit_ms = _own_ttft_limit(scope) if self._config.trust_headers else None
             declared = _check_declared(scope, limit)
-            incoming = BoundedReceive(receive, limit, charge, self._config)
+            incoming = BoundedReceive(receive, limit, charge, self._config, keeps=not is_streamed)
             # This frame lives as long as the response, so it must not hold the original body.
             body = await self._extract(incoming, declared, charge, content_type) if is_read_here else None
         except MedialaneError as error:
@@ -173,7 +178,13 @@ class IntakeMiddleware:
                     buffer, content_type, self._media, self._config, references=request.references, size=size
                 )
             return extract(
-                buffer, self._media, self._config, references=request.references, size=size, client=request.client
+                buffer,
+                self._media,
+                self._config,
+                references=request.references,
+                size=size,
+                client=request.client,
+                owner=request.owner,
             )
 
 
@@ -205,6 +216,12 @@ def _recording_errors(receive: Receive, request: RequestScope) -> Receive:
             raise
 
     return recording
+
+
+def _is_streamed(scope: Scope) -> bool:
+    """Return whether the body are media, which the handler reads as they arrive."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+    return scope["method"] == "PUT" and path == MEDIA_PATH
 
 
 def _is_urlencoded(content_type: bytes) -> bool:

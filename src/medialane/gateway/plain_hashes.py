@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -12,6 +13,7 @@ from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import DECODED, MediaRef, MediaSize
 from medialane.core.media_hash import Bytes, DecodedItem, EncodedItem, HashedItem, MediaHasher
+from medialane.core.media_lease import is_leased
 from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.store_features import StoreFeatures
@@ -49,9 +51,9 @@ class PlainHashes:
         for number, item in zip(urls, await of_urls.in_stage("url"), strict=True):
             content = item.content_hash or ""
             (fetched[content],) = self._features.tensors(item.feature)
-            items[number] = msgspec.structs.replace(
-                items[number], url=None, content=content, media_type=item.media_type
-            )
+            # Those of leased media are found by their lease.
+            url = items[number].url if is_leased(items[number].url) else None
+            items[number] = msgspec.structs.replace(items[number], url=url, content=content, media_type=item.media_type)
         return msgspec.structs.replace(prompt, items=tuple(items)), fetched
 
     async def named(
@@ -61,9 +63,10 @@ class PlainHashes:
         Raises MedialaneError."""
         prompt = prepared.source
         sizes = [placed.feature.size for placed in prepared.features] or [MediaSize()] * len(prompt.items)
-        items = await gather_or_cancel(
-            [self._item(ref, size, media, fetched) for ref, size in zip(prompt.items, sizes, strict=True)]
-        )
+        known = [self._known(ref, size, fetched) for ref, size in zip(prompt.items, sizes, strict=True)]
+        items: Sequence[HashedItem] = known
+        if not all(map(self._is_hashed, known)):
+            items = await gather_or_cancel([self._item(each, media) for each in known])
 
         def hashes() -> tuple[str, ...]:
             return tuple(self._hasher.hashes(prompt, items))
@@ -76,18 +79,23 @@ class PlainHashes:
         is_predicted = prepared.is_predicted and not is_decoded
         return msgspec.structs.replace(prepared, mm_hashes=mm_hashes, is_predicted=is_predicted)
 
-    async def _item(
-        self, ref: MediaRef, size: MediaSize, media: RequestMedia, fetched: dict[str, memoryview]
-    ) -> HashedItem:
+    def _known(self, ref: MediaRef, size: MediaSize, fetched: dict[str, memoryview]) -> MediaRef | EncodedItem:
+        """Return the item as it is known without decoding it."""
         if self._hasher.has_name(ref):
             return ref
         data: Bytes = fetched[ref.content or ""] if ref.data is None else ref.data
-        item = EncodedItem(ref, data, size, ref.modality != "image" or self._is_rgb(ref, data))
-        if not self._hasher.needs_decoding(item):
+        return EncodedItem(ref, data, size, ref.modality != "image" or self._is_rgb(ref, data))
+
+    def _is_hashed(self, item: MediaRef | EncodedItem) -> bool:
+        """Whether vLLM hashes the item without what is decoded from it."""
+        return isinstance(item, MediaRef) or not self._hasher.needs_decoding(item)
+
+    async def _item(self, item: MediaRef | EncodedItem, media: RequestMedia) -> HashedItem:
+        if isinstance(item, MediaRef) or self._is_hashed(item):
             return item
-        (decoded,) = await media.of([ref]).in_stage("decoded")
+        (decoded,) = await media.of([item.ref]).in_stage("decoded")
         (array,) = self._features.tensors(decoded.feature)
-        return DecodedItem(ref, data, DECODED[ref.modality].over(array, decoded.feature.size))
+        return DecodedItem(item.ref, item.data, DECODED[item.ref.modality].over(array, decoded.feature.size))
 
     def _is_rgb(self, ref: MediaRef, data: Bytes) -> bool:
         return ref.media_type == PIXMAP_TYPE or sniff_image(data, self._media).is_rgb

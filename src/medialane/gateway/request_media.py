@@ -53,6 +53,12 @@ class RequestMedia:
             items = self._items[stage] = await self._find(stage)
         return items
 
+    async def described(self) -> tuple[StagedItem, ...]:
+        """Return the items as in the stage of features, but without tensors where their headers are known from the size
+        of their media: then `is_hit` is None. Raises like `in_stage`."""
+        budget = self._budget()
+        return await gather_or_cancel([_described(self, ref, budget) for ref in self.source.items])
+
     def of(self, items: Sequence[MediaRef]) -> RequestMedia:
         """Return some items of the prompt as media of their own."""
         source = msgspec.structs.replace(self.source, items=tuple(items))
@@ -105,12 +111,29 @@ class RequestMedia:
         return dataclasses.replace(item, feature=cached.value, hold=cached.hold)
 
     async def _find(self, stage: StageName) -> tuple[StagedItem, ...]:
-        find = FINDERS[STAGES[stage].sends]
-        scope = self.scope
-        budget = ImageBudget(self._assembly, self.source.options, scope.expectation, scope.preparation)
+        find, budget = FINDERS[STAGES[stage].sends], self._budget()
         for ref in self.source.items:
             await self.features.count_sent(ref, budget)
         return await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
+
+    def _budget(self) -> ImageBudget:
+        scope = self.scope
+        return ImageBudget(self._assembly, self.source.options, scope.expectation, scope.preparation)
+
+
+class _NoHold:
+    """Of an item that has nothing in the arena."""
+
+    def release(self) -> None:
+        pass
+
+
+async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
+    described = await request.features.described(ref, request.source.options, request.scope.timeline, budget)
+    if described is None:
+        return await _processed(request, ref, budget)
+    content, feature = described
+    return StagedItem(ref, feature, _NoHold(), content_hash=content)
 
 
 async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:

@@ -27,6 +27,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef
+from medialane.core.media_lease import TENANT
 from medialane.core.remote_entry import MoverName
 from medialane.gateway.bodies import BudgetCharge
 from medialane.gateway.references import References
@@ -95,6 +96,11 @@ class RequestScope:
         self._closed = False
         self._ended_by: MedialaneError | None = None
         self._waits: set[asyncio.Timeout] = set()
+
+    @property
+    def owner(self) -> str:
+        """Whose media it may refer to: the tenant's, or those of its API key."""
+        return self.client if self.tenant is None else f"{TENANT}{self.tenant.name}"
 
     @property
     def error_code(self) -> str | None:

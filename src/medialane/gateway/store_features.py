@@ -3,42 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from medialane.core.errors import InvalidRequest, MediaLost, MediaTooLarge, ProtocolViolation, StoreUnavailable
 from medialane.core.feature import Feature, FoundItem, Hold
 from medialane.core.hashing import content_hash, feature_key, merged_options
 from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.media import EncodedMedia, MediaRef, MediaSize
 from medialane.core.stats import PoolStats
 from medialane.core.tensor import ArenaRange
 from medialane.core.wave import wave_bytes
 from medialane.gateway.admission import MustWait
 from medialane.gateway.image_budget import ImageBudget
-from medialane.media import MediaConfig, image_size
+from medialane.media import MediaConfig, image_size, oriented_size
 from medialane.observability.timeline import StageTimeline, TimelineReport
+from medialane.prepare import Described
 from medialane.store.hold_cache import HoldCache, StoreHold
 from medialane.store.items import naming
 from medialane.store.link import StoreLink
 from medialane.store.messages import (
     AliasResolved,
+    Call,
+    DescribeItem,
     FindItem,
     Form,
     ImagePublished,
+    ImageSize,
+    ItemDescribed,
     ItemFound,
     PublishImage,
     Question,
+    Reply,
     ResolveAlias,
     SendData,
 )
 
 #: Bytes copied per iteration of the event loop, about 100 us.
 _PIECE_BYTES = 512 * 1024
+
+#: Kept descriptions, of which a header is no longer than this: a few hundred bytes are usual.
+_MAX_DESCRIBED = 4096
+_MAX_DESCRIBED_BYTES = 16 * 1024
 
 V = TypeVar("V")
 
@@ -77,6 +89,7 @@ class StoreFeatures:
         self._digest = processor_digest
         self._fairness = fairness
         self._holds: HoldCache[_Key, ItemFound] = HoldCache(link, retention_s=retention_s)
+        self._described: LRUCache[object, Described | None] = LRUCache(_MAX_DESCRIBED)
 
     async def resolve(self, ref: MediaRef) -> MediaRef:
         """Return `ref`, with the content and options of its alias if it has nothing else. Raises UnknownMediaUuid."""
@@ -131,6 +144,59 @@ class StoreFeatures:
         hold = await self._find(ref, _Wanted("processed", options, encoder), timeline, budget)
         return _item(hold, hold.value.feature)
 
+    async def described(
+        self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget
+    ) -> tuple[str, Feature] | None:
+        """Return the content hash of `ref`, and its feature without tensors, which is known from the size of its media:
+        nothing is processed. None if its header also depends on its content.
+
+        `budget` is as in `processed`.
+        """
+        asked, num_bytes, size = await self._looked_at(ref, timeline, budget)
+        options = merged_options(options, ref.options)
+        content, known = asked.content or "", (ref.modality, size, options)
+        if size is None or known not in self._described:
+
+            def describe(call_id: int) -> DescribeItem:
+                return DescribeItem(call_id, asked, options, num_bytes, size)
+
+            reply = cast("ItemDescribed", await self._ask(ref, describe, timeline, budget, num_bytes, "encoded"))
+            header, content, known = reply.header, reply.content_hash, (ref.modality, reply.size, options)
+            described = None if header is None else Described(header, reply.item_size)
+            if len(header or b"") + len(reply.size.metadata) + len(options) <= _MAX_DESCRIBED_BYTES:
+                self._described[known] = described
+        else:
+            described = self._described[known]
+        if described is None:
+            return None
+        key = self.key(ref, options, content=content)
+        return content, Feature(ref.modality, key, described.header, (), described.size)
+
+    async def _looked_at(
+        self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget
+    ) -> tuple[MediaRef, int | None, MediaSize | None]:
+        """As `_hashed`, and, in the same step, count an image and return its size as decoded, if its header makes that
+        certain."""
+        data = ref.data
+        if data is None or ref.modality != "image" or ref.is_embeds:
+            return *await self._hashed(ref, timeline), None
+
+        def look() -> tuple[str, MediaSize | None]:
+            content = content_hash(data)
+            try:
+                return content, oriented_size(data, self._media)
+            except InvalidRequest:  # measuring it will say why
+                return content, None
+
+        with timeline.measure("fetch"):
+            content, size = await self._fairness.run(len(data), look)
+        if size is None:
+            await self.count_sent(ref, budget)
+        else:
+            with naming(ref):
+                await budget.add(ref, size.width, size.height)
+        return msgspec.structs.replace(ref, data=None, content=content), len(data), size
+
     def tensors(self, feature: Feature) -> list[memoryview]:
         """Return the bytes of the feature's large tensors, in the arena: valid while the caller holds them."""
         try:
@@ -180,45 +246,59 @@ class StoreFeatures:
     async def _find(
         self, ref: MediaRef, wanted: _Wanted, timeline: StageTimeline, budget: ImageBudget
     ) -> StoreHold[_Key, ItemFound]:
-        data = ref.data
-        asked, num_bytes = ref, None
-        if data is not None:
-            with timeline.measure("fetch"):
-                content = await self._fairness.run(len(data), lambda: content_hash(data))
-            asked, num_bytes = msgspec.structs.replace(ref, data=None, content=content), len(data)
-
+        asked, num_bytes = await self._hashed(ref, timeline)
         key = _key(ref, asked.content, wanted)
         if key is not None and (hold := self._holds.use(key)) is not None:
             timeline.num_hits += wanted.form != "encoded"
             return hold
-
-        async def answer(question: Question) -> None:
-            if isinstance(question, SendData):
-                budget.missing(ref, file_bytes=num_bytes or 0)
-                await self._write(data or b"", timeline, question.range)
-                return
-            with naming(ref):
-                await budget.add(ref, question.width, question.height)
-            budget.missing(ref, file_bytes=0)
-            if wanted.form != "encoded":
-                in_form = budget.processed_bytes if wanted.form == "processed" else budget.decoded_bytes
-                self._check_fits(ref, in_form(ref))
-
         form, options, encoder = wanted
 
         def find(call_id: int) -> FindItem:
             return FindItem(call_id, asked, form, options, num_bytes, encoder=encoder)
 
-        try:
-            reply = await self._link.call(find, answer)
-        except MustWait:
-            await budget.wait(ref, file_bytes=num_bytes or 0)
-            reply = await self._link.call(find, answer)
-        item = cast("ItemFound", reply)
+        item = cast("ItemFound", await self._ask(ref, find, timeline, budget, num_bytes, form))
         timeline.merge(item.timeline)
         if not item.is_hit and (seconds := _preparing_s(item.timeline)):
             budget.prepared(ref, seconds, file_bytes=num_bytes or 0)
         return self._holds.add(key, item.hold_id, item.range, item)
+
+    async def _hashed(self, ref: MediaRef, timeline: StageTimeline) -> tuple[MediaRef, int | None]:
+        """Return `ref` with the content hash of its data instead of them, and their size."""
+        if (data := ref.data) is None:
+            return ref, None
+        with timeline.measure("fetch"):
+            content = await self._fairness.run(len(data), lambda: content_hash(data))
+        return msgspec.structs.replace(ref, data=None, content=content), len(data)
+
+    async def _ask(  # noqa: PLR0917 - they are those of `_find`
+        self,
+        ref: MediaRef,
+        call: Callable[[int], Call],
+        timeline: StageTimeline,
+        budget: ImageBudget,
+        num_bytes: int | None,
+        form: Form,
+    ) -> Reply:
+        """Make a call about `ref`: write its data where the store wants them, and count it."""
+
+        async def answer(question: Question) -> None:
+            if isinstance(question, SendData):
+                budget.missing(ref, file_bytes=num_bytes or 0)
+                await self._write(ref.data or b"", timeline, question.range)
+                return
+            if not isinstance(question, ImageSize):
+                raise ProtocolViolation(f"unexpected {type(question).__name__}")
+            with naming(ref):
+                await budget.add(ref, question.width, question.height)
+            budget.missing(ref, file_bytes=0)
+            if form != "encoded":
+                self._check_fits(ref, budget.processed_bytes(ref) if form == "processed" else budget.decoded_bytes(ref))
+
+        try:
+            return await self._link.call(call, answer)
+        except MustWait:
+            await budget.wait(ref, file_bytes=num_bytes or 0)
+            return await self._link.call(call, answer)
 
     def _check_fits(self, ref: MediaRef, num_bytes: int) -> None:
         """Raise MediaTooLarge if an image's size implies that it can never be stored once it is prepared."""

@@ -17,7 +17,16 @@ from prometheus_client.registry import Collector
 
 from medialane.core.process.memory import ProcessKind
 from medialane.core.request import WORKER_STATES, Endpoint
-from medialane.core.stats import ArenaStats, EmbeddingStats, LearnedCost, PoolStats, PullStats, RoutingStats, StoreStats
+from medialane.core.stats import (
+    ArenaStats,
+    EmbeddingStats,
+    LearnedCost,
+    MediaLeaseStats,
+    PoolStats,
+    PullStats,
+    RoutingStats,
+    StoreStats,
+)
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
 
@@ -311,6 +320,7 @@ def store_metrics(stats: StoreStats | None) -> Iterator[Metric]:
         yield from _preparers(stats.preparers)
         yield from _pulls(stats.pulls)
         yield from _embeddings(stats.embeddings)
+        yield from _leases(stats.leases)
 
 
 def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
@@ -344,6 +354,14 @@ def _embeddings(stats: EmbeddingStats) -> Iterator[Metric]:
     ranges: dict[str, float] = {"reserved": stats.num_writing, "revoked": stats.num_revoking}
     text = "Ranges for embeddings: reserved for an engine; revoked, and freed when a process no longer writes there"
     yield _gauge("medialane_store_embedding_ranges", text, "state", ranges)
+
+
+def _leases(stats: MediaLeaseStats) -> Iterator[Metric]:
+    text = "Media that clients have sent once, and that are kept for them until their leases end"
+    yield GaugeMetricFamily("medialane_store_leased_media", text, value=stats.num_leases)
+    sizes: dict[str, float] = {"leased": stats.num_bytes, "limit": stats.max_bytes}
+    text = "Bytes of these media, uploads included, and how many there may be (--media-lease-share)"
+    yield _gauge("medialane_store_leased_bytes", text, "kind", sizes)
 
 
 def _arena(stats: ArenaStats) -> Iterator[Metric]:

@@ -11,6 +11,7 @@ from medialane.store.hold_passing import HoldPasser
 from medialane.store.holds import StoreEntries, StoreGrants
 from medialane.store.items import Items
 from medialane.store.link import StoreLink
+from medialane.store.media_leases import MediaLeases
 from medialane.store.published_images import PublishedImages
 from medialane.store.server import StoreServer
 
@@ -19,6 +20,7 @@ __all__ = [
     "EncodedStore",
     "HoldPasser",
     "Items",
+    "MediaLeases",
     "PublishedImages",
     "StoreConfig",
     "StoreEntries",

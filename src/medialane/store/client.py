@@ -32,6 +32,7 @@ from medialane.store.messages import (
     StoreStatus,
     StoreWelcome,
     TakenBy,
+    Written,
     decode_from_store,
 )
 from medialane.wire.config import RpcConfig
@@ -39,8 +40,8 @@ from medialane.wire.connection import Connection
 from medialane.wire.dial import dial
 from medialane.wire.registration import Registration
 
-#: Does what the store asks for. If it raises, the call is cancelled.
-AnswerQuestion = Callable[[Question], Awaitable[None]]
+#: Does what the store asks for, and returns the answer, None for Proceed. If it raises, the call is cancelled.
+AnswerQuestion = Callable[[Question], Awaitable[Written | None]]
 
 
 class ConnectionLost(Exception):
@@ -129,8 +130,7 @@ class StoreClient:
                 if answer is None:
                     raise ProtocolViolation(f"unexpected {type(message).__name__}")
                 reply = self._expect(call_id)
-                await answer(message)
-                self._connection.send(Proceed(call_id), at_once=True)
+                self._connection.send(await answer(message) or Proceed(call_id), at_once=True)
         except BaseException:
             self._abandon(call_id, reply)
             raise

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import field
 
+from medialane.core.errors import StartupFailed
 from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 from medialane.wire.address import parse_tcp
 
@@ -16,6 +17,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """most media uuids that are remembered, over all tenants; 0 disables them"""
     uuid_ttl_s: PositiveFloat = field(default=3600.0, name="store-uuid-ttl")
     """how long a media uuid is remembered after its last use"""
+    media_lease_ttl_s: PositiveFloat = field(default=3600.0, name="media-lease-ttl")
+    """how long media that a client has sent once (PUT /medialane/v1/media) are kept, at most and by default"""
+    media_lease_share: NonNegativeFloat = field(default=0.25, name="media-lease-share")
+    """share of the shared memory that such media may have; 0 accepts none"""
+    media_lease_tenant_share: PositiveFloat = field(default=0.5, name="media-lease-tenant-share")
+    """share of that which those of one tenant (--keys) may have"""
     max_connections: PositiveInt = field(default=256, name="store-max-connections")
     """most gateways and workers connected to one store"""
     wait_timeout_s: PositiveFloat = field(default=10.0, name="store-wait-timeout")
@@ -39,5 +46,9 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         check_bounds(self)
+        if self.media_lease_share > 0.5:
+            raise StartupFailed("media_lease_share must be at most 0.5: the rest is for what requests need meanwhile")
+        if self.media_lease_tenant_share > 1:
+            raise StartupFailed("media_lease_tenant_share must be at most 1")
         if self.peer_listen:
             parse_tcp(self.peer_listen, "--peer-listen")

@@ -33,7 +33,11 @@ class EncodedStore:
 
     def lookup(self, ref: MediaRef, content: str) -> Lease[EncodedMedia] | None:
         """Return a lease on the entry of this content, or None. The caller owns it. Raises what `sniff` raises."""
-        lease = self._arena.lookup(_key(content, ref.salt), "encoded")
+        return self.described(self._arena.lookup(self.key(content, ref.salt), "encoded"), ref)
+
+    def described(self, lease: Lease[EncodedMedia] | None, ref: MediaRef) -> Lease[EncodedMedia] | None:
+        """Return a lease on an entry, which this owns, for the modality of `ref`; None if it is not of its kind. Raises
+        what `sniff` raises."""
         if lease is not None and ref.is_embeds != (lease.value.media_type == EMBEDS_TYPE):
             lease.release()  # embeddings must not be used as media, nor media as embeddings
             return None
@@ -58,11 +62,17 @@ class EncodedStore:
         """Cache the written bytes, whose hash is `content`. The caller owns the lease, and, if `sniff` raises, still
         the reservation."""
         media_type = EMBEDS_TYPE if ref.is_embeds else sniff(reservation.buffer, ref.modality, self._config)
-        return self._publish(reservation, modality=ref.modality, salt=ref.salt, content=content, media_type=media_type)
+        return self.publish_as(
+            reservation, modality=ref.modality, salt=ref.salt, content=content, media_type=media_type
+        )
 
     def forget(self, ref: MediaRef, content: str) -> None:
         """Evict the entry of this content, unless it is pinned."""
-        self._arena.evict(_key(content, ref.salt), "encoded")
+        self.evict(content, ref.salt)
+
+    def evict(self, content: str, salt: str) -> None:
+        """As `forget`."""
+        self._arena.evict(self.key(content, salt), "encoded")
 
     def open(self, modality: Modality, salt: str, max_bytes: int) -> ArenaBody:
         """Return a body that is received into a new entry."""
@@ -71,24 +81,32 @@ class EncodedStore:
     def keep(self, reservation: Reservation, modality: Modality, salt: str, content: str) -> None:
         """Publish a received body as a cached entry. If `sniff` raises, the caller still owns the reservation."""
         media_type = sniff(reservation.buffer, modality, self._config)
-        self._publish(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
+        self.publish_as(reservation, modality=modality, salt=salt, content=content, media_type=media_type).release()
 
     def keep_pixmap(self, reservation: Reservation, salt: str, content: str) -> None:
         """Publish the pixels of a published image as a cached entry."""
-        self._publish(reservation, modality="image", salt=salt, content=content, media_type=PIXMAP_TYPE).release()
+        self.publish_as(reservation, modality="image", salt=salt, content=content, media_type=PIXMAP_TYPE).release()
 
     def bytes(self, encoded: EncodedMedia) -> memoryview:
         """Return the bytes of an entry, read-only. The caller holds a lease on it."""
         first = encoded.data_offset
         return self._arena.view.entry(encoded.range)[first : first + encoded.num_bytes]
 
-    def _publish(
+    def publish_as(
         self, reservation: Reservation, *, modality: Modality, salt: str, content: str, media_type: str
     ) -> Lease[EncodedMedia]:
+        """Cache written bytes, whose hash is `content` and whose type is known. The caller owns the lease."""
         range_ = reservation.range
         num_bytes = range_.nbytes - ENTRY_HEADER_BYTES
         encoded = EncodedMedia(modality, content, media_type, range_, ENTRY_HEADER_BYTES, num_bytes)
-        return self._arena.publish(reservation, _key(content, salt), encoded)
+        lease = self._arena.publish(reservation, self.key(content, salt), encoded)
+        if lease.value.modality != modality:  # the same bytes are cached as another
+            lease.value = msgspec.structs.replace(lease.value, modality=modality, media_type=media_type)
+        return lease
+
+    def key(self, content: str, salt: str) -> str:
+        """Return the key of an entry."""
+        return content if not salt else blake3(msgspec.msgpack.encode((content, salt))).hexdigest()
 
 
 class ArenaBody:
@@ -136,7 +154,3 @@ class ArenaBody:
             old.abandon()
         self._reservation = new
         return new
-
-
-def _key(content: str, salt: str) -> str:
-    return content if not salt else blake3(msgspec.msgpack.encode((content, salt))).hexdigest()

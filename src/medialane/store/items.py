@@ -26,7 +26,8 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import Feature
 from medialane.core.hashing import decoded_key, embedding_key, feature_key, merged_options
-from medialane.core.media import Alias, EncodedMedia, MediaRef
+from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize
+from medialane.core.media_lease import is_leased
 from medialane.core.single_flight import SingleFlight
 from medialane.core.tensor import ArenaRange
 from medialane.media import MediaConfig, image_size, needs_probe
@@ -35,8 +36,11 @@ from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_si
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 from medialane.store.aliases import Aliases
+from medialane.store.described_sizes import DescribedItem, DescribedSizes
 from medialane.store.embeddings import Embeddings
 from medialane.store.encoded_store import EncodedStore
+from medialane.store.media_leases import MediaLeases
+from medialane.store.media_uploads import MediaUploads
 from medialane.store.messages import Form
 from medialane.store.published_images import PublishedImages
 
@@ -101,6 +105,7 @@ class Items:
         fetcher: Fetcher,
         media: MediaConfig,
         aliases: Aliases,
+        leases: MediaLeases,
         published: PublishedImages | None = None,
     ) -> None:
         """Without `published`, images that clients have published are refused."""
@@ -111,7 +116,9 @@ class Items:
         self._media = media
         self._store = EncodedStore(arena, media)
         self.embeddings = Embeddings(arena)
+        self._sizes = DescribedSizes(pool, self._lookup)
         self._aliases = aliases
+        self.leased = MediaUploads(self._store, leases, aliases=aliases, pool=pool, config=media)
         self._preparing: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
         self._probing: SingleFlight[str, None] = SingleFlight()
         #: Content that a preparer has opened or decoded without an error: a worker may decode it.
@@ -152,6 +159,36 @@ class Items:
             if ref.alias is not None and (ref.url is not None or upload is not None):
                 self._bind(ref.salt, ref.alias, leased)
         return leased
+
+    async def describe(
+        self,
+        ref: MediaRef,
+        options: bytes,
+        size: MediaSize | None,
+        *,
+        timeline: StageTimeline,
+        upload: Upload | None = None,
+        admit: Admit | None = None,
+    ) -> DescribedItem:
+        """Return what is known of `ref`, processed with these options, from the `size` of its media, which is measured
+        if it is not given. Nothing is processed but a blank of that size, and no alias is bound. Raises what `find`
+        raises."""
+        source = _Source(ref, timeline, upload, admit)
+        with naming(ref):
+            content = ref.content or ""
+            if size is None:
+                content, size = await self._measured(source)
+            described = await self._sizes.describe(ref.modality, size, merged_options(options, ref.options))
+            return DescribedItem(content, size, described)
+
+    async def _measured(self, source: _Source) -> tuple[str, MediaSize]:
+        content = await self._content(source, need_data=False)
+        if (size := self._sizes.size(source.ref, content)) is not None:
+            return content, size
+        content, lease = await self._encoded(source)
+        with lease:
+            await self._admit(source, lease.value)
+            return content, await self._sizes.measure(source.ref, lease)
 
     def _bind(self, salt: str, alias: Alias, leased: LeasedItem) -> None:
         try:
@@ -236,6 +273,9 @@ class Items:
         """Return the content hash. With `need_data` a URL is fetched again."""
         if source.ref.content is not None:
             return source.ref.content
+        if is_leased(source.ref.url):
+            with self.leased.lookup(source.ref) as lease:
+                return lease.value.content_hash
         with source.timeline.measure("fetch"):
             fetch = self._fetcher.fetch
             if self._published is not None and is_published(source.ref.url or ""):
@@ -244,7 +284,7 @@ class Items:
 
     async def _stored(self, source: _Source, content: str) -> Lease[EncodedMedia] | None:
         """Return the bytes of `content`, received if needed. None if they have to be fetched."""
-        if (lease := self._store.lookup(source.ref, content)) is not None:
+        if (lease := self._lookup(source.ref, content)) is not None:
             return lease
         if source.upload is not None:
             with source.timeline.measure("fetch"):
@@ -252,6 +292,10 @@ class Items:
         if source.ref.url is None:
             raise UnknownMediaUuid(_UNKNOWN)
         return None
+
+    def _lookup(self, ref: MediaRef, content: str) -> Lease[EncodedMedia] | None:
+        """Return the cached bytes of `content`. Raises UnknownMedia if they are leased no more."""
+        return self.leased.lookup(ref) if is_leased(ref.url) else self._store.lookup(ref, content)
 
     async def _admit(self, source: _Source, encoded: EncodedMedia) -> None:
         """Ask whether the request may have an image of a URL; clients know the sizes of those that they send."""
@@ -276,7 +320,7 @@ class Items:
         self, ref: MediaRef, content: str, processing: Processing | None, *, key: str, timeline: StageTimeline
     ) -> Lease[Feature]:
         """Prepare and publish the feature, or the decoded media, under `key`. The caller has a lease on the bytes."""
-        stored = self._store.lookup(ref, content)
+        stored = self._lookup(ref, content)
         if stored is None:
             raise ArenaFull(_TOO_SMALL)
         with stored:
@@ -299,7 +343,7 @@ class Items:
         self._probed[key] = None
 
     async def _probe_stored(self, ref: MediaRef, content: str) -> None:
-        if (stored := self._store.lookup(ref, content)) is None:
+        if (stored := self._lookup(ref, content)) is None:
             raise ArenaFull(_TOO_SMALL)
         with stored:
             await self._pool.probe_item(stored)

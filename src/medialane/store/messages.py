@@ -9,6 +9,9 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      ImageSize(call, ...)    only for an image of a URL, before it is decoded
     Proceed(call)           ->                              the request may have an image of this size
                             <-      ItemFound(call, hold, ...)  the client holds the item
+    DescribeItem(call, ref, ...)->                          what a processed item would be, from its media's size
+                            <-      SendData, ImageSize     as for FindItem, if the media must be measured
+                            <-      ItemDescribed(call, ...)    nothing is held
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
@@ -23,6 +26,12 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      NoEmbedding(call)       another client is writing it, or there is no memory
     PullEntries(call, entries)->                            copy entries of another host's store, and hold the copies
                             <-      EntriesPulled(call, holds, ranges)
+    PutMedia(call, ...)     ->                              lease media that the client sends
+                            <-      WriteMedia(call, range)     write them, or what was written and more, to this range
+    Written(call, ...)      ->                              all of them, or that the range is full
+                            <-      MediaLeased(call, media)
+    AskLease(call, ...)     ->                              find, renew or end the lease on such media
+                            <-      MediaLeased(call, media)
     PublishImage(call, range)->                             let another process read a decoded image by RDMA, once
                             <-      ImagePublished(call, image)
                             <-      CallFailed(call, error) instead of any of these results
@@ -47,13 +56,14 @@ and says what it still holds. So it does with the next store, which may have tak
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from medialane.core.errors import ErrorReport, ProtocolViolation
-from medialane.core.feature import MAX_HEADER_BYTES, Feature
-from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.feature import MAX_HEADER_BYTES, Feature, Header
+from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize, Modality
+from medialane.core.media_lease import LeasedMedia
 from medialane.core.remote_entry import Copied, RemoteEntry
 from medialane.core.stats import StoreStats
 from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
@@ -62,10 +72,13 @@ from medialane.observability.timeline import TimelineReport
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
+
+#: Longest time in which a client sends media to be leased.
+MAX_UPLOAD_S = 86_400.0
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -166,6 +179,28 @@ class ItemFound(msgspec.Struct, frozen=True, array_like=True, tag=True):
     timeline: TimelineReport
     feature: Feature | None = None
     encoded: EncodedMedia | None = None
+
+
+class DescribeItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`ref`, `options` and `num_bytes` are as in FindItem. If the client knows the `size` of the media as decoded, the
+    store needs neither their bytes nor the item."""
+
+    call_id: int
+    ref: MediaRef
+    options: bytes = b"{}"
+    num_bytes: int | None = None
+    size: MediaSize | None = None
+
+
+class ItemDescribed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The `size` of the media as decoded, and the header and size of the processed item (`prepare.Described`). There is
+    no header if it also depends on the content."""
+
+    call_id: int
+    content_hash: str
+    size: MediaSize
+    header: Header | None = None
+    item_size: MediaSize = MediaSize()
 
 
 class ResolveAlias(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -290,6 +325,54 @@ class ImagePublished(msgspec.Struct, frozen=True, array_like=True, tag=True):
     image: bytes
 
 
+class PutMedia(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The client has media of `owner` to be leased: `num_bytes` of them, 0 if it does not know, within `timeout_s`.
+    Without a `modality`, that is found out. The kind of the `alias` is not known yet."""
+
+    call_id: int
+    owner: str
+    salt: str
+    num_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_UPLOAD_S)]
+    ttl_s: float | None = None
+    modality: Modality | None = None
+    alias: Alias | None = None
+
+
+class WriteMedia(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Write the media to the payload of this entry, after what has been written to the one before."""
+
+    call_id: int
+    range: ArenaRange
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The answer to WriteMedia: the media's size and content hash, or, without them, that the range is full."""
+
+    call_id: int
+    num_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    content: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+    def __post_init__(self) -> None:
+        if self.num_bytes is not None and not _KEY.fullmatch(self.content):
+            raise ValueError("a content hash has 64 hex digits")
+
+
+class AskLease(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """`ttl_s` is for a lease that is renewed."""
+
+    call_id: int
+    owner: str
+    media: str
+    action: Literal["find", "renew", "end"]
+    ttl_s: float | None = None
+
+
+class MediaLeased(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    call_id: int
+    media: LeasedMedia
+
+
 class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     call_id: int
     error: ErrorReport
@@ -333,11 +416,14 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
     exposed_by: str = ""
 
 
-Question = SendData | ImageSize
-Call = FindItem | FindEmbedding | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage
+Question = SendData | ImageSize | WriteMedia
+LongCall = FindItem | DescribeItem | FindEmbedding | PullEntries | PublishImage | PutMedia
+Call = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
 Embedded = EmbeddingFound | NoEmbedding
-Reply = ItemFound | Embedded | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | CallFailed
-ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
+Item = ItemFound | ItemDescribed
+Found = Item | Embedded | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | MediaLeased
+Reply = Found | CallFailed
+ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Written | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)

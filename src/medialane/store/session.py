@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from medialane.arena import Arena, Lease
+from medialane.arena import Arena, Lease, Reservation
 from medialane.core.errors import (
     ArenaFull,
     HandoverFailed,
@@ -21,6 +21,7 @@ from medialane.core.errors import (
 from medialane.core.feature import Feature, Hold
 from medialane.core.hashing import digest
 from medialane.core.media import EncodedMedia, MediaRef
+from medialane.core.media_lease import LeasedMedia
 from medialane.core.remote_entry import Copied
 from medialane.core.taker import TAKER
 from medialane.core.tensor import ArenaRange
@@ -29,12 +30,14 @@ from medialane.peers.pulls import Pulls
 from medialane.store.absent_clients import AbsentClients
 from medialane.store.client_use import ClientUse
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.items import Items, Processing
+from medialane.store.items import Items, Processing, Upload
 from medialane.store.messages import (
     AliasResolved,
+    AskLease,
     Call,
     CallFailed,
     Cancel,
+    DescribeItem,
     EmbeddingFound,
     EntriesHeld,
     EntriesPulled,
@@ -45,7 +48,10 @@ from medialane.store.messages import (
     HoldsPassed,
     ImagePublished,
     ImageSize,
+    ItemDescribed,
     ItemFound,
+    LongCall,
+    MediaLeased,
     NoEmbedding,
     PassedEmbedding,
     PassHolds,
@@ -53,6 +59,7 @@ from medialane.store.messages import (
     PublishImage,
     PullEntries,
     PullsGranted,
+    PutMedia,
     Question,
     Reclaim,
     Reclaimed,
@@ -67,6 +74,8 @@ from medialane.store.messages import (
     StoreWelcome,
     TakenBy,
     ToStore,
+    WriteMedia,
+    Written,
     decode_to_store,
 )
 from medialane.wire.config import RpcConfig
@@ -115,7 +124,7 @@ class StoreSession:
         self._on_open = on_open
         self._on_lost = on_lost
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._questions: dict[int, asyncio.Future[None]] = {}
+        self._questions: dict[int, asyncio.Future[Proceed | Written]] = {}
         self._last_call_id = 0
         self._taker = TakenBy(0, "")
         self.hello: StoreHello | None = None
@@ -190,8 +199,8 @@ class StoreSession:
                 self._pass_holds(message)
             case TakenBy():
                 self._taker = message
-            case Proceed(call_id):
-                self._proceed(call_id)
+            case Proceed() | Written():
+                self._proceed(message)
             case Cancel(call_id):
                 if (task := self._tasks.get(call_id)) is not None:
                     task.cancel()
@@ -209,10 +218,10 @@ class StoreSession:
         hello = self.hello
         return "" if hello is None else f"{hello.scraped or 'client'} {hello.client_id[:8]}"
 
-    def _proceed(self, call_id: int) -> None:
-        question = self._questions.pop(call_id, None)
+    def _proceed(self, answer: Proceed | Written) -> None:
+        question = self._questions.pop(answer.call_id, None)
         if question is not None and not question.done():  # its task may just have been cancelled
-            question.set_result(None)
+            question.set_result(answer)
 
     def _cancel(self) -> None:
         for task in self._tasks.values():
@@ -237,7 +246,7 @@ class StoreSession:
         self._last_call_id = call.call_id
         if self._taker.call_id == call.call_id:
             TAKER.set(f"{self._name}: {type(call).__name__} for {self._taker.taker}")
-        if isinstance(call, FindItem | FindEmbedding | PullEntries | PublishImage):
+        if isinstance(call, LongCall):
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._tasks[call.call_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(call.call_id, None))
@@ -248,7 +257,7 @@ class StoreSession:
             reply = CallFailed(call.call_id, to_report(error))
         self.connection.send(reply, at_once=True)
 
-    def _reply_at_once(self, call: HoldEntries | GrantPulls | ResolveAlias) -> Reply:
+    def _reply_at_once(self, call: HoldEntries | GrantPulls | ResolveAlias | AskLease) -> Reply:
         match call:
             case HoldEntries():
                 return self._hold(call)
@@ -256,19 +265,25 @@ class StoreSession:
                 return PullsGranted(call_id, self._pulls.grant(ranges))
             case ResolveAlias(call_id, ref):
                 return AliasResolved(call_id, self._items.resolve(ref))
+            case AskLease():
+                return MediaLeased(call.call_id, self._items.leased.ask(call))
 
-    async def _answer(self, call: FindItem | FindEmbedding | PullEntries | PublishImage) -> None:
+    async def _answer(self, call: LongCall) -> None:
         reply: Reply
         try:
             match call:
                 case FindItem():
                     reply = await self._find(call)
+                case DescribeItem():
+                    reply = await self._describe(call)
                 case FindEmbedding():
                     reply = await self._find_embedding(call)
                 case PullEntries():
                     reply = await self._pull(call)
                 case PublishImage(call_id, entry):
                     reply = ImagePublished(call_id, await self._items.publish(entry))
+                case PutMedia():
+                    reply = MediaLeased(call.call_id, await self._put_media(call))
         except MedialaneError as error:
             reply = CallFailed(call.call_id, to_report(error))
         except Exception:  # the supervisor of one call: it fails, and no other
@@ -279,15 +294,14 @@ class StoreSession:
     async def _find(self, call: FindItem) -> Reply:
         timeline = StageTimeline()
         processing = Processing(self._processor, call.options, call.encoder)
-        upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
         find = partial(
             self._items.find,
             call.ref,
             call.form,
             processing,
             timeline=timeline,
-            upload=upload,
-            admit=lambda width, height: self._ask(ImageSize(call.call_id, width, height)),
+            upload=self._upload(call),
+            admit=partial(self._admit, call.call_id),
         )
         item = await self._with_memory(find)
         value = item.lease.value
@@ -301,6 +315,27 @@ class StoreSession:
             feature=value if isinstance(value, Feature) else None,
             encoded=value if isinstance(value, EncodedMedia) else None,
         )
+
+    async def _describe(self, call: DescribeItem) -> Reply:
+        describe = partial(
+            self._items.describe,
+            call.ref,
+            call.options,
+            call.size,
+            timeline=StageTimeline(),
+            upload=self._upload(call),
+            admit=partial(self._admit, call.call_id),
+        )
+        content, size, described = await self._with_memory(describe)
+        if described is None:
+            return ItemDescribed(call.call_id, content, size)
+        return ItemDescribed(call.call_id, content, size, described.header, described.size)
+
+    def _upload(self, call: FindItem | DescribeItem) -> Upload | None:
+        return None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
+
+    async def _admit(self, call_id: int, width: int, height: int) -> None:
+        await self._ask(ImageSize(call_id, width, height))
 
     async def _find_embedding(self, call: FindEmbedding) -> Reply:
         held = None
@@ -366,29 +401,55 @@ class StoreSession:
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""
         reservation = store.reserve(num_bytes, writer=self.slot)
+        await self._written(reservation, SendData(call_id, reservation.range), timeout_s=ANSWER_TIMEOUT_S)
+        with reservation:
+            return store.publish(reservation, ref, ref.content or "")
+
+    async def _put_media(self, call: PutMedia) -> LeasedMedia:
+        """Have the client write media into the arena, which are leased."""
+
+        async def reserve(num_bytes: int) -> Reservation:
+            return await self._with_memory(partial(self._reserve_encoded, num_bytes))
+
+        async def write(reservation: Reservation) -> Written:
+            question = WriteMedia(call.call_id, reservation.range)
+            answer = await self._written(reservation, question, timeout_s=call.timeout_s)
+            if not isinstance(answer, Written) or (answer.num_bytes or 0) > len(reservation.buffer):
+                reservation.abandon()
+                self.connection.end(ProtocolViolation("media of another size than was agreed"))
+                raise StoreUnavailable("the request's media were not received")
+            return answer
+
+        return await self._items.leased.receive(call, reserve, write)
+
+    async def _reserve_encoded(self, num_bytes: int) -> Reservation:
+        return self._arena.reserve(num_bytes, "encoded", writer=self.slot)
+
+    async def _written(self, reservation: Reservation, question: Question, *, timeout_s: float) -> Proceed | Written:
+        """Have the client write to the range, which has ended if this raises."""
         self.use.start_writing(reservation)
         try:
-            await self._ask(SendData(call_id, reservation.range))
+            answer = await self._ask(question, timeout_s=timeout_s)
         except asyncio.CancelledError:
             if not self.connection.closed.is_set() and self.use.stop_writing(reservation):
                 reservation.abandon()
             raise
         if not self.use.stop_writing(reservation):
             raise StoreUnavailable("the client has disconnected")
-        with reservation:
-            return store.publish(reservation, ref, ref.content or "")
+        return answer
 
-    async def _ask(self, question: Question) -> None:
-        """Wait until the client proceeds; it cancels the call if it does not.
+    async def _ask(self, question: Question, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Proceed | Written:
+        """Wait until the client proceeds, and return its answer; it cancels the call if it does not.
 
         After a timeout the connection is closed: the client may still be writing, so that its range is freed only when
         its process has exited. Raises StoreUnavailable then.
         """
-        answered = self._questions[question.call_id] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[Proceed | Written] = asyncio.get_running_loop().create_future()
+        self._questions[question.call_id] = answered
         try:
             self.connection.send(question, at_once=True)
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await answered
+            async with asyncio.timeout(timeout_s):
+                return await answered
         except TimeoutError:
             self.connection.end(ProtocolViolation("a client did not answer in time"))
             raise StoreUnavailable("the request's media were not received in time") from None

@@ -27,7 +27,8 @@ from medialane.core.tensor import TensorSpec
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetched
 from medialane.observability.timeline import StageTimeline
-from medialane.store import Aliases, Items
+from medialane.prepare import Described
+from medialane.store import Aliases, Items, MediaLeases, StoreConfig
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.items import Processing
 from medialane.store.messages import FindEmbedding
@@ -36,6 +37,7 @@ from waiting import eventually, iterations
 PARAM = "messages[0].content[0].image_url"
 PLAIN = Processing("digest", b"{}")
 URL = "http://host/a"
+BY_CONTENT = b'{"by_content":true}'
 
 
 def picture(width=60, height=40):
@@ -82,6 +84,7 @@ class Pool:
         self._arena = arena
         self.gate, self.error = None, None
         self.prepared, self.num_probes = [], 0
+        self.measured, self.blanks = [], []
 
     async def prepare_item(self, encoded, options, mm_hash, timeline, *, io):
         self.prepared.append((bytes(io), options))
@@ -94,6 +97,16 @@ class Pool:
         self.num_probes += 1
         await self._work()
 
+    async def measure(self, encoded, io):
+        self.measured.append(encoded.value.content_hash)
+        await self._work()
+        return MediaSize(60, 40)
+
+    async def describe_blank(self, modality, size, options):
+        self.blanks.append((size, options))
+        await self._work()
+        return Described(b"header", size) if options != BY_CONTENT else None
+
     async def _work(self):
         if self.gate is not None:
             await self.gate.wait()
@@ -105,7 +118,14 @@ class World:
     def __init__(self, arena):
         self.arena, self.fetcher, self.pool = arena, Fetcher(), Pool(arena)
         aliases = Aliases(max_aliases=8, ttl_s=60)
-        self.items = Items(arena=arena, pool=self.pool, fetcher=self.fetcher, media=MediaConfig(), aliases=aliases)
+        self.items = Items(
+            arena=arena,
+            pool=self.pool,
+            fetcher=self.fetcher,
+            media=MediaConfig(),
+            aliases=aliases,
+            leases=MediaLeases(arena, StoreConfig()),
+        )
         self.fetcher.store = EncodedStore(arena, MediaConfig())  # stateless
         self.uploads, self.admitted = 0, []
 
@@ -128,6 +148,9 @@ class World:
         value = found.lease.value
         found.lease.release()
         return found.is_hit, value, timeline
+
+    async def describe(self, ref, options=b"{}", size=None, **given):
+        return await self.items.describe(ref, options, size, timeline=StageTimeline(), **given)
 
     async def keep_embedding(self, mm_hash, encoder):
         """Cache the embedding of an item, as a worker does."""
@@ -405,3 +428,52 @@ async def test_item_with_an_embedding_does_not_count_as_a_use_of_its_feature(wor
     with arena.reserve(arena.stats().largest_hole_bytes - 64 - RECORD_BYTES), arena.reserve(10):
         assert not arena.contains(feature.mm_hash)
     assert (arena.stats().num_evictions, arena.stats().num_entries) == (1, 3)
+
+
+async def test_item_of_a_known_size_is_described_without_its_bytes(world):
+    size = MediaSize(80, 30)
+    for _ in range(2):
+        assert await world.describe(sent(), size=size) == (content_hash(DATA), size, Described(b"header", size))
+    assert (world.uploads, world.pool.measured, world.pool.blanks) == (0, [], [(size, b"{}")])
+
+
+async def test_item_of_an_unknown_size_is_measured_once_and_not_processed(world):
+    for _ in range(2):
+        content, size, described = await world.describe(sent(), upload=world.uploading(sent()))
+    assert (content, size) == (content_hash(DATA), MediaSize(60, 40))
+    assert described == Described(b"header", size)
+    assert (world.uploads, len(world.pool.measured), len(world.pool.blanks)) == (1, 1, 1)
+    assert not world.pool.prepared
+    assert world.arena.stats().num_leases == 0
+
+
+async def test_image_of_a_url_is_counted_before_it_is_measured(world):
+    await world.describe(by_url(), admit=world.admit)
+    assert world.admitted == [(60, 40)]
+    assert len(world.pool.measured) == 1
+
+
+async def test_item_is_not_described_if_its_header_has_content_or_its_blank_is_refused(world):
+    assert (await world.describe(sent(), BY_CONTENT, MediaSize(60, 40))).described is None
+    world.pool.error = InvalidImage("too small for the processor")
+    assert (await world.describe(sent(), size=MediaSize(1, 1))).described is None
+
+
+async def test_concurrent_items_of_one_size_share_a_blank(world):
+    world.pool.gate = asyncio.Event()
+    describing = [asyncio.create_task(world.describe(sent(), size=MediaSize(60, 40))) for _ in range(3)]
+    await eventually(lambda: world.pool.blanks)
+    describing[0].cancel()
+    world.pool.gate.set()
+    results = await asyncio.gather(*describing, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert results[1] == results[2]
+    assert len(world.pool.blanks) == 1
+
+
+async def test_error_of_measuring_names_the_field(world):
+    world.pool.error = InvalidImage("damaged")
+    with pytest.raises(InvalidImage) as caught:
+        await world.describe(sent(), upload=world.uploading(sent()))
+    assert caught.value.param == PARAM
+    assert world.arena.stats().num_leases == 0

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from medialane.core.errors import InvalidMediaUrl, InvalidRequest, TooManyMediaItems
 from medialane.core.media import MediaRef
+from medialane.core.media_lease import is_leased
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.json_scan import REPLACED_SURROGATES, check_num_values, make_strict_json, scan_json
 from medialane.gateway.intake.place import Place
@@ -68,11 +69,13 @@ def extract(
     references: References,
     size: int | None = None,
     client: str = "",
+    owner: str = "",
 ) -> Intake:
     """Extract the media of a request body (chat completions, batches of them, responses, Anthropic's messages), and
     write `references` instead.
 
-    The body is the first `size` bytes of `body`, by default all of them. `client` is that of aliases (`core.media`).
+    The body is the first `size` bytes of `body`, by default all of them. `client` is that of aliases, `owner` that of
+    leased media (`core.media`).
 
     Raises TooManyMediaItems, InvalidMediaUrl (a URL in our own scheme), InvalidDataUrl, InvalidBase64, MediaTooLarge,
     EmptyMedia, InvalidEmbeds, InvalidRequest (an option of an item, the member `medialane`, or no `cache_salt` although
@@ -106,7 +109,7 @@ def extract(
     for place in chain.from_iterable(by_prompt):
         reference = f'"{references.text(len(refs))}"'.encode()
         ref, made = place.extract(skeleton, reference, salt=cache_salt or "", config=config)
-        refs.append(ref if ref.alias is None else replace(ref, alias=replace(ref.alias, client=client)))
+        refs.append(_owned(ref, client, owner))
         edits += made
     if refs:
         check_salt(cache_salt, limits)
@@ -116,6 +119,13 @@ def extract(
         edits.append((*_member_range(body, skeleton.locate(parsed.medialane)), b""))
     edited = apply_edits(skeleton.body, edits, limits.max_text_bytes)
     return Intake(edited, tuple(refs), cache_salt, report, priority=priority_of(parsed.priority))
+
+
+def _owned(ref: MediaRef, client: str, owner: str) -> MediaRef:
+    """Return the reference with whose alias and whose leased media it has."""
+    if ref.alias is not None:
+        ref = replace(ref, alias=replace(ref.alias, client=client))
+    return replace(ref, owner=owner) if is_leased(ref.url) else ref
 
 
 def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:

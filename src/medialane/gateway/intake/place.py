@@ -15,6 +15,7 @@ import msgspec
 
 from medialane.core.errors import InvalidMediaUrl, MedialaneError, MediaTooLarge
 from medialane.core.media import Alias, MediaRef, Modality
+from medialane.core.media_lease import MEDIA_SCHEME, is_leased, leased_hash
 from medialane.gateway.intake.item_options import ItemOptions, read_options
 from medialane.gateway.intake.request_body import ABSENT, QUOTE, first_byte
 from medialane.gateway.intake.skeleton import NOT_TEXT, Edit, Located, Skeleton
@@ -49,7 +50,7 @@ class UrlPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 class Base64Place(msgspec.Struct, frozen=True, gc=False):
-    """`string` is base64 of media that the client declares as `media_type`."""
+    """`string` is base64 of media that the client declares as `media_type`, or the URL of leased ones."""
 
     modality: Modality
     param: str
@@ -60,13 +61,16 @@ class Base64Place(msgspec.Struct, frozen=True, gc=False):
     def extract(
         self, skeleton: Skeleton, reference: bytes, *, salt: str, config: MediaConfig
     ) -> tuple[MediaRef, list[Edit]]:
-        located = skeleton.locate(self.string)
+        located, url, data = skeleton.locate(self.string), None, None
         try:
-            data = decode_base64(located.text(), config.max_data_url_bytes)
+            if bytes(located.head()[: len(REFERENCE_SCHEME)]).lower() == REFERENCE_SCHEME.encode():  # never base64
+                url = _url(located)
+            else:
+                data = decode_base64(located.text(), config.max_data_url_bytes)
         except MedialaneError as error:
             raise error.at(self.param) from error
         alias = None if self.uuid is None else Alias(self.uuid, self.modality)
-        ref = MediaRef(self.modality, self.param, data=data, media_type=self.media_type, salt=salt, alias=alias)
+        ref = MediaRef(self.modality, self.param, url, data, self.media_type, salt, alias=alias)
         return ref, [(located.start, located.end, reference)]
 
 
@@ -172,7 +176,9 @@ def _url(located: Located) -> str:
     except UnicodeDecodeError as error:
         raise InvalidMediaUrl(NOT_TEXT) from error
     if url[: len(REFERENCE_SCHEME)].lower() == REFERENCE_SCHEME:
-        raise InvalidMediaUrl(f"{REFERENCE_SCHEME} URLs are reserved for the gateway")
+        if not is_leased(url):
+            raise InvalidMediaUrl(f"{REFERENCE_SCHEME} URLs are reserved for the gateway, but for {MEDIA_SCHEME}HASH")
+        leased_hash(url)
     return url
 
 

@@ -119,6 +119,7 @@ class Frontend:
         inner: Sequence[Middleware],
         pages: Mapping[str, Page] | None = None,
         actions: Mapping[str, Action] | None = None,
+        endpoints: Mapping[str, ASGIApp] | None = None,
         health: Probe | None = None,
         tasks: tuple[str, ...] | None = None,
         render_only: bool = False,
@@ -128,10 +129,10 @@ class Frontend:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
         an error recorded in `backend`. `pages` and `actions` are medialane's, by path, and these by method and path
-        ("POST /path/{parameter}"); `health` replaces vLLM's
-        `/health`, which assumes one engine; `tasks` are those of the workers, by default what a model that generates
-        supports. With `render_only` there are none, and calls that need one are refused. For `render_payload` and
-        `fairness` see `render.install`."""
+        ("POST /path/{parameter}"), like `endpoints`, which respond themselves or raise MedialaneError; `health`
+        replaces vLLM's `/health`, which assumes one engine; `tasks` are those of the workers, by default what a model
+        that generates supports. With `render_only` there are none, and calls that need one are refused. For
+        `render_payload` and `fairness` see `render.install`."""
         tokenize_without_media(self.renderer)
         if self.profile is not None:
             renderer_hook.install(self.renderer, backend, self.profile)
@@ -147,12 +148,7 @@ class Frontend:
             return Response(status_code=error.status)  # `inner` gives it the form of its API
 
         app.add_exception_handler(MedialaneError, record_error)
-        for path, page in (pages or {}).items():
-            app.add_api_route(path, _page_handler(page), **_described(page))
-        for route, action in (actions or {}).items():
-            method, _, path = route.partition(" ")
-            summary = (action.__doc__ or "").partition("\n")[0]
-            app.add_api_route(path, _action_handler(action), methods=[method], tags=["medialane"], summary=summary)
+        _add_routes(app, pages or {}, actions or {}, endpoints or {})
         refuse_unsupported(app, render_only=render_only)
         app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
         if health is not None:
@@ -201,6 +197,20 @@ class Frontend:
 
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
+
+
+def _add_routes(
+    app: Any, pages: Mapping[str, Page], actions: Mapping[str, Action], endpoints: Mapping[str, ASGIApp]
+) -> None:
+    for path, page in pages.items():
+        app.add_api_route(path, _page_handler(page), **_described(page))
+    for route, action in actions.items():
+        method, _, path = route.partition(" ")
+        summary = (action.__doc__ or "").partition("\n")[0]
+        app.add_api_route(path, _action_handler(action), methods=[method], tags=["medialane"], summary=summary)
+    for route, endpoint in endpoints.items():
+        method, _, path = route.partition(" ")
+        app.router.routes.append(Route(path, endpoint, methods=[method], include_in_schema=False))
 
 
 def _page_handler(page: Page) -> RouteHandler:

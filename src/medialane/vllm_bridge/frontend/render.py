@@ -14,7 +14,6 @@ encode that as JSON, on the event loop: tens of megabytes for four images. Here 
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
@@ -59,6 +58,8 @@ _PIECE_BYTES = 192 * 1024
 
 #: Marks are numbers, so that one can stand for others: this many and more.
 _FIRST_MARK = 10**30
+#: Of the part's number, after the random digits.
+_NUMBER_DIGITS = 8
 
 #: A longer prompt is encoded apart from the rest of its answer, as is its items' data.
 _MAX_TOKENS = 4096
@@ -81,9 +82,12 @@ def install(
     """Serve the render endpoints of an app from `backend`. `default` is the payload of requests that say none. With
     `has_chunks`, vLLM's own name for the model's images is `vision_chunk`."""
     render_by(app.state, _Hooks(default, has_chunks=has_chunks))
-    for route in app.routes:
-        if isinstance(route, Route) and route.path.endswith(RENDER):
-            route.app = _Answering(route.app, backend, fairness)
+    routes = app.router.routes
+    rendering = [route for route in routes if isinstance(route, Route) and route.path.endswith(RENDER)]
+    for route in rendering:
+        route.app = _Answering(route.app, backend, fairness)
+    # The first ones: each before them costs a request a regular expression, twice, which is a tenth of a render's time.
+    routes[:] = [*rendering, *(route for route in routes if route not in rendering)]
 
 
 class _Hooks:
@@ -194,10 +198,10 @@ class RenderAnswer:
             await self._send_body(message.get("body", b""), more_body=message.get("more_body", False))
 
     async def _send_body(self, body: bytes, *, more_body: bool) -> None:
-        first, *marked = re.split(rb"%d(\d{8})" % self._prefix, body) if self._parts else [body]
+        first, *marked = body.split(b"%d" % self._prefix) if self._parts else [body]
         parts: list[_Part] = [first]
-        for number, text in zip(marked[::2], marked[1::2], strict=True):
-            parts += [self._parts[int(number)], text]
+        for text in marked:
+            parts += [self._parts[int(text[:_NUMBER_DIGITS])], text[_NUMBER_DIGITS:]]
         start, self._start = self._start, None
         if start is not None:
             await self._send(self._started(start, None if more_body else sum(map(_sent_bytes, parts))))
@@ -234,7 +238,7 @@ class RenderAnswer:
 
     def _number(self, part: _Part) -> int:
         self._parts.append(part)
-        return self._prefix * 10**8 + len(self._parts) - 1
+        return self._prefix * 10**_NUMBER_DIGITS + len(self._parts) - 1
 
 
 def current_answer() -> RenderAnswer | None:
