@@ -85,9 +85,9 @@ async def _store(address: str) -> int:
     status = await read_store(address)
     text = status.problem or ("ready" if status.has_started else "loading the model's processor")
     print(f"store: {text}")
-    leases = status.stats.leases
-    sizes = f"{format_bytes(leases.num_bytes)} of {format_bytes(leases.max_bytes)}"
-    print(f"media kept for clients: {leases.num_leases}, {sizes}")
+    if (leases := status.stats.leases).num_bytes:
+        sizes = f"{format_bytes(leases.num_bytes)} of {format_bytes(leases.max_bytes)}"
+        print(f"media kept for clients: {leases.num_leases}, {sizes}")
     for hold in status.stats.holds:
         print(f"  held for {hold_line(hold)}")
     return int(text != "ready")

@@ -63,7 +63,7 @@ class Base64Place(msgspec.Struct, frozen=True, gc=False):
     ) -> tuple[MediaRef, list[Edit]]:
         located, url, data = skeleton.locate(self.string), None, None
         try:
-            if bytes(located.head()[: len(REFERENCE_SCHEME)]).lower() == REFERENCE_SCHEME.encode():  # never base64
+            if bytes(located.raw[1 : 1 + len(REFERENCE_SCHEME)]).lower() == REFERENCE_SCHEME.encode():  # never base64
                 url = _url(located)
             else:
                 data = decode_base64(located.text(), config.max_data_url_bytes)
