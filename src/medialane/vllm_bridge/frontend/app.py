@@ -189,7 +189,7 @@ class Frontend:
 
     def _making(self, modality: Modality) -> dict[str, object]:
         """Return how the values of features are made, for clients."""
-        made_by = {"processor": digest(self.processor_settings)}
+        made_by: dict[str, object] = {"processor": digest(self.processor_settings)}
         return made_by if self.profile is None else {**made_by, **normalization_of(self.profile.processor, modality)}
 
     def _install_scale_out(
