@@ -20,7 +20,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import FeatureUnsupported, InvalidFeature
+from medialane.core.errors import InvalidFeature, InvalidRequest
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaSize, Modality
 from medialane.core.tensor import MAX_TENSORS, Dtype, Shape, TensorSpec
@@ -117,13 +117,13 @@ class TensorsReader:
             return False
 
     def check(self, sent: SentTensors) -> ProcessedItem:
-        """Return the item in the form in which it is stored. Raises InvalidFeature; FeatureUnsupported for modalities
+        """Return the item in the form in which it is stored. Raises InvalidFeature; InvalidRequest for modalities
         whose tensors do not show what the encoder makes of them."""
         modality, item = sent.modality, sent.item
         shape = self._shapes.get(modality)
         if shape is None or shape.measure is None or any(not _is_plain(elem.data) for elem in item.values()):
             message = "tensors of this model are used only if this server has made them: send the media, or a reference"
-            raise FeatureUnsupported(message)
+            raise InvalidRequest(message)
         self._checker.check_item(modality, item)
         self._check_numbers(modality, item)
         try:
