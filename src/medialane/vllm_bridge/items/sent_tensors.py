@@ -12,7 +12,7 @@ are bound to the shapes of other fields, or occur in samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -51,17 +51,22 @@ _STRINGS = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB))
 _EXTENSIONS = frozenset((0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)))
 
 
-class _Elem(msgspec.Struct, forbid_unknown_fields=True):
+class Elem(msgspec.Struct, forbid_unknown_fields=True):
+    """A field as vLLM encodes it. How it is batched, `field`, is not read."""
+
     data: msgspec.Raw
     field: msgspec.Raw
 
 
-_Fields = Annotated[dict[Annotated[str, msgspec.Meta(max_length=128)], _Elem], msgspec.Meta(max_length=MAX_FIELDS)]
-_fields = msgspec.msgpack.Decoder(_Fields).decode
-_values = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TENSORS)]).decode
+Fields = Annotated[dict[Annotated[str, msgspec.Meta(max_length=128)], Elem], msgspec.Meta(max_length=MAX_FIELDS)]
+Values = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TENSORS)]
+Number = bool | int | float
+
+_fields = msgspec.msgpack.Decoder(Fields).decode
+_values = msgspec.msgpack.Decoder(Values).decode
 _dtype = msgspec.msgpack.Decoder(Dtype).decode
 _shape = msgspec.msgpack.Decoder(Shape).decode
-_number = msgspec.msgpack.Decoder(bool | int | float).decode
+_number: Callable[[msgspec.Raw], Number] = msgspec.msgpack.Decoder(Number).decode
 
 
 class SentTensors(NamedTuple):
