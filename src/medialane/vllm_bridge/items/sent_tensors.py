@@ -92,7 +92,7 @@ class TensorsReader:
         }
         #: How fields are batched, and the least and greatest whole number of each in the samples.
         self._kinds = {m: {n: elem.field for item in items for n, elem in item.items()} for m, items in samples.items()}
-        #: The true size of a client's media is not known. Where tokens depend on it, a prompt does not fit that of a sample.
+        #: Of a client's media the size is not known. Where tokens depend on it, a prompt does not fit that of a sample.
         self._sizes = {modality: made[0].size for modality, made in profile.trial.by_modality.items() if made}
         self._numbers = {modality: _ranges(items) for modality, items in samples.items()}
 
