@@ -41,6 +41,10 @@ class MediaRef(msgspec.Struct, frozen=True):
     its hash, once that is known. For the store, which never gets `data`, `content` replaces it. With `is_embeds`,
     `data` is an `Embeds` document, which is neither decoded nor processed. `owner` is whose leased
     media (`core.media_lease`) the URL may refer to.
+
+    With `is_feature` the client has processed the item, or names it: `content` is the hash of a feature, `data` are its
+    tensors in vLLM's encoding, if they were sent. `client` is the digest of the client's API key: it may name the
+    features of its own requests.
     """
 
     modality: Modality
@@ -55,6 +59,8 @@ class MediaRef(msgspec.Struct, frozen=True):
     content: str | None = None
     is_embeds: bool = False
     owner: str = ""
+    is_feature: bool = False
+    client: str = ""
 
     def __post_init__(self) -> None:
         if self.url is not None and self.data is not None:

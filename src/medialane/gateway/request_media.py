@@ -59,6 +59,10 @@ class RequestMedia:
         budget = self._budget()
         return await gather_or_cancel([_described(self, ref, budget) for ref in self.source.items])
 
+    def have(self, stage: StageName, items: Sequence[StagedItem]) -> None:
+        """Use these items, which have been found, in a stage."""
+        self._items[stage] = tuple(items)
+
     def of(self, items: Sequence[MediaRef]) -> RequestMedia:
         """Return some items of the prompt as media of their own."""
         source = msgspec.structs.replace(self.source, items=tuple(items))

@@ -16,7 +16,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_uuids: NonNegativeInt = field(default=100_000, name="store-max-uuids")
     """most media uuids that are remembered, over all tenants; 0 disables them"""
     uuid_ttl_s: PositiveFloat = field(default=3600.0, name="store-uuid-ttl")
-    """how long a media uuid is remembered after its last use"""
+    """how long a media uuid, and what a feature was made of, is remembered after its last use"""
     media_lease_ttl_s: PositiveFloat = field(default=3600.0, name="media-lease-ttl")
     """how long media that a client has sent once (PUT /medialane/v1/media) are kept, at most and by default"""
     media_lease_share: NonNegativeFloat = field(default=0.25, name="media-lease-share")

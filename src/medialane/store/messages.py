@@ -12,6 +12,7 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
     DescribeItem(call, ref, ...)->                          what a processed item would be, from its media's size
                             <-      SendData, ImageSize     as for FindItem, if the media must be measured
                             <-      ItemDescribed(call, ...)    nothing is held
+    PutFeature(call, ref, ...)->                            find or receive tensors that a client has sent, as FindItem
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
@@ -66,8 +67,9 @@ from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize, Modal
 from medialane.core.media_lease import LeasedMedia
 from medialane.core.remote_entry import Copied, RemoteEntry
 from medialane.core.stats import StoreStats
-from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
+from medialane.core.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.observability.timeline import TimelineReport
+from medialane.prepare.processor import Described
 
 ScrapedAs = Literal["gateway", "worker"]
 
@@ -136,6 +138,9 @@ class FindItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     `options` are the request's processor options, for form `processed`. With the digest of an `encoder`, an item of
     that form whose embedding is cached is found as a feature without tensors, in the entry of the embedding.
+
+    A reference to a feature (`MediaRef.is_feature`) is found if its client has had that feature before. With `refers`,
+    form `encoded`, the client may name the item's feature, although nobody has made it.
     """
 
     call_id: int
@@ -144,6 +149,21 @@ class FindItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
     options: bytes = b"{}"
     num_bytes: int | None = None
     encoder: str = ""
+    refers: bool = False
+
+
+class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Tensors that a client has sent: the feature whose hash is `ref.content`. Unless it is cached, the store asks for
+    the bytes of the tensors (`SendData`), which lie in the entry as in `arena.layout`."""
+
+    call_id: int
+    ref: MediaRef
+    described: Described
+    specs: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+
+    def __post_init__(self) -> None:
+        if not (self.ref.is_feature and _KEY.fullmatch(self.ref.content or "")):
+            raise ValueError("the hash of a feature has 64 hex digits")
 
 
 class SendData(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -417,7 +437,7 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Question = SendData | ImageSize | WriteMedia
-LongCall = FindItem | DescribeItem | FindEmbedding | PullEntries | PublishImage | PutMedia
+LongCall = FindItem | DescribeItem | PutFeature | FindEmbedding | PullEntries | PublishImage | PutMedia
 Call = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
 Embedded = EmbeddingFound | NoEmbedding
 Item = ItemFound | ItemDescribed

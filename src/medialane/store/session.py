@@ -30,7 +30,7 @@ from medialane.peers.pulls import Pulls
 from medialane.store.absent_clients import AbsentClients
 from medialane.store.client_use import ClientUse
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.items import Items, Processing, Upload
+from medialane.store.items import Items, LeasedItem, Processing, Upload
 from medialane.store.messages import (
     AliasResolved,
     AskLease,
@@ -59,6 +59,7 @@ from medialane.store.messages import (
     PublishImage,
     PullEntries,
     PullsGranted,
+    PutFeature,
     PutMedia,
     Question,
     Reclaim,
@@ -276,6 +277,8 @@ class StoreSession:
                     reply = await self._find(call)
                 case DescribeItem():
                     reply = await self._describe(call)
+                case PutFeature():
+                    reply = await self._put(call)
                 case FindEmbedding():
                     reply = await self._find_embedding(call)
                 case PullEntries():
@@ -294,6 +297,9 @@ class StoreSession:
     async def _find(self, call: FindItem) -> Reply:
         timeline = StageTimeline()
         processing = Processing(self._processor, call.options, call.encoder)
+        if call.refers:
+            refer = partial(self._items.refer, call.ref, processing, upload=self._upload(call))
+            return self._found(call.call_id, await self._with_memory(refer), timeline)
         find = partial(
             self._items.find,
             call.ref,
@@ -303,10 +309,20 @@ class StoreSession:
             upload=self._upload(call),
             admit=partial(self._admit, call.call_id),
         )
-        item = await self._with_memory(find)
+        return self._found(call.call_id, await self._with_memory(find), timeline)
+
+    async def _put(self, call: PutFeature) -> Reply:
+        async def receive(reservation: Reservation) -> None:
+            question = SendData(call.call_id, reservation.range)
+            await self._written(reservation, question, timeout_s=ANSWER_TIMEOUT_S)
+
+        put = partial(self._items.put, call.ref, call.described, call.specs, receive=receive, writer=self.slot)
+        return self._found(call.call_id, await self._with_memory(put), StageTimeline())
+
+    def _found(self, call_id: int, item: LeasedItem, timeline: StageTimeline) -> Reply:
         value = item.lease.value
         return ItemFound(
-            call.call_id,
+            call_id,
             self.use.hold([item.lease]),
             item.lease.range,
             item.content_hash,
@@ -426,7 +442,7 @@ class StoreSession:
         return self._arena.reserve(num_bytes, "encoded", writer=self.slot)
 
     async def _written(self, reservation: Reservation, question: Question, *, timeout_s: float) -> Proceed | Written:
-        """Have the client write to the range, which has ended if this raises."""
+        """Have the client write to the range; the caller owns it then, and nobody if this raises."""
         self.use.start_writing(reservation)
         try:
             answer = await self._ask(question, timeout_s=timeout_s)
