@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -21,9 +21,10 @@ from vllm.renderers import renderer_from_config
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.continuation import Continuable
 from medialane.core.errors import MedialaneError
-from medialane.core.feature import Feature, MediaPrompt, PreparedPrompt
+from medialane.core.feature import Feature, MediaPrompt, PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
+from medialane.prepare.processor import ProcessedItem
 from medialane.testing.simulated.config import SimulatedConfig
 from medialane.testing.simulated.engine import SimulatedEngine
 from medialane.vllm_bridge.arguments import create_frontend_config
@@ -76,6 +77,17 @@ class InProcessEngine:
         _text_only()
 
     async def refer(self, prepared: PreparedPrompt) -> list[str]:
+        _text_only()
+
+    async def find_feature(self, ref: MediaRef, *, with_tensors: bool = False) -> StagedItem:
+        _text_only()
+
+    async def put_feature(self, ref: MediaRef, item: ProcessedItem) -> StagedItem:
+        _text_only()
+
+    async def place(
+        self, token_ids: list[int], items: Sequence[StagedItem], ranges: Sequence[PlaceholderRange]
+    ) -> PreparedPrompt:
         _text_only()
 
     async def prepare(self, prompt: MediaPrompt, *, with_tensors: bool = False) -> PreparedPrompt:

@@ -47,6 +47,7 @@ from medialane.peers.nixl.mover import NixlMover
 from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
 from medialane.store import Aliases, EncodedStore, Items, PublishedImages, StoreServer
+from medialane.store.known_features import KnownFeatures
 from medialane.store.messages import StoreStatus
 
 logger = logging.getLogger(__name__)
@@ -195,6 +196,7 @@ class _Store:
             media=config.media,
             aliases=aliases,
             published=published,
+            features=KnownFeatures(ttl_s=config.store.uuid_ttl_s),
         )
         self._memory = MemoryUse(partial(self._pids, mover))
         await stack.enter_async_context(WatchedTask(self._memory.run, "the reading of memory use"))

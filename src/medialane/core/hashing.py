@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from blake3 import blake3
@@ -56,3 +56,12 @@ def embedding_key(*, mm_hash: str, encoder: str) -> str:
 def digest(settings: Mapping[str, object]) -> str:
     """Return the digest of a mapping of settings, 64 hex digits."""
     return blake3(canonical_options(settings)).hexdigest()
+
+
+def tensors_key(*, processor: str, modality: str, header: bytes, tensors: Sequence[memoryview], salt: str) -> str:
+    """Return the key of features whose tensors a client has sent, 64 hex digits. It is that of their bytes, whatever
+    their client calls them. `processor` and `salt` are as in `feature_key`."""
+    key = blake3(msgspec.msgpack.encode(("medialane-tensors-1", processor, modality, header, salt)))
+    for tensor in tensors:
+        key.update(tensor)
+    return key.hexdigest()

@@ -40,6 +40,10 @@ class MediaRef(msgspec.Struct, frozen=True):
     `alias` is the client's name for the item. An item sent as an alias only has neither URL nor data, but `content`,
     its hash, once that is known. For the store, which never gets `data`, `content` replaces it. With `is_embeds`,
     `data` is an `Embeds` document, which is neither decoded nor processed.
+
+    With `is_feature` the client has processed the item, or names it: `content` is the hash of a feature, `data` are its
+    tensors in vLLM's encoding, if they were sent. `client` is the digest of the client's API key: it may name the
+    features of its own requests.
     """
 
     modality: Modality
@@ -53,6 +57,8 @@ class MediaRef(msgspec.Struct, frozen=True):
     alias: Alias | None = None
     content: str | None = None
     is_embeds: bool = False
+    is_feature: bool = False
+    client: str = ""
 
     def __post_init__(self) -> None:
         if self.url is not None and self.data is not None:

@@ -8,13 +8,13 @@ more than the expansion itself: while the loop is busy, the thread waits up to 5
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from cachetools import LRUCache
 
-from medialane.core.feature import Feature, MediaPrompt
+from medialane.core.feature import Feature, MediaPrompt, PlaceholderRange
 from medialane.prepare import AssembledPrompt, Assembler, ImageCost
 
 #: Limits for expansion on the event loop: 0.2 ms for an image of 1024x768, 0.5 ms for four, far below the 10 ms for
@@ -45,6 +45,15 @@ class Assembly:
         if not self._num_in_thread and _runs_on_loop(prompt, features):
             return self._assembler.assemble(prompt.token_ids, features, prompt.options)
         return await self._in_thread(self._assembler.assemble, prompt.token_ids, features, prompt.options)
+
+    async def place(
+        self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
+    ) -> Sequence[PlaceholderRange | None]:
+        """See `Assembler.place`. Raises InvalidFeature, FeatureUnsupported."""
+        prompt = MediaPrompt(token_ids, ())
+        if not self._num_in_thread and _runs_on_loop(prompt, features):
+            return self._assembler.place(token_ids, features, ranges)
+        return await self._in_thread(self._assembler.place, token_ids, features, ranges)
 
     async def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
         """Return what an image of this size takes at least; None if that cannot be predicted."""

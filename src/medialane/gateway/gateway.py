@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,12 +23,12 @@ from medialane.core.errors import (
     PromptTooLong,
     WorkerLost,
 )
-from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PreparedPrompt
+from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.core.hashing import merged_options
 from medialane.core.kv_events import BlockIds
 from medialane.core.media import MediaRef, audio_io
 from medialane.core.request import EngineRequest, OutputDelta
-from medialane.core.stage import RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
+from medialane.core.stage import BEST_STAGE, RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
 from medialane.core.wave import wave_size
 from medialane.gateway.administration import administer
 from medialane.gateway.admission import (
@@ -42,10 +42,13 @@ from medialane.gateway.admission import (
 )
 from medialane.gateway.assembly import Assembly
 from medialane.gateway.attempts import Sender
+from medialane.gateway.client_features import ClientFeatures, expanded_prompt
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.generation import Generation
+from medialane.gateway.image_budget import ImageBudget
 from medialane.gateway.plain_hashes import PlainHashes
+from medialane.gateway.references import FEATURE_SCHEME
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.route import Routes
 from medialane.gateway.scope import RequestScope, current_scope, while_connected
@@ -54,6 +57,7 @@ from medialane.gateway.transports import Transports
 from medialane.gateway.workers import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
+from medialane.prepare.processor import ProcessedItem
 
 if TYPE_CHECKING:
     from medialane.routing import Router
@@ -85,6 +89,7 @@ class Gateway:
         self._transports = transports
         self._features = features
         self._assembly = Assembly(assembler)
+        self._client_features = ClientFeatures(config, features, self._assembly)
         self._accepts_item_options = assembler.accepts_item_options
         self._fallback_stages = assembler.fallback_stages
         self._workers = workers
@@ -156,8 +161,47 @@ class Gateway:
     def tensors(self, feature: Feature) -> list[memoryview]:
         return self._features.tensors(feature)
 
+    @while_connected
     async def refer(self, prepared: PreparedPrompt) -> list[str]:
-        return [f"medialane:feature/{placed.feature.mm_hash}" for placed in prepared.features]
+        scope, options = current_scope(), prepared.source.options
+        for ref in prepared.source.items:
+            await self._features.refer(ref, options, scope.timeline, ImageBudget(self._assembly, options))
+        return [f"{FEATURE_SCHEME}{placed.feature.mm_hash}" for placed in prepared.features]
+
+    @while_connected
+    async def find_feature(self, ref: MediaRef, *, with_tensors: bool = False) -> StagedItem:
+        scope = self._admitted()
+        return await self._client_features.find(ref, scope, encoder="" if with_tensors else self._encoder)
+
+    @while_connected
+    async def put_feature(self, ref: MediaRef, item: ProcessedItem) -> StagedItem:
+        return await self._client_features.put(ref, item, self._admitted())
+
+    @while_connected
+    async def place(
+        self, token_ids: list[int], items: Sequence[StagedItem], ranges: Sequence[PlaceholderRange]
+    ) -> PreparedPrompt:
+        source = expanded_prompt(token_ids, items)
+        media = RequestMedia(source, self._features, self._admitted(), self._assembly, encoder=self._encoder)
+        media.have(BEST_STAGE, items)
+        return await self._client_features.place(token_ids, items, ranges, media)
+
+    def _admitted(self) -> RequestScope:
+        scope = current_scope()
+        self._admission.admit(scope)
+        self._begin(scope)
+        return scope
+
+    def _begin(self, scope: RequestScope) -> None:
+        if (expectation := self._expectation(scope)) is not None:
+            expectation.judge_arrival()
+        if self.queues is not None and scope.preparation is None:
+            scope.preparation = self.queues.preparation(scope)
+
+    @property
+    def _encoder(self) -> str:
+        """The digest of the encoder whose embeddings replace tensors; empty if none do."""
+        return self.routes.encoder if self._transports.carry_embeddings else ""
 
     async def _hashed(
         self,
@@ -172,17 +216,14 @@ class Gateway:
         return await self._plain.named(await make(prompt, scope), media, fetched)
 
     async def _prepare(self, prompt: MediaPrompt, scope: RequestScope, *, with_tensors: bool = False) -> PreparedPrompt:
-        if (expectation := self._expectation(scope)) is not None:
-            expectation.judge_arrival()
-        if self.queues is not None and scope.preparation is None:
-            scope.preparation = self.queues.preparation(scope)
+        self._begin(scope)
         prompt = _with_common_options(prompt)
         stage = prepared_stage(self._stage_for(prompt))
         if stage.is_processed and stage.instead and self._instead(prompt):
             stage = STAGES[stage.instead]
         if not (stage.is_processed and self._accepts_item_options):
             _check_options(prompt)
-        encoder = self.routes.encoder if self._transports.carry_embeddings and not with_tensors else ""
+        encoder = "" if with_tensors else self._encoder
         media = RequestMedia(prompt, self._features, scope, self._assembly, encoder=encoder)
         try:
             return await self._prepared(prompt, stage, media, scope)
@@ -348,6 +389,8 @@ class Gateway:
         return msgspec.structs.replace(prepared, features=tuple(placed))
 
     def _stage_for(self, prompt: MediaPrompt) -> StageChoice:
+        if any(ref.is_feature for ref in prompt.items):
+            return BEST_STAGE
         is_raw = self._config.stage == "auto" and RAW_STAGE in self._instead(prompt)
         return RAW_STAGE if prompt.has_embeds or is_raw else self._config.stage
 

@@ -16,8 +16,11 @@ import msgspec
 
 from medialane.core.media import MediaRef
 
-#: Scheme of all references. Clients must not use it.
+#: Scheme of all references. Clients must not use it as a URL.
 REFERENCE_SCHEME = "medialane:"
+
+#: By which a client names a feature, where its tensors could be.
+FEATURE_SCHEME = f"{REFERENCE_SCHEME}feature/"
 
 _NUM_RANDOM_BYTES = 9
 
@@ -77,7 +80,7 @@ def _quoted(ref: MediaRef) -> str:
     if ref.alias is not None and (ref.is_alias or ref.is_embeds):  # their reference is in the uuid
         text = ref.alias.uuid
     elif ref.data is None:
-        text = ref.url or ""
+        text = ref.content or "" if ref.is_feature else ref.url or ""
     else:
         text = f"data:{ref.media_type or ''};base64,{b64encode(ref.data[:_MAX_QUOTED_CHARS]).decode()}"
     return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}..."

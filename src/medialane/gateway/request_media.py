@@ -53,6 +53,10 @@ class RequestMedia:
             items = self._items[stage] = await self._find(stage)
         return items
 
+    def have(self, stage: StageName, items: Sequence[StagedItem]) -> None:
+        """Use these items, which have been found, in a stage."""
+        self._items[stage] = tuple(items)
+
     def of(self, items: Sequence[MediaRef]) -> RequestMedia:
         """Return some items of the prompt as media of their own."""
         source = msgspec.structs.replace(self.source, items=tuple(items))

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from medialane.arena import ENTRY_HEADER_BYTES, layout
 from medialane.core.errors import InvalidRequest, MediaLost, MediaTooLarge, ProtocolViolation, StoreUnavailable
 from medialane.core.feature import Feature, FoundItem, Hold
-from medialane.core.hashing import content_hash, feature_key, merged_options
+from medialane.core.hashing import content_hash, feature_key, merged_options, tensors_key
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.stats import PoolStats
@@ -22,6 +23,7 @@ from medialane.gateway.admission import MustWait
 from medialane.gateway.image_budget import ImageBudget
 from medialane.media import MediaConfig, image_size
 from medialane.observability.timeline import StageTimeline, TimelineReport
+from medialane.prepare.processor import Described, ProcessedItem
 from medialane.store.hold_cache import HoldCache, StoreHold
 from medialane.store.items import naming
 from medialane.store.link import StoreLink
@@ -32,6 +34,7 @@ from medialane.store.messages import (
     ImagePublished,
     ItemFound,
     PublishImage,
+    PutFeature,
     Question,
     ResolveAlias,
     SendData,
@@ -49,10 +52,12 @@ class _Wanted(NamedTuple):
     form: Form
     options: bytes = b"{}"
     encoder: str = ""
+    refers: bool = False
 
 
-#: Content hash, modality, whether it is embeddings, decode options, item options, tenant; what is wanted of it.
-_Key = tuple[str, str, bool, bytes, bytes, str, _Wanted]
+#: Content hash, modality, whether it is embeddings or a feature, decode options, item options, tenant, client; what is
+#: wanted of it. The store keeps for each client what it has.
+_Key = tuple[str, str, bool, bool, bytes, bytes, str, str, _Wanted]
 
 
 class StoreFeatures:
@@ -156,6 +161,40 @@ class StoreFeatures:
         hold = await self._find(ref, _Wanted("encoded"), timeline, budget)
         return _item(hold, hold.value.encoded)
 
+    async def refer(self, ref: MediaRef, options: bytes, timeline: StageTimeline, budget: ImageBudget) -> None:
+        """Let the client of `ref` name the feature of the item, which is made when that is used."""
+        hold = await self._find(ref, _Wanted("encoded", options, refers=True), timeline, budget)
+        hold.forget()
+        hold.release()
+
+    async def put(self, ref: MediaRef, item: ProcessedItem, timeline: StageTimeline) -> FoundItem[Feature]:
+        """Return the feature of tensors that a client has sent, which are written to the arena unless it has them. Its
+        key is that of the tensors: it is the result's content hash."""
+        num_bytes = sum(spec.nbytes for spec in item.specs)
+        self._check_fits(ref, num_bytes)
+        content = await self._fairness.run(
+            num_bytes,
+            lambda: tensors_key(
+                processor=self._digest, modality=ref.modality, header=item.header, tensors=item.buffers, salt=ref.salt
+            ),
+        )
+        named = msgspec.structs.replace(ref, data=None, content=content)
+        key = _key(named, content, _Wanted("processed"))
+        if key is not None and (hold := self._holds.use(key)) is not None:
+            return _item(hold, hold.value.feature)
+
+        async def answer(question: Question) -> None:
+            if isinstance(question, SendData):
+                offsets = [offset - ENTRY_HEADER_BYTES for offset in layout(item.specs)[0]]
+                for offset, data in zip(offsets, item.buffers, strict=True):
+                    await self._write(data, timeline, question.range, at=offset)
+
+        described = Described(item.header, item.size)
+        reply = await self._link.call(lambda call_id: PutFeature(call_id, named, described, item.specs), answer)
+        found = cast("ItemFound", reply)
+        hold = self._holds.add(key, found.hold_id, found.range, found)
+        return _item(hold, found.feature)
+
     def unavailable(self, message: str) -> StoreUnavailable:
         """Return the error of a request whose media were lost with the store."""
         return self._link.unavailable(message)
@@ -204,10 +243,10 @@ class StoreFeatures:
                 in_form = budget.processed_bytes if wanted.form == "processed" else budget.decoded_bytes
                 self._check_fits(ref, in_form(ref))
 
-        form, options, encoder = wanted
+        form, options, encoder, refers = wanted
 
         def find(call_id: int) -> FindItem:
-            return FindItem(call_id, asked, form, options, num_bytes, encoder=encoder)
+            return FindItem(call_id, asked, form, options, num_bytes, encoder=encoder, refers=refers)
 
         try:
             reply = await self._link.call(find, answer)
@@ -226,14 +265,17 @@ class StoreFeatures:
             message = f"the item takes {num_bytes} bytes once prepared, more than this server can store"
             raise MediaTooLarge(message, param=ref.param)
 
-    async def _write(self, data: bytes, timeline: StageTimeline, entry: ArenaRange) -> None:
-        """Copy `data` to the payload of `entry`, in pieces on the event loop, where cancellation takes effect between
-        two pieces: a thread could still be writing to a range that has been reallocated."""
+    async def _write(
+        self, data: bytes | memoryview, timeline: StageTimeline, entry: ArenaRange, *, at: int = 0
+    ) -> None:
+        """Copy `data` to offset `at` of the payload of `entry`, in pieces on the event loop, where cancellation takes
+        effect between two pieces: a thread could still be writing to a range that has been reallocated."""
         async with self._fairness.step(len(data)):
-            source = memoryview(data)
+            source = memoryview(data).cast("B")
             for start in range(0, len(data), _PIECE_BYTES):
                 await asyncio.sleep(0)
                 piece = source[start : start + _PIECE_BYTES]
+                start += at
                 self._link.payload(entry)[start : start + len(piece)] = piece  # raises if the store is lost
         timeline.copied_bytes += len(data)
 
@@ -249,7 +291,7 @@ def _key(ref: MediaRef, content: str | None, wanted: _Wanted) -> _Key | None:
     binds_alias = ref.alias is not None and ref.data is not None
     if content is None or ref.url is not None or binds_alias:
         return None
-    return content, ref.modality, ref.is_embeds, ref.io, ref.options, ref.salt, wanted
+    return content, ref.modality, ref.is_embeds, ref.is_feature, ref.io, ref.options, ref.salt, ref.client, wanted
 
 
 def _item(hold: StoreHold[_Key, ItemFound], value: V | None) -> FoundItem[V]:

@@ -162,6 +162,13 @@ class Assembler(Protocol):
         """Expand the prompt; `features` are in request order within each modality. Raises PromptRejected."""
         ...
 
+    def place(
+        self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
+    ) -> Sequence[PlaceholderRange | None]:
+        """Return where the items of an expanded prompt are, of which `ranges` say only offset and length: None for an
+        item whose placeholder is not there. Raises InvalidFeature, FeatureUnsupported."""
+        ...
+
     def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
         """Return what an image of this (width, height), in either orientation, takes at least when it is processed with
         `options`; None if that cannot be predicted."""

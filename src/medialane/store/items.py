@@ -6,7 +6,7 @@ form, or a URL known to be unchanged need neither a download nor a copy.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -14,13 +14,14 @@ from typing import NamedTuple
 import msgspec
 from cachetools import LRUCache
 
-from medialane.arena import Arena, Lease
+from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, layout
 from medialane.core.errors import (
     ArenaFull,
     InvalidRequest,
     MedialaneError,
     MediaTooLarge,
     MediaUrlForbidden,
+    UnknownMedia,
     UnknownMediaUuid,
     UuidConflict,
 )
@@ -28,20 +29,25 @@ from medialane.core.feature import Feature
 from medialane.core.hashing import decoded_key, embedding_key, feature_key, merged_options
 from medialane.core.media import Alias, EncodedMedia, MediaRef
 from medialane.core.single_flight import SingleFlight
-from medialane.core.tensor import ArenaRange
+from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.media import MediaConfig, image_size, needs_probe
 from medialane.media.fetch import Fetcher
 from medialane.media.published_image import PIXMAP_TYPE, is_published, pixmap_size
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
+from medialane.prepare.processor import Described
 from medialane.store.aliases import Aliases
 from medialane.store.embeddings import Embeddings
 from medialane.store.encoded_store import EncodedStore
+from medialane.store.known_features import FeatureSource, KnownFeatures
 from medialane.store.messages import Form
 from medialane.store.published_images import PublishedImages
 
 #: Receives the encoded bytes of the item, whose content hash its caller has given, into the arena.
 Upload = Callable[[EncodedStore], Awaitable[Lease[EncodedMedia]]]
+
+#: Receives the tensors of a feature that a client has sent, into this range of the arena.
+Receive = Callable[[Reservation], Awaitable[None]]
 
 #: Returns if the request may have an image of this width and height; otherwise the caller is cancelled.
 Admit = Callable[[int, int], Awaitable[None]]
@@ -55,6 +61,9 @@ _MAX_CACHED_VERDICTS = 16_384
 _TOO_SMALL = "the shared memory is too small for the media of the requests in flight"
 
 _UNKNOWN = "unknown or expired uuid: send the URL or data of the media as well"
+
+#: The same for all reasons, so that nobody learns what others have.
+_UNKNOWN_FEATURE = "unknown or expired feature: send its tensors or media"
 
 
 class LeasedItem(NamedTuple):
@@ -102,8 +111,10 @@ class Items:
         media: MediaConfig,
         aliases: Aliases,
         published: PublishedImages | None = None,
+        features: KnownFeatures | None = None,
     ) -> None:
         """Without `published`, images that clients have published are refused."""
+        self._features = features or KnownFeatures()
         self._arena = arena
         self._pool = pool
         self._fetcher = fetcher
@@ -144,14 +155,68 @@ class Items:
         """
         source = _Source(ref, timeline, upload, admit)
         with naming(ref):
+            if ref.is_feature:
+                return await self._known(source, processing)
             if form == "encoded":
                 leased = await self._probed_bytes(source)
             else:
                 leased = await self._find_or_prepare(source, processing if form == "processed" else None)
+            if form == "processed":
+                self._remember(ref, processing, leased.content_hash)
             # Bind the alias, unless it was all that was sent, now that the content has proved usable.
             if ref.alias is not None and (ref.url is not None or upload is not None):
                 self._bind(ref.salt, ref.alias, leased)
         return leased
+
+    async def refer(self, ref: MediaRef, processing: Processing, *, upload: Upload | None = None) -> LeasedItem:
+        """Return the encoded bytes of an item of which no feature need exist: its client may name it from now on."""
+        leased = await self.find(ref, "encoded", processing, timeline=StageTimeline(), upload=upload)
+        self._remember(ref, processing, leased.content_hash)
+        return leased
+
+    async def put(
+        self, ref: MediaRef, described: Described, specs: Sequence[TensorSpec], *, receive: Receive, writer: int
+    ) -> LeasedItem:
+        """Return the feature of this hash, `ref.content`, of tensors that a client has sent: they are received by
+        `receive`, written by the client with the slot `writer`, unless they are cached."""
+        key, is_hit = ref.content or "", True
+        with naming(ref):
+            if (lease := self._arena.lookup(key, "processed")) is None:
+                num_described = header_bytes(described.header, specs)
+                reservation = self._arena.reserve(layout(specs)[1], writer=writer, header_bytes=num_described)
+                await receive(reservation)
+                with reservation:
+                    tensors = describe(reservation.range, specs)
+                    feature = Feature(ref.modality, key, described.header, tensors, described.size)
+                    lease, is_hit = self._arena.publish(reservation, key, feature), False
+            self._features.remember(key, ref)
+        return LeasedItem(key, lease, is_hit)
+
+    def _remember(self, ref: MediaRef, processing: Processing, content: str) -> None:
+        """Let the client of `ref` name its feature."""
+        options = merged_options(processing.options, ref.options)
+        made_of = msgspec.structs.replace(ref, content=content, options=b"{}", alias=None)
+        key = self._key(ref, processing, content)
+        self._features.remember(key, ref, FeatureSource(made_of, options, processing.processor))
+
+    async def _known(self, source: _Source, processing: Processing) -> LeasedItem:
+        """Return the feature that the client names, made again if it was evicted. Raises UnknownMedia."""
+        ref = source.ref
+        if (known := self._features.find(ref)) is None:
+            raise UnknownMedia(_UNKNOWN_FEATURE)
+        key = ref.content or ""
+        if (lease := self._cached(key, processing)) is not None:
+            source.timeline.num_hits += 1
+            return LeasedItem(key, lease, is_hit=True)
+        if known.source is None:
+            raise UnknownMedia(_UNKNOWN_FEATURE)
+        made_of = known.source
+        processing = Processing(made_of.processor, made_of.options, processing.encoder)
+        try:
+            leased = await self._find_or_prepare(source._replace(ref=made_of.ref), processing)
+        except UnknownMediaUuid as error:
+            raise UnknownMedia(_UNKNOWN_FEATURE) from error
+        return leased._replace(content_hash=key)
 
     def _bind(self, salt: str, alias: Alias, leased: LeasedItem) -> None:
         try:
@@ -234,13 +299,17 @@ class Items:
 
     async def _content(self, source: _Source, *, need_data: bool) -> str:
         """Return the content hash. With `need_data` a URL is fetched again."""
-        if source.ref.content is not None:
-            return source.ref.content
+        expected, url = source.ref.content, source.ref.url
+        if expected is not None and not (need_data and url is not None):
+            return expected
         with source.timeline.measure("fetch"):
             fetch = self._fetcher.fetch
-            if self._published is not None and is_published(source.ref.url or ""):
+            if self._published is not None and is_published(url or ""):
                 fetch = self._published.fetch
-            return (await fetch(source.ref, need_data=need_data)).content_hash
+            content = (await fetch(source.ref, need_data=need_data)).content_hash
+        if expected not in (None, content):
+            raise UnknownMedia("the content of the URL of this feature has changed: send its tensors or media")
+        return content
 
     async def _stored(self, source: _Source, content: str) -> Lease[EncodedMedia] | None:
         """Return the bytes of `content`, received if needed. None if they have to be fetched."""

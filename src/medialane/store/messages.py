@@ -9,6 +9,7 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      ImageSize(call, ...)    only for an image of a URL, before it is decoded
     Proceed(call)           ->                              the request may have an image of this size
                             <-      ItemFound(call, hold, ...)  the client holds the item
+    PutFeature(call, ref, ...)->                            find or receive tensors that a client has sent, as FindItem
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
@@ -47,7 +48,7 @@ and says what it still holds. So it does with the next store, which may have tak
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -56,13 +57,14 @@ from medialane.core.feature import MAX_HEADER_BYTES, Feature
 from medialane.core.media import EncodedMedia, MediaRef
 from medialane.core.remote_entry import Copied, RemoteEntry
 from medialane.core.stats import StoreStats
-from medialane.core.tensor import ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
+from medialane.core.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.observability.timeline import TimelineReport
+from medialane.prepare.processor import Described
 
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -123,6 +125,9 @@ class FindItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     `options` are the request's processor options, for form `processed`. With the digest of an `encoder`, an item of
     that form whose embedding is cached is found as a feature without tensors, in the entry of the embedding.
+
+    A reference to a feature (`MediaRef.is_feature`) is found if its client has had that feature before. With `refers`,
+    form `encoded`, the client may name the item's feature, although nobody has made it.
     """
 
     call_id: int
@@ -131,6 +136,21 @@ class FindItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
     options: bytes = b"{}"
     num_bytes: int | None = None
     encoder: str = ""
+    refers: bool = False
+
+
+class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Tensors that a client has sent: the feature whose hash is `ref.content`. Unless it is cached, the store asks for
+    the bytes of the tensors (`SendData`), which lie in the entry as in `arena.layout`."""
+
+    call_id: int
+    ref: MediaRef
+    described: Described
+    specs: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+
+    def __post_init__(self) -> None:
+        if not (self.ref.is_feature and _KEY.fullmatch(self.ref.content or "")):
+            raise ValueError("the hash of a feature has 64 hex digits")
 
 
 class SendData(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -334,7 +354,7 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Question = SendData | ImageSize
-Call = FindItem | FindEmbedding | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage
+Call = FindItem | PutFeature | FindEmbedding | ResolveAlias | HoldEntries | GrantPulls | PullEntries | PublishImage
 Embedded = EmbeddingFound | NoEmbedding
 Reply = ItemFound | Embedded | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | CallFailed
 ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing

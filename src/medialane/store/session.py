@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from medialane.arena import Arena, Lease
+from medialane.arena import Arena, Lease, Reservation
 from medialane.core.errors import (
     ArenaFull,
     HandoverFailed,
@@ -29,7 +29,7 @@ from medialane.peers.pulls import Pulls
 from medialane.store.absent_clients import AbsentClients
 from medialane.store.client_use import ClientUse
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.items import Items, Processing
+from medialane.store.items import Items, LeasedItem, Processing
 from medialane.store.messages import (
     AliasResolved,
     Call,
@@ -53,6 +53,7 @@ from medialane.store.messages import (
     PublishImage,
     PullEntries,
     PullsGranted,
+    PutFeature,
     Question,
     Reclaim,
     Reclaimed,
@@ -237,7 +238,7 @@ class StoreSession:
         self._last_call_id = call.call_id
         if self._taker.call_id == call.call_id:
             TAKER.set(f"{self._name}: {type(call).__name__} for {self._taker.taker}")
-        if isinstance(call, FindItem | FindEmbedding | PullEntries | PublishImage):
+        if isinstance(call, FindItem | PutFeature | FindEmbedding | PullEntries | PublishImage):
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._tasks[call.call_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(call.call_id, None))
@@ -257,12 +258,14 @@ class StoreSession:
             case ResolveAlias(call_id, ref):
                 return AliasResolved(call_id, self._items.resolve(ref))
 
-    async def _answer(self, call: FindItem | FindEmbedding | PullEntries | PublishImage) -> None:
+    async def _answer(self, call: FindItem | PutFeature | FindEmbedding | PullEntries | PublishImage) -> None:
         reply: Reply
         try:
             match call:
                 case FindItem():
                     reply = await self._find(call)
+                case PutFeature():
+                    reply = await self._put(call)
                 case FindEmbedding():
                     reply = await self._find_embedding(call)
                 case PullEntries():
@@ -280,6 +283,9 @@ class StoreSession:
         timeline = StageTimeline()
         processing = Processing(self._processor, call.options, call.encoder)
         upload = None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)
+        if call.refers:
+            refer = partial(self._items.refer, call.ref, processing, upload=upload)
+            return self._found(call.call_id, await self._with_memory(refer), timeline)
         find = partial(
             self._items.find,
             call.ref,
@@ -289,10 +295,17 @@ class StoreSession:
             upload=upload,
             admit=lambda width, height: self._ask(ImageSize(call.call_id, width, height)),
         )
-        item = await self._with_memory(find)
+        return self._found(call.call_id, await self._with_memory(find), timeline)
+
+    async def _put(self, call: PutFeature) -> Reply:
+        receive = partial(self._written, call.call_id)
+        put = partial(self._items.put, call.ref, call.described, call.specs, receive=receive, writer=self.slot)
+        return self._found(call.call_id, await self._with_memory(put), StageTimeline())
+
+    def _found(self, call_id: int, item: LeasedItem, timeline: StageTimeline) -> Reply:
         value = item.lease.value
         return ItemFound(
-            call.call_id,
+            call_id,
             self.use.hold([item.lease]),
             item.lease.range,
             item.content_hash,
@@ -366,6 +379,12 @@ class StoreSession:
     async def _receive(self, call_id: int, ref: MediaRef, num_bytes: int, store: EncodedStore) -> Lease[EncodedMedia]:
         """Have the client write the bytes of `ref` into the arena."""
         reservation = store.reserve(num_bytes, writer=self.slot)
+        await self._written(call_id, reservation)
+        with reservation:
+            return store.publish(reservation, ref, ref.content or "")
+
+    async def _written(self, call_id: int, reservation: Reservation) -> None:
+        """Have the client write this range; the caller owns it then, and nobody if this raises."""
         self.use.start_writing(reservation)
         try:
             await self._ask(SendData(call_id, reservation.range))
@@ -375,8 +394,6 @@ class StoreSession:
             raise
         if not self.use.stop_writing(reservation):
             raise StoreUnavailable("the client has disconnected")
-        with reservation:
-            return store.publish(reservation, ref, ref.content or "")
 
     async def _ask(self, question: Question) -> None:
         """Wait until the client proceeds; it cancels the call if it does not.

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
@@ -134,6 +134,14 @@ class FakeAssembler:
             placeholders.append(PlaceholderRange(offset=len(expanded), length=length))
             expanded += [PLACEHOLDER_TOKEN] * length
         return AssembledPrompt(token_ids=expanded, placeholders=tuple(placeholders))
+
+    def place(
+        self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
+    ) -> Sequence[PlaceholderRange | None]:
+        def has(place: PlaceholderRange, feature: Feature) -> bool:
+            return token_ids[place.offset : place.end] == [PLACEHOLDER_TOKEN] * num_placeholder_tokens(feature)
+
+        return [place if has(place, each) else None for each, place in zip(features, ranges, strict=True)]
 
 
 def num_placeholder_tokens(feature: Feature) -> int:

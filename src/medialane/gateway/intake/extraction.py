@@ -16,7 +16,6 @@ from medialane.gateway.intake.request_body import (
     ABSENT,
     NULL,
     UNREADABLE,
-    check_no_tensors,
     check_num_parts,
     check_num_prompts,
     check_num_tools,
@@ -26,6 +25,7 @@ from medialane.gateway.intake.request_body import (
     string_or_none,
 )
 from medialane.gateway.intake.search import media_places
+from medialane.gateway.intake.sent_features import sent_features
 from medialane.gateway.intake.skeleton import Buffer, Edit, Located, Skeleton, apply_edits, as_utf8
 from medialane.gateway.references import References
 from medialane.media import MediaConfig
@@ -94,8 +94,8 @@ def extract(
         check_num_parts(parsed, scan.num_values, limits.max_messages)
         check_num_tools(parsed, limits.max_tools)
         check_num_prompts(parsed, scan.num_values, limits.max_prompts)
-        check_no_tensors(parsed)
         by_prompt = media_places(parsed)
+        features = sent_features(parsed, config)
         cache_salt = string_or_none(parsed.cache_salt)
     except UNREADABLE as error:
         return Intake(apply_edits(skeleton.body, [], limits.max_text_bytes), parse_error=str(error))
@@ -108,6 +108,10 @@ def extract(
         ref, made = place.extract(skeleton, reference, salt=cache_salt or "", config=config)
         refs.append(ref if ref.alias is None else replace(ref, alias=replace(ref.alias, client=client)))
         edits += made
+    if features is not None:
+        edits.append(features.edit(skeleton, references, len(refs)))
+        refs += [item.extract(skeleton, salt=cache_salt or "", config=config) for item in features.in_order]
+    refs = [replace(ref, client=client) for ref in refs]
     if refs:
         check_salt(cache_salt, limits)
     if not scan.is_strict:

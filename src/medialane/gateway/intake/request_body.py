@@ -8,11 +8,10 @@ from typing import Annotated
 import msgspec
 from msgspec.structs import astuple
 
-from medialane.core.errors import InvalidBody, InvalidRequest
+from medialane.core.errors import InvalidBody
 
 #: The value of a missing member: a sentinel, compared with `is`.
 ABSENT = msgspec.Raw()
-_NULL = msgspec.Raw(b"null")
 NULL = msgspec.Raw(b"null")
 EMPTY_STRING = msgspec.Raw(b'""')
 
@@ -79,8 +78,8 @@ class RequestBody(msgspec.Struct):
     """Chat completions have `messages` (batches: lists of messages), responses have `input`; all may have `tools`.
     Requests for embeddings have either, or text or token ids in `input`; Cohere's have `texts`, `images` or `inputs`.
 
-    Media of a prompt of token ids are in `content_parts` (generate), those of structured decisions (`questions`) in
-    lists of URLs, which all belong to one prompt.
+    Media of a prompt of token ids are in `content_parts` (generate), processed items in `features`. Those of structured
+    decisions (`questions`) are in lists of URLs, which all belong to one prompt.
 
     Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate). Requests to score
     have two of the members INPUTS, `inputs` excepted.
@@ -179,14 +178,6 @@ def check_num_prompts(body: RequestBody, num_values: int, max_prompts: int) -> N
     for name, number in numbers.items():
         if number > max_prompts:
             raise InvalidBody(f"the request has more than {max_prompts} prompts", param=name)
-
-
-def check_no_tensors(body: RequestBody) -> None:
-    """Raise InvalidRequest if a prompt of token ids has processed tensors: vLLM's app would parse them on the event
-    loop, before they could be refused."""
-    if body.token_ids is not ABSENT and body.features not in (ABSENT, _NULL):
-        message = "media given as processed tensors are not supported by this gateway; send them in content_parts"
-        raise InvalidRequest(message, param="features")
 
 
 def num_token_ids(value: object) -> int:

@@ -22,7 +22,15 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media_hash import MediaHasher
 from medialane.core.process.stop import Stop
 from medialane.prepare.processor import Assembler
-from medialane.vllm_bridge.frontend import inline_rendering, pooling_endpoints, prebuilt, render, renderer_hook, speech
+from medialane.vllm_bridge.frontend import (
+    generate,
+    inline_rendering,
+    pooling_endpoints,
+    prebuilt,
+    render,
+    renderer_hook,
+    speech,
+)
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
 from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
@@ -172,6 +180,7 @@ class Frontend:
             has_chunks = self.profile is not None and takes_chunks(self.profile.processor)
             fairness = fairness or LoopFairness()
             render.install(app, backend, default=render_payload, fairness=fairness, has_chunks=has_chunks)
+            generate.install(app.state, backend, self.profile, fairness)
         client.is_serving = True
         return app
 

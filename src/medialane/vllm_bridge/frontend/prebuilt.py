@@ -21,8 +21,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import BaseRenderer, renderer_from_config
 from vllm.tool_parsers import ToolParserManager
 
-from medialane.core.errors import PromptRejected, StartupFailed
-from medialane.core.feature import Feature
+from medialane.core.errors import FeatureUnsupported, PromptRejected, StartupFailed
+from medialane.core.feature import Feature, PlaceholderRange
 from medialane.core.media import Modality
 from medialane.core.stage import StageName
 from medialane.observability.logging import unchanged_levels
@@ -136,6 +136,11 @@ class _NoAssembler:
 
     def assemble(self, token_ids: list[int], features: tuple[Feature, ...], options: bytes) -> AssembledPrompt:
         raise PromptRejected("this model's prompts are not assembled by the gateway")
+
+    def place(
+        self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
+    ) -> Sequence[PlaceholderRange | None]:
+        raise FeatureUnsupported("features of this model are not supported: send its media")
 
     def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.continuation import Continuable
 from medialane.core.errors import MedialaneError
-from medialane.core.feature import Feature, MediaPrompt, PreparedPrompt
+from medialane.core.feature import Feature, MediaPrompt, PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
+from medialane.prepare.processor import ProcessedItem
 
 
 class RequestBackend(Protocol):
@@ -71,6 +72,22 @@ class RequestBackend(Protocol):
     async def refer(self, prepared: PreparedPrompt) -> list[str]:
         """Return references to the features of a prompt, by which the current client may name them in later requests.
         Raises MedialaneError."""
+        ...
+
+    async def find_feature(self, ref: MediaRef, *, with_tensors: bool = False) -> StagedItem:
+        """Return the feature that a client names (`MediaRef.is_feature`). `with_tensors` as in `prepare`. Raises
+        UnknownMedia, and MedialaneError."""
+        ...
+
+    async def put_feature(self, ref: MediaRef, item: ProcessedItem) -> StagedItem:
+        """Return the feature of tensors that the client has sent. Raises MedialaneError."""
+        ...
+
+    async def place(
+        self, token_ids: list[int], items: Sequence[StagedItem], ranges: Sequence[PlaceholderRange]
+    ) -> PreparedPrompt:
+        """Return an expanded prompt with these items, each at the offset and with the length of its range. Raises
+        InvalidRequest if the prompt has other placeholders, and MedialaneError."""
         ...
 
     async def administer(self, call: AdminCall) -> list[AdminResult]:

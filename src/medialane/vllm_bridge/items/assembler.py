@@ -15,19 +15,19 @@ from typing import Any
 
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import FeatureUnsupported, PromptRejected, prompt_too_long
+from medialane.core.errors import FeatureUnsupported, InvalidFeature, PromptRejected, prompt_too_long
 from medialane.core.feature import Feature, PlaceholderRange
 from medialane.core.media import Modality
 from medialane.core.stage import StageName
 from medialane.prepare.processor import AssembledPrompt, ImageCost
 from medialane.vllm_bridge.engine_errors import public_text
 from medialane.vllm_bridge.items.features import decode_item_without_tensors
-from medialane.vllm_bridge.items.header_values import NO_OPTIONS
+from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
 from medialane.vllm_bridge.items.image_tokens import ImageTokens, Size
 from medialane.vllm_bridge.items.merge_size import min_embeds
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
-from medialane.vllm_bridge.items.prepared_input import from_vllm_range
-from medialane.vllm_bridge.seams.multimodal import expand_prompt
+from medialane.vllm_bridge.items.prepared_input import embed_mask, from_vllm_range
+from medialane.vllm_bridge.seams.multimodal import expand_prompt, find_placeholders
 from medialane.vllm_bridge.seams.stand_ins import ValueUnknown
 
 
@@ -75,6 +75,38 @@ class VllmAssembler:
             encoder_token_ids=applied.get("encoder_prompt_token_ids"),
         )
 
+    def place(
+        self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
+    ) -> Sequence[PlaceholderRange | None]:
+        try:
+            layout = self._layouts.find(features, NO_OPTIONS, check=lambda: self._check_length(features))
+        except ValueUnknown as error:
+            raise FeatureUnsupported("the prompt depends on values that are not in the headers of its items") from error
+        except MALFORMED_FEATURE as error:
+            raise InvalidFeature("the model's processor cannot compute placeholders for these features") from error
+        updates = {modality: iter(items) for modality, items in layout.updates.items()}
+        placed = [_at(token_ids, place, next(updates[f.modality])) for f, place in zip(features, ranges, strict=True)]
+        if all(placed):
+            return placed
+        searched = self._searched(token_ids, features, ranges, layout)
+        return [one or other for one, other in zip(placed, searched, strict=True)]
+
+    def _searched(
+        self,
+        token_ids: list[int],
+        features: Sequence[Feature],
+        ranges: Sequence[PlaceholderRange],
+        layout: PlaceholderLayout,
+    ) -> list[PlaceholderRange | None]:
+        """Use the family's own search, for those that modify an update's tokens in the prompt (Gemma-3's newlines)."""
+        located = find_placeholders(self._processor, token_ids, _copied(layout))
+        found = {m: iter([from_vllm_range(place.to_range()) for place in places]) for m, places in located.items()}
+        each = [next(found.get(feature.modality, iter(())), None) for feature in features]
+        return [
+            place if place is not None and (place.offset, place.length) == (given.offset, given.length) else None
+            for place, given in zip(each, ranges, strict=True)
+        ]
+
     def image_cost(self, size: Size, options: bytes) -> ImageCost | None:
         return None if self._images is None else self._images.cost(size, options)
 
@@ -99,6 +131,13 @@ class VllmAssembler:
         num_tokens = sum(min_embeds(decode_item_without_tensors(feature.header)) for feature in features)
         if num_tokens > self.max_tokens:
             raise prompt_too_long(num_tokens, self.max_tokens)
+
+
+def _at(token_ids: list[int], given: PlaceholderRange, updates: Sequence[Any]) -> PlaceholderRange | None:
+    """Return the range with the mask of the update whose tokens are there; None if there is none."""
+    there = token_ids[given.offset : given.end]
+    content = next((update.content for update in updates if update.content.full == there), None)
+    return None if content is None else PlaceholderRange(given.offset, given.length, embed_mask(content))
 
 
 def placeholder_ranges(applied: Any) -> dict[str, list[PlaceholderRange]]:

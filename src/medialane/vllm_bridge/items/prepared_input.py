@@ -15,6 +15,7 @@ import msgspec
 import torch
 from vllm.inputs import mm_enc_dec_input, mm_input, split_enc_dec_input
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+from vllm.multimodal.processing.processor import PromptUpdateDetails
 
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
@@ -103,6 +104,11 @@ def from_vllm_range(place: Any) -> Placeholder:
 def mask_of(is_embed: torch.Tensor) -> bytes:
     """Return `PlaceholderRange.is_embed`."""
     return bytes(is_embed.to(torch.uint8).numpy())
+
+
+def embed_mask(content: PromptUpdateDetails) -> bytes | None:
+    """Return `PlaceholderRange.is_embed` of the placeholder of a prompt update."""
+    return None if content.is_embed is None else mask_of(content.is_embed(content.full))
 
 
 def _moved(placed: PlacedFeature, offset: int) -> PlacedFeature:

@@ -49,7 +49,7 @@ from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTI
 from medialane.vllm_bridge.items.item_shape import ItemShape, check_layout, num_embeds
 from medialane.vllm_bridge.items.merge_size import check_grids
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayout, PlaceholderLayouts, decode_options
-from medialane.vllm_bridge.items.prepared_input import from_vllm_range, mask_of
+from medialane.vllm_bridge.items.prepared_input import embed_mask, from_vllm_range
 from medialane.vllm_bridge.items.processor_options import check_worker_options
 from medialane.vllm_bridge.seams.multimodal import find_placeholders, prompt_updates
 
@@ -127,6 +127,13 @@ class FeatureChecker:
         if not (all(duration >= 0 for duration in durations) and sum(durations) <= self._max_video_s):
             raise InvalidFeature(f"the prompt's videos last {sum(durations):g} s, more than {self._max_video_s:g} s")
 
+    def check_item(self, modality: Modality, item: MultiModalKwargsItem) -> None:
+        """Raise InvalidFeature unless an item that a client has processed has the fields, dimensions and rows of the
+        model's own."""
+        self._shape(modality).check(modality, item, has_options=True)
+        check_grids(modality, item, self._merge)
+        self._check_rows(modality, item, {})
+
     def check_options(self, options: bytes, modalities: Iterable[Modality]) -> None:
         """Raise InvalidRequest naming an option with which this process may not process such items."""
         check_worker_options(decode_options(options), self._max_pixels, modalities)
@@ -184,12 +191,14 @@ class FeatureChecker:
                 self._check_embeds(modality, item, place.num_embeds, default)
 
     def _check_item(self, modality: Modality, item: MultiModalKwargsItem, options: bytes) -> None:
-        shape = self._shapes.get(modality)
-        if shape is None:
-            raise InvalidFeature(f"this worker does not support {modality} features")
-        shape.check(modality, item, has_options=options != NO_OPTIONS)
+        self._shape(modality).check(modality, item, has_options=options != NO_OPTIONS)
         check_grids(modality, item, self._merge)
         self._check_rows(modality, item, decode_options(options))
+
+    def _shape(self, modality: Modality) -> ItemShape:
+        if (shape := self._shapes.get(modality)) is None:
+            raise InvalidFeature(f"this worker does not support {modality} features")
+        return shape
 
     def _check_embeds(self, modality: Modality, item: MultiModalKwargsItem, count: int, default: Sequence[Any]) -> None:
         """`default` are the processor's prompt updates without the request's options."""
@@ -303,11 +312,7 @@ def _check_flat(name: str, elem: MultiModalFieldElem, field: MultiModalFlatField
 def _fits(token_ids: list[int], place: PlaceholderRange, content: PromptUpdateDetails) -> bool:
     if len(content.full) != place.length or token_ids[place.offset : place.end] != content.full:
         return False
-    return _embed_mask(content) == place.is_embed
-
-
-def _embed_mask(content: PromptUpdateDetails) -> bytes | None:
-    return None if content.is_embed is None else mask_of(content.is_embed(content.full))
+    return embed_mask(content) == place.is_embed
 
 
 def _fits_alone(prompt: ExpandedPrompt, updates: Any) -> bool:
@@ -321,7 +326,7 @@ def _fits_alone(prompt: ExpandedPrompt, updates: Any) -> bool:
     if place.offset != 0 or len(token_ids) > place.length + 1:
         return False
     embedded = _embedded(token_ids[: place.length], place.is_embed)
-    return any(embedded == _embedded(u.content.full, _embed_mask(u.content)) for u in updates[feature.modality][0])
+    return any(embedded == _embedded(u.content.full, embed_mask(u.content)) for u in updates[feature.modality][0])
 
 
 def _embedded(token_ids: Sequence[int], is_embed: bytes | None) -> list[int]:

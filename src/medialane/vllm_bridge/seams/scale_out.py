@@ -1,10 +1,11 @@
-"""vLLM's render endpoints, and the form in which they send processed items."""
+"""vLLM's render and generate endpoints, and the form in which they send processed items."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from copy import copy
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.scale_out.render.serving import ServingRender
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest, MultiModalFeatures
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW, MsgpackEncoder
 from vllm.v1.utils import tensor_data
@@ -151,3 +153,45 @@ def _raw_header(num_bytes: int) -> bytes:
     if num_bytes < 1 << 16:
         return b"\xc8" + num_bytes.to_bytes(2, "big") + kind
     return b"\xc9" + num_bytes.to_bytes(4, "big") + kind
+
+
+#: The code of the extension in which a tensor's bytes are sent.
+RAW_VIEW: int = CUSTOM_TYPE_RAW_VIEW
+
+#: Returns the engine's input of a request that has features.
+MakeInput = Callable[[GenerateRequest], Awaitable[Any]]
+
+
+class GenerateServing(ServingTokens):  # type: ignore[misc]  # vllm is not typed
+    """vLLM's generate endpoint, in which `make_input` makes the engine's input of requests with features."""
+
+    def __init__(self, own: ServingTokens, make_input: MakeInput) -> None:
+        self.__dict__.update(own.__dict__)
+        self.make_input = make_input
+
+    async def serve_tokens(self, request: GenerateRequest, raw_request: Any = None) -> Any:
+        if request.features is None:
+            return await super().serve_tokens(request, raw_request)
+        if (error := await self._check_model(request)) is not None:
+            return error
+        made = await self.make_input(request)
+        request.features = None  # as a prompt of token ids, which vLLM has `online_renderer` render
+        answering = copy(self)
+        answering.online_renderer = _Rendered(made)
+        return await ServingTokens.serve_tokens(answering, request, raw_request)
+
+
+class _Rendered:
+    """Renders one prompt, which has been rendered."""
+
+    def __init__(self, engine_input: Any) -> None:
+        self._engine_input = engine_input
+
+    async def preprocess_completion(self, *_args: Any, **_kwargs: Any) -> list[Any]:
+        return [self._engine_input]
+
+
+def generate_by(state: State, make_input: MakeInput) -> None:
+    """Serve the generate endpoint of an app with this state with this hook, if the app has it."""
+    if state.serving_tokens is not None:
+        state.serving_tokens = GenerateServing(state.serving_tokens, make_input)

@@ -196,6 +196,10 @@ GROUPS: tuple[Group, ...] = (
             read vllm.entrypoints.openai.responses.protocol:ResponsesRequest with mm_payload
             override vllm.v1.serial_utils:MsgpackEncoder._encode_tensor(self, obj) in
                 MsgpackEncoder._encode_nested_tensors
+            override vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens(self, request,
+                raw_request) in vllm.entrypoints.scale_out.token_in_token_out.api_router:generate
+            read vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens with online_renderer, _check_model
+            read vllm.entrypoints.scale_out.token_in_token_out.protocol:GenerateRequest with features
             read vllm.v1.serial_utils with CUSTOM_TYPE_RAW_VIEW
             call vllm.v1.utils:tensor_data(tensor)
         """),
