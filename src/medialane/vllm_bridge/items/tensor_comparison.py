@@ -33,9 +33,11 @@ def compare_fields(
 ) -> tuple[FieldComparison, ...]:
     """Compare all fields of an item, those of plain vLLM first. `normalisation` is the device's; None if there is
     none."""
-    theirs = {} if hugging_face is None else {
-        name: value for name, value in hugging_face.items() if name in plain or name not in _OF_TEXT
-    }
+    theirs = (
+        {}
+        if hugging_face is None
+        else {name: value for name, value in hugging_face.items() if name in plain or name not in _OF_TEXT}
+    )
     return tuple(
         FieldComparison(
             name=name,
@@ -141,7 +143,9 @@ def normalise(pixels: torch.Tensor, normalisation: PixelNormalisation) -> torch.
         by_channel = pixels
     else:
         return None
-    std, mean = (torch.tensor(one, dtype=torch.float32).view(channels, 1, 1) for one in (normalisation.std, normalisation.mean))
+    std, mean = (
+        torch.tensor(one, dtype=torch.float32).view(channels, 1, 1) for one in (normalisation.std, normalisation.mean)
+    )
     return (by_channel * (normalisation.rescale_factor / std) - mean / std).reshape(pixels.shape)
 
 
