@@ -39,6 +39,7 @@ from medialane.store.messages import (
     EntriesHeld,
     EntriesPulled,
     FindEmbedding,
+    FindFeature,
     FindItem,
     GrantPulls,
     HoldEntries,
@@ -238,7 +239,7 @@ class StoreSession:
         self._last_call_id = call.call_id
         if self._taker.call_id == call.call_id:
             TAKER.set(f"{self._name}: {type(call).__name__} for {self._taker.taker}")
-        if isinstance(call, FindItem | PutFeature | FindEmbedding | PullEntries | PublishImage):
+        if isinstance(call, FindItem | PutFeature | FindFeature | FindEmbedding | PullEntries | PublishImage):
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._tasks[call.call_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(call.call_id, None))
@@ -258,7 +259,9 @@ class StoreSession:
             case ResolveAlias(call_id, ref):
                 return AliasResolved(call_id, self._items.resolve(ref))
 
-    async def _answer(self, call: FindItem | PutFeature | FindEmbedding | PullEntries | PublishImage) -> None:
+    async def _answer(
+        self, call: FindItem | PutFeature | FindFeature | FindEmbedding | PullEntries | PublishImage
+    ) -> None:
         reply: Reply
         try:
             match call:
@@ -266,6 +269,9 @@ class StoreSession:
                     reply = await self._find(call)
                 case PutFeature():
                     reply = await self._put(call)
+                case FindFeature():
+                    item = await self._with_memory(partial(self._items.feature, call.mm_hash))
+                    reply = self._found(call.call_id, item, StageTimeline())
                 case FindEmbedding():
                     reply = await self._find_embedding(call)
                 case PullEntries():

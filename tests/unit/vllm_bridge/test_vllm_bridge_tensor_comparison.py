@@ -26,7 +26,7 @@ def compared(plain, other, normalisation=None):
         ([FLOATS, FLOATS], torch.stack([FLOATS, FLOATS]), "equal"),
         (FLOATS * torch.nan, FLOATS * torch.nan, "equal"),
         (3, 3, "equal"),
-        (torch.tensor(3), [3], "shape"),
+        (torch.tensor(3), [3], "equal"),
         (FLOATS.bfloat16(), FLOATS, "cast"),
         (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32), "cast"),
         (FLOATS, FLOATS + 0.5, "differs"),
