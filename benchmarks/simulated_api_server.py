@@ -82,6 +82,9 @@ class InProcessEngine:
     async def find_feature(self, ref: MediaRef, *, with_tensors: bool = False) -> StagedItem:
         _text_only()
 
+    async def named_feature(self, mm_hash: str, salt: str) -> Feature:
+        _text_only()
+
     async def put_feature(self, ref: MediaRef, item: ProcessedItem) -> StagedItem:
         _text_only()
 

@@ -1,10 +1,13 @@
 """Prompts of token ids with processed items: by tensors, references or hashes, the tokens are those of the chat."""
 
 import base64
+import json
 
 import msgspec
 import pytest
 from openai_http import chat, picture, text
+from safetensors.torch import load
+from vllm.entrypoints.scale_out.token_in_token_out import mm_serde
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thread]
 
@@ -144,9 +147,57 @@ async def test_ranges_that_are_not_those_of_the_items_are_refused(ours):
     for ranges, number in (
         ([{**first, "offset": first["offset"] + 1}, second], 0),
         ([first, {**second, "length": second["length"] - 1}], 1),
-        ([first, {**second, "offset": 100_000}], 1),
     ):
         answer = await ours.post(with_features(request, mm_placeholders={"image": ranges}), GENERATE)
         assert answer.status == 400, answer.json
-        assert answer.error["param"] == f"features.mm_placeholders.image[{number}]"
-    assert (await ours.post(with_features(request, mm_hashes={}), GENERATE)).status == 400
+        assert answer.error["param"] == f"features.mm_placeholders.image[{number}]", answer.error
+    beyond = with_features(request, mm_placeholders={"image": [first, {**second, "offset": 100_000}]})
+    for wrong in (beyond, with_features(request, mm_hashes={})):
+        answer = await ours.post(wrong, GENERATE)
+        assert answer.status == 400
+        assert "mm_placeholders" in answer.error["message"]
+
+
+async def fetched(server, path):
+    async with server.session() as session, session.get(server.base_url + path) as response:
+        return response.status, await response.read(), response.headers
+
+
+async def test_tensors_of_a_feature_are_those_that_were_rendered(ours):
+    features = (await rendered(ours, asked(98, cache_salt="salt"), "tensors"))["features"]
+    for mm_hash, entry in zip(features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True):
+        path = f"/medialane/v1/features/{mm_hash}?cache_salt=salt"
+        _, encoded, headers = await fetched(ours, f"{path}&format=msgpack")
+        assert encoded == base64.b64decode(entry)
+        _, file, _ = await fetched(ours, path)
+        own, metadata = tensors_in(base64.b64decode(entry)), json.loads(headers["x-medialane-feature"])
+        assert {name: tensor.tolist() for name, tensor in load(file).items()} == own
+        assert (metadata["normalized"], metadata["mm_hash"], len(metadata["processor"])) == ("false", mm_hash, 64)
+        assert metadata == json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])["__metadata__"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "code"),
+    [
+        (UNKNOWN, 404, "unknown_media"),
+        ("../../../etc/passwd", 404, None),
+        ("x", 404, "unknown_media"),
+        (f"{UNKNOWN}?format=pickle", 400, "invalid_request"),
+    ],
+)
+async def test_unknown_feature_has_no_tensors(ours, path, status, code):
+    answer, body, _ = await fetched(ours, f"/medialane/v1/features/{path}")
+    assert answer == status
+    assert code is None or json.loads(body)["error"]["code"] == code
+
+
+async def test_tensors_of_another_tenant_are_not_found(ours):
+    (mm_hash, _) = (await rendered(ours, asked(98, cache_salt="salt"), "references"))["features"]["mm_hashes"]["image"]
+    assert (await fetched(ours, f"/medialane/v1/features/{mm_hash}?cache_salt=salt"))[0] == 200
+    assert (await fetched(ours, f"/medialane/v1/features/{mm_hash}"))[0] == 404
+
+
+def tensors_in(encoded):
+    """The values of an item in vLLM's encoding."""
+    item = mm_serde.decode_mm_kwargs_item(base64.b64encode(encoded).decode())
+    return {name: elem.data.tolist() for name, elem in item.items()}

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import media_files as m
+import msgspec
 from audio_rows import AUDIO_ROWS
 from corpus import Body, Row, World, chat, data_url, media_part
 from data_rows import DATA_ROWS
@@ -172,14 +173,39 @@ def _encoded(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
+def _item(**fields: object) -> str:
+    encoded = {name: {"data": data, "field": ["batched", {}]} for name, data in fields.items()}
+    return _encoded(msgspec.msgpack.encode(encoded))
+
+
+def _raw(data: bytes, code: int = 3) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, data)
+
+
+_PIXELS = ["uint8", [16, 1176], _raw(bytes(16 * 1176))]
+_GRID = ["int64", [3], _raw(b"".join(n.to_bytes(8, "little") for n in (1, 4, 4)))]
+
 #: Tensors of a client: none is parsed on the event loop, let alone unpickled.
 _TENSORS = {
-    "no base64": "***",
-    "nothing": "",
-    "no msgpack": _encoded(b"\xc1" * 50),
-    "nested 100 000 times": _encoded(b"\x91" * 100_000),
-    "pickle": _encoded(b"\x81\xa1a" + b"\xc7\x04\x01" + b"cos\n"),
-    "3 MB": "A" * 3_000_000,
+    "no msgpack": (_encoded(b"\xc1" * 50), "invalid_feature"),
+    "no base64": ("***", "invalid_base64"),
+    "nothing": ("", "empty_media"),
+    "nested 100 000 times": (_encoded(b"\x91" * 100_000), "invalid_feature"),
+    "pickle": (_item(pixel_values=["uint8", [4], _raw(b"cos\n", 1)]), "invalid_feature"),
+    "cloudpickle": (_item(pixel_values=["uint8", [4], _raw(b"cos\n", 2)]), "invalid_feature"),
+    "3 MB": ("A" * 3_000_000, "invalid_feature"),
+    "a million numbers": (_item(pixel_values=[1] * 1_000_000), "invalid_feature"),
+    "tensors in a million lists": (_item(pixel_values=[[]] * 1_000_000), "invalid_feature"),
+    "a shape of 2^80": (_item(pixel_values=["uint8", [2**40, 2**40], _raw(b"")]), "invalid_feature"),
+    "shared memory": (_item(pixel_values=["uint8", [4], {"name": "psm_0"}]), "invalid_feature"),
+    "a buffer that is not there": (_item(pixel_values=["uint8", [4], 3]), "invalid_feature"),
+    "another dtype": (_item(pixel_values=["float32", [4, 1176], _PIXELS[2]], image_grid_thw=_GRID), "invalid_feature"),
+    "no grid": (_item(pixel_values=_PIXELS), "invalid_feature"),
+    "a grid of others": (
+        _item(pixel_values=_PIXELS, image_grid_thw=["int64", [3], _raw(bytes(24))]),
+        "invalid_feature",
+    ),
+    "other tokens": (_item(pixel_values=_PIXELS, image_grid_thw=_GRID), "invalid_request"),
 }
 
 _PARTS = {
@@ -190,10 +216,65 @@ _PARTS = {
     "17 of them": ([{"type": "image_url", "url": "http://{host}/good.jpg"}] * 17, 400, "too_many_media_items"),
 }
 
+_OTHER = "medialane:feature/" + "a" * 64
+
+_NAMED = {
+    "hash alone": (None, 404, "unknown_media"),
+    "unknown reference": (_OTHER, 404, "unknown_media"),
+    "reference without a hash": ("medialane:feature/", 404, "unknown_media"),
+    "reference to a path": ("medialane:feature/../../etc/passwd", 404, "unknown_media"),
+    "reference of a megabyte": ("medialane:feature/" + "a" * 1_000_000, 404, "unknown_media"),
+    "reference of intake": ("medialane:AAAAAAAAAAAA:0", 400, "invalid_request"),
+    "number": (5, 400, "invalid_request"),
+    "list": ([_OTHER], 400, "invalid_request"),
+}
+
+
+def _several(number: int) -> Body:
+    """Features of many items."""
+    features = {
+        "mm_hashes": {"image": ["a" * 64] * number},
+        "mm_placeholders": {"image": [_PLACE] * number},
+        "kwargs_data": None,
+    }
+    return posted(token_ids=[6] * 8, sampling_params={"max_tokens": 3}, features=features)
+
+
+_SHAPES = {
+    "empty": {},
+    "list": [1],
+    "hashes that are a list": {"mm_hashes": ["a"], "mm_placeholders": {}},
+    "other modality": {"mm_hashes": {"smell": ["a"]}, "mm_placeholders": {"smell": [_PLACE]}},
+    "fewer data than hashes": {
+        "mm_hashes": {"image": ["a", "b"]},
+        "mm_placeholders": {"image": [_PLACE] * 2},
+        "kwargs_data": {"image": ["x"]},
+    },
+    "data of another modality": {
+        "mm_hashes": {"image": ["a"]},
+        "mm_placeholders": {"image": [_PLACE]},
+        "kwargs_data": {"video": ["x"]},
+    },
+}
+
 GENERATE_ROWS = (
-    *(Row(f"+ {name}", _generated(data), 400, "invalid_request", path=GENERATE) for name, data in _TENSORS.items()),
-    Row("+ hash alone", _generated(None), 400, "invalid_request", path=GENERATE),
-    Row("+ features without a body", posted(token_ids=[1], features={}), 400, "invalid_request", path=GENERATE),
+    *(Row(f"+ {name}", _generated(data), 400, code, path=GENERATE) for name, (data, code) in _TENSORS.items()),
+    *(Row(f"+ {name}", _generated(data), status, code, path=GENERATE) for name, (data, status, code) in _NAMED.items()),
+    *(
+        Row(
+            f"+ features: {name}",
+            posted(token_ids=[1] * 8, sampling_params={"max_tokens": 3}, features=features),
+            400,
+            "invalid_request",
+            path=GENERATE,
+        )
+        for name, features in _SHAPES.items()
+    ),
+    Row("+ 17 features", _several(17), 400, "too_many_media_items", path=GENERATE),
+    Row("+ 50 000 features", _several(50_000), 400, "too_many_media_items", path=GENERATE),
+    Row("+ placeholder before the prompt", _generated(_OTHER, {"offset": -1, "length": 4}), 400, 400, path=GENERATE),
+    Row("+ placeholder of no token", _generated(_OTHER, {"offset": 0, "length": 0}), 400, 400, path=GENERATE),
+    Row("+ huge placeholder", _generated(_OTHER, {"offset": 0, "length": 2**62}), 400, 400, path=GENERATE),
     *(
         Row(
             f"+ part: {name}",

@@ -47,6 +47,7 @@ CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
 CLIENT = frozenset({
     "/invocations", "/tokenize", "/detokenize", "/tokenizer_info", "/generative_scoring", "/pooling", "/classify",
     "/score", "/rerank", "/load", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/medialane/publish",
+    "/medialane/v1/features/{mm_hash}",
 })  # fmt: skip
 #: Administrative although a prefix of clients' routes applies.
 ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from medialane.core.errors import FeatureUnsupported, InvalidRequest, UnknownMedia
+from medialane.core.errors import FeatureUnsupported, InvalidRequest
 from medialane.core.feature import (
     Feature,
     FoundItem,
@@ -42,10 +42,7 @@ class ClientFeatures:
         named = msgspec.structs.replace(ref, data=None)
         budget = ImageBudget(self._assembly, b"{}", scope.expectation, scope.preparation)
         found = await self._features.processed(named, b"{}", scope.timeline, budget, encoder=encoder)
-        item = self._held(named, found, scope)
-        if item.feature.modality != ref.modality:
-            raise UnknownMedia("unknown or expired feature: send its tensors or media", param=ref.param)
-        return item
+        return self._held(named, found, scope)
 
     async def put(self, ref: MediaRef, processed: ProcessedItem, scope: RequestScope) -> StagedItem:
         """Return the feature of tensors that a client has sent, under a key of ours."""

@@ -21,6 +21,7 @@ from medialane.core.errors import (
     NoWorkerReady,
     PromptRejected,
     PromptTooLong,
+    UnknownMedia,
     WorkerLost,
 )
 from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt, StagedItem
@@ -171,7 +172,16 @@ class Gateway:
     @while_connected
     async def find_feature(self, ref: MediaRef, *, with_tensors: bool = False) -> StagedItem:
         scope = self._admitted()
-        return await self._client_features.find(ref, scope, encoder="" if with_tensors else self._encoder)
+        item = await self._client_features.find(ref, scope, encoder="" if with_tensors else self._encoder)
+        if item.feature.modality != ref.modality:
+            raise UnknownMedia("unknown or expired feature: send its tensors or media", param=ref.param)
+        return item
+
+    @while_connected
+    async def named_feature(self, mm_hash: str, salt: str) -> Feature:
+        scope = self._admitted()
+        ref = MediaRef("image", "mm_hash", content=mm_hash, salt=salt, is_feature=True, client=scope.client)
+        return (await self._client_features.find(ref, scope)).feature
 
     @while_connected
     async def put_feature(self, ref: MediaRef, item: ProcessedItem) -> StagedItem:

@@ -18,11 +18,14 @@ from vllm.config import VllmConfig
 from vllm.renderers import BaseRenderer
 
 from medialane.core.errors import MedialaneError
+from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
+from medialane.core.media import Modality
 from medialane.core.media_hash import MediaHasher
 from medialane.core.process.stop import Stop
 from medialane.prepare.processor import Assembler
 from medialane.vllm_bridge.frontend import (
+    feature_files,
     generate,
     inline_rendering,
     pooling_endpoints,
@@ -39,6 +42,7 @@ from medialane.vllm_bridge.frontend.routes import RouteOf, refuse_unsupported, r
 from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
 from medialane.vllm_bridge.items.media_options import check_model_io
 from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
+from medialane.vllm_bridge.items.normalization import normalization_of
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.seams.api_server import (
@@ -161,6 +165,9 @@ class Frontend:
             method, _, path = route.partition(" ")
             summary = (action.__doc__ or "").partition("\n")[0]
             app.add_api_route(path, _action_handler(action), methods=[method], tags=["medialane"], summary=summary)
+        fairness = fairness or LoopFairness()
+        if self.profile is not None:
+            feature_files.install(app, backend, fairness, self._making)
         refuse_unsupported(app, render_only=render_only)
         app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
         if health is not None:
@@ -176,13 +183,22 @@ class Frontend:
             speech.install(app.state, backend)
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever
             inline_rendering.install(self.renderer, backend)
-        if self._has_scale_out:
-            has_chunks = self.profile is not None and takes_chunks(self.profile.processor)
-            fairness = fairness or LoopFairness()
-            render.install(app, backend, default=render_payload, fairness=fairness, has_chunks=has_chunks)
-            generate.install(app.state, backend, self.profile, fairness)
+        self._install_scale_out(app, backend, render_payload, fairness)
         client.is_serving = True
         return app
+
+    def _making(self, modality: Modality) -> dict[str, object]:
+        """Return how the values of features are made, for clients."""
+        made_by: dict[str, object] = {"processor": digest(self.processor_settings)}
+        return made_by if self.profile is None else {**made_by, **normalization_of(self.profile.processor, modality)}
+
+    def _install_scale_out(
+        self, app: Any, backend: RequestBackend, payload: render.Payload, fairness: LoopFairness
+    ) -> None:
+        if self._has_scale_out:
+            has_chunks = self.profile is not None and takes_chunks(self.profile.processor)
+            render.install(app, backend, default=payload, fairness=fairness, has_chunks=has_chunks)
+            generate.install(app.state, backend, self.profile, fairness)
 
     def _app(self, tasks: tuple[str, ...] | None) -> tuple[tuple[str, ...], Any]:
         """Return the tasks, and vLLM's app for them."""

@@ -220,7 +220,7 @@ class RenderAnswer:
             if isinstance(part, bytes):
                 text += part
                 continue
-            for raw in _cut(part):
+            for raw in cut(part):
                 async with self._fairness.step(len(raw)):
                     text += pybase64.b64encode(raw)
                 if len(text) >= _PIECE_BYTES:
@@ -249,7 +249,7 @@ def _sent_bytes(part: _Part) -> int:
     return len(part) if isinstance(part, bytes) else -(-sum(map(len, part)) // 3) * 4
 
 
-def _cut(buffers: Sequence[Buffer]) -> Iterator[bytearray]:
+def cut(buffers: Sequence[Buffer]) -> Iterator[bytearray]:
     """Yield the bytes of all buffers in pieces of `_PIECE_BYTES`, the last one shorter."""
     piece = bytearray()
     for buffer in buffers:

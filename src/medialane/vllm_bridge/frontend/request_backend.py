@@ -79,6 +79,11 @@ class RequestBackend(Protocol):
         UnknownMedia, and MedialaneError."""
         ...
 
+    async def named_feature(self, mm_hash: str, salt: str) -> Feature:
+        """Return the feature that the current client names, of a request with this `cache_salt`, with its tensors.
+        Raises UnknownMedia, and MedialaneError."""
+        ...
+
     async def put_feature(self, ref: MediaRef, item: ProcessedItem) -> StagedItem:
         """Return the feature of tensors that the client has sent. Raises MedialaneError."""
         ...

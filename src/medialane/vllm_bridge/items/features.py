@@ -92,6 +92,31 @@ def large_tensors(header: bytes) -> dict[str, list[int]]:
     return {field.name: [one.index for one in _large(field.value)] for field in _DECODER.decode(header).fields}
 
 
+def named_values(
+    header: bytes, tensors: Sequence[memoryview]
+) -> tuple[dict[str, tuple[TensorSpec, memoryview]], dict[str, object]]:
+    """Return all tensors of an item and their bytes, and its other values, by name; those of a field that is a list
+    have its name and their place, `field.0`. Raises InvalidFeature."""
+    found: dict[str, tuple[TensorSpec, memoryview]] = {}
+    others: dict[str, object] = {}
+
+    def add(name: str, value: Value) -> None:
+        match value:
+            case SmallTensor():
+                found[name] = value.spec, memoryview(value.data)
+            case LargeTensor():
+                found[name] = value.spec, _bytes_of(value, tensors)
+            case Scalar():
+                others[name] = value.value
+            case Nested():
+                for number, inner in enumerate(value.items):
+                    add(f"{name}.{number}", inner)
+
+    for field in _DECODER.decode(header).fields:
+        add(field.name, field.value)
+    return found, others
+
+
 def without_values(header: bytes, names: Collection[str]) -> bytes:
     """Return the header without the values of these fields; their dtypes and shapes are kept."""
     fields = _DECODER.decode(header).fields
