@@ -81,7 +81,7 @@ class HuggingFace:
         errors = []
         for media in self._media(modality, data, loaded):
             for text in self._texts(modality):
-                made = attempt(self._call, text | media)
+                made = attempt(self._call, {**text, **media})
                 if not isinstance(made, Exception):
                     return made
                 errors.append(made)

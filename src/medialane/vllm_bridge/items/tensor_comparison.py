@@ -62,7 +62,8 @@ def _compare(plain: Values, other: Values, name: str, normalisation: PixelNormal
     if len(ones) != len(others):
         return Comparison("shape")
     compared = [_compare_leaves(*pair, normalisation) for pair in zip(ones, others, strict=True)]
-    relation = max((one.relation for one in compared), key=_SEVERITY.__getitem__, default="equal")
+    relations: list[Relation] = [one.relation for one in compared] or ["equal"]
+    relation = max(relations, key=_SEVERITY.__getitem__)
     return Comparison(relation, max((one.largest for one in compared), default=0.0))
 
 
