@@ -22,7 +22,7 @@ from medialane.prepare import messages as preparers
 from medialane.store import messages as store
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan
 from medialane.vllm_bridge.engine import kv_events
-from medialane.vllm_bridge.items import features
+from medialane.vllm_bridge.items import features, sent_tensors
 from medialane.vllm_bridge.items.arena_decoder import WireItem
 from medialane.wire import protocol as rpc
 
@@ -49,6 +49,11 @@ MESSAGES = {
     "Embeds": Embeds,
     "Header": feature_header.Header,
     "WireItem": WireItem,
+    "Fields": sent_tensors.Fields,
+    "Values": sent_tensors.Values,
+    "Dtype": sent_tensors.Dtype,
+    "Shape": sent_tensors.Shape,
+    "Number": sent_tensors.Number,
     "EmbeddingPlan": EmbeddingPlan,
     "Published": kv_events.Published,
 }

@@ -5,7 +5,7 @@ import json
 
 import msgspec
 import pytest
-from openai_http import chat, picture, text
+from openai_http import chat, picture, text, video
 from safetensors.torch import load
 from vllm.entrypoints.scale_out.token_in_token_out import mm_serde
 
@@ -66,6 +66,13 @@ async def test_tensors_of_another_server_have_a_key_of_their_own_and_are_sent_on
     assert [answer.ids for answer in answers] == [right, right]
     assert answers[0].copied_bytes > 100_000
     assert answers[1].copied_bytes == 0
+
+
+@pytest.mark.parametrize(("renders", "payload"), [("ours", "tensors"), ("ours", "references"), ("plain", "tensors")])
+async def test_videos_are_generated_from(request, ours, plain, renders, payload):
+    body = chat(video(2), text("and"), picture(100, 200, 300), ASK)
+    features = await rendered(request.getfixturevalue(renders), body, payload)
+    assert (await ours.succeed(features, GENERATE)).ids == (await plain.succeed(body)).ids
 
 
 async def test_tensors_under_the_hash_of_other_media_change_nothing_for_those(ours, plain):

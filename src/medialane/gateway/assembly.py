@@ -49,7 +49,7 @@ class Assembly:
     async def place(
         self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
     ) -> Sequence[PlaceholderRange | None]:
-        """See `Assembler.place`. Raises InvalidFeature, FeatureUnsupported."""
+        """See `Assembler.place`. Raises InvalidFeature, PromptTooLong."""
         prompt = MediaPrompt(token_ids, ())
         if not self._num_in_thread and _runs_on_loop(prompt, features):
             return self._assembler.place(token_ids, features, ranges)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from medialane.core.errors import FeatureUnsupported, InvalidRequest
+from medialane.core.errors import InvalidFeature, InvalidRequest
 from medialane.core.feature import (
     Feature,
     FoundItem,
@@ -56,7 +56,10 @@ class ClientFeatures:
         """Return the prompt of these items, each at its range, which says only where its placeholder is. Raises
         InvalidRequest unless the prompt has the placeholders of the items there."""
         features = tuple(item.feature for item in items)
-        placed = await self._assembly.place(token_ids, features, ranges)
+        try:
+            placed = await self._assembly.place(token_ids, features, ranges)
+        except InvalidFeature as error:
+            raise error.at("features") from error
         for item, given, place in zip(items, ranges, placed, strict=True):
             if place is None:
                 message = f"the prompt's {given.length} tokens at {given.offset} are not those of this item"
@@ -73,7 +76,7 @@ class ClientFeatures:
 
     def _check_stage(self, ref: MediaRef) -> None:
         if not self._has_features:
-            raise FeatureUnsupported("features are not used by this server (--stage)", param=ref.param)
+            raise InvalidRequest("features are not used by this server (--stage): send the media", param=ref.param)
 
     @staticmethod
     def _held(ref: MediaRef, found: FoundItem[Feature], scope: RequestScope) -> StagedItem:

@@ -166,7 +166,7 @@ class Assembler(Protocol):
         self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
     ) -> Sequence[PlaceholderRange | None]:
         """Return where the items of an expanded prompt are, of which `ranges` say only offset and length: None for an
-        item whose placeholder is not there. Raises InvalidFeature, FeatureUnsupported."""
+        item whose placeholder is not there. Raises InvalidFeature, PromptTooLong."""
         ...
 
     def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:

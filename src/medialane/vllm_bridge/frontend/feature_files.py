@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from medialane.core.errors import FeatureUnsupported, InvalidRequest
+from medialane.core.errors import InvalidRequest
 from medialane.core.feature import Feature
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import Modality
@@ -96,7 +96,7 @@ class _Pieces(Response):
 
 
 def safetensors_of(feature: Feature, tensors: Sequence[memoryview], metadata: Mapping[str, str]) -> list[Buffer]:
-    """Return a file with all tensors of a feature, large ones without a copy. Raises FeatureUnsupported."""
+    """Return a file with all tensors of a feature, large ones without a copy. Raises InvalidRequest."""
     header: dict[str, object] = {"__metadata__": metadata}
     values = named_values(feature.header, tensors)[0]
     # Tensors are aligned, as those that the library writes.
@@ -104,7 +104,7 @@ def safetensors_of(feature: Feature, tensors: Sequence[memoryview], metadata: Ma
     at = 0
     for name, (spec, data) in in_order:
         if spec.dtype not in _DTYPES:
-            raise FeatureUnsupported(f"safetensors has no dtype {spec.dtype}: use format=msgpack", param="format")
+            raise InvalidRequest(f"safetensors has no dtype {spec.dtype}: use format=msgpack", param="format")
         header[name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": (at, at + len(data))}
         at += len(data)
     text = msgspec.json.encode(header)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from medialane.core.errors import FeatureUnsupported, InvalidRequest, MedialaneError, UnknownMedia
+from medialane.core.errors import InvalidRequest, MedialaneError, UnknownMedia
 from medialane.core.feature import PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import MediaRef
@@ -46,7 +46,7 @@ class _Hook:
         """Return the engine's input of a request with features. Raises MedialaneError, which it has recorded."""
         with remembered_errors(self._backend):
             if self._reader is None:
-                raise FeatureUnsupported("features of this model are not supported: send its media", param="features")
+                raise InvalidRequest("features of this model are not supported: send its media", param="features")
             given = list(_items(request.features, self._backend.resolve))
             found = [await self._found(ref, self._reader) for ref, _ in given]
             prepared = await self._backend.place(

@@ -21,7 +21,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.renderers import BaseRenderer, renderer_from_config
 from vllm.tool_parsers import ToolParserManager
 
-from medialane.core.errors import FeatureUnsupported, PromptRejected, StartupFailed
+from medialane.core.errors import InvalidFeature, PromptRejected, StartupFailed
 from medialane.core.feature import Feature, PlaceholderRange
 from medialane.core.media import Modality
 from medialane.core.stage import StageName
@@ -140,7 +140,7 @@ class _NoAssembler:
     def place(
         self, token_ids: list[int], features: tuple[Feature, ...], ranges: Sequence[PlaceholderRange]
     ) -> Sequence[PlaceholderRange | None]:
-        raise FeatureUnsupported("features of this model are not supported: send its media")
+        raise InvalidFeature("features of this model are not supported: send its media")
 
     def image_cost(self, size: tuple[int, int], options: bytes) -> ImageCost | None:
         return None

@@ -80,9 +80,7 @@ class VllmAssembler:
     ) -> Sequence[PlaceholderRange | None]:
         try:
             layout = self._layouts.find(features, NO_OPTIONS, check=lambda: self._check_length(features))
-        except ValueUnknown as error:
-            raise FeatureUnsupported("the prompt depends on values that are not in the headers of its items") from error
-        except MALFORMED_FEATURE as error:
+        except (ValueUnknown, *MALFORMED_FEATURE) as error:
             raise InvalidFeature("the model's processor cannot compute placeholders for these features") from error
         updates = {modality: iter(items) for modality, items in layout.updates.items()}
         placed = [_at(token_ids, place, next(updates[f.modality])) for f, place in zip(features, ranges, strict=True)]

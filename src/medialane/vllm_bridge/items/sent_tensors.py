@@ -12,7 +12,7 @@ are bound to the shapes of other fields, or occur in samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -20,7 +20,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import FeatureUnsupported, InvalidFeature
+from medialane.core.errors import InvalidFeature, InvalidRequest
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaSize, Modality
 from medialane.core.tensor import MAX_TENSORS, Dtype, Shape, TensorSpec
@@ -51,17 +51,22 @@ _STRINGS = frozenset((*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB))
 _EXTENSIONS = frozenset((0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)))
 
 
-class _Elem(msgspec.Struct, forbid_unknown_fields=True):
+class Elem(msgspec.Struct, forbid_unknown_fields=True):
+    """A field as vLLM encodes it. How it is batched, `field`, is not read."""
+
     data: msgspec.Raw
     field: msgspec.Raw
 
 
-_Fields = Annotated[dict[Annotated[str, msgspec.Meta(max_length=128)], _Elem], msgspec.Meta(max_length=MAX_FIELDS)]
-_fields = msgspec.msgpack.Decoder(_Fields).decode
-_values = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TENSORS)]).decode
+Fields = Annotated[dict[Annotated[str, msgspec.Meta(max_length=128)], Elem], msgspec.Meta(max_length=MAX_FIELDS)]
+Values = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_TENSORS)]
+Number = bool | int | float
+
+_fields = msgspec.msgpack.Decoder(Fields).decode
+_values = msgspec.msgpack.Decoder(Values).decode
 _dtype = msgspec.msgpack.Decoder(Dtype).decode
 _shape = msgspec.msgpack.Decoder(Shape).decode
-_number = msgspec.msgpack.Decoder(bool | int | float).decode
+_number: Callable[[msgspec.Raw], Number] = msgspec.msgpack.Decoder(Number).decode
 
 
 class SentTensors(NamedTuple):
@@ -117,13 +122,13 @@ class TensorsReader:
             return False
 
     def check(self, sent: SentTensors) -> ProcessedItem:
-        """Return the item in the form in which it is stored. Raises InvalidFeature; FeatureUnsupported for modalities
+        """Return the item in the form in which it is stored. Raises InvalidFeature; InvalidRequest for modalities
         whose tensors do not show what the encoder makes of them."""
         modality, item = sent.modality, sent.item
         shape = self._shapes.get(modality)
         if shape is None or shape.measure is None or any(not _is_plain(elem.data) for elem in item.values()):
             message = "tensors of this model are used only if this server has made them: send the media, or a reference"
-            raise FeatureUnsupported(message)
+            raise InvalidRequest(message)
         self._checker.check_item(modality, item)
         self._check_numbers(modality, item)
         try:
