@@ -26,6 +26,14 @@ def _turned(seed: int, width: int, height: int) -> bytes:
     return out.getvalue()
 
 
+TURNED, TRANSPARENT = "image turned by EXIF", "image with transparency"
+
+#: What a trainer does about an item of which Hugging Face's processor makes other tensors, by the item's name.
+ADVICE: Mapping[str, str] = {
+    TURNED: "vLLM turns images as their EXIF data say: pass Hugging Face's processor ImageOps.exif_transpose(image)",
+    TRANSPARENT: "vLLM lays transparent images over white: flatten them for Hugging Face's processor",
+}
+
 #: How each item is made, by modality and name. Shapes include those of the trial at start.
 ITEMS: Mapping[Modality, Mapping[str, Callable[[], bytes]]] = {
     "image": {
@@ -36,8 +44,8 @@ ITEMS: Mapping[Modality, Mapping[str, Callable[[], bytes]]] = {
         "image 60x660": partial(sample_jpeg, 4, 60, 660),
         "image 280x700": partial(sample_jpeg, 5, 280, 700),
         "image 1600x1200": partial(sample_jpeg, 6, 1600, 1200),
-        "image turned by EXIF": partial(_turned, 7, 320, 240),
-        "image with transparency": partial(picture, 8, "RGBA"),
+        TURNED: partial(_turned, 7, 320, 240),
+        TRANSPARENT: partial(picture, 8, "RGBA"),
         "image in grey": partial(picture, 9, "L"),
         "image with a palette": partial(picture, 10, "P"),
     },

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from medialane.check.tensor_items import ADVICE
 from medialane.check.tensor_report import ItemTensors, TensorReport
 from medialane.core.tensor_comparison import Comparison, FieldComparison, Relation
 
@@ -96,6 +97,9 @@ def _remarks(report: TensorReport) -> Iterator[str]:
         for source, error in item.errors.items():
             if source != "hugging_face" or report.hugging_face:
                 yield f"{item.item}: {_SOURCES[source]} refuses it: {error}"
+    for item in report.items:
+        if item.item in ADVICE and any(_differs(field) for field in item.fields):
+            yield f"{item.item}: {ADVICE[item.item]}"
     stages = {item.modality: item.stage for item in report.items if item.stage != "features"}
     for modality, stage in stages.items():
         yield f"{modality}: workers run the processor (stage {stage}), so these tensors are not in the arena"
@@ -121,6 +125,10 @@ def _outcome(report: TensorReport) -> str:
     same = sum(all(_is_same(field) for field in item.fields) for item in given)
     theirs = f"; {report.hugging_face} of transformers agrees for {same} of {len(given)}" if given else ""
     return f"{text}{theirs} ({report.seconds:.0f} s)"
+
+
+def _differs(field: FieldComparison) -> bool:
+    return field.of_hugging_face is not None and field.of_hugging_face.relation in ("differs", "shape")
 
 
 def _is_same(field: FieldComparison) -> bool:

@@ -67,6 +67,12 @@ def test_what_refuses_an_item_is_named():
     assert "refuses it" not in without
 
 
+def test_known_differences_are_explained():
+    advice = "image turned by EXIF: vLLM turns images as their EXIF data say"
+    assert advice in shown(report(item("image turned by EXIF", TURNED)))
+    assert advice not in shown(report(item("image turned by EXIF", RAW)))
+
+
 def test_other_stages_are_named():
     assert "image: workers run the processor (stage decoded)" in shown(report(item("image", RAW, stage="decoded")))
 
