@@ -5,6 +5,9 @@ SkyRL's `RemoteInferenceClient` does the same against vLLM with a render server 
 cache, since a repeated render of vLLM returns null `kwargs_data`. medialane is both servers, processes the image once,
 and returns the tensors on every render. Point SkyRL's inference server and render server URLs at it.
 
+The first rollout is streamed, and the others start with its first token: by then the image is encoded and the prompt is
+in the KV cache, so no other worker does it again. With `--at-once` all start together, as SkyRL has them.
+
     python skyrl_style_rollout.py http://localhost:8000 MODEL photo.jpg
 """
 
@@ -12,6 +15,7 @@ import argparse
 import asyncio
 import base64
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -34,6 +38,16 @@ class Server:
         async with self._session.post(path, data=data, headers={"Content-Type": "application/json"}) as answer:
             answer.raise_for_status()
             return await answer.json()
+
+    async def stream(self, path: str, body: dict) -> AsyncIterator[dict]:
+        """Yield the events of a streamed answer."""
+        data = json.dumps({"model": self._model, **body, "stream": True}).encode()
+        self.sent_bytes[path] = self.sent_bytes.get(path, 0) + len(data)
+        async with self._session.post(path, data=data, headers={"Content-Type": "application/json"}) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
 
     async def render(self, image: bytes, payload: str) -> dict:
         """Return tokens and features of a message that has only the image."""
@@ -58,12 +72,27 @@ async def turn(server: Server, conversation: list[int], image: bytes, args: argp
     assert entry is not None, "the server's processor cache has kept the tensors"
     token_ids, features = splice(conversation, rendered)
 
-    async def rollout(seed: int) -> list[int]:
+    def body(seed: int) -> dict:
         sampling = {"temperature": args.temperature, "seed": seed, "max_tokens": args.max_tokens}
-        body = {"token_ids": token_ids, "features": features, "sampling_params": sampling}
-        return (await server.post("/inference/v1/generate", body))["choices"][0]["token_ids"]
+        return {"token_ids": token_ids, "features": features, "sampling_params": sampling}
 
-    return list(await asyncio.gather(*(rollout(seed) for seed in range(args.n))))
+    async def rollout(seed: int) -> list[int]:
+        return ids_in(await server.post("/inference/v1/generate", body(seed)))
+
+    if args.at_once:
+        return list(await asyncio.gather(*(rollout(seed) for seed in range(args.n))))
+    stream = server.stream("/inference/v1/generate", body(0))
+    first = ids_in(await anext(stream))
+    async with asyncio.TaskGroup() as group:
+        others = [group.create_task(rollout(seed)) for seed in range(1, args.n)]
+        async for event in stream:
+            first += ids_in(event)
+    return [first, *(other.result() for other in others)]
+
+
+def ids_in(answer: dict) -> list[int]:
+    """Return the token ids of an answer, or of an event of one."""
+    return [token for choice in answer["choices"] for token in choice["token_ids"] or ()]
 
 
 async def run(args: argparse.Namespace, image: bytes) -> dict:
@@ -90,6 +119,7 @@ def main() -> None:
     parser.add_argument("--question", default="Describe the picture.")
     parser.add_argument("--payload", choices=["tensors", "references"], default="tensors")
     parser.add_argument("-n", type=int, default=8)
+    parser.add_argument("--at-once", action="store_true", help="start all rollouts together")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args()

@@ -6,6 +6,9 @@ medialane with `--enable-scale-out` the image is sent once and processed once, w
 `--payload references` the n requests carry 80 bytes for it instead of its tensors, and the tensors for training are
 read from the arena (`--store`, on the same host) or by HTTP: they are those of the engine.
 
+The first rollout is streamed, and the others start with its first token: by then the image is encoded and the prompt is
+in the KV cache, so no other worker does it again. With `--at-once` all start together, as TRL has them.
+
     python trl_style_rollout.py http://localhost:8000 MODEL photo.jpg --payload references --store unix:PATH
 """
 
@@ -41,6 +44,18 @@ class Server:
         answer.raise_for_status()
         return answer.json()
 
+    def stream(self, path: str, body: dict) -> Iterator[dict]:
+        """Yield the events of a streamed answer."""
+        data = json.dumps({**body, "stream": True}).encode()
+        self.sent_bytes[path] = self.sent_bytes.get(path, 0) + len(data)
+        headers = {**self._headers, "Content-Type": "application/json"}
+        url = self._base_url + path
+        with requests.post(url, data=data, headers=headers, timeout=TIMEOUT_S, stream=True) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
     def tensors(self, mm_hash: str) -> dict:
         path = f"{self._base_url}/medialane/v1/features/{mm_hash}"
         answer = requests.get(path, headers=self._headers, timeout=TIMEOUT_S)
@@ -67,6 +82,28 @@ def runs(token_ids: list[int], token: int) -> Iterator[dict[str, int]]:
             start = None
 
 
+def generate(server: Server, bodies: list[dict], *, at_once: bool) -> list[list[int]]:
+    """Return the token ids of an answer to each request."""
+
+    def rollout(body: dict) -> list[int]:
+        return ids_in(server.post("/inference/v1/generate", body))
+
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        if at_once:
+            return list(pool.map(rollout, bodies))
+        stream = server.stream("/inference/v1/generate", bodies[0])
+        first = ids_in(next(stream))
+        others = [pool.submit(rollout, body) for body in bodies[1:]]
+        for event in stream:
+            first += ids_in(event)
+        return [first, *(other.result() for other in others)]
+
+
+def ids_in(answer: dict) -> list[int]:
+    """Return the token ids of an answer, or of an event of one."""
+    return [token for choice in answer["choices"] for token in choice["token_ids"] or ()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base_url")
@@ -78,6 +115,7 @@ def main() -> None:
     parser.add_argument("--payload", choices=["tensors", "references"], default="tensors")
     parser.add_argument("--store", help="the store's socket, if this is its host")
     parser.add_argument("-n", type=int, default=8)
+    parser.add_argument("--at-once", action="store_true", help="start all rollouts together")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args()
@@ -100,13 +138,11 @@ def main() -> None:
         features = image_features(server, model, file.read(), args.payload)
     features["mm_placeholders"] = {"image": list(runs(token_ids, processor.image_token_id))}
 
-    def rollout(number: int) -> list[int]:
-        sampling = {"temperature": args.temperature, "seed": number, "max_tokens": args.max_tokens}
-        body = {"model": model, "token_ids": token_ids, "features": features, "sampling_params": sampling}
-        return server.post("/inference/v1/generate", body)["choices"][0]["token_ids"]
+    def body(seed: int) -> dict:
+        sampling = {"temperature": args.temperature, "seed": seed, "max_tokens": args.max_tokens}
+        return {"model": model, "token_ids": token_ids, "features": features, "sampling_params": sampling}
 
-    with ThreadPoolExecutor(args.n) as pool:
-        rollouts = list(pool.map(rollout, range(args.n)))
+    rollouts = generate(server, [body(seed) for seed in range(args.n)], at_once=args.at_once)
 
     (mm_hash,) = features["mm_hashes"]["image"]
     if args.store:
