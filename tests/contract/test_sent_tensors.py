@@ -83,6 +83,15 @@ def test_item_of_the_model_is_stored_as_a_preparer_would(reader, prompt, items):
     assert all(torch.equal(stored[name].data, own[name].data) for name in own)
 
 
+def test_placeholder_of_an_item_of_unknown_size_is_found(profile, reader, prompt, items):
+    """The true size is not known, which does not matter for these families."""
+    made = reader.check(reader.read("image", sent(items[0])))
+    feature = Feature("image", "a" * 64, made.header, (), made.size)
+    place = prompt.features[0].placeholder
+    placed = profile.assembler(max_tokens=10_000).place(prompt.expanded_token_ids, (feature,), [place])
+    assert placed == [place]
+
+
 @pytest.mark.parametrize("count", [-1, 1])
 def test_placeholder_has_a_token_for_each_embedding(reader, prompt, items, count):
     read = reader.read("image", sent(items[0]))

@@ -9,7 +9,11 @@ from openai_http import chat, picture, text, video
 from safetensors.torch import load
 from vllm.entrypoints.scale_out.token_in_token_out import mm_serde
 
-pytestmark = [pytest.mark.vllm, pytest.mark.thread]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.thread,
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
+]
 
 RENDER = "/v1/chat/completions/render"
 GENERATE = "/inference/v1/generate"

@@ -205,7 +205,6 @@ _TENSORS = {
         _item(pixel_values=_ROWS, image_grid_thw=["int64", [3], _raw(bytes(24))]),
         "invalid_feature",
     ),
-    "other tokens": (_item(pixel_values=_ROWS, image_grid_thw=_GRID), "invalid_request"),
 }
 
 _PARTS = {
@@ -269,6 +268,13 @@ GENERATE_ROWS = (
             path=GENERATE,
         )
         for name, features in _SHAPES.items()
+    ),
+    Row(
+        "+ tensors of more tokens",
+        _generated(_item(pixel_values=_ROWS, image_grid_thw=_GRID), {"offset": 0, "length": 3}),
+        400,
+        "invalid_request",
+        path=GENERATE,
     ),
     Row("+ 17 features", _several(17), 400, "too_many_media_items", path=GENERATE),
     Row("+ 50 000 features", _several(50_000), 400, "invalid_body", path=GENERATE),

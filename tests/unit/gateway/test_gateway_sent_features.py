@@ -76,6 +76,10 @@ def test_other_requests_may_have_a_member_of_that_name():
         ({"token_ids": [1], "features": "x"}, "features"),
         (body([HASH], ["x"], name="smell"), "features.mm_hashes.smell"),
         (body([HASH, OTHER], [None]), "features.kwargs_data"),
+        (
+            {"token_ids": [1], "features": {"mm_hashes": {}, "mm_placeholders": {"image": [PLACE]}}},
+            "features.mm_placeholders",
+        ),
         (body([HASH], [7]), "features.kwargs_data.image[0]"),
         (body([HASH], ["medialane:xyz:0"]), "features.kwargs_data.image[0]"),
         (body([""], None), "features.mm_hashes.image[0]"),

@@ -40,8 +40,15 @@ class _Features(msgspec.Struct):
     host's encoder, which are not supported: it is not read."""
 
     mm_hashes: dict[str, list[str]]
-    mm_placeholders: msgspec.Raw
+    mm_placeholders: dict[str, list[msgspec.Raw]]
     kwargs_data: dict[str, list[msgspec.Raw]] | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest unless all are about the same items."""
+        expected = {name: len(hashes) for name, hashes in self.mm_hashes.items()}
+        for name, given in (("mm_placeholders", self.mm_placeholders), ("kwargs_data", self.kwargs_data)):
+            if given is not None and {modality: len(items) for modality, items in given.items()} != expected:
+                raise InvalidRequest(f"{name} must have the items of mm_hashes", param=f"{_NAME}.{name}")
 
 
 _decode = msgspec.json.Decoder(_Features).decode
@@ -89,7 +96,7 @@ class SentFeatures(msgspec.Struct, frozen=True, gc=False):
 
     value: msgspec.Raw
     mm_hashes: dict[str, list[str]]
-    mm_placeholders: msgspec.Raw
+    mm_placeholders: dict[str, list[msgspec.Raw]]
     items: dict[str, list[SentItem]]
 
     @property
@@ -117,6 +124,7 @@ def sent_features(body: RequestBody, config: MediaConfig) -> SentFeatures | None
         return None
     try:
         features = _decode(body.features)
+        features.check()
         items = {name: list(_items(name, features)) for name in features.mm_hashes}
     except UNREADABLE as error:
         message = "features must have mm_hashes and mm_placeholders, and kwargs_data for the same items or none"
@@ -133,9 +141,7 @@ def _items(name: str, features: _Features) -> Iterator[SentItem]:
     if (modality := _MODALITIES.get(name)) is None:
         raise InvalidRequest("this modality is not supported", param=f"{_NAME}.mm_hashes.{name[:64]}")
     hashes = features.mm_hashes[name]
-    given = [NULL] * len(hashes) if features.kwargs_data is None else features.kwargs_data.get(name, [])
-    if len(given) != len(hashes) or (features.kwargs_data or features.mm_hashes).keys() != features.mm_hashes.keys():
-        raise InvalidRequest("kwargs_data must have the items of mm_hashes", param=f"{_NAME}.kwargs_data")
+    given = [NULL] * len(hashes) if features.kwargs_data is None else features.kwargs_data[name]
     field = "mm_hashes" if features.kwargs_data is None else "kwargs_data"
     for number, (mm_hash, value) in enumerate(zip(hashes, given, strict=True)):
         param = f"{_NAME}.{field}.{name}[{number}]"

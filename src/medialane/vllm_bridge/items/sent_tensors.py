@@ -22,7 +22,7 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.errors import InvalidFeature, InvalidRequest
 from medialane.core.feature import PlaceholderRange
-from medialane.core.media import MediaSize, Modality
+from medialane.core.media import Modality
 from medialane.core.tensor import MAX_TENSORS, Dtype, Shape, TensorSpec
 from medialane.prepare.processor import ProcessedItem
 from medialane.vllm_bridge.items.features import (
@@ -39,9 +39,6 @@ from medialane.vllm_bridge.seams.stand_ins import has_stand_in
 
 #: Model families use up to a dozen.
 MAX_FIELDS = 64
-
-#: The true size of the media is not known. Where tokens depend on it, a prompt does not fit.
-_SIZE = MediaSize(width=64, height=64, num_frames=2, num_samples=16_000)
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError)
 
@@ -95,6 +92,8 @@ class TensorsReader:
         }
         #: How fields are batched, and the least and greatest whole number of each in the samples.
         self._kinds = {m: {n: elem.field for item in items for n, elem in item.items()} for m, items in samples.items()}
+        #: Of a client's media the size is not known. Where tokens depend on it, a prompt does not fit that of a sample.
+        self._sizes = {modality: made[0].size for modality, made in profile.trial.by_modality.items() if made}
         self._numbers = {modality: _ranges(items) for modality, items in samples.items()}
 
     def read(self, modality: Modality, data: bytes) -> SentTensors:
@@ -132,7 +131,7 @@ class TensorsReader:
         self._checker.check_item(modality, item)
         self._check_numbers(modality, item)
         try:
-            return self._headers.encode(modality, item, _SIZE, NO_OPTIONS)
+            return self._headers.encode(modality, item, self._sizes[modality], NO_OPTIONS)
         except MALFORMED_FEATURE as error:
             raise InvalidFeature("the model's processor cannot compute placeholders for these tensors") from error
 

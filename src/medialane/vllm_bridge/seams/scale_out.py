@@ -185,10 +185,10 @@ class _Rendered:
     """Renders one prompt, which has been rendered."""
 
     def __init__(self, engine_input: Any) -> None:
-        self._engine_input = engine_input
+        self.engine_input = engine_input
 
     async def preprocess_completion(self, *_args: Any, **_kwargs: Any) -> list[Any]:
-        return [self._engine_input]
+        return [self.engine_input]
 
 
 def generate_by(state: State, make_input: MakeInput) -> None:
