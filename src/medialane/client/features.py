@@ -9,16 +9,13 @@ them before that would show whatever is written there next.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from medialane.arena import ArenaConfig
 from medialane.client.store_thread import StoreThread
 from medialane.core.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    import torch
 
 #: The fields of an item by name: a tensor, a plain value, or a list of these where the processor nests them.
 ItemTensors = Mapping[str, Any]
@@ -34,11 +31,12 @@ class FeaturesReleased(RuntimeError):
 
 
 class Features(Mapping[str, ItemTensors]):
-    """Tensors by hash and by the field's name, in the order of the hashes; yielded by `features`."""
+    """Tensors by hash and by the field's name, in the order of the hashes; yielded by `features`. `empty` makes each
+    of its tensors empty."""
 
-    def __init__(self, by_hash: Mapping[str, ItemTensors], views: Sequence[torch.Tensor]) -> None:
+    def __init__(self, by_hash: Mapping[str, ItemTensors], empty: Sequence[Callable[[], object]]) -> None:
         self._by_hash: Mapping[str, ItemTensors] | None = by_hash
-        self._views = views
+        self._empty = empty
 
     def __getitem__(self, name: str) -> ItemTensors:
         """Return the fields of a feature, named by its hash or reference. Raises KeyError, FeaturesReleased."""
@@ -65,9 +63,9 @@ class Features(Mapping[str, ItemTensors]):
     def release(self) -> None:
         """Called at the end of the block. Idempotent."""
         self._by_hash = None
-        for view in self._views:
-            view.set_()  # type: ignore[call-overload]  # without arguments: an empty tensor
-        self._views = ()
+        for empty in self._empty:
+            empty()
+        self._empty = ()
 
 
 @contextmanager
@@ -91,8 +89,8 @@ def features(
         found = connection.hold(list(dict.fromkeys(names)))
         from medialane.client.tensors import fields_of
 
-        views: list[torch.Tensor] = []
-        held = Features({name: fields_of(found[name], connection.tensor, views) for name in names}, views)
+        empty: list[Callable[[], object]] = []
+        held = Features({name: fields_of(found[name], connection.tensor, empty) for name in names}, empty)
         try:
             yield held
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,33 +25,33 @@ with warnings.catch_warnings():
 
 
 def fields_of(
-    feature: Feature, read: Callable[[TensorDescriptor], memoryview], views: list[torch.Tensor]
+    feature: Feature, read: Callable[[TensorDescriptor], memoryview], empty: list[Callable[[], object]]
 ) -> dict[str, Any]:
-    """Return the fields of a feature by name, and append each tensor to `views`. `read` returns the bytes of a
-    tensor."""
-    return {field.name: _value(field.value, feature, read, views) for field in _DECODER.decode(feature.header).fields}
+    """Return the fields of a feature by name, and append to `empty` what makes each tensor empty. `read` returns the
+    bytes of a tensor."""
+    return {field.name: _value(field.value, feature, read, empty) for field in _DECODER.decode(feature.header).fields}
 
 
 def _value(
-    value: Value, feature: Feature, read: Callable[[TensorDescriptor], memoryview], views: list[torch.Tensor]
+    value: Value, feature: Feature, read: Callable[[TensorDescriptor], memoryview], empty: list[Callable[[], object]]
 ) -> Any:
     match value:
         case LargeTensor(index):
             if not 0 <= index < len(feature.tensors):
                 raise InvalidFeature(f"a feature's header names tensor {index} of {len(feature.tensors)}")
-            return _view(value.spec, read(feature.tensors[index]), views)
+            return _view(value.spec, read(feature.tensors[index]), empty)
         case SmallTensor(spec, data):
-            return _view(spec, memoryview(data), views)
+            return _view(spec, memoryview(data), empty)
         case Scalar(plain):
             return plain
         case Nested(items):
-            return [_value(inner, feature, read, views) for inner in items]
+            return [_value(inner, feature, read, empty) for inner in items]
 
 
-def _view(spec: TensorSpec, data: memoryview, views: list[torch.Tensor]) -> torch.Tensor:
+def _view(spec: TensorSpec, data: memoryview, empty: list[Callable[[], object]]) -> torch.Tensor:
     if data.nbytes != spec.nbytes:
         raise InvalidFeature(f"{data.nbytes} bytes for a tensor {spec.dtype} {spec.shape}")
     dtype = _DTYPES[spec.dtype]
     made = torch.frombuffer(data, dtype=dtype).view(spec.shape) if spec.nbytes else torch.empty(spec.shape, dtype=dtype)
-    views.append(made)
+    empty.append(partial(made.set_, torch.empty(0, dtype=dtype)))
     return made
