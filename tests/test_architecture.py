@@ -13,7 +13,7 @@ SRC = Path(__file__).parents[1] / "src" / "medialane"
 
 ROOMS = {
     "core", "media", "prepare", "arena", "wire", "peers", "store", "routing", "vllm_bridge", "gateway", "worker",
-    "cluster", "observability", "testing", "check", "cli", "config",
+    "cluster", "observability", "testing", "check", "cli", "client", "config",
 }  # fmt: skip
 
 MAY_IMPORT = {
@@ -33,10 +33,13 @@ MAY_IMPORT = {
     "worker": {"arena", "wire", "core", "observability"},
     "testing": {"core", "observability", "prepare", "peers", "wire", "worker"},
     "cluster": {"core", "observability", "config", "gateway", "vllm_bridge", "wire", "worker"},
-    "check": {"core", "observability", "cluster", "testing"},
-    "cli": ROOMS - {"cli"},
+    # tensor_program, in a process of its own, makes features as a preparer does.
+    "check": {"core", "observability", "cluster", "testing", "media", "vllm_bridge"},
+    # A library for programs of others, not a part of medialane's processes.
+    "client": {"core", "observability", "arena", "store", "wire"},
+    "cli": ROOMS - {"cli", "client"},
     # The settings of each room, and of the simulated engine.
-    "config": ROOMS - {"config", "cli", "cluster", "check", "peers", "vllm_bridge"},
+    "config": ROOMS - {"config", "cli", "client", "cluster", "check", "peers", "vllm_bridge"},
 }
 
 #: What of `testing` commands use: the simulated engine (--engine simulated), the tiny model and the media of `demo` and
@@ -61,7 +64,7 @@ PROTOCOLS = {
 #: Heavy dependency -> where it may be imported; () is nowhere yet.
 OWNERS = {
     "vllm": ("vllm_bridge/",),
-    "torch": ("vllm_bridge/", "testing/tiny_model.py"),
+    "torch": ("vllm_bridge/", "testing/tiny_model.py", "client/tensors.py"),
     "transformers": ("vllm_bridge/", "testing/tiny_model.py"),
     "tokenizers": ("vllm_bridge/", "testing/tiny_model.py"),
     "nixl": ("peers/nixl/nixl_agent.py",),

@@ -10,6 +10,7 @@ import pytest
 
 import medialane
 from medialane.cluster import warm
+from medialane.core import feature_header
 from medialane.core.embeds import Embeds
 from medialane.core.errors import InvalidFeature, ProtocolViolation
 from medialane.core.tensor import MAX_RANK
@@ -46,7 +47,7 @@ MESSAGES = {
     "Offer": Offer,
     "RdmaMetadata": RdmaMetadata,
     "Embeds": Embeds,
-    "Header": features.Header,
+    "Header": feature_header.Header,
     "WireItem": WireItem,
     "Fields": sent_tensors.Fields,
     "Values": sent_tensors.Values,
@@ -238,7 +239,7 @@ SPEC_MESSAGES = {
     ),
     "header": (
         lambda spec: header({"type": "large", "index": 0, "spec": spec}),
-        msgspec.msgpack.Decoder(features.Header).decode,
+        msgspec.msgpack.Decoder(feature_header.Header).decode,
     ),
 }
 

@@ -29,14 +29,19 @@ def image(seed: int, width: int = 512, height: int = 384) -> Part:
 
 @cache
 def image_in_mode(seed: int, mode: str, width: int = 320, height: int = 240) -> Part:
+    """Return a PNG as `picture` makes it."""
+    return image_file(picture(seed, mode, width, height), "image/png")
+
+
+def picture(seed: int, mode: str, width: int = 320, height: int = 240) -> bytes:
     """Return a PNG with Pillow's `mode`: "RGBA" fades to transparent, "L" is grey, "P" has a palette."""
-    picture = Image.fromarray(sample_pixels(seed, width, height))
+    made = Image.fromarray(sample_pixels(seed, width, height))
     if mode == "RGBA":
         fade = np.linspace(0, 255, width * height).reshape(height, width).astype(np.uint8)
-        picture.putalpha(Image.fromarray(fade))
+        made.putalpha(Image.fromarray(fade))
     out = io.BytesIO()
-    (picture if picture.mode == mode else picture.convert(mode)).save(out, "PNG")
-    return image_file(out.getvalue(), "image/png")
+    (made if made.mode == mode else made.convert(mode)).save(out, "PNG")
+    return out.getvalue()
 
 
 def image_file(data: bytes, media_type: str) -> Part:

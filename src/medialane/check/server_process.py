@@ -69,7 +69,7 @@ async def server_process(
     port = free_port()
     argv = [sys.executable, *command, "--port", str(port), *flags]
     with closing(OrphanReaper()) as reaper:
-        process = _spawn(argv, environ, log)
+        process = spawn_logged(argv, environ, log)
         reaper.watch(process.pid)
         try:
             await _wait_ready(process, f"http://127.0.0.1:{port}/health", name=name, log=log, start_s=start_s)
@@ -97,7 +97,8 @@ def plain_vllm(
     )
 
 
-def _spawn(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+def spawn_logged(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+    """Start a process that leads its own group; its output goes to `log`, or to this process's."""
     if log is None:
         return spawn_leader(argv, environ)
     with log.open("wb") as output:
@@ -134,14 +135,14 @@ async def _wait_ready(
     try:
         async with asyncio.timeout(start_s):
             while not await is_ready.passes():
-                if _has_ended(process):
+                if has_ended(process):
                     raise StartupFailed(f"{name} exited before it was ready{log_tail(log)}")
                 await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
         raise StartupFailed(f"{name} was not ready after {start_s:g} s{log_tail(log)}") from error
 
 
-def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Check without reaping: until the leader is reaped, its group id cannot be reused."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
@@ -151,7 +152,7 @@ async def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(stop_s):
-                while not _has_ended(process):  # noqa: ASYNC110 - no event is available in every loop
+                while not has_ended(process):  # noqa: ASYNC110 - no event is available in every loop
                     await asyncio.sleep(_POLL_S)
     finally:
         os.killpg(process.pid, signal.SIGKILL)

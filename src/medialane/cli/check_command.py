@@ -20,6 +20,11 @@ from medialane.check.results import CheckReport, encode
 from medialane.check.run import run_check
 from medialane.check.servers import Setup
 from medialane.check.table import show
+from medialane.check.tensor_items import items_named
+from medialane.check.tensor_report import TensorReport
+from medialane.check.tensor_report import encode as encode_tensors
+from medialane.check.tensor_table import show_tensors
+from medialane.check.tensors import compare_tensors
 from medialane.cli.doctor import model_findings, show_findings
 from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.serve import SECTIONS
@@ -51,6 +56,17 @@ The table says of each case:
 and how medialane served it: stage (what the worker was sent), transport, and whether the media were cached. What
 `medialane doctor MODEL` says of the model follows.
 
+With --tensors no server is started and no weights are loaded: images of several shapes and modes, videos and audio are
+processed by plain vLLM, by medialane (what its engine is given) and by Hugging Face's AutoProcessor (what a trainer
+computes), and their tensors compared, field by field, with plain vLLM's. Hugging Face's gets the frames and samples
+that vLLM has chosen, so sampling is not compared. The table says of each field:
+  equal                       dtype, shape and every bit (but for a batch dimension of 1)
+  equal in vLLM's dtype       the same numbers, when rounded to it
+  equal after normalisation   vLLM's are raw uint8 pixels, which its engine normalises
+  differs                     and by how much at most
+  another shape, missing      or only one of them has the field
+What Hugging Face's processor does otherwise is a finding, not a failure: the exit status is 1 if medialane's differ.
+
 Exit status: 0 all is equal; 1 an answer differs, or there was none; 2 an argument is wrong, or a server did not start;
 130 interrupted (Ctrl-C: the servers are stopped, by a second one killed).
 
@@ -58,6 +74,7 @@ examples:
   medialane check Qwen/Qwen2.5-VL-3B-Instruct
   medialane check ./model --json report.json -- --max-model-len 8192 --limit-mm-per-prompt '{"image": 4}'
   medialane check ./model --only video --only audio      # some cases
+  medialane check ./model --tensors      # what a trainer needs to know of the pixels
   medialane check ./model --stage decoded                # any setting of `medialane serve`
   medialane check ./model --at-once -- --gpu-memory-utilization 0.45    # saves time where both fit"""
 
@@ -72,6 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", action="append", default=[], metavar="WORD", help="only cases with WORD in their name; repeatable"
     )
     parser.add_argument("--quick", action="store_true", help="a third of the matrix: the cases that find most")
+    parser.add_argument(
+        "--tensors",
+        action="store_true",
+        help="compare the tensors of items instead, also with Hugging Face's processor; needs no weights and no GPU",
+    )
     parser.add_argument(
         "--at-once", action="store_true", help="run both servers at the same time: twice the memory, half the time"
     )
@@ -93,15 +115,31 @@ def run(args: argparse.Namespace) -> int:
     _check(args, config)
     check_start(args.model, args.vllm_args, environ)
     with _folder(args.logs) as logs:
-        report = _until_signal(_report(args, config, _setup(args, config, logs)))
+        setup = _setup(args, config, logs)
+        if args.tensors:
+            return _show_tensors(args, _until_signal(_compared(setup)))
+        report = _until_signal(_report(args, config, setup))
     if report is None:
-        print("interrupted: all servers are stopped", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+        return _interrupted()
     if args.json is not None:
         args.json.write_bytes(encode(report))
     show(report, Console())
     show_findings([*model_findings(args.model, args.vllm_args)])
     return 0 if report.passed else 1
+
+
+def _show_tensors(args: argparse.Namespace, report: TensorReport | None) -> int:
+    if report is None:
+        return _interrupted()
+    if args.json is not None:
+        args.json.write_bytes(encode_tensors(report))
+    show_tensors(report, Console())
+    return 0 if report.passed else 1
+
+
+def _interrupted() -> int:
+    print("interrupted: all servers are stopped", file=sys.stderr)
+    return _EXIT_INTERRUPTED
 
 
 def _check(args: argparse.Namespace, config: Config) -> None:
@@ -110,22 +148,26 @@ def _check(args: argparse.Namespace, config: Config) -> None:
         raise StartupFailed(f"--json {args.json}: there is no folder {args.json.parent}")
     if not args.tolerance >= 0:
         raise StartupFailed("--tolerance must not be negative")
+    if args.tensors and (args.quick or args.at_once or args.tolerance):
+        raise StartupFailed("--tensors starts no server: leave out --quick, --at-once and --tolerance")
     if has_flag(args.vllm_args, "--ssl-keyfile", "--ssl-certfile", "--uds", "--root-path"):
         raise StartupFailed("the check asks its servers by HTTP: leave out --ssl-..., --uds and --root-path")
     if has_flag(args.vllm_args, "--disable-fastapi-docs"):
         raise StartupFailed("the check asks plain vLLM for its routes: leave out --disable-fastapi-docs")
     if not given_settings(args).keys().isdisjoint(("host", "port")):
         raise StartupFailed("the check chooses free ports of 127.0.0.1: leave out --host and --port")
-    _check_words(args.only)
+    _check_words(args.only, tensors=args.tensors)
     if config.cluster.ray or config.cluster.num_workers == 0:
         raise StartupFailed("the check runs on this host: leave out --ray and --workers 0")
 
 
-def _check_words(words: Sequence[str]) -> None:
-    """Raise StartupFailed for a word that is in no case's name, whatever the model accepts."""
+def _check_words(words: Sequence[str], *, tensors: bool) -> None:
+    """Raise StartupFailed for a word that is in no case's (or item's) name, whatever the model accepts."""
+    names = [name for _, name, _ in items_named(())] if tensors else [*case_names()]
     for word in words:
-        if not any(word in name for name in case_names()):
+        if not any(word in name for name in names):
             examples = "image, video, audio, 'two of', streaming, damaged, text"
+            examples = "image, video, audio, grey, EXIF" if tensors else examples
             raise StartupFailed(f"--only {word}: no case has that in its name; words that some have: {examples}")
 
 
@@ -159,6 +201,14 @@ async def _report(args: argparse.Namespace, config: Config, setup: Setup) -> Che
     progress = CheckProgress(Console(stderr=True, highlight=False))
     try:
         return await run_check(setup, progress)
+    finally:
+        progress.close()
+
+
+async def _compared(setup: Setup) -> TensorReport:
+    progress = CheckProgress(Console(stderr=True, highlight=False))
+    try:
+        return await compare_tensors(setup, progress)
     finally:
         progress.close()
 

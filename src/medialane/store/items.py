@@ -236,6 +236,17 @@ class Items:
         key = self._key(ref, processing, content)
         self._features.remember(key, ref, FeatureSource(made_of, options, processing.processor))
 
+    async def feature(self, mm_hash: str) -> LeasedItem:
+        """Return a feature by its hash, for the operator: whoever has sent its media. Made again if it was evicted.
+        Raises UnknownMedia."""
+        if (lease := self._arena.lookup(mm_hash, "processed")) is not None:
+            return LeasedItem(mm_hash, lease, is_hit=True)
+        known = self._features.find_any(mm_hash)
+        if known is None or known.source is None:
+            raise UnknownMedia("unknown or expired feature")
+        source = _Source(known.source.ref, StageTimeline(), None, None)
+        return await self._made_again(mm_hash, source, known.source, encoder="")
+
     async def _known(self, source: _Source, processing: Processing) -> LeasedItem:
         """Return the feature that the client names, made again if it was evicted. Raises UnknownMedia."""
         ref = source.ref
@@ -247,8 +258,10 @@ class Items:
             return LeasedItem(key, lease, is_hit=True)
         if known.source is None:
             raise UnknownMedia(_UNKNOWN_FEATURE)
-        made_of = known.source
-        processing = Processing(made_of.processor, made_of.options, processing.encoder)
+        return await self._made_again(key, source, known.source, encoder=processing.encoder)
+
+    async def _made_again(self, key: str, source: _Source, made_of: FeatureSource, *, encoder: str) -> LeasedItem:
+        processing = Processing(made_of.processor, made_of.options, encoder)
         try:
             leased = await self._find_or_prepare(source._replace(ref=made_of.ref), processing)
         except UnknownMediaUuid as error:

@@ -1,8 +1,8 @@
 """The features that clients may name by their hash, and what each was made of, so that it can be made again.
 
 A hash is in reports and spans, so knowing it is no right to the feature: a client may name those of its own requests,
-by the digest of its API key and the request's `cache_salt`. Nothing here keeps media or tensors in the arena. Pure:
-the clock is injected.
+by the digest of its API key and the request's `cache_salt`; the operator, on this host, may name all. Nothing here
+keeps media or tensors in the arena. Pure: the clock is injected.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class KnownFeatures:
         self._ttl_s = ttl_s
         self._clock = clock
         self._known: LRUCache[bytes, KnownFeature] = LRUCache(max_bytes, getsizeof=_nbytes)
+        #: The key of the client that has used a feature last, by hash.
+        self._newest: LRUCache[str, bytes] = LRUCache(max(1, max_bytes // _RECORD_BYTES))
 
     def remember(self, mm_hash: str, of: MediaRef, source: FeatureSource | None = None) -> None:
         """The client of the reference may name this feature. A known source is kept."""
@@ -63,10 +65,18 @@ class KnownFeatures:
         record = KnownFeature(source, self._clock() + self._ttl_s)
         if _nbytes(record) <= self._known.maxsize:
             self._known[key] = record
+            self._newest[mm_hash] = key
 
     def find(self, ref: MediaRef) -> KnownFeature | None:
         """Return what is known of the feature that the client of `ref` names, None if it may not name it."""
-        key = _key(ref.content or "", ref)
+        return self._find(_key(ref.content or "", ref))
+
+    def find_any(self, mm_hash: str) -> KnownFeature | None:
+        """Return what is known of this feature, whoever may name it."""
+        key = self._newest.get(mm_hash)
+        return None if key is None else self._find(key)
+
+    def _find(self, key: bytes) -> KnownFeature | None:
         known = self._known.get(key)
         if known is None or known.expires_at <= self._clock():
             self._known.pop(key, None)

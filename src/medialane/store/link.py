@@ -189,7 +189,7 @@ class StoreLink:
         self._reclaimers.append(listener)
 
     async def run(self) -> None:
-        """Stay connected until cancelled."""
+        """Stay connected until cancelled. `connect` may have connected before."""
         backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
         try:
             while True:
@@ -300,7 +300,8 @@ class StoreLink:
     async def _connect_once(self) -> bool:
         """Connect, and wait until the connection is lost. False if there was none."""
         try:
-            await self._connect()
+            if self._client is None:
+                await self.connect()
         except MedialaneError as error:
             self._report(error)
             return False
@@ -318,7 +319,10 @@ class StoreLink:
         self._disconnect()
         return True
 
-    async def _connect(self) -> None:
+    async def connect(self) -> None:
+        """Connect once. Raises NoWorkerReady (no process listens there), WorkerLost (the socket cannot be opened),
+        HandoverFailed (this process has another /dev/shm), StartupFailed (another release), StoreUnavailable,
+        ProtocolViolation."""
         arena, sent = self._arena, dict(self._holds)
         hello = StoreHello(
             client_id=self.client_id,

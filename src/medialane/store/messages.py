@@ -13,6 +13,8 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
                             <-      SendData, ImageSize     as for FindItem, if the media must be measured
                             <-      ItemDescribed(call, ...)    nothing is held
     PutFeature(call, ref, ...)->                            find or receive tensors that a client has sent, as FindItem
+    FindFeature(call, hash) ->                              find a feature by its hash, whoever has sent its media
+                            <-      ItemFound(call, hold, ...)
     ResolveAlias(call, ref) ->                              replace a client's name of an item by its content
                             <-      AliasResolved(call, ref)
     HoldEntries(call, ranges)->                              hold entries that another client holds
@@ -163,6 +165,17 @@ class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     def __post_init__(self) -> None:
         if not (self.ref.is_feature and _KEY.fullmatch(self.ref.content or "")):
+            raise ValueError("the hash of a feature has 64 hex digits")
+
+
+class FindFeature(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A client of this host wants the feature `mm_hash`, of any tenant: who may open the socket is the operator."""
+
+    call_id: int
+    mm_hash: str
+
+    def __post_init__(self) -> None:
+        if not _KEY.fullmatch(self.mm_hash):
             raise ValueError("the hash of a feature has 64 hex digits")
 
 
@@ -437,7 +450,7 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Question = SendData | ImageSize | WriteMedia
-LongCall = FindItem | DescribeItem | PutFeature | FindEmbedding | PullEntries | PublishImage | PutMedia
+LongCall = FindItem | DescribeItem | PutFeature | FindFeature | FindEmbedding | PullEntries | PublishImage | PutMedia
 Call = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
 Embedded = EmbeddingFound | NoEmbedding
 Item = ItemFound | ItemDescribed

@@ -42,6 +42,7 @@ from medialane.store.messages import (
     EntriesHeld,
     EntriesPulled,
     FindEmbedding,
+    FindFeature,
     FindItem,
     GrantPulls,
     HoldEntries,
@@ -279,6 +280,9 @@ class StoreSession:
                     reply = await self._describe(call)
                 case PutFeature():
                     reply = await self._put(call)
+                case FindFeature():
+                    item = await self._with_memory(partial(self._items.feature, call.mm_hash))
+                    reply = self._found(call.call_id, item, StageTimeline())
                 case FindEmbedding():
                     reply = await self._find_embedding(call)
                 case PullEntries():

@@ -112,6 +112,8 @@ def test_server_that_does_not_start_is_reported_with_the_end_of_its_log(check):
         (["MODEL", "--port", "8000"], "leave out --host and --port"),
         (["MODEL", "--only", "image", "--only", "smell"], "--only smell: no case has that in its name"),
         (["MODEL", "--tolerance", "-1"], "--tolerance must not be negative"),
+        (["MODEL", "--tensors", "--only", "damaged"], "--only damaged: no case has that in its name"),
+        (["MODEL", "--tensors", "--quick"], "--tensors starts no server: leave out --quick"),
         (["MODEL", "--workers", "0", "--join-listen", "tcp://127.0.0.1:7100"], "leave out --ray and --workers 0"),
     ],
 )
@@ -130,5 +132,8 @@ def test_help_teaches_the_verdicts_and_exit_statuses(capsys):
         main(["check", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("equal", "close", "refused", "skipped", "differs", "--at-once", "--json"))
+    assert all(
+        word in shown
+        for word in ("equal", "close", "refused", "skipped", "differs", "--at-once", "--json", "--tensors")
+    )
     assert "Exit status: 0" in shown

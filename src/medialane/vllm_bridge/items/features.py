@@ -28,6 +28,18 @@ from vllm.multimodal.inputs import (
 
 from medialane.core.errors import FeatureUnsupported, InvalidFeature
 from medialane.core.feature import MAX_HEADER_BYTES
+from medialane.core.feature_header import (
+    Batched,
+    Field,
+    Flat,
+    Header,
+    LargeTensor,
+    Nested,
+    Scalar,
+    Shared,
+    SmallTensor,
+    Value,
+)
 from medialane.core.tensor import ITEM_BYTES, TensorSpec
 from medialane.vllm_bridge.seams.stand_ins import stand_in_for
 
@@ -48,55 +60,6 @@ with warnings.catch_warnings():
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-class SmallTensor(msgspec.Struct, frozen=True, tag="small"):
-    spec: TensorSpec
-    data: bytes
-
-
-class LargeTensor(msgspec.Struct, frozen=True, tag="large"):
-    index: int
-    spec: TensorSpec
-
-
-class Scalar(msgspec.Struct, frozen=True, tag="scalar"):
-    value: bool | int | float | str | None
-
-
-class Nested(msgspec.Struct, frozen=True, tag="nested"):
-    items: list[SmallTensor | LargeTensor | Scalar | Nested]
-
-
-Value = SmallTensor | LargeTensor | Scalar | Nested
-
-Slice = tuple[int | None, int | None, int | None]
-
-
-class Batched(msgspec.Struct, frozen=True, tag="batched"):
-    keep_on_cpu: bool = False
-
-
-class Flat(msgspec.Struct, frozen=True, tag="flat"):
-    slices: list[list[Slice]]
-    nested: bool
-    dim: int = 0
-    keep_on_cpu: bool = False
-
-
-class Shared(msgspec.Struct, frozen=True, tag="shared"):
-    batch_size: int
-    keep_on_cpu: bool = False
-
-
-class Field(msgspec.Struct, frozen=True):
-    name: str
-    kind: Batched | Flat | Shared
-    value: Value
-
-
-class Header(msgspec.Struct, frozen=True):
-    fields: list[Field]
 
 
 _DECODER = msgspec.msgpack.Decoder(Header)

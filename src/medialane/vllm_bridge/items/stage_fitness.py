@@ -87,6 +87,11 @@ def _whole(processor: BaseMultiModalProcessor, modality: Modality, media: Sequen
     return process_whole(processor, token_ids, {modality: [engine_media(one) for one in media]})
 
 
+def process_one(processor: BaseMultiModalProcessor, modality: Modality, loaded: Any) -> Any:
+    """Return the prompt of one item, as vLLM's loaders return it, as plain vLLM makes it."""
+    return process_whole(processor, _prompt(processor, modality, 1), {modality: [loaded]})
+
+
 class _Trial:
     """Processes prompts of one modality in both ways."""
 

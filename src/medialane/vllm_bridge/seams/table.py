@@ -17,7 +17,7 @@ TESTED_VLLM = "0.32.0"
 #: `read`: a class, object or module of which we use `attributes`.
 Kind = Literal["call", "override", "replace", "order", "read"]
 
-Process = Literal["gateway", "worker"]
+Process = Literal["gateway", "worker", "check"]
 BOTH: tuple[Process, ...] = ("gateway", "worker")
 
 
@@ -437,6 +437,21 @@ GROUPS: tuple[Group, ...] = (
             call vllm.multimodal.video:get_video_loader_backend_for_processor(video_processor)
             call vllm.transformers_utils.processor:get_video_processor_cls_name(model_config)
         """),
+    ),
+    Group(
+        name="compared tensors",
+        purpose="items are compared with plain vLLM's, and raw pixels are normalised as on its device",
+        module="seams.reference_tensors",
+        without="`medialane check --tensors` fails",
+        tests=("tests/contract/test_tensor_comparison.py",),
+        seams=_seams("""
+            call vllm.model_executor.layers.fusion.mm_input_norm:_load_norm_params(model_config)
+            order vllm.model_executor.layers.fusion.mm_input_norm:NormParams(image_mean, image_std, rescale_factor)
+            call vllm.multimodal.media:MediaConnector.fetch_image(self, image_url)
+            call vllm.multimodal.media:MediaConnector.fetch_video(self, video_url, video_processor)
+            call vllm.multimodal.media:MediaConnector.fetch_audio(self, audio_url)
+        """),
+        processes=("check",),
     ),
     Group(
         name="message encoder",

@@ -1,0 +1,55 @@
+"""`medialane check MODEL --tensors`: runs the process that makes and compares tensors, and reads its report."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from medialane.check.progress import CheckProgress
+from medialane.check.server_process import has_ended, log_tail, spawn_logged
+from medialane.check.servers import Setup
+from medialane.check.tensor_report import TensorReport, TensorTask, decode
+from medialane.cluster.orphan_reaper import OrphanReaper
+from medialane.core.errors import StartupFailed
+from medialane.core.process.phase import PhaseFile
+
+TENSOR_LOG = "tensors.log"
+_POLL_S = 0.1
+_PROGRAM = "medialane.check.tensor_program"
+
+
+async def compare_tensors(setup: Setup, progress: CheckProgress) -> TensorReport:
+    """Compare the tensors of a model's items. Raises StartupFailed with the end of its log if that takes longer than
+    `setup.start_s`, or fails. Cancelled, it leaves no process behind."""
+    log, report = setup.logs / TENSOR_LOG, setup.logs / "tensors.json"
+    task, phases = setup.logs / "tensors.task", PhaseFile(setup.logs / "tensors.phase")
+    task.write_bytes(msgspec.json.encode(TensorTask(setup.model, tuple(setup.vllm_args), tuple(setup.only))))
+    argv = [sys.executable, "-m", _PROGRAM, str(task), str(report)]
+    # As plain vLLM without plugins; ours changes nothing in this process anyway.
+    environ = {**setup.environ, "VLLM_PLUGINS": "", **phases.environ()}
+    async with progress.starting("tensors", phases):
+        await _run(argv, environ, log, setup.start_s)
+    return decode(report.read_bytes())
+
+
+async def _run(argv: list[str], environ: dict[str, str], log: Path, timeout_s: float) -> None:
+    with closing(OrphanReaper()) as reaper:
+        process = spawn_logged(argv, environ, log)
+        reaper.watch(process.pid)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not has_ended(process):  # noqa: ASYNC110 - as for servers: no event without a child watcher
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise StartupFailed(f"tensors were not compared within {timeout_s:g} s{log_tail(log)}") from error
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait()
+        if status:
+            raise StartupFailed(f"tensors cannot be compared{log_tail(log)}")
