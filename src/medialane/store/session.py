@@ -273,30 +273,33 @@ class StoreSession:
     async def _answer(self, call: LongCall) -> None:
         reply: Reply
         try:
-            match call:
-                case FindItem():
-                    reply = await self._find(call)
-                case DescribeItem():
-                    reply = await self._describe(call)
-                case PutFeature():
-                    reply = await self._put(call)
-                case FindFeature():
-                    item = await self._with_memory(partial(self._items.feature, call.mm_hash))
-                    reply = self._found(call.call_id, item, StageTimeline())
-                case FindEmbedding():
-                    reply = await self._find_embedding(call)
-                case PullEntries():
-                    reply = await self._pull(call)
-                case PublishImage(call_id, entry):
-                    reply = ImagePublished(call_id, await self._items.publish(entry))
-                case PutMedia():
-                    reply = MediaLeased(call.call_id, await self._put_media(call))
+            reply = await self._reply(call)
         except MedialaneError as error:
             reply = CallFailed(call.call_id, to_report(error))
         except Exception:  # the supervisor of one call: it fails, and no other
             logger.exception("a call has failed")
             reply = CallFailed(call.call_id, to_report(MedialaneError("internal error of the media store")))
         self.connection.send(reply, at_once=True)
+
+    async def _reply(self, call: LongCall) -> Reply:
+        match call:
+            case FindItem():
+                return await self._find(call)
+            case DescribeItem():
+                return await self._describe(call)
+            case PutFeature():
+                return await self._put(call)
+            case FindFeature(call_id, mm_hash):
+                item = await self._with_memory(partial(self._items.feature, mm_hash))
+                return self._found(call_id, item, StageTimeline())
+            case FindEmbedding():
+                return await self._find_embedding(call)
+            case PullEntries():
+                return await self._pull(call)
+            case PublishImage(call_id, entry):
+                return ImagePublished(call_id, await self._items.publish(entry))
+            case PutMedia():
+                return MediaLeased(call.call_id, await self._put_media(call))
 
     async def _find(self, call: FindItem) -> Reply:
         timeline = StageTimeline()
