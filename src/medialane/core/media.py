@@ -18,15 +18,15 @@ Modality = Literal["image", "video", "audio"]
 class Alias(msgspec.Struct, frozen=True):
     """A client's name for an item (vLLM's `uuid`), and the item options given with it. It never identifies content.
 
-    `kind` is the modality under which the client sent it, `<modality>_embeds` for embeddings. `client` is the digest of
-    the client's API key: clients with different keys have different names, whatever their salts.
+    `kind` is the modality under which the client sent it, `<modality>_embeds` for embeddings. `owner` is that of
+    the reference: different owners have different names, whatever their salts.
     """
 
     uuid: str
     kind: str
     io: bytes = b"{}"
     options: bytes = b"{}"
-    client: str = ""
+    owner: str = ""
 
 
 class MediaRef(msgspec.Struct, frozen=True):
@@ -39,12 +39,11 @@ class MediaRef(msgspec.Struct, frozen=True):
 
     `alias` is the client's name for the item. An item sent as an alias only has neither URL nor data, but `content`,
     its hash, once that is known. For the store, which never gets `data`, `content` replaces it. With `is_embeds`,
-    `data` is an `Embeds` document, which is neither decoded nor processed. `owner` is whose leased
-    media (`core.media_lease`) the URL may refer to.
+    `data` is an `Embeds` document, which is neither decoded nor processed. `owner` is
+    who may use what the reference names: the tenant, or the digest of the client's API key.
 
     With `is_feature` the client has processed the item, or names it: `content` is the hash of a feature, `data` are its
-    tensors in vLLM's encoding, if they were sent. `client` is the digest of the client's API key: it may name the
-    features of its own requests.
+    tensors in vLLM's encoding, if they were sent.
     """
 
     modality: Modality
@@ -60,7 +59,6 @@ class MediaRef(msgspec.Struct, frozen=True):
     is_embeds: bool = False
     owner: str = ""
     is_feature: bool = False
-    client: str = ""
 
     def __post_init__(self) -> None:
         if self.url is not None and self.data is not None:

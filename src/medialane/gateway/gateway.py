@@ -193,7 +193,7 @@ class Gateway:
     @while_connected
     async def named_feature(self, mm_hash: str, salt: str) -> Feature:
         scope = self._admitted()
-        ref = MediaRef("image", "mm_hash", content=mm_hash, salt=salt, is_feature=True, client=scope.client)
+        ref = MediaRef("image", "mm_hash", content=mm_hash, salt=salt, is_feature=True, owner=scope.owner)
         return (await self._client_features.find(ref, scope)).feature
 
     @while_connected

@@ -115,7 +115,7 @@ class MediaEndpoint:
             salt,
             int(declared) if declared is not None and declared.isdigit() else 0,
             _modality(_header(scope, b"content-type") or b""),
-            None if uuid is None else Alias(uuid, "", client=request.client),
+            None if uuid is None else Alias(uuid, "", owner=request.owner),
             _ttl(fields),
         )
 

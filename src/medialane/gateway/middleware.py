@@ -183,7 +183,6 @@ class IntakeMiddleware:
                 self._config,
                 references=request.references,
                 size=size,
-                client=request.client,
                 owner=request.owner,
             )
 

@@ -66,7 +66,7 @@ class _Wanted(NamedTuple):
     refers: bool = False
 
 
-#: Content hash, modality, whether it is embeddings or a feature, decode options, item options, tenant, client; what is
+#: Content hash, modality, whether it is embeddings or a feature, decode options, item options, tenant, owner; what is
 #: wanted of it. The store keeps for each client what it has.
 _Key = tuple[str, str, bool, bool, bytes, bytes, str, str, _Wanted]
 
@@ -370,7 +370,7 @@ def _key(ref: MediaRef, content: str | None, wanted: _Wanted) -> _Key | None:
     binds_alias = ref.alias is not None and ref.data is not None
     if content is None or ref.url is not None or binds_alias:
         return None
-    return content, ref.modality, ref.is_embeds, ref.is_feature, ref.io, ref.options, ref.salt, ref.client, wanted
+    return content, ref.modality, ref.is_embeds, ref.is_feature, ref.io, ref.options, ref.salt, ref.owner, wanted
 
 
 def _item(hold: StoreHold[_Key, ItemFound], value: V | None) -> FoundItem[V]:

@@ -110,4 +110,4 @@ class Aliases:
 
 def _key(salt: str, alias: Alias) -> bytes:
     """Return a fixed-size key: names may have any length."""
-    return blake3(msgspec.msgpack.encode((alias.client, salt, alias.kind, alias.uuid))).digest()
+    return blake3(msgspec.msgpack.encode((alias.owner, salt, alias.kind, alias.uuid))).digest()

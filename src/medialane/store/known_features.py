@@ -1,7 +1,7 @@
 """The features that clients may name by their hash, and what each was made of, so that it can be made again.
 
 A hash is in reports and spans, so knowing it is no right to the feature: a client may name those of its own requests,
-by the digest of its API key and the request's `cache_salt`; the operator, on this host, may name all. Nothing here
+by the reference's owner and the request's `cache_salt`; the operator, on this host, may name all. Nothing here
 keeps media or tensors in the arena. Pure: the clock is injected.
 """
 
@@ -91,4 +91,4 @@ def _nbytes(known: KnownFeature) -> int:
 
 def _key(mm_hash: str, ref: MediaRef) -> bytes:
     """Return a fixed-size key: salts may have any length."""
-    return blake3(msgspec.msgpack.encode((ref.client, ref.salt, mm_hash))).digest()
+    return blake3(msgspec.msgpack.encode((ref.owner, ref.salt, mm_hash))).digest()

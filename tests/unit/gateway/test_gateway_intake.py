@@ -414,10 +414,10 @@ def test_salt_is_required_with_media_only(body):
     extract(json.dumps(body).encode(), CONFIG, NEEDS_SALT)
 
 
-def test_alias_has_its_client():
+def test_alias_has_its_owner():
     body = json.dumps(chat(image(HTTP) | {"uuid": "u"}, image(HTTP))).encode()
-    named, unnamed = extract(body, CONFIG, client="the client").refs
-    assert (named.alias.client, unnamed.alias) == ("the client", None)
+    named, unnamed = extract(body, CONFIG, owner="the client").refs
+    assert (named.alias.owner, unnamed.alias) == ("the client", None)
 
 
 @pytest.mark.parametrize("uuid", [None, 7, ["u"], {"u": 1}])

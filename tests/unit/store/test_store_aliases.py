@@ -39,7 +39,7 @@ def test_alias_is_not_rebound_while_it_lives(aliases, clock):
 
 @pytest.mark.parametrize(
     ("salt", "other"),
-    [("tenant", alias()), ("", alias(kind="image_embeds")), ("", alias("v")), ("", alias(client="other key"))],
+    [("tenant", alias()), ("", alias(kind="image_embeds")), ("", alias("v")), ("", alias(owner="other key"))],
 )
 def test_aliases_are_scoped_by_client_tenant_and_modality(aliases, salt, other):
     aliases.bind("", alias(), "content")
@@ -101,7 +101,7 @@ def test_next_process_knows_names_until_they_expire(clock):
     kept = KeptNames()
     before = Aliases(max_aliases=3, ttl_s=10, clock=clock, records=kept)
     before.bind("", alias(options=b'{"max_pixels":9}'), "content")
-    before.bind("tenant", alias("v", client="key"), "other")
+    before.bind("tenant", alias("v", owner="key"), "other")
     clock.now += 6
     before.find("", alias())
     clock.now += 6
@@ -140,7 +140,7 @@ def test_evicted_name_is_not_kept(clock):
 def test_records_contain_no_name_and_no_tenant(clock):
     kept = KeptNames()
     Aliases(max_aliases=1, ttl_s=10, clock=clock, records=kept).bind(
-        "a tenant's salt", alias("a client's uuid", client="a client's key"), "ab" * 32
+        "a tenant's salt", alias("a client's uuid", owner="a client's key"), "ab" * 32
     )
     ((key, payload),) = kept.items()
     assert len(key) == 32

@@ -36,14 +36,14 @@ async def put(world, ref):
 
 
 async def test_feature_is_found_by_its_hash(world):
-    made = (await world.find(by_url(client="key")))[1]
-    is_hit, found, timeline = await world.find(named(made.mm_hash, client="key"))
+    made = (await world.find(by_url(owner="key")))[1]
+    is_hit, found, timeline = await world.find(named(made.mm_hash, owner="key"))
     assert (is_hit, found, timeline.num_hits) == (True, made, 1)
 
 
 @pytest.mark.parametrize("stranger", [{"client": "another"}, {"salt": "salt"}, {"client": ""}])
 async def test_others_do_not_find_it(world, stranger):
-    made = (await world.find(by_url(client="key")))[1]
+    made = (await world.find(by_url(owner="key")))[1]
     fields = {"client": "key", **stranger}
     with pytest.raises(UnknownMedia) as caught:
         await world.find(named(made.mm_hash, **fields))
@@ -52,47 +52,47 @@ async def test_others_do_not_find_it(world, stranger):
 
 @pytest.mark.parametrize("is_fetched", [True, False])
 async def test_evicted_feature_is_made_again(world, is_fetched):
-    ref = by_url(client="key") if is_fetched else sent(client="key")
+    ref = by_url(owner="key") if is_fetched else sent(owner="key")
     upload = None if is_fetched else world.uploading(ref)
     made = (await world.find(ref, "processed", Processing("digest", b'{"scale":2}'), upload=upload))[1]
     world.arena.evict(made.mm_hash)
     if is_fetched:  # with its encoded bytes
         world.arena.clear()
-    is_hit, again, _ = await world.find(named(made.mm_hash, client="key"), "processed", Processing("other", b"{}"))
+    is_hit, again, _ = await world.find(named(made.mm_hash, owner="key"), "processed", Processing("other", b"{}"))
     assert (is_hit, again.mm_hash) == (False, made.mm_hash)
     assert world.fetcher.num_fetches == (2 if is_fetched else 0)
 
 
 async def test_evicted_feature_of_other_bytes_is_unknown(world):
-    made = (await world.find(by_url(client="key")))[1]
+    made = (await world.find(by_url(owner="key")))[1]
     world.arena.clear()
     world.fetcher.data = picture(61)
     with pytest.raises(UnknownMedia):
-        await world.find(named(made.mm_hash, client="key"))
+        await world.find(named(made.mm_hash, owner="key"))
 
 
 async def test_evicted_feature_of_sent_bytes_that_are_evicted_too_is_unknown(world):
-    made = (await world.find(sent(client="key"), upload=world.uploading(sent())))[1]
+    made = (await world.find(sent(owner="key"), upload=world.uploading(sent())))[1]
     world.arena.clear()
     with pytest.raises(UnknownMedia):
-        await world.find(named(made.mm_hash, client="key"))
+        await world.find(named(made.mm_hash, owner="key"))
 
 
 async def test_referred_item_is_not_processed_until_it_is_named(world):
-    ref = sent(client="key")
+    ref = sent(owner="key")
     (await world.items.refer(ref, PLAIN, upload=world.uploading(ref))).lease.release()
     assert not world.pool.prepared
     key = (await world.find(ref))[1].mm_hash
     world.arena.evict(key)
-    assert (await world.find(named(key, client="key")))[1].mm_hash == key
+    assert (await world.find(named(key, owner="key")))[1].mm_hash == key
 
 
 async def test_tensors_of_a_client_are_received_once_and_named_by_whoever_sent_them(world):
-    assert [await put(world, named(client=client)) for client in ("one", "one", "two")] == [False, True, True]
+    assert [await put(world, named(owner=client)) for client in ("one", "one", "two")] == [False, True, True]
     for client in ("one", "two"):
-        assert (await world.find(named(client=client)))[1].header == b""
+        assert (await world.find(named(owner=client)))[1].header == b""
     with pytest.raises(UnknownMedia):
-        await world.find(named(client="three"))
+        await world.find(named(owner="three"))
 
 
 def test_records_expire_after_their_last_use_and_are_bounded():

@@ -349,12 +349,12 @@ async def test_media_are_used_as_another_modality_only_if_they_are_of_it(world):
 
 async def test_uuid_names_what_was_sent(world):
     client = await world.client()
-    alias = Alias("picture", "", client="key")
+    alias = Alias("picture", "", owner="key")
     await put(client, png(1), alias=alias)
-    ref = MediaRef("image", "p", alias=Alias("picture", "image", client="key"))
+    ref = MediaRef("image", "p", alias=Alias("picture", "image", owner="key"))
     found = await client.link.call(lambda call_id: ResolveAlias(call_id, ref))
     assert found.ref.content == content_hash(png(1))
-    other = MediaRef("image", "p", alias=Alias("picture", "image", client="another key"))
+    other = MediaRef("image", "p", alias=Alias("picture", "image", owner="another key"))
     with pytest.raises(UnknownMediaUuid):
         await client.link.call(lambda call_id: ResolveAlias(call_id, other))
     with pytest.raises(UuidConflict):

@@ -32,7 +32,7 @@ async def test_feature_of_any_client_is_found(world):
 
 
 async def test_evicted_feature_is_made_again(world):
-    feature = await made(world, client="one", salt="salt")
+    feature = await made(world, owner="one", salt="salt")
     world.arena.clear()
     is_hit, again = await read(world, feature.mm_hash)
     assert (is_hit, again.mm_hash, again.header) == (False, feature.mm_hash, feature.header)
@@ -46,8 +46,8 @@ async def test_unknown_feature_is_refused(world):
 def test_the_last_client_of_a_feature_is_the_one_that_counts():
     known, mm_hash = KnownFeatures(), "a" * 64
     assert known.find_any(mm_hash) is None
-    known.remember(mm_hash, MediaRef("image", "p", content=mm_hash, is_feature=True, client="sent its tensors"))
+    known.remember(mm_hash, MediaRef("image", "p", content=mm_hash, is_feature=True, owner="sent its tensors"))
     assert known.find_any(mm_hash).source is None
     source = FeatureSource(by_url(), b"{}", "digest")
-    known.remember(mm_hash, by_url(client="sent its media"), source)
+    known.remember(mm_hash, by_url(owner="sent its media"), source)
     assert known.find_any(mm_hash).source == source

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from medialane.core.errors import InvalidMediaUrl, InvalidRequest, TooManyMediaItems
 from medialane.core.media import MediaRef
-from medialane.core.media_lease import is_leased
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.json_scan import REPLACED_SURROGATES, check_num_values, make_strict_json, scan_json
 from medialane.gateway.intake.place import Place
@@ -68,14 +67,12 @@ def extract(
     *,
     references: References,
     size: int | None = None,
-    client: str = "",
     owner: str = "",
 ) -> Intake:
     """Extract the media of a request body (chat completions, batches of them, responses, Anthropic's messages), and
     write `references` instead.
 
-    The body is the first `size` bytes of `body`, by default all of them. `client` is that of aliases, `owner` that of
-    leased media (`core.media`).
+    The body is the first `size` bytes of `body`, by default all of them. `owner` is that of its media (`core.media`).
 
     Raises TooManyMediaItems, InvalidMediaUrl (a URL in our own scheme), InvalidDataUrl, InvalidBase64, MediaTooLarge,
     EmptyMedia, InvalidEmbeds, InvalidRequest (an option of an item, the member `medialane`, or no `cache_salt` although
@@ -109,12 +106,12 @@ def extract(
     for place in chain.from_iterable(by_prompt):
         reference = f'"{references.text(len(refs))}"'.encode()
         ref, made = place.extract(skeleton, reference, salt=cache_salt or "", config=config)
-        refs.append(_owned(ref, client, owner))
+        refs.append(ref)
         edits += made
     if features is not None:
         edits.append(features.edit(skeleton, references, len(refs)))
         refs += [item.extract(skeleton, salt=cache_salt or "", config=config) for item in features.in_order]
-    refs = [replace(ref, client=client) for ref in refs]
+    refs = [_owned(ref, owner) for ref in refs]
     if refs:
         check_salt(cache_salt, limits)
     if not scan.is_strict:
@@ -125,11 +122,8 @@ def extract(
     return Intake(edited, tuple(refs), cache_salt, report, priority=priority_of(parsed.priority))
 
 
-def _owned(ref: MediaRef, client: str, owner: str) -> MediaRef:
-    """Return the reference with whose alias and whose leased media it has."""
-    if ref.alias is not None:
-        ref = replace(ref, alias=replace(ref.alias, client=client))
-    return replace(ref, owner=owner) if is_leased(ref.url) else ref
+def _owned(ref: MediaRef, owner: str) -> MediaRef:
+    return replace(ref, owner=owner, alias=None if ref.alias is None else replace(ref.alias, owner=owner))
 
 
 def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:
