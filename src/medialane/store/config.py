@@ -15,7 +15,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_uuids: NonNegativeInt = field(default=100_000, name="store-max-uuids")
     """most media uuids that are remembered, over all tenants; 0 disables them"""
     uuid_ttl_s: PositiveFloat = field(default=3600.0, name="store-uuid-ttl")
-    """how long a media uuid is remembered after its last use"""
+    """how long a media uuid, and what a feature was made of, is remembered after its last use"""
     max_connections: PositiveInt = field(default=256, name="store-max-connections")
     """most gateways and workers connected to one store"""
     wait_timeout_s: PositiveFloat = field(default=10.0, name="store-wait-timeout")

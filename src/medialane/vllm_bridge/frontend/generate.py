@@ -18,6 +18,7 @@ from medialane.core.errors import InvalidRequest, MedialaneError, UnknownMedia
 from medialane.core.feature import PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import MediaRef
+from medialane.core.tasks import gather_or_cancel
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.prepared_input import engine_input
@@ -48,7 +49,7 @@ class _Hook:
             if self._reader is None:
                 raise InvalidRequest("features of this model are not supported: send its media", param="features")
             given = list(_items(request.features, self._backend.resolve))
-            found = [await self._found(ref, self._reader) for ref, _ in given]
+            found = await gather_or_cancel([self._found(ref, self._reader) for ref, _ in given])
             prepared = await self._backend.place(
                 list(request.token_ids), [item for item, _ in found], [place for _, place in given]
             )

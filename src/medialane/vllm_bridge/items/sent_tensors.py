@@ -89,6 +89,7 @@ class TensorsReader:
         samples = {
             modality: [decode_item_without_tensors(one.header) for one in made]
             for modality, made in profile.trial.by_modality.items()
+            if modality not in profile.unfit
         }
         #: How fields are batched, and the least and greatest whole number of each in the samples.
         self._kinds = {m: {n: elem.field for item in items for n, elem in item.items()} for m, items in samples.items()}
