@@ -123,6 +123,8 @@ def _outcome(report: TensorReport) -> str:
     text = f"{report.model}: {equal} of {len(report.items)} items have plain vLLM's tensors in medialane"
     given = [item for item in report.items if item.fields and "hugging_face" not in item.errors]
     same = sum(all(_is_same(field) for field in item.fields) for item in given)
+    if not any(item.fields for item in report.items):
+        text += "; but plain vLLM accepts none of them"
     theirs = f"; {report.hugging_face} of transformers agrees for {same} of {len(given)}" if given else ""
     return f"{text}{theirs} ({report.seconds:.0f} s)"
 

@@ -77,6 +77,11 @@ def test_other_stages_are_named():
     assert "image: workers run the processor (stage decoded)" in shown(report(item("image", RAW, stage="decoded")))
 
 
+def test_a_model_of_which_plain_vllm_accepts_nothing_proves_nothing():
+    refused = item("a", errors={"plain": "no", "ours": "no"})
+    assert "plain vLLM accepts none of them" in shown(report(refused))
+
+
 @pytest.mark.parametrize(
     ("items", "passed"),
     [

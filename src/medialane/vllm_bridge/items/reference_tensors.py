@@ -17,11 +17,13 @@ from functools import cached_property
 from typing import Any
 
 from PIL import Image as PILImage
-from transformers import AutoProcessor
+from transformers import AutoProcessor, PreTrainedTokenizerBase
 from vllm.config import ModelConfig
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
+from medialane.core.errors import FeatureUnsupported
 from medialane.core.media import Decoded, Modality
+from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.preparation import engine_media
 from medialane.vllm_bridge.items.stage_fitness import process_one
 from medialane.vllm_bridge.items.trial_items import attempt, without_warnings
@@ -39,6 +41,7 @@ class PlainVllm:
     def __init__(self, model_config: ModelConfig, processor: BaseMultiModalProcessor) -> None:
         self._config = model_config
         self._processor = processor
+        expand_marks(processor)
 
     def load(self, modality: Modality, data: bytes) -> Any:
         """Return what vLLM's connector makes of a file."""
@@ -70,9 +73,12 @@ class HuggingFace:
         """Hugging Face's processor. Raises what `AutoProcessor` raises, such as for a model that has none."""
         config = self._config
         options = config.multimodal_config.mm_processor_kwargs or {}
-        return AutoProcessor.from_pretrained(
+        loaded = AutoProcessor.from_pretrained(
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code, **options
         )
+        if isinstance(loaded, PreTrainedTokenizerBase):
+            raise FeatureUnsupported("for this model AutoProcessor has a tokenizer only")
+        return loaded
 
     @without_warnings()
     def process(self, modality: Modality, data: bytes, loaded: Any) -> Mapping[str, Any]:
