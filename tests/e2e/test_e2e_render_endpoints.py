@@ -1,6 +1,9 @@
 """The render endpoints answer as plain vLLM's do, from items that nobody has processed where their data are not wanted;
 what they return is generated from."""
 
+import base64
+
+import msgspec
 import pytest
 from openai_http import chat, picture, text, video
 
@@ -18,11 +21,23 @@ BODIES = {
 
 
 def comparable(rendered):
-    """An answer without its random id, and without hashes, which are ours."""
+    """An answer without its random id, and without hashes, which are ours. Items are decoded: the order of their fields
+    is that of a set, which differs from process to process."""
     features = rendered["features"]
     if features is not None:
-        features = {**features, "mm_hashes": {name: len(hashes) for name, hashes in features["mm_hashes"].items()}}
+        data = features["kwargs_data"] or {}
+        features = {
+            **features,
+            "mm_hashes": {name: len(hashes) for name, hashes in features["mm_hashes"].items()},
+            "kwargs_data": {
+                name: [msgspec.msgpack.decode(base64.b64decode(item)) for item in data[name]] for name in data
+            },
+        }
     return {**rendered, "request_id": None, "features": features}
+
+
+def decoded(item):
+    return msgspec.msgpack.decode(base64.b64decode(item))
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -48,11 +48,6 @@ def test_reference_is_taken_wherever_media_are_and_has_the_requests_owner(name):
     assert references.text(0).encode() in intake.body
 
 
-def test_other_media_have_no_owner():
-    body = {"messages": [message({"type": "image_url", "image_url": {"url": "http://host/a.png"}})]}
-    assert extracted(body, References.random(), owner="tenant:search").refs[0].owner == ""
-
-
 @pytest.mark.parametrize(
     "url",
     [

@@ -343,7 +343,7 @@ async def test_limit_that_is_no_number_of_milliseconds_is_rejected(value):
 async def test_names_of_media_belong_to_the_clients_key():
     class Looking(App):
         async def __call__(self, scope, receive, send):
-            self.clients = [ref.alias.client for ref in current_scope().extracted.refs]
+            self.clients = [ref.alias.owner for ref in current_scope().extracted.refs]
             await super().__call__(scope, receive, send)
 
     app, found = Looking(), []

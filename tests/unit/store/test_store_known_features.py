@@ -41,10 +41,10 @@ async def test_feature_is_found_by_its_hash(world):
     assert (is_hit, found, timeline.num_hits) == (True, made, 1)
 
 
-@pytest.mark.parametrize("stranger", [{"client": "another"}, {"salt": "salt"}, {"client": ""}])
+@pytest.mark.parametrize("stranger", [{"owner": "another"}, {"salt": "salt"}, {"owner": ""}])
 async def test_others_do_not_find_it(world, stranger):
     made = (await world.find(by_url(owner="key")))[1]
-    fields = {"client": "key", **stranger}
+    fields = {"owner": "key", **stranger}
     with pytest.raises(UnknownMedia) as caught:
         await world.find(named(made.mm_hash, **fields))
     assert (caught.value.status, caught.value.param) == (404, FIELD)

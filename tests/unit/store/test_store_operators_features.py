@@ -26,7 +26,7 @@ async def read(world, mm_hash):
 
 
 async def test_feature_of_any_client_is_found(world):
-    for fields in ({"client": "one"}, {"client": "two", "salt": "salt"}):
+    for fields in ({"owner": "one"}, {"owner": "two", "salt": "salt"}):
         feature = await made(world, **fields)
         assert await read(world, feature.mm_hash) == (True, feature)
 

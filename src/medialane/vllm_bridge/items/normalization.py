@@ -8,6 +8,7 @@ from typing import Any
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
 from medialane.core.media import Modality
+from medialane.vllm_bridge.seams.reference_tensors import device_normalisation
 
 #: Attributes of Hugging Face's image processors; those of videos have the same.
 _NUMBERS = ("image_mean", "image_std", "rescale_factor")
@@ -18,13 +19,18 @@ def normalization_of(processor: BaseMultiModalProcessor, modality: Modality) -> 
     engine normalises them: (pixels * rescale_factor - image_mean) / image_std. Empty for other modalities."""
     if modality == "audio":
         return {}
+    if (by_engine := device_normalisation(processor.info.ctx.model_config)) is not None:
+        return {
+            "normalized": False,
+            "image_mean": list(by_engine.mean),
+            "image_std": list(by_engine.std),
+            "rescale_factor": by_engine.rescale_factor,
+        }
     hf_processor = processor.info.get_hf_processor()
     part = getattr(hf_processor, f"{modality}_processor", None) or getattr(hf_processor, "image_processor", None)
-    is_left_to_engine = bool(processor.info.ctx.model_config.multimodal_config.mm_device_do_normalize)
     numbers = {name: _plain(getattr(part, name, None)) for name in _NUMBERS}
-    does_normalize = bool(getattr(part, "do_normalize", False))
     return {
-        "normalized": does_normalize and not is_left_to_engine,
+        "normalized": bool(getattr(part, "do_normalize", False)),
         **{name: value for name, value in numbers.items() if value is not None},
     }
 
