@@ -110,11 +110,14 @@ async def host_store(model: str, folder: Path, settings: Sequence[str] = ()) -> 
 async def gateways(
     host: Host, addresses: Sequence[str], *, number: int, settings: Sequence[str] = (), name: str = "gateway"
 ) -> AsyncIterator[list[tuple[str, int]]]:
-    """Gateways for the workers at these addresses; yields the base URL and the process of each."""
+    """Gateways for the workers at these addresses, which count together as those of one `medialane serve`; yields the
+    base URL and the process of each."""
     command = ["-m", "medialane", "gateway", host.model]
     flags = ["--store", host.store_address, *settings]
     for address in addresses:
         flags += ["--worker", address]
+    sockets = [str(host.folder / f"{name}-{index}.sock") for index in range(number)] if number > 1 else []
+    shared = [word for socket in sockets for word in ("--gateway-socket", socket)]
     flags += ["--", *TINY_MODEL_FLAGS, "--disable-uvicorn-access-log"]
     async with AsyncExitStack() as stack:
         starting = [
@@ -122,7 +125,7 @@ async def gateways(
                 server_process(
                     f"{name} {index}",
                     command,
-                    flags,
+                    [*shared, "--gateway-index", str(index), *flags],
                     model=host.model,
                     environ=environ(),
                     log=host.folder / f"{name}-{index}.log",

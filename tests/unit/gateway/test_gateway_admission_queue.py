@@ -8,6 +8,7 @@ import pytest
 
 from medialane.core.errors import QueueFull, QueueTimeout
 from medialane.gateway.admission import AdmissionQueue, QueuedRequest, QueueLimits, SharedCounts
+from medialane.gateway.admission.turns import Turns
 
 
 class Resource:
@@ -297,6 +298,26 @@ async def test_priorities_and_tenants_that_come_once_leave_no_state_that_grows()
         assert tracemalloc.get_traced_memory()[0] - before < 200_000
     finally:
         tracemalloc.stop()
+
+
+async def test_gateways_take_turns_at_room_that_all_of_them_see(tmp_path, clock):
+    """What one has sent is known to the others a little later."""
+    counts = [SharedCounts(str(tmp_path / "counts"), index=index, num_gateways=2) for index in range(2)]
+    room = False
+    queues = [
+        AdmissionQueue(QueueLimits(10, 1000, each), lambda _: room, clock=clock, turns=Turns(each, clock=clock))
+        for each in counts
+    ]
+    waiting = [asyncio.create_task(queue.admit(QueuedRequest("", 0, False, 1.0, clock() + 100))) for queue in queues]
+    await asyncio.sleep(0)
+    room = True
+    for queue in queues:
+        queue.admit_waiting()
+    assert [queue.num_waiting for queue in queues] == [0, 1]
+    clock.now += 0.02
+    queues[1].admit_waiting()
+    for ticket in await asyncio.gather(*waiting):
+        ticket.sent()
 
 
 async def test_limits_are_those_of_all_gateways_of_a_port(tmp_path):

@@ -22,6 +22,7 @@ from medialane.core.errors import QueueFull, QueueTimeout
 from medialane.core.retry_after import retry_after
 from medialane.gateway.admission.fair_order import FairOrder, QueuedRequest
 from medialane.gateway.admission.shared_counts import QUEUED_BYTES, QUEUED_REQUESTS, SharedCounts
+from medialane.gateway.admission.turns import Turns
 
 #: While requests wait. An engine is expected to have work for some tens of ms.
 _TICK_S: Final = 0.005
@@ -96,7 +97,7 @@ class _Pace:
 
 class AdmissionQueue:
     """The requests of one gateway that wait for one resource. `has_room` gets the ms of admitted work that the resource
-    does not know of; `clock` is that of deadlines, the loop's."""
+    does not know of; `clock` is that of deadlines, the loop's. With `turns`, other gateways have queues for it, too."""
 
     def __init__(
         self,
@@ -104,8 +105,10 @@ class AdmissionQueue:
         has_room: Callable[[float], bool],
         *,
         clock: Callable[[], float] = time.monotonic,
+        turns: Turns | None = None,
     ) -> None:
         self._limits = limits
+        self._turns = turns
         self._has_room = has_room
         self._clock = clock
         self._order = FairOrder()
@@ -152,6 +155,7 @@ class AdmissionQueue:
         if request.may_refuse:
             self._check_deadline(request)
         ticket: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        request.since = self._clock()
         self._admitted[request] = ticket
         self._order.add(request)
         self._count(request, 1)
@@ -184,17 +188,33 @@ class AdmissionQueue:
     def admit_waiting(self) -> None:
         """Admit waiting requests while there is room."""
         order, now = self._order, self._clock()
-        while order and self._has_room(self._unsent_ms):
+        while order and self._may_send():
             request = order.serve()
             if order:
                 self._pace.admitted(request.cost_ms, now)
             admitted = self._left(request)
             if not admitted.cancelled():  # in this iteration of the loop: its task has not run yet
                 admitted.set_result(self._ticket(request.cost_ms))
+        if self._turns is not None:
+            self._turns.wait_since(next(iter(self._admitted)).since if self._admitted else None)
         if not order:
             self._pace.idle()
         elif self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(_TICK_S, self._on_tick)
+
+    def _may_send(self) -> bool:
+        """Return whether a waiting request is to be admitted now."""
+        has_room, turns = self._has_room(self._unsent_ms), self._turns
+        if turns is None:
+            return has_room
+        if not has_room:
+            turns.see_no_room()
+            return False
+        turns.wait_since(next(iter(self._admitted)).since)
+        if not turns.has():
+            return False
+        turns.take()
+        return True
 
     def _on_tick(self) -> None:
         self._tick = None

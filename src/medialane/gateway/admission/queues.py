@@ -13,6 +13,7 @@ from medialane.gateway.admission.cost import CostForecast
 from medialane.gateway.admission.fair_order import QueuedRequest
 from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
 from medialane.gateway.admission.shared_counts import SharedCounts
+from medialane.gateway.admission.turns import Turns
 
 if TYPE_CHECKING:
     from medialane.gateway.admission.ttft_limit import NewItem
@@ -45,8 +46,10 @@ class Queues:
         self._metrics = metrics
         self._has_priorities = has_priorities
         self._clock = clock
-        limits = QueueLimits(config.queue_requests, config.queue_bytes, counts or SharedCounts())
-        self._engines = AdmissionQueue(limits, self._have_engines_room, clock=clock)
+        counts = counts or SharedCounts()
+        limits = QueueLimits(config.queue_requests, config.queue_bytes, counts)
+        turns = Turns(counts, clock=clock)
+        self._engines = AdmissionQueue(limits, self._have_engines_room, clock=clock, turns=turns)
         self._preparers = AdmissionQueue(limits, self._have_preparers_room, clock=clock)
 
     def num_waiting(self) -> dict[str, float]:
