@@ -183,3 +183,12 @@ def test_pixels_that_the_engine_normalises_are_said_to_be_raw(profile):
     assert described["normalized"] is False
     assert len(described["image_mean"]) == len(described["image_std"]) == 3
     assert described["rescale_factor"] == pytest.approx(1 / 255)
+
+
+def test_family_without_a_hugging_face_processor_says_nothing_of_normalisation(monkeypatch, profile):
+    def fail():
+        raise OSError("no such file")
+
+    monkeypatch.setattr(profile.processor.info.ctx.model_config.multimodal_config, "mm_device_do_normalize", False)
+    monkeypatch.setattr(profile.processor.info, "get_hf_processor", fail)
+    assert normalization_of(profile.processor, "video") == {"normalized": False}

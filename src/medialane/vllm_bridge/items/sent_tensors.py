@@ -21,7 +21,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 
-from medialane.core.errors import InvalidFeature, InvalidRequest
+from medialane.core.errors import FeatureUnsupported, InvalidFeature, InvalidRequest
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import Modality
 from medialane.core.tensor import MAX_TENSORS, Dtype, Shape, TensorSpec
@@ -144,7 +144,7 @@ class TensorsReader:
         self._check_numbers(modality, item)
         try:
             return self._headers.encode(modality, item, self._sizes[modality], NO_OPTIONS)
-        except MALFORMED_FEATURE as error:
+        except (FeatureUnsupported, *MALFORMED_FEATURE) as error:
             raise InvalidFeature("the model's processor cannot compute placeholders for these tensors") from error
 
     def check_placed(self, sent: SentTensors, place: PlaceholderRange) -> None:
