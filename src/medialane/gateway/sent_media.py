@@ -18,7 +18,7 @@ from medialane.core.media import Alias, Modality
 from medialane.core.media_lease import LeasedMedia
 from medialane.core.tensor import ArenaRange
 from medialane.store.link import StoreLink
-from medialane.store.messages import AskLease, MediaLeased, PutMedia, Question, WriteMedia, Written
+from medialane.store.messages import MAX_UPLOAD_S, AskLease, MediaLeased, PutMedia, Question, WriteMedia, Written
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -46,7 +46,7 @@ class SentMedia:
     def __init__(self, link: StoreLink, *, fairness: LoopFairness, timeout_s: float) -> None:
         self._link = link
         self._fairness = fairness
-        self._timeout_s = timeout_s + _MARGIN_S
+        self._timeout_s = min(timeout_s + _MARGIN_S, MAX_UPLOAD_S)
 
     async def put(self, file: SentFile, receive: Receive) -> LeasedMedia:
         """Lease media that `receive` returns; it is not called before the store has accepted what is declared.
@@ -70,17 +70,17 @@ class SentMedia:
 
         return cast("MediaLeased", await self._link.call(put, arriving.write)).media
 
-    async def find(self, owner: str, media: str) -> LeasedMedia:
+    async def find(self, owner: str, salt: str, media: str) -> LeasedMedia:
         """Raises UnknownMedia."""
-        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "find"))
+        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "find", salt=salt))
 
-    async def renew(self, owner: str, media: str, ttl_s: float | None) -> LeasedMedia:
+    async def renew(self, owner: str, salt: str, media: str, ttl_s: float | None) -> LeasedMedia:
         """Raises UnknownMedia, InvalidRequest (ttl)."""
-        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "renew", ttl_s))
+        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "renew", ttl_s, salt))
 
-    async def end(self, owner: str, media: str) -> LeasedMedia:
+    async def end(self, owner: str, salt: str, media: str) -> LeasedMedia:
         """Raises UnknownMedia."""
-        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "end"))
+        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "end", salt=salt))
 
     async def _ask(self, make: Callable[[int], AskLease]) -> LeasedMedia:
         return cast("MediaLeased", await self._link.call(make)).media
