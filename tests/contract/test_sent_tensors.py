@@ -111,6 +111,8 @@ MALFORMED = {
     "many fields": encoded({f"f{n}": 1 for n in range(MAX_FIELDS + 1)}),
     "many tensors": encoded({"pixel_values": [PIXELS] * 3000}),
     "a million numbers": encoded({"pixel_values": [1] * 1_000_000}),
+    "many tensors in short lists": encoded({"pixel_values": [[PIXELS] * 200] * 200}),
+    "many numbers in short lists": encoded({"pixel_values": [[1] * 2000] * 10}),
     "an unknown field": encoded({"other": PIXELS}),
     "an unknown dtype": encoded({"pixel_values": ["object", [8], raw(bytes(8))]}),
     "an attribute of torch": encoded({"pixel_values": ["load", [8], raw(bytes(8))]}),
@@ -131,6 +133,13 @@ MALFORMED = {
 def test_malformed_item_is_refused(reader, name):
     with pytest.raises(InvalidFeature):
         reader.read("image", MALFORMED[name])
+
+
+@pytest.mark.parametrize("name", ["many tensors in short lists", "many numbers in short lists"])
+def test_values_of_all_lists_are_counted(reader, name):
+    with pytest.raises(InvalidFeature) as error:
+        reader.read("image", MALFORMED[name])
+    assert "more than" in str(error.value.__cause__)
 
 
 def changed(item, **fields):
@@ -174,3 +183,12 @@ def test_pixels_that_the_engine_normalises_are_said_to_be_raw(profile):
     assert described["normalized"] is False
     assert len(described["image_mean"]) == len(described["image_std"]) == 3
     assert described["rescale_factor"] == pytest.approx(1 / 255)
+
+
+def test_family_without_a_hugging_face_processor_says_nothing_of_normalisation(monkeypatch, profile):
+    def fail():
+        raise OSError("no such file")
+
+    monkeypatch.setattr(profile.processor.info.ctx.model_config.multimodal_config, "mm_device_do_normalize", False)
+    monkeypatch.setattr(profile.processor.info, "get_hf_processor", fail)
+    assert normalization_of(profile.processor, "video") == {"normalized": False}

@@ -11,9 +11,10 @@ import pytest
 from gateway_parts import Parts, png
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import ClientDisconnected, MedialaneError, UnknownMedia
+from medialane.core.errors import ClientDisconnected, InvalidRequest, MedialaneError, UnknownMedia
 from medialane.core.feature import MediaPrompt
 from medialane.core.loop_fairness import LoopFairness
+from medialane.core.media import MediaRef
 from medialane.core.media_lease import MEDIA_SCHEME
 from medialane.gateway import (
     AccessKeys,
@@ -186,7 +187,23 @@ async def test_server_that_requires_salts_requires_one_here(world, tmp_path):
     await answer(parts, server, url, salt="mine")
     with pytest.raises(UnknownMedia):
         await answer(parts, server, url, salt="other")
+    path = LEASE_PATH.replace("{hash}", media["hash"])
+    for method in ("GET", "POST", "DELETE"):
+        for headers in ((), [(b"x-cache-salt", b"other")]):
+            status, error, _ = await server.call(method, path, [b""], headers=headers)
+            assert (status, error["error"]["code"]) == (404, "unknown_media")
+    for method in ("GET", "POST", "DELETE"):
+        assert (await server.call(method, path, [b""], headers=[(b"x-cache-salt", b"mine")]))[0] == 200
     server.close()
+
+
+async def test_only_media_are_published(world):
+    parts, _ = world
+    feature = MediaRef("image", "features.mm_hashes.image[0]", content="a" * 64, is_feature=True)
+    with open_scope() as scope:
+        scope.extracted = ExtractedMedia((feature,))
+        with pytest.raises(InvalidRequest, match="must have images"):
+            await parts.gateway.publish_images()
 
 
 async def test_truncated_body_leaves_nothing(world):
@@ -221,6 +238,11 @@ async def test_store_that_is_lost_while_it_receives_gives_503(world):
     async def lose():
         await parts.store.link._client.close()  # noqa: SLF001 - as if the store had been killed
 
-    status, error, _ = await server.call("PUT", MEDIA_PATH, [png()[:3000], lose, png()[3000:]])
-    assert (status, error["error"]["code"]) == (503, "media_store_unavailable")
+    async def lose_and_wait():
+        await lose()
+        await asyncio.Event().wait()
+
+    for then in (lose, lose_and_wait):  # nothing is written to ranges of the earlier connection, however late it comes
+        status, error, _ = await server.call("PUT", MEDIA_PATH, [png()[:3000], then, png()[3000:]])
+        assert (status, error["error"]["code"]) == (503, "media_store_unavailable")
     await server.put(png())

@@ -34,9 +34,9 @@ from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.reference_tensors import HuggingFace, PlainVllm
 from medialane.vllm_bridge.items.tensor_comparison import Values, compare_fields
 from medialane.vllm_bridge.items.trial_items import attempt
+from medialane.vllm_bridge.seams.device_normalisation import device_normalisation
 from medialane.vllm_bridge.seams.multimodal import accepted_modalities, new_processor
 from medialane.vllm_bridge.seams.probe import probe, summary
-from medialane.vllm_bridge.seams.reference_tensors import device_normalisation
 
 _MEDIA = MediaConfig()
 _MAX_ERROR_CHARS = 300

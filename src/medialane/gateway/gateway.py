@@ -302,7 +302,7 @@ class Gateway:
         scope = current_scope()
         self._admission.admit(scope)
         refs = scope.extracted.refs
-        if not refs or any(ref.modality != "image" or ref.is_embeds for ref in refs):
+        if not refs or any(ref.modality != "image" or ref.is_embeds or ref.is_feature for ref in refs):
             raise InvalidRequest("the request must have images, and no other media", param="messages")
         resolved = MediaPrompt([], tuple([await self._features.resolve(ref) for ref in refs]))
         items = await RequestMedia(resolved, self._features, scope, self._assembly).in_stage("decoded")

@@ -89,20 +89,20 @@ class MediaEndpoint:
             self._admit(request)
             with request.timeline.measure("fetch"):
                 return await self._shown(await self._media.put(file, receive))
-        owner, media = request.owner, scope["path_params"]["hash"]
+        owner, salt, media = request.owner, _salt(scope), scope["path_params"]["hash"]
         if not is_hash(media):
             raise InvalidRequest("the hash of media has 64 hexadecimal digits in lower case", param="hash")
         fields = _query(scope, ("ttl",) if method == "POST" else ())
         if method == "POST":
-            return await self._shown(await self._media.renew(owner, media, _ttl(fields)))
+            return await self._shown(await self._media.renew(owner, salt, media, _ttl(fields)))
         if method == "DELETE":
-            return msgspec.json.encode(_Ended((await self._media.end(owner, media)).hash))
-        return await self._shown(await self._media.find(owner, media))
+            return msgspec.json.encode(_Ended((await self._media.end(owner, salt, media)).hash))
+        return await self._shown(await self._media.find(owner, salt, media))
 
     def _declared(self, scope: Scope, request: RequestScope) -> SentFile:
         """Read all that is known before the body. Raises InvalidRequest, EmptyMedia."""
         fields = _query(scope, ("ttl", "uuid"))
-        salt = _text(_header(scope, SALT_HEADER), SALT_HEADER.decode())
+        salt = _salt(scope)
         check_salt(salt, self._config)
         uuid = fields.get("uuid")
         if uuid == "":
@@ -161,10 +161,11 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
-def _text(value: bytes | None, name: str) -> str:
+def _salt(scope: Scope) -> str:
     try:
-        return (value or b"").decode()
+        return (_header(scope, SALT_HEADER) or b"").decode()
     except UnicodeDecodeError as error:
+        name = SALT_HEADER.decode()
         raise InvalidRequest(f"the header {name} is not valid UTF-8", param=name) from error
 
 

@@ -18,7 +18,7 @@ from medialane.core.media import Alias, Modality
 from medialane.core.media_lease import LeasedMedia
 from medialane.core.tensor import ArenaRange
 from medialane.store.link import StoreLink
-from medialane.store.messages import AskLease, MediaLeased, PutMedia, Question, WriteMedia, Written
+from medialane.store.messages import MAX_UPLOAD_S, AskLease, MediaLeased, PutMedia, Question, WriteMedia, Written
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -46,7 +46,7 @@ class SentMedia:
     def __init__(self, link: StoreLink, *, fairness: LoopFairness, timeout_s: float) -> None:
         self._link = link
         self._fairness = fairness
-        self._timeout_s = timeout_s + _MARGIN_S
+        self._timeout_s = min(timeout_s + _MARGIN_S, MAX_UPLOAD_S)
 
     async def put(self, file: SentFile, receive: Receive) -> LeasedMedia:
         """Lease media that `receive` returns; it is not called before the store has accepted what is declared.
@@ -57,6 +57,7 @@ class SentMedia:
         arriving = _Arriving(self._link, receive, self._fairness)
 
         def put(call_id: int) -> PutMedia:
+            arriving.begin()
             return PutMedia(
                 call_id,
                 file.owner,
@@ -70,17 +71,17 @@ class SentMedia:
 
         return cast("MediaLeased", await self._link.call(put, arriving.write)).media
 
-    async def find(self, owner: str, media: str) -> LeasedMedia:
+    async def find(self, owner: str, salt: str, media: str) -> LeasedMedia:
         """Raises UnknownMedia."""
-        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "find"))
+        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "find", salt=salt))
 
-    async def renew(self, owner: str, media: str, ttl_s: float | None) -> LeasedMedia:
+    async def renew(self, owner: str, salt: str, media: str, ttl_s: float | None) -> LeasedMedia:
         """Raises UnknownMedia, InvalidRequest (ttl)."""
-        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "renew", ttl_s))
+        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "renew", ttl_s, salt))
 
-    async def end(self, owner: str, media: str) -> LeasedMedia:
+    async def end(self, owner: str, salt: str, media: str) -> LeasedMedia:
         """Raises UnknownMedia."""
-        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "end"))
+        return await self._ask(lambda call_id: AskLease(call_id, owner, media, "end", salt=salt))
 
     async def _ask(self, make: Callable[[int], AskLease]) -> LeasedMedia:
         return cast("MediaLeased", await self._link.call(make)).media
@@ -96,9 +97,15 @@ class _Arriving:
         self._hasher = blake3()
         self._num_bytes = 0
         self._range: ArenaRange | None = None
-        self._is_full = False
         self._rest = memoryview(b"")
         self._more = True
+
+    def begin(self) -> None:
+        """The body is asked for, by the next store if one is lost: what that had is lost, and the client has it alone.
+        Raises StoreUnavailable then."""
+        if self._num_bytes or self._rest or not self._more:
+            raise StoreUnavailable("the media store was lost while it received the media: send them again")
+        self._range = None
 
     async def write(self, question: Question) -> Written:
         """Write to a range of the store until it is full, or the body has ended."""
@@ -111,7 +118,6 @@ class _Arriving:
                 continue
             room = len(self._link.payload(question.range)) - self._num_bytes
             if not room:
-                self._is_full = True
                 return Written(question.call_id)
             piece, self._rest = self._rest[:room], self._rest[room:]
             await self._append(piece, question.range)
@@ -120,14 +126,10 @@ class _Arriving:
         return Written(question.call_id, self._num_bytes, self._hasher.hexdigest())
 
     async def _move(self, entry: ArenaRange) -> None:
-        """Continue in another range. Raises StoreUnavailable if that is not larger than the one before, but that of the
-        next store: what has been written is lost."""
+        """Continue in another range, with what is in the one before."""
         old, self._range = self._range, entry
-        if old is None or not (self._num_bytes or self._rest):
+        if old is None:
             return
-        if not self._is_full:
-            raise StoreUnavailable("the media store was lost while it received the media: send them again")
-        self._is_full = False
         for start in range(0, self._num_bytes, _PIECE_BYTES):
             await asyncio.sleep(0)
             end = min(start + _PIECE_BYTES, self._num_bytes)

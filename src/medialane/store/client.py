@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 from medialane.core.errors import MedialaneError, ProtocolViolation, StoreUnavailable, from_report
 from medialane.core.taker import TAKER, call_site
@@ -130,7 +131,8 @@ class StoreClient:
                 if answer is None:
                     raise ProtocolViolation(f"unexpected {type(message).__name__}")
                 reply = self._expect(call_id)
-                self._connection.send(await answer(message) or Proceed(call_id), at_once=True)
+                answered = await _while_connected(answer(message), reply)
+                self._connection.send(answered or Proceed(call_id), at_once=True)
         except BaseException:
             self._abandon(call_id, reply)
             raise
@@ -226,6 +228,27 @@ class StoreClient:
         """Release the result of a call that was cancelled in the meantime."""
         for hold_id in _granted(message):
             self.release(hold_id)
+
+
+async def _while_connected(answering: Awaitable[Written | None], reply: asyncio.Future[Any]) -> Written | None:
+    """Return the answer; it ends with the connection, by which `reply` fails: the next store gives the range that it
+    writes to others, as soon as this process has connected there."""
+    loop, is_answering = asyncio.get_running_loop(), True
+
+    def end(_: object) -> None:
+        if is_answering and not reply.cancelled() and reply.exception() is not None:
+            until.reschedule(loop.time())
+
+    try:
+        async with asyncio.timeout(None) as until:
+            reply.add_done_callback(end)
+            return await answering
+    except TimeoutError:
+        if until.expired() and (lost := reply.exception()) is not None:
+            raise lost from None
+        raise
+    finally:
+        is_answering = False
 
 
 def _granted(message: Reply | Question) -> dict[int, HeldEntry]:

@@ -66,12 +66,8 @@ class EncodedStore:
             reservation, modality=ref.modality, salt=ref.salt, content=content, media_type=media_type
         )
 
-    def forget(self, ref: MediaRef, content: str) -> None:
+    def forget(self, content: str, salt: str) -> None:
         """Evict the entry of this content, unless it is pinned."""
-        self.evict(content, ref.salt)
-
-    def evict(self, content: str, salt: str) -> None:
-        """As `forget`."""
         self._arena.evict(self.key(content, salt), "encoded")
 
     def open(self, modality: Modality, salt: str, max_bytes: int) -> ArenaBody:

@@ -291,7 +291,7 @@ class Items:
         except BaseException as error:  # cancellation included: the lease has no other owner
             lease.release()
             if isinstance(error, InvalidRequest):
-                self._store.forget(source.ref, content)
+                self._store.forget(content, source.ref.salt)
             raise
         return LeasedItem(content, lease, is_hit=False)
 

@@ -41,7 +41,7 @@ MAX_LEASES = 65_536
 UNKNOWN = "unknown or expired media: send them again (PUT /medialane/v1/media)"
 
 
-class Described(NamedTuple):
+class MediaDescription(NamedTuple):
     """What is known of leased media."""
 
     modality: Modality
@@ -68,7 +68,7 @@ class _Record(NamedTuple):
     media: bytes
     owner: _Owner
     entry: bytes
-    described: Described
+    described: MediaDescription
     expires_at: float
 
 
@@ -188,7 +188,7 @@ class MediaLeases:
             upload.set(0)
 
     def add(
-        self, entry: Lease[EncodedMedia], described: Described, *, media: str, owner: str, key: str, ttl_s: float
+        self, entry: Lease[EncodedMedia], described: MediaDescription, *, media: str, owner: str, key: str, ttl_s: float
     ) -> LeasedMedia:
         """Lease the bytes of `entry`, whose key is `key`, under the hash `media`; one of this hash is renewed. Owns the
         lease of the arena from now on. Raises MediaLeasesFull, MediaTooLarge."""

@@ -21,6 +21,7 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnknownMedia,
     UnsupportedMediaType,
+    UuidConflict,
     from_report,
     to_report,
 )
@@ -31,7 +32,7 @@ from medialane.media import MediaConfig, oriented_size, sniff
 from medialane.prepare import PreparerPool
 from medialane.store.aliases import Aliases
 from medialane.store.encoded_store import EncodedStore
-from medialane.store.media_leases import UNKNOWN, Described, MediaLeases, Upload
+from medialane.store.media_leases import UNKNOWN, MediaDescription, MediaLeases, Upload
 from medialane.store.messages import AskLease, PutMedia, Written
 
 MIB = 1 << 20
@@ -85,8 +86,8 @@ class MediaUploads:
                     self._aliases.bind(call.salt, alias, content)
             except BaseException as error:  # cancellation included: the lease has no other owner
                 entry.release()
-                if isinstance(error, InvalidRequest):
-                    self._store.evict(content, call.salt)
+                if isinstance(error, InvalidRequest) and not isinstance(error, UuidConflict):
+                    self._store.forget(content, call.salt)
                 raise
             upload.set(0)  # the lease counts from now on
             return self._leases.add(
@@ -100,6 +101,7 @@ class MediaUploads:
 
     def ask(self, call: AskLease) -> LeasedMedia:
         """Find, renew or end a lease. Raises UnknownMedia, InvalidRequest (ttl)."""
+        self._entry(call.owner, call.salt, call.media).release()
         if call.action == "find":
             return self._leases.find(call.owner, call.media)
         if call.action == "end":
@@ -109,16 +111,20 @@ class MediaUploads:
     def lookup(self, ref: MediaRef) -> Lease[EncodedMedia]:
         """Return a lease on the bytes of a reference to leased media, for its modality. The caller owns it. Raises
         UnknownMedia, and what `sniff` raises."""
-        media = leased_hash(ref.url or "")
-        entry = self._leases.entry(ref.owner, media)
-        content = entry.value.content_hash
-        if media not in (media_hash(owner=ref.owner, salt=salt, content=content) for salt in {"", ref.salt}):
-            entry.release()
-            raise UnknownMedia(UNKNOWN)
-        found = self._store.described(entry, ref)
+        found = self._store.described(self._entry(ref.owner, ref.salt, leased_hash(ref.url or "")), ref)
         if found is None:
             raise UnknownMedia(UNKNOWN)
         return found
+
+    def _entry(self, owner: str, salt: str, media: str) -> Lease[EncodedMedia]:
+        """Return a lease on the bytes of this hash, if they were sent with this salt or without one. The caller owns
+        it. Raises UnknownMedia."""
+        entry = self._leases.entry(owner, media)
+        content = entry.value.content_hash
+        if media not in (media_hash(owner=owner, salt=own, content=content) for own in {"", salt}):
+            entry.release()
+            raise UnknownMedia(UNKNOWN)
+        return entry
 
     async def _received(
         self, call: PutMedia, upload: Upload, reserve: Callable[[int], Awaitable[Reservation]], write: Write
@@ -153,7 +159,7 @@ class MediaUploads:
             self._config.fetch_limits(each).max_bytes for each in MODALITIES if modality is None or each == modality
         )
 
-    async def _described(self, entry: Lease[EncodedMedia]) -> Described:
+    async def _described(self, entry: Lease[EncodedMedia]) -> MediaDescription:
         """Open the media in a preparer, unless their size is in a header that has been checked. Raises InvalidRequest
         for damaged ones."""
         encoded = entry.value
@@ -162,7 +168,7 @@ class MediaUploads:
             size = MediaSize()
             with suppress(UnsupportedMediaType):  # without the model's processor nothing samples videos
                 size = await self._pool.measure(entry)
-        return Described(encoded.modality, encoded.media_type, size.width, size.height, _duration_s(size))
+        return MediaDescription(encoded.modality, encoded.media_type, size.width, size.height, _duration_s(size))
 
 
 def sniffed(data: memoryview, declared: Modality | None, config: MediaConfig) -> tuple[Modality, str]:

@@ -392,13 +392,14 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AskLease(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`ttl_s` is for a lease that is renewed."""
+    """From a request of `owner` with this `salt`. `ttl_s` is for a lease that is renewed."""
 
     call_id: int
     owner: str
     media: str
     action: Literal["find", "renew", "end"]
     ttl_s: float | None = None
+    salt: str = ""
 
 
 class MediaLeased(msgspec.Struct, frozen=True, array_like=True, tag=True):

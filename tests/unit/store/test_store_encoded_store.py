@@ -141,10 +141,10 @@ def test_embeddings_and_media_of_equal_bytes_are_kept_apart(arena, store):
 
 def test_forgotten_content_is_evicted_unless_it_is_held(arena, store):
     held = upload(store, BMP)
-    store.forget(image(), content_hash(BMP))
+    store.forget(content_hash(BMP), "")
     assert store.bytes(held.value) == BMP
     held.release()
-    store.forget(image(), content_hash(BMP))
+    store.forget(content_hash(BMP), "")
     assert (store.lookup(image(), content_hash(BMP)), arena.stats().num_entries) == (None, 0)
 
 

@@ -360,6 +360,7 @@ async def test_uuid_names_what_was_sent(world):
     with pytest.raises(UuidConflict):
         await put(client, png(2), alias=alias)
     assert world.leases.stats.num_leases == 1
+    assert world.arena.stats().num_entries == 2  # the bytes are not to blame
 
 
 async def test_next_store_keeps_the_leases_of_a_killed_one(world):

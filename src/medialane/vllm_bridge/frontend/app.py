@@ -20,8 +20,8 @@ from vllm.renderers import BaseRenderer
 from medialane.core.errors import MedialaneError
 from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import Modality
 from medialane.core.media_hash import MediaHasher
+from medialane.core.modalities import MODALITIES
 from medialane.core.process.stop import Stop
 from medialane.prepare.processor import Assembler
 from medialane.vllm_bridge.frontend import (
@@ -163,7 +163,7 @@ class Frontend:
         _add_routes(app, pages or {}, actions or {}, endpoints or {})
         fairness = fairness or LoopFairness()
         if self.profile is not None:
-            feature_files.install(app, backend, fairness, self._making)
+            feature_files.install(app, backend, fairness, self._making(self.profile))
         refuse_unsupported(app, render_only=render_only)
         app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
         if health is not None:
@@ -183,10 +183,11 @@ class Frontend:
         client.is_serving = True
         return app
 
-    def _making(self, modality: Modality) -> dict[str, object]:
+    def _making(self, profile: ProcessorProfile) -> feature_files.Making:
         """Return how the values of features are made, for clients."""
-        made_by: dict[str, object] = {"processor": digest(self.processor_settings)}
-        return made_by if self.profile is None else {**made_by, **normalization_of(self.profile.processor, modality)}
+        processor = profile.processor
+        made_by = {"processor": digest(self.processor_settings)}
+        return {modality: {**made_by, **normalization_of(processor, modality)} for modality in MODALITIES}
 
     def _install_scale_out(
         self, app: Any, backend: RequestBackend, payload: render.Payload, fairness: LoopFairness

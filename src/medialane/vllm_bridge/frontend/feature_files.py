@@ -7,7 +7,7 @@ list of them has the field's name and its place there, `field.0`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -39,11 +39,11 @@ _DTYPES = {
     "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
 }  # fmt: skip
 
-#: Returns what is known of how the values of a modality were made.
-Describe = Callable[[Modality], Mapping[str, object]]
+#: How the values of each modality are made.
+Making = Mapping[Modality, Mapping[str, object]]
 
 
-def install(app: Any, backend: RequestBackend, fairness: LoopFairness, describe: Describe) -> None:
+def install(app: Any, backend: RequestBackend, fairness: LoopFairness, making: Making) -> None:
     async def feature(request: Request) -> Response:
         """The tensors of a media item, as the engine is given them"""
         with remembered_errors(backend):
@@ -53,7 +53,7 @@ def install(app: Any, backend: RequestBackend, fairness: LoopFairness, describe:
                 raise InvalidRequest(f"format must be one of {', '.join(_MEDIA_TYPES)}", param="format")
             found = await backend.named_feature(mm_hash, query.get("cache_salt", ""))
             tensors = backend.tensors(found)
-            metadata = {"mm_hash": found.mm_hash, "modality": found.modality, **describe(found.modality)}
+            metadata = {"mm_hash": found.mm_hash, "modality": found.modality, **making[found.modality]}
             metadata |= named_values(found.header, tensors)[1]
             texts = {name: value if isinstance(value, str) else _json(value) for name, value in metadata.items()}
             parts = safetensors_of(found, tensors, texts) if form == "safetensors" else _msgpack(found, tensors)

@@ -17,11 +17,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from medialane.core.errors import StartupFailed
 from medialane.observability.logging import unchanged_levels
-from medialane.vllm_bridge.seams.table import BOTH, GROUPS, TESTED_VLLM, Group, Process, Seam
+from medialane.vllm_bridge.seams.table import GROUPS, TESTED_VLLM, Group, Process, Seam
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,9 @@ class Broken(NamedTuple):
         return f"{self.group.name}: {self.seam.where} {self.why}"
 
 
-def probe(processes: Sequence[Process] = BOTH) -> list[Broken]:
-    """Return the broken seams among those that these processes use. Imports only the vLLM modules that contain them."""
+def probe(processes: Sequence[Process] = get_args(Process)) -> list[Broken]:
+    """Return the broken seams among those that these processes use, by default all. Imports only the vLLM modules
+    that contain them."""
     return [
         Broken(group, seam, why)
         for group in GROUPS

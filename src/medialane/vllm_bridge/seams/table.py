@@ -440,18 +440,28 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(
         name="compared tensors",
-        purpose="items are compared with plain vLLM's, and raw pixels are normalised as on its device",
+        purpose="items are compared with plain vLLM's",
         module="seams.reference_tensors",
         without="`medialane check --tensors` fails",
         tests=("tests/contract/test_tensor_comparison.py",),
         seams=_seams("""
-            call vllm.model_executor.layers.fusion.mm_input_norm:_load_norm_params(model_config)
-            order vllm.model_executor.layers.fusion.mm_input_norm:NormParams(image_mean, image_std, rescale_factor)
             call vllm.multimodal.media:MediaConnector.fetch_image(self, image_url)
             call vllm.multimodal.media:MediaConnector.fetch_video(self, video_url, video_processor)
             call vllm.multimodal.media:MediaConnector.fetch_audio(self, audio_url)
         """),
         processes=("check",),
+    ),
+    Group(
+        name="normalisation on the device",
+        purpose="clients learn how the engine normalises raw pixels, and comparisons do it likewise",
+        module="seams.device_normalisation",
+        without="tensors of features do not say whether they are raw; `medialane check --tensors` fails",
+        tests=("tests/contract/test_sent_tensors.py", "tests/contract/test_tensor_comparison.py"),
+        seams=_seams("""
+            call vllm.model_executor.layers.fusion.mm_input_norm:_load_norm_params(model_config)
+            order vllm.model_executor.layers.fusion.mm_input_norm:NormParams(image_mean, image_std, rescale_factor)
+        """),
+        processes=("gateway", "check"),
     ),
     Group(
         name="message encoder",
