@@ -111,18 +111,17 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], address: s
             await replace(address, b"".join(lineage), config.rpc)
         async with AsyncExitStack() as stack:
             arena, prefaulted, leave = await stack.enter_async_context(_arena(config, lineage, address))
-            store = _Store(config, model, vllm_args, arena, lineage=lineage, on_damaged=stop.ask)
+            store = _Store(config, model, vllm_args, arena, lineage=lineage)
             takes_media = await unless_set(stop.asked, store.start(address, prefaulted, stack))
             if takes_media is False:
                 logger.warning("this model takes no media: it needs no media store")
                 return NOT_NEEDED
             await stop.asked.wait()
-            if not store.is_damaged:
-                await first_of(store.drain(), stop.at_once.wait(), asyncio.sleep(config.stop.drain_timeout_s))
+            await first_of(store.drain(), stop.at_once.wait(), asyncio.sleep(config.stop.drain_timeout_s))
             # `serve` starts the next store, or removes the arena when it ends itself; workers with a store do neither.
-            if (config.arena.keep or has_one_owner(serve_lock(address))) and not store.is_damaged:
+            if config.arena.keep or has_one_owner(serve_lock(address)):
                 await leave()  # first: what ends from here on changes nothing in the file, as clients may still write
-    return int(store.is_damaged)  # then the next one begins with a new arena
+    return 0
 
 
 class _Store:
@@ -137,12 +136,9 @@ class _Store:
         arena: Arena,
         *,
         lineage: Lineage,
-        on_damaged: Callable[[], object],
     ) -> None:
         self._config = config
         self._lineage = lineage
-        self._on_damaged = on_damaged
-        self.is_damaged = False
         self._prepares = prepared_stage(config.gateway.stage).is_decoded
         self._arena = arena
         self._holds = arena.record_holds() if config.store.debug_holds else None
@@ -212,9 +208,9 @@ class _Store:
             max_connections=config.store.max_connections,
             processor=lambda: self._pool.processor_settings,
             status=self._status,
-            on_damaged=self._damaged,
+            on_damaged=partial(_exit_at_once, 1, "the next store begins with a new arena"),
             lineage=b"".join(self._lineage),
-            on_replaced=_exit_at_once,
+            on_replaced=partial(_exit_at_once, 0, "the next store takes over"),
         )
         stack.push_async_callback(self._server.close)
         await self._server.serve(address)
@@ -236,10 +232,6 @@ class _Store:
     async def drain(self) -> None:
         """Let the calls that are being answered end."""
         await self._server.drain()
-
-    def _damaged(self) -> None:
-        self.is_damaged = True
-        self._on_damaged()
 
     def _status(self) -> StoreStatus:
         embeddings = self._items.embeddings.stats
@@ -272,11 +264,11 @@ def _log_holds(holds: HoldLog) -> None:
         logger.warning("%s", hold_line(record))
 
 
-def _exit_at_once() -> None:
-    """The next store takes over: change nothing in the arena, which clients may be writing to."""
-    logger.info("the next store takes over: this one exits")
+def _exit_at_once(status: int, why: str) -> None:
+    """Change nothing in the arena, in which clients hold entries, or may be writing to them."""
+    logger.info("%s: this one exits", why)
     logging.shutdown()
-    os._exit(0)
+    os._exit(status)
 
 
 def names_area(config: Config, arena: Arena) -> NamesArea:
