@@ -35,7 +35,7 @@ from medialane.core.errors import ImageTooComplex, ImageTooLarge, InvalidImage
 from medialane.core.media import Image, MediaSize
 from medialane.core.own_fault import own_fault
 from medialane.media.config import MediaConfig
-from medialane.media.image_header import ImageType, check_exif, check_limits, sniff_image
+from medialane.media.image_header import ImageType, check_exif, check_limits, has_too_many_scans, sniff_image
 
 #: The only plugin allowed to open each type; importing it here also loads it before preparers are forked.
 _FORMATS: dict[ImageType, str] = {
@@ -69,9 +69,6 @@ _PILLOW_ERRORS = (
 )
 
 _UNDECODABLE = "the image is damaged and cannot be decoded"
-
-#: A scan begins with this marker (ITU-T T.81, B.2.3); compressed data never contains it.
-_START_OF_SCAN = b"\xff\xda"
 
 _Pixels = NDArray[np.generic]
 
@@ -111,7 +108,7 @@ def _opened(
     """Open an image with Pillow and check the limits; Pillow's errors inside the block are converted to ours."""
     sniffed = sniff_image(encoded, config)
     data = bytes(encoded)
-    if sniffed.multi_scan and data.count(_START_OF_SCAN) > config.max_image_scans:
+    if has_too_many_scans(sniffed, data, config):
         raise ImageTooComplex(f"the image has more than {config.max_image_scans} scans")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about odd files; clients must not be able to write to our logs

@@ -80,6 +80,11 @@ def image_size(data: bytes | bytearray | memoryview, config: MediaConfig) -> tup
     return sniffed.width, sniffed.height
 
 
+def has_too_many_scans(sniffed: Sniffed, data: bytes | bytearray | memoryview, config: MediaConfig) -> bool:
+    """Return whether a decoder would traverse the image more often than is allowed."""
+    return sniffed.multi_scan and bytes(data).count(_START_OF_SCAN) > config.max_image_scans
+
+
 def check_limits(width: int, height: int, config: MediaConfig) -> None:
     """Raise ImageTooLarge or InvalidImage unless an image of this size may be decoded."""
     if width <= 0 or height <= 0:
@@ -99,6 +104,8 @@ def check_exif(num_bytes: int) -> None:
 # JPEG (ITU-T T.81, annex B)
 
 SOS, APP1 = 0xDA, 0xE1
+#: A scan begins with this marker (ITU-T T.81, B.2.3); compressed data never contains it.
+_START_OF_SCAN = b"\xff\xda"
 _STANDALONE = {0x01, *range(0xD0, 0xD8)}
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}

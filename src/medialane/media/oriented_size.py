@@ -14,7 +14,7 @@ import struct
 
 from medialane.core.media import MediaSize
 from medialane.media.config import MediaConfig
-from medialane.media.image_header import APP1, MAX_EXIF_BYTES, SOS, jpeg_segments, sniff_image
+from medialane.media.image_header import APP1, MAX_EXIF_BYTES, SOS, has_too_many_scans, jpeg_segments, sniff_image
 
 #: EXIF's tag of the orientation (TIFF 6.0, section 8), a SHORT. Values above 4 swap width and height.
 _ORIENTATION = 0x0112
@@ -54,6 +54,8 @@ def oriented_size(data: bytes | bytearray | memoryview, config: MediaConfig) -> 
     """Return the size of the image as decoded; None if its header does not make that certain. Raises what `sniff_image`
     raises."""
     sniffed = sniff_image(data, config)
+    if has_too_many_scans(sniffed, data, config):
+        return None
     view = memoryview(data)
     is_stored = {
         "image/jpeg": _is_upright_jpeg,

@@ -20,7 +20,7 @@ from medialane.core.errors import (
     InvalidRequest,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig
+from medialane.media import MediaConfig, oriented_size
 from medialane.media.image import check_image, decode_image
 
 CONFIG = MediaConfig()
@@ -119,6 +119,11 @@ def test_many_scans_are_too_complex():
     with pytest.raises(ImageTooComplex):
         decode_image(bomb_of_scans(300), CONFIG)
     assert time.perf_counter() - started < 1
+
+
+def test_size_of_an_image_with_many_scans_is_left_to_a_preparer_which_refuses_it():
+    assert oriented_size(bomb_of_scans(30), CONFIG) is not None
+    assert oriented_size(bomb_of_scans(300), CONFIG) is None
 
 
 def test_scans_of_an_incomplete_baseline_jpeg_are_counted():
