@@ -255,7 +255,7 @@ async def _cold(run: Run) -> str:
         async with _started(run, f"{name}, cold", server):
             pass
     sizes = " and ".join(f"{size / MB:.0f} MB" for size in dropped)
-    return f"cold: posix_fadvise(DONTNEED) over {folders[0]} and {folders[1]} has freed {sizes} of the page cache"
+    return f"cold: posix_fadvise(DONTNEED) over environment and standard library has freed {sizes} of the page cache"
 
 
 async def _gateways(run: Run, num_requests: int) -> None:
