@@ -49,10 +49,14 @@ check: $(TESTING) ## lint, format, types, architecture
 test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
 test-all: check ## check, then every test that needs no GPU (half an hour on 2 cores)
 
+# Preparers are forked from the tests' process, which takes seconds once that has run hundreds of other tests: these have processes of their own.
+forking := tests/unit/prepare
+with_torch := tests/unit/vllm_bridge tests/unit/client
 test: quickly := and not whole and (not vllm or thread)
 test test-all:
-	@$(call pytest,tests/unit tests/seams tests/test_conftest.py --ignore=tests/unit/vllm_bridge -n $(JOBS) --dist worksteal)
-	@$(call pytest,tests/hostile tests/fuzz tests/contract tests/unit/vllm_bridge -n $(if $(quickly),2,3) --no-loadscope-reorder)
+	@$(call pytest,tests/unit tests/seams tests/test_conftest.py $(addprefix --ignore=,$(with_torch) $(forking)) -n $(JOBS) --dist worksteal)
+	@$(call pytest,$(forking) -n 2)
+	@$(call pytest,tests/hostile tests/fuzz tests/contract $(with_torch) -n $(if $(quickly),2,3) --no-loadscope-reorder)
 	@$(call pytest,tests/e2e)
 	@$(if $(quickly),,$(call pytest,tests/chaos))
 	@$(if $(quickly),,$(call pytest,tests/e2e_families -n 2))
