@@ -50,7 +50,7 @@ class StoreThread:
         self._thread.start()
         try:
             self._wait(self._start())
-        except BaseException:
+        except BaseException:  # KeyboardInterrupt included: the thread must not be left behind
             self._end()
             raise
         return self
