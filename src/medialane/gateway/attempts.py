@@ -318,7 +318,9 @@ class Attempts:
         self._sender.metrics.count_copied(first.movers)
 
     def _learn(self, first: OutputDelta, seconds: float) -> None:
-        expectation, routed = self.call.scope.expectation, self.call.route.routed
+        expectation, routed, admitted = self.call.scope.expectation, self.call.route.routed, self.call.admitted
+        if admitted is not None and admitted.ticket.is_overdue:  # behind a queue of which too little was known
+            return
         if expectation is not None and routed.work is not None:  # else it was sent here after an attempt elsewhere
             cached_tokens = routed.decision.cached_tokens
             expectation.answered(routed.work, first, cached_tokens=cached_tokens, seconds=seconds)
