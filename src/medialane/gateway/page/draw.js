@@ -153,7 +153,7 @@ export class Chart {
       let drawn = '', pen = 'M';
       values.forEach((value, i) => {
         if (value === null) { pen = 'M'; return; }
-        drawn += `${pen}${x(i).toFixed(1)} ${y(value).toFixed(1)}`;
+        drawn += `${pen}${x(i).toFixed(1)} ${y(value).toFixed(1)}${pen === 'M' ? 'h.1' : ''}`; // a point alone is a dot
         pen = 'L';
       });
       return drawn;
