@@ -165,7 +165,7 @@ export class Chart {
     set('area', series.area === false ? '' : areas(series.main, x, y));
     set('fault', (series.fault ?? []).map((value, i) =>
       value ? `M${(x(i) - 1).toFixed(1)} 54V${Math.min(51, y(value)).toFixed(1)}h2V54Z` : '').join(''));
-    write(this.top, all.length ? `top ${format(most)}` : '');
+    write(this.top, most > 1e-9 && all.length ? `top ${format(most)}` : '');
     this.text();
   }
 

@@ -9,7 +9,7 @@ const LONG_MS = 1000;
 /** How much longer than elsewhere stands out. */
 const MUCH = 3;
 /** Items that are not cached, of a tenant's, and of all that are not. */
-const MOSTLY_NEW = 0.8, MUCH_WORK = 0.25;
+const MOSTLY_NEW = 0.8, MUCH_WORK = 0.1;
 const MOST = 5;
 
 const median = (values) => [...values].sort((a, b) => a - b)[Math.floor((values.length - 1) / 2)] ?? null;
@@ -23,12 +23,12 @@ export function findings(state, pauses) {
   return all.sort((a, b) => order(a) - order(b)).slice(0, MOST);
 }
 
-function gateways({gateways: all}) {
+function gateways({gateways: all, workers}) {
   const gone = all.filter((each) => !each.up);
-  const problems = [...new Set(all.flatMap((each) => each.problems))];
+  const problems = workers.num ? [...new Set(all.flatMap((each) => each.problems))] : [];
   return [
     ...(gone.length ? [{level: 'red', subject: `gateway ${gone.map((each) => each.index).join(', ')}`, text: 'does not answer: its requests are missing here'}] : []),
-    ...problems.slice(0, 2).map((problem) => ({level: 'amber', subject: 'health', text: `is reported as degraded: ${problem}`})),
+    ...problems.slice(0, 2).map((problem) => ({level: 'amber', subject: 'Health:', text: problem})),
   ];
 }
 
@@ -40,7 +40,8 @@ export function isStuck(worker, listed) {
   return worker.oldest_ms > MUCH * Math.max(elsewhere, worker.first_token_p50_ms ?? 0);
 }
 
-function workers({workers: {listed}, time}, pauses) {
+function workers({workers: {num, listed}, time}, pauses) {
+  if (!num) return [{level: 'red', subject: 'No worker', text: 'is connected: requests are answered 503 until one is'}];
   const stuck = listed.filter((worker) => isStuck(worker, listed));
   if (stuck.length > 3) {
     const names = stuck.slice(0, 3).map((each) => each.name).join(', ');

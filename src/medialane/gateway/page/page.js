@@ -156,7 +156,7 @@ function watchPauses({workers: {listed}, time}) {
 
 function drawFindings() {
   const found = findings(page.state, pauses);
-  const calm = page.state.workers.num ? 'Nothing stands out: all workers answer, and nothing waits long.' : 'No worker is connected yet. Requests are answered 503 until one is.';
+  const calm = 'Nothing stands out: all workers answer, and nothing waits long.';
   list(find('#findings ul'), found.length ? found : [{level: 'fine', subject: '', text: calm}], (each) => each.subject, () =>
     make('li', {}, make('span', {class: 'dot'}), make('p', {}, make('b'), make('span'), make('button', {type: 'button'}, 'Show its requests'))), (node, each) => {
     mark(node, each.level);
@@ -267,13 +267,13 @@ function drawRequests() {
 }
 
 const workerRows = find('#worker-rows');
-head(workerRows, 'Worst first', 'State', 'First token p95>', 'Running>', 'Waiting>', 'KV cache', 'Encoder cache');
+head(workerRows, 'Worst first', 'State', 'First token>', 'Run + wait>', 'KV', 'Encoder');
 
 function drawWorkers() {
   const {workers} = page.state;
   const worst = workers.listed.slice(0, MOST_WORKERS);
   list(workerRows, worst, (worker) => worker.name, (worker) => {
-    const row = make('div', {class: 'row', title: 'Show its requests'}, make('span', {class: 'cut'}), make('span', {class: 'cut'}), ...[1, 2, 3].map(() => make('span', {class: 'num'})), make('span', {class: 'meter'}), make('span', {class: 'meter'}));
+    const row = make('div', {class: 'row', title: 'Show its requests'}, make('span', {class: 'cut'}), make('span', {class: 'cut'}), make('span', {class: 'num'}), make('span', {class: 'num'}), make('span', {class: 'meter'}), make('span', {class: 'meter'}));
     row.addEventListener('click', () => showOnly({worker: worker.name}));
     return row;
   }, fillWorker);
@@ -286,7 +286,7 @@ function drawWorkers() {
 }
 
 function fillWorker(row, worker) {
-  const [name, state, first, running, waiting, kv, encoder] = row.children;
+  const [name, state, first, load, kv, encoder] = row.children;
   const isStopped = isStuck(worker, page.state.workers.listed);
   write(name, worker.name);
   say(name, worker.host ? `${worker.name} on ${worker.host}` : worker.name);
@@ -295,10 +295,10 @@ function fillWorker(row, worker) {
   mark(state, `cut ${isStopped ? 'bad' : worker.state === 'ready' ? 'muted' : 'trouble'}`);
   write(first, ms(worker.first_token_p95_ms));
   mark(first, worker.first_token_p95_ms > LONG_MS ? 'num trouble' : 'num');
-  say(first, `median ${ms(worker.first_token_p50_ms)}, of ${plural(worker.requests, 'request')} in a minute`);
-  write(running, count(worker.running));
-  write(waiting, count(worker.waiting));
-  mark(waiting, worker.waiting > Math.max(4, worker.running) ? 'num trouble' : 'num');
+  say(first, `p95 from sending to the first token; median ${ms(worker.first_token_p50_ms)}, of ${plural(worker.requests, 'request')} in a minute`);
+  write(load, worker.waiting ? `${count(worker.running)} + ${count(worker.waiting)}` : count(worker.running));
+  say(load, `${plural(worker.running, 'request')} running, ${count(worker.waiting)} waiting, in its engine`);
+  mark(load, worker.waiting > Math.max(4, worker.running) ? 'num trouble' : 'num');
   meter(kv, worker.kv_usage, worker.kv_usage > 0.95);
   say(kv, `KV cache: ${percent(worker.kv_usage)} in use`);
   const cache = worker.encoder_cache;
@@ -309,7 +309,10 @@ function fillWorker(row, worker) {
 /** A square for each worker that is listed, those that need attention first. */
 function drawMap({num, listed}) {
   const map = find('#worker-map');
-  if (num < MAP_FROM) return map.replaceChildren();
+  show(map, num >= MAP_FROM);
+  show(find('#worker-map + p'), num >= MAP_FROM);
+  if (num < MAP_FROM) return;
+  write(find('#worker-map + p'), `${num > listed.length ? `The ${count(listed.length)} that need attention first` : 'All'}: the stronger, the busier; amber does not respond, red is lost`);
   const load = (worker) => worker.running + worker.waiting;
   const most = Math.max(1, ...listed.map(load));
   list(map, listed, (worker) => worker.name, () => make('i'), (square, worker) => {
@@ -442,6 +445,9 @@ function drawSenders() {
   show(find('#senders-empty'), !page.state.tenants.length && !page.state.origins.length);
 }
 
+/** What is refused because there is too much of it; the rest are errors. */
+const REFUSALS = new Set(['queue_full', 'queue_timeout', 'ttft_limit_exceeded', 'worker_busy', 'media_overloaded', 'arena_full', 'body_memory_exhausted']);
+
 const problemRows = find('#problem-rows');
 head(problemRows, 'Count', 'What', 'Whose', 'Last>');
 
@@ -456,7 +462,7 @@ function drawProblems() {
     row.request = error.last_request;
     write(number, count(error.num));
     write(what, error.code.replaceAll('_', ' '));
-    mark(what, `cut ${[429, 499, 503].includes(error.status) ? 'trouble' : 'bad'}`);
+    mark(what, `cut ${REFUSALS.has(error.code) || error.status === 429 ? 'trouble' : error.status === 499 ? 'muted' : 'bad'}`);
     say(row, [error.status, error.reason || error.code].filter(Boolean).join(': '));
     write(whose, (error.tenants ?? []).filter(Boolean).join(', '));
     write(last, ago(Math.max(0, time - error.last_at)));
