@@ -112,6 +112,27 @@ export function plural(number, noun, nouns = `${noun}s`) {
   return `${count(number)} ${number === 1 ? noun : nouns}`;
 }
 
+/** What all names of workers begin and end with, if they are long: rows show what is between. */
+const shared = {start: 0, end: 0};
+
+export function nameWorkers(workers) {
+  const names = workers.map((worker) => worker.name);
+  shared.start = shared.end = 0;
+  if (names.length < 2 || Math.max(...names.map((name) => name.length)) <= 16) return;
+  const [first, ...others] = names;
+  const same = (at) => others.every((name) => name.at(at) === first.at(at));
+  while (shared.start < first.length && same(shared.start)) shared.start++;
+  while (shared.end < first.length - shared.start && same(-1 - shared.end)) shared.end++;
+  // Whole words: of -0012 and -0013 more than a digit.
+  shared.start = Math.max(0, first.slice(0, shared.start).search(/[^-._/:]*$/));
+  shared.end -= Math.max(0, first.slice(first.length - shared.end).search(/[-._/:]|$/));
+}
+
+export function shortName(name) {
+  if (!name || shared.start + shared.end < 6) return name;
+  return `${shared.start ? '…' : ''}${name.slice(shared.start, name.length - shared.end)}${shared.end ? '…' : ''}`;
+}
+
 /** A share of a bar, 0 to 1. */
 export function meter(node, share, isFull) {
   mark(node, isFull ? 'meter full' : 'meter');

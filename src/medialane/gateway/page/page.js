@@ -1,7 +1,7 @@
 // The page: one connection to the gateway, and the sections that it fills. What is drawn is bounded whatever the load:
 // one drawing a second, of at most some dozens of rows in each section.
 
-import {Chart, ago, bytes, count, find, head, list, make, mark, meter, ms, percent, plural, say, show, size, write} from './draw.js';
+import {Chart, ago, bytes, count, find, head, list, make, mark, meter, ms, nameWorkers, percent, plural, say, shortName, show, size, write} from './draw.js';
 import {findings, isStuck} from './findings.js';
 import * as requests from './requests.js';
 import {CELLS, LANES, PART, PARTS, cellOf, spent} from './stages.js';
@@ -31,12 +31,16 @@ async function connect() {
   } catch {
     return retry();
   }
-  if (answer.status === 401 || answer.status === 403) return askForKey('');
+  if (answer.status === 401) return askForKey('');
+  if (answer.status === 403 || answer.status === 404) return showFirst(await reason(answer));
   if (!answer.ok) return retry();
   received(await answer.json());
   askForRequests();
   const source = page.source = new EventSource('state/stream');
-  source.addEventListener('state', (event) => received(JSON.parse(event.data)));
+  source.addEventListener('state', (event) => {
+    page.retries = 0;
+    received(JSON.parse(event.data));
+  });
   source.onerror = () => { source.close(); retry(); };
 }
 
@@ -50,7 +54,6 @@ function retry() {
 
 function received(state) {
   page.isGone = false;
-  page.retries = 0;
   page.heardAt = performance.now();
   page.next = state;
   watchPauses(state);
@@ -78,16 +81,33 @@ async function askForRequests() {
 
 // ---- login
 
-function askForKey(message) {
+/** Show a text, or the form for the key, instead of the content. */
+function showFirst(text, isLogin = false) {
   page.isGone = false;
+  page.state = null;
+  clearTimeout(page.asking);
+  close();
+  mark(document.body, '');
   mark(find('#link'), '');
-  write(find('#link-text'), 'key needed');
+  write(find('#link-text'), isLogin ? 'key needed' : 'not allowed');
   show(find('#content'), false);
   show(find('#first'), true);
-  show(find('#first-text'), false);
-  show(find('#login'), true);
+  show(find('#login'), isLogin);
+  write(find('#first-text'), text);
+}
+
+function askForKey(message) {
+  showFirst('', true);
   write(find('#login-error'), message);
   find('#key').focus();
+}
+
+async function reason(answer) {
+  try {
+    return (await answer.json()).error.message;
+  } catch {
+    return `The gateway answers ${answer.status}.`;
+  }
 }
 
 find('#login').addEventListener('submit', async (event) => {
@@ -100,11 +120,20 @@ find('#login').addEventListener('submit', async (event) => {
   }
   if (!answer.ok) {
     find('#key').select();
-    return askForKey(answer.status === 429 ? 'Too many attempts: wait a little.' : 'This is not the operator’s key.');
+    return askForKey(answer.status === 401 ? 'This is not the operator’s key.' : await reason(answer));
   }
   find('#key').value = '';
-  show(find('#login'), false);
-  show(find('#first-text'), true);
+  show(find('#logout'), true);
+  showFirst('Waiting for the gateway.');
+  connect();
+});
+
+find('#logout').addEventListener('click', async () => {
+  help.close();
+  try {
+    await fetch('logout', {method: 'POST'});
+  } catch { /* the gateway is gone: it is asked again below */ }
+  page.source?.close();
   connect();
 });
 
@@ -117,6 +146,7 @@ setInterval(() => {
 
 function draw() {
   page.state = page.next;
+  nameWorkers(page.state.workers.listed);
   if (find('#content').hidden) {
     show(find('#content'), true);
     show(find('#first'), false);
@@ -288,7 +318,7 @@ function drawWorkers() {
 function fillWorker(row, worker) {
   const [name, state, first, load, kv, encoder] = row.children;
   const isStopped = isStuck(worker, page.state.workers.listed);
-  write(name, worker.name);
+  write(name, shortName(worker.name));
   say(name, worker.host ? `${worker.name} on ${worker.host}` : worker.name);
   const text = isStopped && worker.oldest_ms !== null ? `${worker.state === 'ready' ? 'silent' : worker.state} ${ms(worker.oldest_ms)}` : worker.state;
   write(state, text);
@@ -335,13 +365,13 @@ function drawDecisions() {
   }, (row, decision) => {
     const [when, worker, why, cost, next] = row.children;
     write(when, ago(Math.max(0, time - decision.time)));
-    write(worker, decision.worker);
+    write(worker, shortName(decision.worker));
     const cached = decision.cached_tokens ? `${decision.reason}, ${percent(decision.cached_tokens / Math.max(1, decision.num_tokens))} cached` : decision.reason;
     write(why, cached);
     say(row, `${decision.worker}: ${cached}`);
     write(cost, ms(requests.costOf(decision)));
     const best = decision.alternatives?.[0];
-    write(next, best ? `${best.worker_id} ${ms(best.score)}` : 'no other');
+    write(next, best ? `${shortName(best.worker_id)} ${ms(best.score)}` : 'no other');
   });
   show(decisionRows.head, decisions.length > 0);
   show(find('#decisions-empty'), !decisions.length);
@@ -418,7 +448,7 @@ function drawCaches() {
   show(find('#caches-empty'), !rows.length);
 }
 
-const senderRows = [['tenants', 'Tenant', 'First token p50>'], ['origins', 'Media from', 'Fetch p50>']].map(([name, title, time]) => {
+const senderRows = [['tenants', 'Tenant', 'First token>'], ['origins', 'Media from', 'Fetch>']].map(([name, title, time]) => {
   const rows = find(`#${name}-rows`);
   head(rows, title, 'Requests>', 'New items>', time);
   return [name, rows];

@@ -1,6 +1,6 @@
 // The list of requests, its filters, and one request in full.
 
-import {ago, bytes, count, find, head, list, make, mark, ms, percent, plural, say, show, size, write} from './draw.js';
+import {ago, bytes, count, find, head, list, make, mark, ms, percent, plural, say, shortName, show, size, write} from './draw.js';
 import {PART, spent, waitsFor} from './stages.js';
 
 /** Rows that are drawn; the heading says how many there are. */
@@ -109,7 +109,7 @@ function fillRow(row, view, scale, now) {
   write(state, text);
   mark(state, `cut now ${kind}`);
   say(state, text);
-  write(worker, view.worker ?? '');
+  write(worker, shortName(view.worker ?? ''));
   say(worker, view.worker ?? '');
   row.classList.toggle('ended', !view.stage);
   const isSelected = selected !== null && keyOf(selected) === keyOf(view);
@@ -185,10 +185,6 @@ export function drawDetail(view) {
   body.scrollTop = top;
 }
 
-export function detailFailed(message) {
-  find('#detail-body').prepend(make('p', {class: 'muted'}, message));
-}
-
 function facts(view) {
   const prompt = view.prompt_tokens === null ? null
     : `${plural(view.prompt_tokens, 'token')}${view.cached_tokens === null ? '' : `, ${percent(view.cached_tokens / Math.max(1, view.prompt_tokens))} from the KV cache`}`;
@@ -261,9 +257,9 @@ function choiceLines(decision) {
   const all = [{worker_id: decision.worker, score: costOf(decision), cached_tokens: decision.cached_tokens}, ...(decision.alternatives ?? [])];
   const most = Math.max(...all.map((each) => each.score), 1e-9);
   return all.map((each, i) => {
-    const bar = make('span', {class: 'meter'}, make('i'));
+    const bar = make('span', {class: i ? 'meter other' : 'meter'}, make('i'));
     bar.firstChild.style.width = `${(100 * each.score) / most}%`;
     return make('div', {class: 'choice', title: each.cached_tokens ? `${count(each.cached_tokens)} tokens cached` : ''},
-      make('span', {class: i ? 'cut muted' : 'cut'}, each.worker_id), bar, make('span', {class: 'num muted'}, ms(each.score)));
+      make('span', {class: i ? 'cut muted' : 'cut'}, shortName(each.worker_id)), bar, make('span', {class: 'num muted'}, ms(each.score)));
   });
 }
