@@ -8,26 +8,21 @@ every 20 s; one of the origins answers after 3 s; and a tenant sends a new video
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import json
 import os
 import random
 import signal
-import tempfile
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import uvloop
 from aiohttp import web
 
-from chromium import Tab, chromium_tab
 from medialane.check.server_process import free_port
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.sample_video import sample_video

@@ -25,6 +25,9 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 STEP_S, NUM_STEPS = 5, 180
 
 
+TENANTS = ("search", "chat", "catalogue", "clips")
+
+
 @dataclass(frozen=True)
 class Scene:
     """`stalled` workers do not answer; requests of `slow_origin` take 3 s to fetch; `failing` is a share of them."""
@@ -38,6 +41,7 @@ class Scene:
     long_names: bool = False
     encoders: int = 0
     key: str = ""
+    tenants: tuple[str, ...] = TENANTS
 
 
 @dataclass
@@ -120,7 +124,6 @@ RATES = (
     "ttft_p50_ms",
     "ttft_p95_ms",
 )
-TENANTS = ("search", "chat", "catalogue", "clips")
 
 
 @dataclass
@@ -143,7 +146,7 @@ class SampleGateway:
         while self._next < now:
             self.requests.append(self._request(self._next))
             self._next += self._chance.expovariate(self.scene.rate)
-        self.requests = [each for each in self.requests if now - each.received_at < 60]
+        self.requests = [each for each in self.requests if now - each.received_at < (60 if self.scene.rate < 50 else 6)]
 
     def _worker(self, number: int) -> str:
         if self.scene.long_names:
@@ -152,12 +155,13 @@ class SampleGateway:
 
     def _request(self, at: float) -> Request:
         chance, scene = self._chance, self.scene
-        tenant = chance.choices(TENANTS, (5, 3, 1, 1))[0]
+        kind = chance.choices(range(4), (5, 3, 1, 1))[0]
+        tenant = TENANTS[kind]
         worker = chance.randrange(scene.workers) if scene.workers else 0
         if scene.long_names:
             named = f"{tenant}-of-the-department-of-very-long-names-and-numbers"
         else:
-            named = tenant
+            named = scene.tenants[kind]
         items, steps = [], [("upload", chance.uniform(0.0005, 0.004))]
         if tenant != "chat":
             modality = "video" if tenant == "clips" else "image"
@@ -228,7 +232,10 @@ class SampleGateway:
         self._advance(now)
         scene, views = self.scene, [each.view(now) for each in self.requests]
         live = [view for view in views if view["stage"]]
-        workers = [self._worker_state(number, views) for number in range(scene.workers)]
+        by_worker: dict[str, list[dict[str, Any]]] = {}
+        for view in views:
+            by_worker.setdefault(view["worker"] or "", []).append(view)
+        workers = [self._worker_state(number, by_worker) for number in range(scene.workers)]
         workers.sort(
             key=lambda row: (row["state"] == "ready", -(row["oldest_ms"] or 0), -row["waiting"], -row["running"])
         )
@@ -259,9 +266,9 @@ class SampleGateway:
             "decisions": [self._decision(view) for view in views[-8:] if view["worker"]][::-1],
         }
 
-    def _worker_state(self, number: int, views: list[dict[str, Any]]) -> dict[str, Any]:
+    def _worker_state(self, number: int, by_worker: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any]:
         name = self._worker(number)
-        mine = [view for view in views if view["worker"] == name]
+        mine = by_worker.get(name, [])
         live = [view for view in mine if view["stage"]]
         waits = [view["stages_ms"]["prefill"] for view in live if view["stage"] == "prefill"]
         first = sorted(
