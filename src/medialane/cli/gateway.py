@@ -86,6 +86,7 @@ class _Components:
     keys: AccessKeys
     store: StoreLink
     links: WorkerPool
+    router: Router
     fairness: LoopFairness
     metrics: Metrics
     requests: OpenRequests
@@ -209,6 +210,7 @@ async def _start(
         keys=keys,
         store=store,
         links=links,
+        router=Router(config.routing),
         fairness=fairness,
         metrics=metrics,
         requests=OpenRequests(),
@@ -216,7 +218,7 @@ async def _start(
         counts=counts,
         is_stopping=door.is_stopping,
     )
-    gateway, router = _gateway(components)
+    gateway = _gateway(components)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
     if keys.tenants is not None:
@@ -235,9 +237,7 @@ async def _start(
         await _connect_to_workers(components, addresses, stack, tasks)
         model_tasks = (await links.first_card()).tasks
     enter_phase("preparing the HTTP server")
-    app = await _app(
-        components, gateway, router, addresses, model_tasks
-    )  # may take longer than a worker waits for a heartbeat
+    app = await _app(components, gateway, addresses, model_tasks)  # may take longer than a worker waits for a heartbeat
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
     return frontend, *app, partial(_give_up, components)
@@ -334,7 +334,7 @@ def _links(
     return pool
 
 
-def _gateway(components: _Components) -> tuple[Gateway, Router]:
+def _gateway(components: _Components) -> Gateway:
     features = StoreFeatures(
         components.store,
         processor_digest=digest(components.frontend.processor_settings),
@@ -342,11 +342,11 @@ def _gateway(components: _Components) -> tuple[Gateway, Router]:
         media=components.config.media,
         retention_s=components.config.store.hold_retention_s,
     )
-    router, transfer, store = Router(components.config.routing), components.config.transfer, components.store
+    router, transfer, store = components.router, components.config.transfer, components.store
     shm = ShmTransport(HoldPasser(store, retention_s=components.config.store.hold_retention_s))
     pull = PullTransport(StoreGrants(store), transfer.mover)
     inline = InlineTransport(store.tensor, transfer.max_inline_bytes)
-    gateway = Gateway(
+    return Gateway(
         config=components.gateway_config,
         transports=Transports([shm, pull, inline], transfer.transport),
         features=features,
@@ -367,7 +367,6 @@ def _gateway(components: _Components) -> tuple[Gateway, Router]:
             metrics=components.metrics,
         ),
     )
-    return gateway, router
 
 
 def _plain_hashes(components: _Components, features: StoreFeatures) -> PlainHashes | None:
@@ -378,11 +377,7 @@ def _plain_hashes(components: _Components, features: StoreFeatures) -> PlainHash
 
 
 async def _app(
-    components: _Components,
-    gateway: Gateway,
-    router: Router,
-    addresses: GatewayAddresses,
-    model_tasks: tuple[str, ...] | None,
+    components: _Components, gateway: Gateway, addresses: GatewayAddresses, model_tasks: tuple[str, ...] | None
 ) -> tuple[Any, GatewayMetrics | None]:
     """Build vLLM's app around the gateway, and register the metrics of all components."""
     metrics, links = components.metrics, components.links
@@ -438,7 +433,7 @@ async def _app(
         index=addresses.gateway_index,
         recent=components.recent,
         workers=links,
-        router=router,
+        router=components.router,
         store=store,
         health=health,
     )

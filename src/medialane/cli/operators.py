@@ -11,6 +11,7 @@ from typing import Any
 import medialane
 from medialane.gateway import AccessKeys, GatewayMetrics, Health, WorkerPool
 from medialane.gateway.operators import OperatorEndpoints, Part, State, own_part, whole_state
+from medialane.gateway.operators.endpoints import no_others
 from medialane.gateway.operators.page_files import PageFiles
 from medialane.gateway.operators.part import Whose
 from medialane.gateway.operators.sessions import is_loopback
@@ -51,7 +52,6 @@ class Operators:
         self, keys: AccessKeys, group: GatewayMetrics | None, *, is_stopping: Callable[[], bool]
     ) -> dict[str, Any]:
         """Return the endpoints by method and path; its siblings are those of `group`."""
-        more = {} if group is None else {"ask_others": group.ask_others}
         endpoints = OperatorEndpoints(
             self._index,
             self._recent,
@@ -60,8 +60,8 @@ class Operators:
             refresh=self._refresh,
             begin_session=keys.session,
             end_session=keys.sessions.no_cookie,
+            ask_others=no_others if group is None else group.ask_others,
             is_stopping=is_stopping,
-            **more,
         )
         if group is not None:
             group.answer_sibling = endpoints.answer_sibling

@@ -1,8 +1,8 @@
 """Who may ask for what, decided by the route that would serve a request, before anything of its body is read.
 
-Theory of operation. Every route is of one of these kinds, which is that of the *matched* route's path: so no spelling of
-a path (an encoded newline, a mount's prefix, `root_path`) is of another kind than the handler that would run. A route
-that is not listed needs the admin key if there is one, else an API key: what an upgrade or a plugin adds is closed.
+Theory of operation. Every route is of one of these kinds, by the *matched* route's path: so no spelling of a path (an
+encoded newline, a mount's prefix, `root_path`) is of another kind than the handler that would run. A route that is not
+listed needs the admin key if there is one, else an API key: what an upgrade or a plugin adds is closed.
 
     kind      routes                                        accepted keys
     open      OPEN                                          none is needed

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from medialane.core.remote_entry import MoverName
 from medialane.core.request import Endpoint, WorkerRole, WorkerState
 from medialane.core.stats import StoreStats
 from medialane.gateway.operators.part import WINDOW_S, ErrorSample, Group, LiveStageCount, Part
@@ -251,7 +250,6 @@ def store_view(stats: StoreStats | None, problem: str | None, *, has_started: bo
         "features": arena.processed_bytes,
         "embeddings": arena.embedded_bytes,
     }
-    movers: Mapping[MoverName, int] = stats.pulls.num_bytes  # type: ignore[assignment]  # by name
     return StoreView(
         "ready" if has_started else "starting",
         problem,
@@ -275,8 +273,8 @@ def store_view(stats: StoreStats | None, problem: str | None, *, has_started: bo
             pool.num_failed,
         ),
         KeptView(leases.num_leases, leases.num_bytes, leases.max_bytes),
-        dict(movers),
-        dict(stats.memory),
+        stats.pulls.num_bytes,
+        {str(kind): size for kind, size in stats.memory.items()},
     )
 
 
