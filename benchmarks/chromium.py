@@ -1,7 +1,7 @@
 """A headless Chromium (Debian's package `chromium`), driven over its DevTools protocol.
 
-One browser with one tab. What the tab reports as an error is kept (`errors`): exceptions, `console.error`, resources that
-could not be loaded, and violations of the page's Content-Security-Policy.
+One browser with one tab. What the tab reports as an error is kept (`errors`): exceptions, `console.error`, resources
+that could not be loaded, and violations of the page's Content-Security-Policy.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Tab:
         """Wait until an expression is true. Raises BrowserFailed if it is not in time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not await self._is_true(condition):
+                while not await self._is_true(condition):  # noqa: ASYNC110 - of another process
                     await asyncio.sleep(_POLL_S)
                 return
         raise BrowserFailed(f"after {timeout_s:g} s still not: {condition}; errors: {self.errors[:5]}")
@@ -117,8 +117,7 @@ class Tab:
             size = (await self.send("Page.getLayoutMetrics"))["cssContentSize"]
             options |= {"captureBeyondViewport": True, "clip": {**size, "x": 0, "y": 0, "scale": 1}}
         data = (await self.send("Page.captureScreenshot", **options))["data"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(data))
+        await asyncio.to_thread(_write, path, base64.b64decode(data))
 
     async def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Call a method of the protocol. Raises BrowserFailed."""
@@ -144,6 +143,11 @@ class Tab:
                 answer.set_result(received)
             elif error := _error_of(received.get("method", ""), received.get("params", {})):
                 self.errors.append(error)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
 
 
 def _error_of(method: str, params: dict[str, Any]) -> str | None:
@@ -190,10 +194,11 @@ async def _tab_address(session: aiohttp.ClientSession, profile: Path) -> str:
         async with asyncio.timeout(_START_S):
             while True:
                 if port_file.exists() and (lines := port_file.read_text().splitlines()):
-                    async with session.get(f"http://127.0.0.1:{lines[0]}/json/list") as response:
-                        tabs = [tab for tab in await response.json() if tab["type"] == "page"]
-                    if tabs:
-                        return str(tabs[0]["webSocketDebuggerUrl"])
+                    with suppress(aiohttp.ClientError):  # it does not accept connections yet
+                        async with session.get(f"http://127.0.0.1:{lines[0]}/json/list") as response:
+                            tabs = [tab for tab in await response.json() if tab["type"] == "page"]
+                        if tabs:
+                            return str(tabs[0]["webSocketDebuggerUrl"])
                 await asyncio.sleep(_POLL_S)
     raise BrowserFailed(f"{PROGRAM} did not start within {_START_S:g} s")
 

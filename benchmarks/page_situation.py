@@ -1,19 +1,22 @@
 """A situation in which a worker, an origin and a tenant are to blame for what users wait for, and screenshots of the
-page that shows it: `python benchmarks/page_situation.py`.
+page that shows it: `python benchmarks/page_situation.py [--look]`.
 
 Everything is as users start it (a store with preparers, a gateway, workers), but for the engines, which are simulated.
 Media are fetched over HTTP from origins on the loopback interface. Of four workers, one is stopped (SIGSTOP) for 5 s
-every 20 s; one of the origins answers after 3 s; and a tenant sends a new video with each request.
+every 20 s; one of the origins answers after 3 s; and a tenant sends a new video with each request. With `--look` it
+goes on until Ctrl-C, for someone to find out who is to blame.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import json
 import os
 import random
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -21,8 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import uvloop
 from aiohttp import web
+from PIL import Image
 
+from chromium import Tab, chromium_tab
 from medialane.check.server_process import free_port
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.sample_video import sample_video
@@ -39,8 +45,11 @@ SIMULATED = ("--simulated-step-ms", "25", "--simulated-prefill-token-ms", "0.1",
 _READY_S = 120.0
 _REQUEST_S = 60.0
 _POLL_S = 0.1
-#: Clips are made before the load: encoding them takes CPU time.
-_NUM_CLIPS, _NUM_IMAGES = 40, 8
+_NUM_IMAGES = 8
+#: Before the first screenshot: the state is over a minute, in which the worker is to be stopped several times.
+_SEEN_S = 75.0
+_IMAGES = Path(__file__).parents[1] / "docs" / "images"
+_COLOURS = 128
 
 
 @dataclass(frozen=True)
@@ -60,10 +69,10 @@ class Tenant:
 class Origin:
     """Web servers with images and clips: a quick one and one that answers late."""
 
-    def __init__(self) -> None:
-        self._number = 0
+    def __init__(self, *, slow_s: float = SLOW_ORIGIN_S) -> None:
+        self._number, self._slow_s = 0, slow_s
         self._images = [sample_jpeg(seed, 640, 448) for seed in range(_NUM_IMAGES)]
-        self._clips = [sample_video(seed) for seed in range(_NUM_CLIPS)]
+        self._clip = sample_video(0)
         self._port = 0
 
     def image(self, number: int) -> dict[str, Any]:
@@ -96,10 +105,10 @@ class Origin:
     async def _get(self, request: web.Request) -> web.Response:
         kind, number = request.match_info["kind"], int(request.match_info["number"])
         if kind == "slow":
-            await asyncio.sleep(SLOW_ORIGIN_S)
+            await asyncio.sleep(self._slow_s)
         if kind == "clip":
             # Bytes behind the last box change its hash and nothing else.
-            data = self._clips[number % _NUM_CLIPS] + b"\0\0\0\x10free" + number.to_bytes(8, "big")
+            data = self._clip + b"\0\0\0\x10free" + number.to_bytes(8, "big")
             return web.Response(body=data, content_type="video/mp4")
         data = self._images[number % _NUM_IMAGES]
         if kind == "slow":
@@ -132,7 +141,7 @@ class Site:
     async def ready(self) -> None:
         """Wait until it serves with all workers. Raises TimeoutError."""
         async with asyncio.timeout(_READY_S), aiohttp.ClientSession() as session:
-            while not await self._is_ready(session):
+            while not await self._is_ready(session):  # noqa: ASYNC110 - of another process
                 await asyncio.sleep(_POLL_S)
 
     async def _is_ready(self, session: aiohttp.ClientSession) -> bool:
@@ -245,3 +254,81 @@ async def stopped_worker(site: Site) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.wait([task])
+
+
+async def log_in(tab: Tab, site: Site) -> None:
+    """Open the page with the operator's key. Raises BrowserFailed."""
+    await tab.goto(site.page_url)
+    await tab.until("document.activeElement.id === 'key'")
+    await tab.type(ADMIN_KEY)
+    await tab.press("Enter")
+    await tab.until("!document.querySelector('#content').hidden")
+    tab.errors.clear()  # the 401 that asks for the key
+
+
+async def take_screenshots(site: Site, folder: Path) -> None:
+    """A screenshot for each of the three. Raises BrowserFailed if the page does not name it."""
+    async with chromium_tab(width=1440, height=860) as tab:
+        await tab.prefer("light")
+        await log_in(tab, site)
+        await asyncio.sleep(_SEEN_S)
+        worker = f"worker-{STOPPED}"
+        await tab.until(_found(worker, "red"), EVERY_S + STOPPED_S)
+        await asyncio.sleep(1.5)
+        await _take(tab, folder / "page-worker.png")
+        await _show_requests(tab, "127.0.0.9")
+        await tab.click("#request-rows .row:not(.head)")
+        await tab.until("document.querySelectorAll('#detail .item').length")
+        await _take(tab, folder / "page-origin.png")
+        await tab.press("Escape")
+        await tab.press("Escape")
+        await tab.prefer("dark")
+        await _show_requests(tab, "clips")
+        await _take(tab, folder / "page-tenant.png")
+
+
+def _found(subject: str, level: str = "") -> str:
+    """Whether the page says something of a subject."""
+    return f"""[...document.querySelectorAll('#findings li')].some((line) => line.className.includes('{level}')
+        && line.querySelector('b').innerText.startsWith('{subject}'))"""
+
+
+async def _show_requests(tab: Tab, subject: str) -> None:
+    await tab.until(_found(subject), EVERY_S)
+    await tab.evaluate(f"""[...document.querySelectorAll('#findings li')].find((line) =>
+        line.querySelector('b').innerText.startsWith('{subject}')).querySelector('button').click()""")
+    await asyncio.sleep(3)
+    await tab.evaluate("scrollTo(0, 0)")
+
+
+async def _take(tab: Tab, path: Path) -> None:
+    """Few colours are enough, and a third of the size."""
+    await tab.screenshot(path)
+    await asyncio.to_thread(_shrink, path)
+
+
+def _shrink(path: Path) -> None:
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="medialane-page-", dir="/tmp"))
+        origin = await stack.enter_async_context(Origin().served())
+        site = await stack.enter_async_context(served_site(Path(folder)))
+        await stack.enter_async_context(Load(site, origin).running())
+        await stack.enter_async_context(stopped_worker(site))
+        if arguments.look:
+            print(f"{site.page_url} with the key: {ADMIN_KEY}", flush=True)
+            await asyncio.Event().wait()
+        await take_screenshots(site, arguments.folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--look", action="store_true", help="go on until Ctrl-C")
+    parser.add_argument("--folder", type=Path, default=_IMAGES, help="where the screenshots are written")
+    with suppress(KeyboardInterrupt):
+        uvloop.run(main(parser.parse_args()))

@@ -1,6 +1,6 @@
 """A gateway that only has the page and its API, with made-up requests: `Scene` says how many and what is wrong.
 
-For what no test machine can run: a thousand workers, 500 requests a second. What it sends has the form of docs/state.md.
+For what no test machine can run: a thousand workers, 500 requests a second. It answers as docs/state.md says.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class SampleGateway:
             named = f"{tenant}-of-the-department-of-very-long-names-and-numbers"
         else:
             named = scene.tenants[kind]
-        items, steps = [], [("upload", chance.uniform(0.0005, 0.004))]
+        items: list[dict[str, Any]] = []
+        steps = [("upload", chance.uniform(0.0005, 0.004))]
         if tenant != "chat":
             modality = "video" if tenant == "clips" else "image"
             origin = (
@@ -181,8 +182,8 @@ class SampleGateway:
                     ("decode", chance.uniform(0.01, 0.05) * scale),
                     ("process", chance.uniform(0.02, 0.1) * scale),
                 ]
-            for number in range(chance.choice((1, 1, 1, 2, 4)) if modality == "image" else 1):
-                items.append(_item(modality, origin, number, is_new, chance))
+            num_items = chance.choice((1, 1, 1, 2, 4)) if modality == "image" else 1
+            items = [_item(modality, origin, number, is_new, chance) for number in range(num_items)]
         stalled = worker < scene.stalled
         steps += [
             *(("assemble", 0.0004), ("route", 0.0003), ("handover", 0.0006)),
