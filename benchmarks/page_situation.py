@@ -150,7 +150,7 @@ class Site:
             async with session.get(f"{self.base_url}/medialane/workers", headers=headers) as response:
                 if response.status == 200:
                     workers = await response.json()
-                    return sum(worker["state"] == "ready" for worker in workers) == len(self.workers)
+                    return bool(sum(worker["state"] == "ready" for worker in workers) == len(self.workers))
         return False
 
 

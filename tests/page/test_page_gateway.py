@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+
 from page_situation import Load, Origin, Site, log_in, served_site
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]

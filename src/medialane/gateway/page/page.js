@@ -120,7 +120,7 @@ find('#login').addEventListener('submit', async (event) => {
   }
   if (!answer.ok) {
     find('#key').select();
-    return askForKey(answer.status === 401 ? 'This is not the operator’s key.' : await reason(answer));
+    return askForKey(answer.status === 401 ? 'This is not the admin key.' : await reason(answer));
   }
   find('#key').value = '';
   show(find('#logout'), true);
@@ -151,7 +151,7 @@ function draw() {
     show(find('#content'), true);
     show(find('#first'), false);
   }
-  for (const part of [drawHeader, drawFindings, drawStages, drawCharts, drawRequests, drawWorkers, drawDecisions, drawHosts, drawCaches, drawSenders, drawProblems]) part();
+  for (const part of [drawHeader, drawFindings, drawStages, drawCharts, drawRequests, drawWorkers, drawDecisions, drawHosts, drawCaches, drawSenders, drawProblems, showLink]) part();
 }
 
 function showLink() {
@@ -161,7 +161,7 @@ function showLink() {
   mark(document.body, isStale ? 'stale' : '');
   mark(find('#link'), isStale ? 'gone' : page.isPaused ? 'paused' : 'live');
   const text = !isStale ? (page.isPaused ? 'paused' : 'live')
-    : page.state ? `gateway does not answer, last heard ${ago(age)}; trying again` : 'gateway does not answer; trying again';
+    : page.state ? `gateway does not answer, last heard ${age < 1.5 ? 'a second ago' : ago(age)}; trying again` : 'gateway does not answer; trying again';
   write(find('#link-text'), text);
   if (!page.state) write(find('#first-text'), 'The gateway does not answer. This page connects by itself when it is back.');
 }
