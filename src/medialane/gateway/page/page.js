@@ -169,9 +169,12 @@ function showLink() {
 function drawHeader() {
   const {model, gateways, workers, hosts, encoders} = page.state;
   write(find('#serving'), [model, plural(workers.num, 'worker'), encoders.num ? plural(encoders.num, 'encoder') : null,
-    hosts.length > 1 ? plural(hosts.length, 'host') : null, gateways.length > 1 ? plural(gateways.length, 'gateway') : null].filter(Boolean).join(' · '));
+    numHosts(hosts) > 1 ? plural(numHosts(hosts), 'host') : null, gateways.length > 1 ? plural(gateways.length, 'gateway') : null].filter(Boolean).join(' · '));
   document.title = `medialane · ${model}`;
 }
+
+/** Workers of the gateway's host may have any names, which are taken for those of hosts. */
+const numHosts = (hosts) => hosts.filter((host) => !host.own).length + 1;
 
 /** Remember when workers gave no first token: they may be well again when someone looks. */
 function watchPauses({workers: {listed}, time}) {
@@ -402,8 +405,8 @@ function drawHosts() {
     write(encoding, host.encoders ? count(host.encoders) : 'none');
     write(media, {'gateway\'s': 'this store', own: 'its own store', none: 'no store'}[host.store] ?? host.store);
   });
-  show(hostRows, hosts.length > 1 || hosts.some((host) => host.name));
-  write(find('#hosts-note'), hosts.length > MOST_HOSTS ? `${MOST_HOSTS} of ${count(hosts.length)} hosts listed` : '');
+  show(hostRows, numHosts(hosts) > 1);
+  write(find('#hosts-note'), numHosts(hosts) > 1 && hosts.length > MOST_HOSTS ? `${MOST_HOSTS} of ${count(hosts.length)} hosts listed` : '');
 }
 
 function drawStore({arena, preparers, kept, copied, memory_bytes: memory, state}, encoders) {
@@ -495,7 +498,7 @@ function drawProblems() {
     mark(what, `cut ${REFUSALS.has(error.code) || error.status === 429 ? 'trouble' : error.status === 499 ? 'muted' : 'bad'}`);
     say(row, [error.status, error.reason || error.code].filter(Boolean).join(': '));
     write(whose, (error.tenants ?? []).filter(Boolean).join(', '));
-    write(last, ago(Math.max(0, time - error.last_at)));
+    write(last, error.last_at ? ago(Math.max(0, time - error.last_at)) : '');
   });
   show(problemRows.head, errors.length > 0);
   show(find('#problems-empty'), !errors.length);
