@@ -49,7 +49,6 @@ _NUM_IMAGES = 8
 #: Before the first screenshot: the state is over a minute, in which the worker is to be stopped several times.
 _SEEN_S = 75.0
 _IMAGES = Path(__file__).parents[1] / "docs" / "images"
-_COLOURS = 128
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Origin:
     def __init__(self, *, slow_s: float = SLOW_ORIGIN_S) -> None:
         self._number, self._slow_s = 0, slow_s
         self._images = [sample_jpeg(seed, 640, 448) for seed in range(_NUM_IMAGES)]
-        self._clip = sample_video(0)
+        self._clip = sample_video(0, 60, 448, 336)
         self._port = 0
 
     def image(self, number: int) -> dict[str, Any]:
@@ -302,14 +301,14 @@ async def _show_requests(tab: Tab, subject: str) -> None:
 
 
 async def _take(tab: Tab, path: Path) -> None:
-    """Few colours are enough, and a third of the size."""
     await tab.screenshot(path)
     await asyncio.to_thread(_shrink, path)
 
 
 def _shrink(path: Path) -> None:
+    """Chromium compresses quickly, not well."""
     with Image.open(path) as image:
-        image.convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+        image.convert("RGB").save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 

@@ -5,7 +5,6 @@ The browser and the prepared situation are those of the benchmarks.
 
 import shutil
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -29,26 +28,22 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="Chromium is not installed: apt-get install chromium"))
 
 
-@asynccontextmanager
-async def flawless_tab():
-    """It must have no errors at the end but those that the test has removed."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser():
     async with chromium_tab() as tab:
-        yield tab
-        await tab.goto("about:blank")  # its connections end before the server does
-        assert not tab.errors
-
-
-@pytest.fixture
-async def tab():
-    async with flawless_tab() as tab:
         yield tab
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def page():
-    """A tab for tests that share a loop."""
-    async with flawless_tab() as tab:
-        yield tab
+async def tab(browser):
+    """A window without a session, in the light. It must have no errors at the end but those that the test removes."""
+    await browser.send("Network.clearBrowserCookies")
+    await browser.resize(1440, 900)
+    await browser.prefer("light")
+    yield browser
+    await browser.goto("about:blank")
+    errors, browser.errors = browser.errors, []
+    assert not errors
 
 
 @pytest.fixture

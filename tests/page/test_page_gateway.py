@@ -28,49 +28,49 @@ async def origin():
         yield origin
 
 
-async def test_it_follows_requests_and_shows_each_in_full(site: Site, origin: Origin, page, screenshots):
-    await log_in(page, site)
-    assert "Nothing stands out" in await page.text("#findings")
+async def test_it_follows_requests_and_shows_each_in_full(site: Site, origin: Origin, tab, screenshots):
+    await log_in(tab, site)
+    assert "Nothing stands out" in await tab.text("#findings")
     async with Load(site, origin, speed=2).running():
-        await page.until(f"{ROWS}.some((row) => !row.view.stage) && {ROWS}.some((row) => row.view.stage)")
-        before = await page.text("#request-rows")
-        await page.until("document.querySelectorAll('#decision-rows .row').length > 1")
-        await page.until("document.querySelector('.stage[data-cell=fetch] .count').innerText !== '0'")
-        assert await page.text("#request-rows") != before
-        await page.evaluate("""(() => { const select = document.querySelector('#filters [name=tenant]');
+        await tab.until(f"{ROWS}.some((row) => !row.view.stage) && {ROWS}.some((row) => row.view.stage)")
+        before = await tab.text("#request-rows")
+        await tab.until("document.querySelectorAll('#decision-rows .row').length > 1")
+        await tab.until("document.querySelector('.stage[data-cell=fetch] .count').innerText !== '0'")
+        assert await tab.text("#request-rows") != before
+        await tab.evaluate("""(() => { const select = document.querySelector('#filters [name=tenant]');
             select.value = 'clips'; select.dispatchEvent(new Event('input', {bubbles: true})); })()""")
-        await page.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.tenant === 'clips')")
-        await page.until(f"{ROWS}.some((row) => row.view.items[0].outcome === 'new' && row.view.ttft_ms)")
-        await page.evaluate(f"{ROWS}.find((row) => row.view.items[0].outcome === 'new' && row.view.ttft_ms).click()")
-        await page.until("document.querySelector('#detail .choice')")
-        detail = await page.text("#detail")
+        await tab.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.tenant === 'clips')")
+        await tab.until(f"{ROWS}.some((row) => row.view.items[0].outcome === 'new' && row.view.ttft_ms)")
+        await tab.evaluate(f"{ROWS}.find((row) => row.view.items[0].outcome === 'new' && row.view.ttft_ms).click()")
+        await tab.until("document.querySelector('#detail .choice')")
+        detail = await tab.text("#detail")
         assert all(
             word in detail for word in ("clips", "video", "frames", "new, prepared", "Decode", "Prefill", "worker-")
         )
         assert "http" not in detail
-        await page.press("Escape")
-        await page.press("Escape")
-        await page.until("document.querySelector('#findings').innerText.includes('127.0.0.9')", 30)
-        await page.until("document.querySelector('#tenants-rows').innerText.includes('catalogue')")
-        await page.screenshot(screenshots / "gateway.png", whole=True)
+        await tab.press("Escape")
+        await tab.press("Escape")
+        await tab.until("document.querySelector('#findings').innerText.includes('127.0.0.9')", 30)
+        await tab.until("document.querySelector('#tenants-rows').innerText.includes('catalogue')")
+        await tab.screenshot(screenshots / "gateway.png", whole=True)
 
 
-async def test_it_survives_a_restart_of_the_gateway(site: Site, page):
-    await log_in(page, site)
+async def test_it_survives_a_restart_of_the_gateway(site: Site, tab):
+    await log_in(tab, site)
     site.gateway.restart()
-    await page.until("document.querySelector('#link').innerText.includes('does not answer')")
-    await page.until("document.querySelector('#link').innerText === 'live'", RESTART_S)
-    await page.until("document.querySelectorAll('#worker-rows .row').length === 3")
-    assert all("net::ERR" in error or "503" in error for error in page.errors), page.errors
-    page.errors.clear()
+    await tab.until("document.querySelector('#link').innerText.includes('does not answer')")
+    await tab.until("document.querySelector('#link').innerText === 'live'", RESTART_S)
+    await tab.until("document.querySelectorAll('#worker-rows .row').length === 3")
+    assert all("net::ERR" in error or "503" in error for error in tab.errors), tab.errors
+    tab.errors.clear()
 
 
-async def test_nobody_sees_anything_without_the_key(site: Site, page):
-    await page.goto(site.page_url)
-    await page.until("document.activeElement.id === 'key'")
-    await page.type("key-of-clips")
-    await page.press("Enter")
-    await page.until("document.querySelector('#login-error').innerText.startsWith('This is not')")
-    assert not await page.evaluate("document.querySelector('#content').checkVisibility()")
-    assert all("401" in error for error in page.errors)
-    page.errors.clear()
+async def test_nobody_sees_anything_without_the_key(site: Site, tab):
+    await tab.goto(site.page_url)
+    await tab.until("document.activeElement.id === 'key'")
+    await tab.type("key-of-clips")
+    await tab.press("Enter")
+    await tab.until("document.querySelector('#login-error').innerText.startsWith('This is not')")
+    assert not await tab.evaluate("document.querySelector('#content').checkVisibility()")
+    assert all("401" in error for error in tab.errors)
+    tab.errors.clear()

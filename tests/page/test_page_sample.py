@@ -1,9 +1,12 @@
 """The page in a browser, over made-up states: everything that does not depend on where they come from."""
 
 import re
+from contextlib import asynccontextmanager
 
 import pytest
 from sample_gateway import SampleServer, Scene
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 READY = "!document.querySelector('#content').hidden && document.querySelectorAll('#request-rows .row').length > 1"
 EMPTY = "!document.querySelector('#content').hidden"
@@ -26,15 +29,19 @@ LONG_TASKS = """var longest = 0; new PerformanceObserver((list) => list.getEntri
     (each) => { longest = Math.max(longest, each.duration); })).observe({type: 'longtask'})"""
 
 
-async def opened(tab, server, ready=READY):
-    await tab.goto(server.url)
-    await tab.until(ready)
+@asynccontextmanager
+async def shown(tab, scene, ready=READY):
+    """The page of a made-up gateway, which the browser leaves before the gateway ends."""
+    async with SampleServer(scene).served() as server:
+        await tab.goto(server.url)
+        await tab.until(ready)
+        yield server
+        await tab.goto("about:blank")
 
 
 @pytest.mark.parametrize("name", SCENES)
 async def test_nothing_is_wider_than_the_window(tab, screenshots, name):
-    async with SampleServer(SCENES[name]).served() as server:
-        await opened(tab, server, READY if SCENES[name].rate else EMPTY)
+    async with shown(tab, SCENES[name], READY if SCENES[name].rate else EMPTY):
         for width in (1440, 1000, 400):
             await tab.resize(width, 900)
             assert await tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -42,12 +49,10 @@ async def test_nothing_is_wider_than_the_window(tab, screenshots, name):
                 await tab.prefer(scheme)
                 await tab.until(f"document.documentElement.dataset.theme === '{scheme}'")
                 await tab.screenshot(screenshots / f"{name}-{scheme}-{width}.png", whole=True)
-        await tab.goto("about:blank")
 
 
 async def test_a_thousand_workers_and_500_requests_a_second_are_bounded(tab, screenshots):
-    async with SampleServer(Scene(workers=1000, rate=500, hosts=40, stalled=3)).served() as server:
-        await opened(tab, server)
+    async with shown(tab, Scene(workers=1000, rate=500, hosts=40, stalled=3)):
         await tab.evaluate(LONG_TASKS)
         await tab.until("/^[4-9][0-9][0-9] in flight/.test(document.querySelector('#requests-note').innerText)")
         await tab.evaluate(SLEEP)
@@ -57,33 +62,27 @@ async def test_a_thousand_workers_and_500_requests_a_second_are_bounded(tab, scr
         assert "stalled" in await tab.text("#findings")
         assert await tab.evaluate("longest") < LONGEST_TASK_MS
         await tab.screenshot(screenshots / "thousand-workers.png", whole=True)
-        await tab.goto("about:blank")
 
 
 async def test_a_stalled_worker_a_slow_origin_and_failures_stand_out(tab):
     scene = Scene(workers=5, stalled=1, slow_origin=True, failing=0.2)
-    async with SampleServer(scene).served() as server:
-        await opened(tab, server)
+    async with shown(tab, scene):
         lines = (await tab.text("#findings")).splitlines()
         assert re.match(r"worker-0 is stalled, for \d+\.\d s: \d+ requests wait there", lines[0])
         assert any(re.match(r"slow.example.com answers slowly: to fetch an item takes 3\.\d s", line) for line in lines)
         assert any("of requests failed in the last minute" in line for line in lines)
         await tab.click("#findings button")
         await tab.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.worker === 'worker-0')")
-        await tab.goto("about:blank")
 
 
 async def test_a_quiet_server_says_that_nothing_stands_out(tab):
-    async with SampleServer(Scene(rate=0)).served() as server:
-        await opened(tab, server, EMPTY)
+    async with shown(tab, Scene(rate=0), EMPTY):
         assert "Nothing stands out" in await tab.text("#findings")
         assert "No requests yet" in await tab.text("#requests-empty")
-        await tab.goto("about:blank")
 
 
 async def test_keys(tab):
-    async with SampleServer(Scene()).served() as server:
-        await opened(tab, server)
+    async with shown(tab, Scene()):
         await tab.press("/")
         await tab.type("clips")
         await tab.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.tenant === 'clips')")
@@ -101,17 +100,15 @@ async def test_keys(tab):
         await tab.press("Escape")
         await tab.press("p")
         assert await tab.text("#link") == "paused"
-        shown = await tab.text("#request-rows")
+        before = await tab.text("#request-rows")
         await tab.evaluate(SLEEP)
-        assert await tab.text("#request-rows") == shown
+        assert await tab.text("#request-rows") == before
         await tab.press("p")
         await tab.until("document.querySelector('#link').innerText === 'live'")
-        await tab.goto("about:blank")
 
 
 async def test_filters_narrow_the_list_and_can_find_nothing(tab):
-    async with SampleServer(Scene(workers=5, failing=0.2, slow_origin=True)).served() as server:
-        await opened(tab, server)
+    async with shown(tab, Scene(workers=5, failing=0.2, slow_origin=True)):
         for name, of_row in {
             "failed": "row.view.error",
             "slow": "(row.view.ttft_ms ?? row.view.total_ms) >= 1000",
@@ -126,13 +123,10 @@ async def test_filters_narrow_the_list_and_can_find_nothing(tab):
         await tab.type("nobody has this name")
         await tab.until("!document.querySelector('#requests-empty').hidden")
         assert "No request passes the filter" in await tab.text("#requests-empty")
-        await tab.goto("about:blank")
 
 
 async def test_a_login_is_asked_for_and_remembered(tab, screenshots):
-    async with SampleServer(Scene(key="right")).served() as server:
-        await tab.goto(server.url)
-        await tab.until("document.activeElement.id === 'key'")
+    async with shown(tab, Scene(key="right"), "document.activeElement.id === 'key'"):
         await tab.screenshot(screenshots / "login.png")
         await tab.type("wrong")
         await tab.press("Enter")
@@ -141,15 +135,16 @@ async def test_a_login_is_asked_for_and_remembered(tab, screenshots):
         await tab.type("right")
         await tab.press("Enter")
         await tab.until(READY)
-        await opened(tab, server)
-        assert all("401" in error for error in tab.errors)
-        tab.errors.clear()
-        await tab.goto("about:blank")
+        await tab.evaluate("location.reload()")
+        await tab.until(READY)
+    assert all("401" in error for error in tab.errors)
+    tab.errors.clear()
 
 
 async def test_a_gateway_that_is_gone_is_reported_and_found_again(tab, screenshots):
     async with SampleServer(Scene()).served() as server:
-        await opened(tab, server)
+        await tab.goto(server.url)
+        await tab.until(READY)
         port = int(server.url.split(":")[2].split("/")[0])
     await tab.until("document.querySelector('#link').innerText.includes('does not answer')", 10)
     await tab.screenshot(screenshots / "gone.png")
@@ -162,24 +157,21 @@ async def test_a_gateway_that_is_gone_is_reported_and_found_again(tab, screensho
 
 async def test_names_are_text(tab):
     scene = Scene(tenants=("<img src=x onerror=console.error(1)>", "<b>bold</b>", "'\"&amp;", "clips"))
-    async with SampleServer(scene).served() as server:
-        await opened(tab, server)
+    async with shown(tab, scene):
         await tab.click("#request-rows .row:not(.head)")
         await tab.until("document.querySelector('#detail-body').children.length > 1")
         assert "<img src=x onerror=console.error(1)>" in await tab.text("#tenants-rows")
         assert not await tab.evaluate("document.querySelectorAll('img, b b').length")
-        await tab.goto("about:blank")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_texts_have_contrast(tab, scheme):
-    await tab.prefer(scheme)
-    async with SampleServer(Scene(stalled=1, failing=0.2)).served() as server:
-        await opened(tab, server)
-        found = await tab.evaluate(CONTRASTS)
-        assert len(found) > 50
-        assert not [(text, contrast) for text, contrast in found if contrast < LEAST_CONTRAST]
-        await tab.goto("about:blank")
+async def test_texts_have_contrast(tab):
+    async with shown(tab, Scene(stalled=1, failing=0.2)):
+        for scheme in ("light", "dark"):
+            await tab.prefer(scheme)
+            await tab.until(f"document.documentElement.dataset.theme === '{scheme}'")
+            found = await tab.evaluate(CONTRASTS)
+            assert len(found) > 50
+            assert not [(text, contrast) for text, contrast in found if contrast < LEAST_CONTRAST]
 
 
 #: The contrast of each text with what is behind it.

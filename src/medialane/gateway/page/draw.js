@@ -74,6 +74,7 @@ const NONE = '–';
 /** 4.2 ms, 310 ms, 4.20 s, 12.3 s, 5 min. */
 export function ms(value) {
   if (value === null || value === undefined) return NONE;
+  if (value < 0.05) return '0 ms';
   if (value < 9.95) return `${value.toFixed(1)} ms`;
   if (value < 999.5) return `${value.toFixed(0)} ms`;
   if (value < 99950) return `${(value / 1000).toFixed(1)} s`;
