@@ -540,4 +540,4 @@ class SampleServer:
         await response.prepare(request)
         while True:
             await response.write(f"event: state\ndata: {json.dumps(self.gateway.state(time.time()))}\n\n".encode())
-            await asyncio.sleep(1)
+            await asyncio.sleep(1)  # time: as often as a gateway
