@@ -58,6 +58,7 @@ test test-all:
 	@$(call pytest,$(forking) -n 2)
 	@$(call pytest,tests/hostile tests/fuzz tests/contract $(with_torch) -n $(if $(quickly),2,3) --no-loadscope-reorder)
 	@$(call pytest,tests/e2e)
+	@$(if $(quickly),,$(call pytest,tests/page))
 	@$(if $(quickly),,$(call pytest,tests/chaos))
 	@$(if $(quickly),,$(call pytest,tests/e2e_families -n 2))
 
@@ -130,7 +131,13 @@ $(SERVING): requirements/$(EXTRA).txt pyproject.toml $(shell find packages -type
 $(TESTING): $(SERVING) requirements/tests.txt
 	@echo "medialane: adding what tests need (details: $(LOG))"
 	@$(call locked,requirements/tests.txt)
+	@$(system-packages)
 	@touch $@
+
+# The browser that the page is tested in. Without it those tests are skipped, and say so.
+system-packages = command -v chromium > /dev/null || { [ $$(id -u) = 0 ] && command -v apt-get > /dev/null \
+  && { apt-get update && apt-get install -y --no-install-recommends chromium; } >> $(LOG) 2>&1; } \
+  || echo "  no Chromium: the page is not tested (apt-get install chromium; details: $(LOG))"
 
 # Left out on a CPU: torch (see above) and what it needs for CUDA; triton, which only xgrammar asks for, without a use for it;
 # torchcodec, whose build for CUDA does not load. nixl uses whichever of its builds there is, and torch is built for CUDA 13.

@@ -1,0 +1,113 @@
+// What stands out: the few sentences at the top of the page. Each compares one worker, origin or tenant with the others,
+// over what the gateways measured in the last minute; one alone is compared with a fixed limit.
+
+import {ago, count, ms, percent, plural} from './draw.js';
+
+/** Less than so many requests or items say nothing. */
+const ENOUGH = 5, ENOUGH_ITEMS = 3;
+const LONG_MS = 1000;
+/** How much longer than elsewhere stands out. */
+const MUCH = 3;
+/** Items that are not cached, of a tenant's, and of all that are not. */
+const MOSTLY_NEW = 0.8, MUCH_WORK = 0.1;
+const MOST = 5;
+
+const median = (values) => [...values].sort((a, b) => a - b)[Math.floor((values.length - 1) / 2)] ?? null;
+const others = (all, one, value) => median(all.filter((each) => each !== one && value(each) !== null).map(value));
+
+/** [{level: 'red' | 'amber', subject, text, filter}], the worst first. `pauses` are times in which a worker gave no
+ * first token, as seen by this page: name -> [{at, seconds}], seconds null while it lasts. */
+export function findings(state, pauses) {
+  const all = [...gateways(state), ...workers(state, pauses), ...store(state), ...origins(state), ...tenants(state), ...failures(state)];
+  const order = (each) => (each.level === 'red' ? 0 : 1);
+  return all.sort((a, b) => order(a) - order(b)).slice(0, MOST);
+}
+
+function gateways({gateways: all, workers}) {
+  const gone = all.filter((each) => !each.up);
+  const problems = workers.num ? [...new Set(all.flatMap((each) => each.problems))] : [];
+  return [
+    ...(gone.length ? [{level: 'red', subject: `gateway ${gone.map((each) => each.index).join(', ')}`, text: 'does not answer: its requests are missing here'}] : []),
+    ...problems.slice(0, 2).map((problem) => ({level: 'amber', subject: 'Health:', text: problem})),
+  ];
+}
+
+/** Whether a worker gives no first tokens although others do. */
+export function isStuck(worker, listed) {
+  if (worker.state === 'stalled' || worker.state === 'lost') return true;
+  if (worker.oldest_ms === null || worker.oldest_ms < LONG_MS) return false;
+  const elsewhere = others(listed, worker, (each) => each.first_token_p50_ms) ?? worker.first_token_p50_ms ?? 0;
+  return worker.oldest_ms > MUCH * Math.max(elsewhere, worker.first_token_p50_ms ?? 0);
+}
+
+function workers({workers: {num, listed}, time}, pauses) {
+  if (!num) return [{level: 'red', subject: 'No worker', text: 'is connected: requests are answered 503 until one is'}];
+  const stuck = listed.filter((worker) => isStuck(worker, listed));
+  if (stuck.length > 3) {
+    const names = stuck.slice(0, 3).map((each) => each.name).join(', ');
+    return [{level: 'red', subject: plural(stuck.length, 'worker'), text: `do not answer: ${names} and others`}];
+  }
+  return listed.map((worker) => {
+    const past = (pauses.get(worker.name) ?? []).filter((pause) => pause.seconds !== null && time - pause.at < 900);
+    if (stuck.includes(worker)) return {level: 'red', subject: worker.name, filter: {worker: worker.name}, text: stuckText(worker) + (past.length ? `. It paused ${times(past.length)} before, last ${ago(time - past.at(-1).at)}` : '')};
+    return slow(worker, listed, past, time);
+  }).filter(Boolean);
+}
+
+const times = (number) => (number === 1 ? 'once' : `${number} times`);
+
+function stuckText(worker) {
+  const waiting = worker.in_flight ? `: ${plural(worker.in_flight, 'request')} wait${worker.in_flight === 1 ? 's' : ''} there` : '';
+  if (worker.state === 'lost') return `is lost${waiting}`;
+  return `${worker.state === 'stalled' ? 'is stalled' : 'does not respond'}${worker.oldest_ms === null ? '' : `, for ${ms(worker.oldest_ms)}`}${waiting}`;
+}
+
+function slow(worker, listed, past, time) {
+  const typical = others(listed, worker, (each) => each.first_token_p95_ms);
+  const mine = worker.first_token_p95_ms;
+  if (mine === null || worker.requests < ENOUGH || mine < LONG_MS || mine < MUCH * (typical ?? 0)) return null;
+  const elsewhere = typical === null ? '' : `, other workers ${ms(typical)}`;
+  const rest = worker.first_token_p50_ms < mine / MUCH ? `, though half of its first tokens come within ${ms(worker.first_token_p50_ms)}` : '';
+  const why = past.length ? `. It stops for ${ms(1000 * median(past.map((pause) => pause.seconds)))} at a time: ${times(past.length)} so far, last ${ago(time - past.at(-1).at)}` : '';
+  return {level: 'amber', subject: worker.name, filter: {worker: worker.name, slow: true}, text: `is slow: p95 to the first token ${ms(mine)}${elsewhere}${rest}${why}`};
+}
+
+function store({store: found}) {
+  if (!found) return [];
+  if (found.state !== 'ready') return [{level: 'red', subject: 'media store', text: `is ${found.state}: requests with media wait${found.problem ? ` (${found.problem})` : ''}`}];
+  const {preparers, arena} = found;
+  const missing = preparers.num - preparers.alive;
+  return [
+    preparers.queued > 0 && preparers.queue_s > 0.5 && {level: 'amber', subject: 'preparers', text: `are all busy: ${plural(preparers.queued, 'media item')} wait${preparers.queued === 1 ? 's' : ''}, for about ${ms(1000 * preparers.queue_s)}`},
+    missing > 0 && preparers.alive < preparers.num / 2 && {level: 'amber', subject: 'preparers', text: `are missing: ${preparers.alive} of ${preparers.num} run`},
+    arena.held_bytes > 0.85 * arena.size_bytes && {level: 'amber', subject: 'shared memory', text: `is full of media in use (${percent(arena.held_bytes / arena.size_bytes)}): new ones wait for space`},
+  ].filter(Boolean);
+}
+
+function origins({origins: all}) {
+  return all.filter((origin) => {
+    const longest = Math.max(origin.p50_ms ?? 0, origin.items < ENOUGH_ITEMS ? origin.oldest_ms ?? 0 : 0);
+    return longest >= LONG_MS / 2 && longest > MUCH * (others(all, origin, (each) => each.p50_ms) ?? 0);
+  }).map((origin) => {
+    const elsewhere = others(all, origin, (each) => each.p50_ms);
+    const live = origin.live ? `; ${plural(origin.live, 'request')} with media from there in flight` : '';
+    return {level: 'amber', subject: origin.name, filter: {text: origin.name}, text: `answers slowly: to fetch an item takes ${ms(origin.p50_ms ?? origin.oldest_ms)}${elsewhere === null ? '' : `, elsewhere ${ms(elsewhere)}`}${live}`};
+  });
+}
+
+function tenants({tenants: all}) {
+  const fresh = all.reduce((sum, tenant) => sum + tenant.new, 0);
+  if (all.length < 2) return [];
+  return all.filter((tenant) => tenant.items >= ENOUGH && tenant.new >= MOSTLY_NEW * tenant.items && tenant.new >= MUCH_WORK * fresh)
+    .map((tenant) => ({level: 'amber', subject: tenant.name, filter: {tenant: tenant.name},
+      text: `sends new media: ${count(tenant.new)} of its ${count(tenant.items)} items were not cached, ${percent(tenant.new / fresh)} of all that had to be prepared`}));
+}
+
+function failures({rates: {values}, errors}) {
+  const sum = (name) => values[name].slice(-12).reduce((all, value) => all + value, 0);
+  const failed = sum('failed'), requests = sum('requests');
+  const worst = errors.find((error) => error.code !== 'client_disconnected');
+  if (failed < 3 || failed < 0.03 * requests || !worst) return [];
+  return [{level: failed > 0.1 * requests ? 'red' : 'amber', subject: `${percent(failed / requests)} of requests`, filter: {failed: true},
+    text: `failed in the last minute, most with ${worst.code.replaceAll('_', ' ')}${worst.reason ? ` (${worst.reason})` : ''}`}];
+}

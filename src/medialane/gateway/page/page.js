@@ -1,0 +1,601 @@
+// The page: one connection to the gateway, and the sections that it fills. What is drawn is bounded whatever the load:
+// one drawing a second, of at most some dozens of rows in each section.
+
+import {Chart, ago, bytes, count, find, head, list, make, mark, meter, ms, nameWorkers, percent, plural, say, shortName, show, size, write} from './draw.js';
+import {findings, isStuck} from './findings.js';
+import * as requests from './requests.js';
+import {CELLS, LANES, PART, PARTS, cellOf, spent} from './stages.js';
+
+/** Rows of each section: the worst or the latest. */
+const MOST_WORKERS = 8, MOST_DECISIONS = 6, MOST_PROBLEMS = 6, MOST_HOSTS = 5, MOST_SENDERS = 5;
+/** From so many workers on there is a map of those that need attention first. */
+const MAP_FROM = 9;
+const STALE_S = 4, RETRY_S = [0.5, 1, 2, 3], DETAIL_S = 1, POLL_S = 2, DRAW_S = 1;
+const LONG_MS = 1000;
+/** Requests that are asked for; more where only the page can tell which are wanted. */
+const ASKED = 60, SEARCHED = 400;
+
+/** `latest` are the requests last asked for, `state` the state last drawn, `next` the one last received. */
+const page = {state: null, next: null, latest: [], isPaused: false, source: null, heardAt: 0, retries: 0, isGone: false};
+/** Times in which workers gave no first token: name -> [{at, seconds}], seconds null while it lasts. */
+const pauses = new Map();
+
+// ---- connection
+
+async function connect() {
+  clearTimeout(page.timer);
+  page.source?.close();
+  let answer;
+  try {
+    answer = await fetch('state', {cache: 'no-store', signal: AbortSignal.timeout(5000)});
+  } catch {
+    return retry();
+  }
+  if (answer.status === 401) return askForKey('');
+  if (answer.status === 403 || answer.status === 404) return showFirst(await reason(answer));
+  if (!answer.ok) return retry();
+  received(await answer.json());
+  askForRequests();
+  const source = page.source = new EventSource('state/stream');
+  source.addEventListener('state', (event) => {
+    page.retries = 0;
+    received(JSON.parse(event.data));
+  });
+  source.onerror = () => { source.close(); retry(); };
+}
+
+function retry() {
+  page.source?.close();
+  page.isGone = true;
+  showLink();
+  const wait = RETRY_S[Math.min(page.retries++, RETRY_S.length - 1)];
+  page.timer = setTimeout(connect, 1000 * wait);
+}
+
+function received(state) {
+  page.isGone = false;
+  page.heardAt = performance.now();
+  page.next = state;
+  watchPauses(state);
+  if (!page.state) draw();
+}
+
+/** Ask for the latest requests that pass the filter, once and then again and again. */
+async function askForRequests() {
+  clearTimeout(page.asking);
+  const wanted = requests.filters();
+  const query = new URLSearchParams({limit: wanted.text ? SEARCHED : ASKED});
+  for (const name of ['model', 'tenant', 'worker', 'modality']) if (wanted[name]) query.set(name, wanted[name]);
+  if (wanted.slow) query.set('slow', requests.SLOW_MS);
+  if (wanted.failed) query.set('failed', true);
+  if (!requests.isFiltered()) query.set('live', false); // the state has those that run
+  try {
+    const answer = await fetch(`requests?${query}`, {cache: 'no-store', signal: AbortSignal.timeout(5000)});
+    if (answer.ok) {
+      page.latest = (await answer.json()).requests;
+      if (page.state && !page.isPaused) drawRequests();
+    }
+  } catch { /* the stream notices that the gateway is gone */ }
+  if (!page.isGone) page.asking = setTimeout(askForRequests, 1000 * POLL_S);
+}
+
+// ---- login
+
+/** Show a text, or the form for the key, instead of the content. */
+function showFirst(text, isLogin = false) {
+  page.isGone = false;
+  page.state = null;
+  clearTimeout(page.asking);
+  close();
+  mark(document.body, '');
+  mark(find('#link'), '');
+  write(find('#link-text'), isLogin ? 'key needed' : 'not allowed');
+  show(find('#content'), false);
+  show(find('#first'), true);
+  show(find('#login'), isLogin);
+  write(find('#first-text'), text);
+}
+
+function askForKey(message) {
+  showFirst('', true);
+  write(find('#login-error'), message);
+  find('#key').focus();
+}
+
+async function reason(answer) {
+  try {
+    return (await answer.json()).error.message;
+  } catch {
+    return `The gateway answers ${answer.status}.`;
+  }
+}
+
+find('#login').addEventListener('submit', async (event) => {
+  event.preventDefault();
+  let answer;
+  try {
+    answer = await fetch('login', {method: 'POST', headers: {'content-type': 'application/json'}, body: JSON.stringify({key: find('#key').value})});
+  } catch {
+    return askForKey('The gateway does not answer.');
+  }
+  if (!answer.ok) {
+    find('#key').select();
+    return askForKey(answer.status === 401 ? 'This is not the admin key.' : await reason(answer));
+  }
+  find('#key').value = '';
+  show(find('#logout'), true);
+  showFirst('Waiting for the gateway.');
+  connect();
+});
+
+find('#logout').addEventListener('click', async () => {
+  help.close();
+  try {
+    await fetch('logout', {method: 'POST'});
+  } catch { /* the gateway is gone: it is asked again below */ }
+  page.source?.close();
+  connect();
+});
+
+// ---- drawing
+
+setInterval(() => {
+  if (page.next !== page.state && !page.isPaused) draw();
+  showLink();
+}, 1000 * DRAW_S);
+
+function draw() {
+  page.state = page.next;
+  nameWorkers(page.state.workers.listed);
+  if (find('#content').hidden) {
+    show(find('#content'), true);
+    show(find('#first'), false);
+  }
+  for (const part of [drawHeader, drawFindings, drawStages, drawCharts, drawRequests, drawWorkers, drawDecisions, drawHosts, drawCaches, drawSenders, drawProblems, showLink]) part();
+}
+
+function showLink() {
+  const age = (performance.now() - page.heardAt) / 1000;
+  const isStale = page.isGone || (page.state !== null && age > STALE_S);
+  if (!page.state && !page.isGone) return;
+  mark(document.body, isStale ? 'stale' : '');
+  mark(find('#link'), isStale ? 'gone' : page.isPaused ? 'paused' : 'live');
+  const text = !isStale ? (page.isPaused ? 'paused' : 'live')
+    : page.state ? `gateway does not answer, last heard ${age < 1.5 ? 'a second ago' : ago(age)}; trying again` : 'gateway does not answer; trying again';
+  write(find('#link-text'), text);
+  if (!page.state) write(find('#first-text'), 'The gateway does not answer. This page connects by itself when it is back.');
+}
+
+function drawHeader() {
+  const {model, gateways, workers, hosts, encoders} = page.state;
+  write(find('#serving'), [model, plural(workers.num, 'worker'), encoders.num ? plural(encoders.num, 'encoder') : null,
+    numHosts(hosts) > 1 ? plural(numHosts(hosts), 'host') : null, gateways.length > 1 ? plural(gateways.length, 'gateway') : null].filter(Boolean).join(' · '));
+  document.title = `medialane · ${model}`;
+}
+
+/** Workers of the gateway's host may have any names, which are taken for those of hosts. */
+const numHosts = (hosts) => hosts.filter((host) => !host.own).length + 1;
+
+/** Remember when workers gave no first token: they may be well again when someone looks. */
+function watchPauses({workers: {listed}, time}) {
+  for (const worker of listed) {
+    const known = pauses.get(worker.name) ?? [];
+    const last = known.at(-1);
+    const isStopped = isStuck(worker, listed);
+    if (isStopped && last?.seconds !== null) pauses.set(worker.name, [...known, {at: time - (worker.oldest_ms ?? 0) / 1000, seconds: null}].slice(-50));
+    else if (!isStopped && last?.seconds === null) last.seconds = time - last.at;
+  }
+}
+
+function drawFindings() {
+  const found = findings(page.state, pauses);
+  const calm = 'Nothing stands out: all workers answer, and nothing waits long.';
+  list(find('#findings ul'), found.length ? found : [{level: 'fine', subject: '', text: calm}], (each) => each.subject, () =>
+    make('li', {}, make('span', {class: 'dot'}), make('p', {}, make('b'), make('span'), make('button', {type: 'button'}, 'Show its requests'))), (node, each) => {
+    mark(node, each.level);
+    const [subject, text, button] = node.lastChild.children;
+    write(subject, each.subject);
+    write(text, each.subject ? ` ${each.text}.` : each.text);
+    show(button, Boolean(each.filter));
+    button.onclick = () => showOnly(each.filter);
+  });
+}
+
+function showOnly(filter) {
+  const form = find('#filters');
+  form.reset();
+  for (const [name, value] of Object.entries(filter)) {
+    const field = form.elements[name];
+    if (field.type === 'checkbox') field.checked = value;
+    else {
+      if (field.tagName === 'SELECT' && ![...field.options].some((option) => option.value === value)) field.append(make('option', {value}, value));
+      field.value = value;
+    }
+  }
+  filterChanged();
+  find('#requests').scrollIntoView({block: 'nearest'});
+}
+
+const cells = new Map();
+for (const lane of LANES) {
+  const box = make('div', {class: 'lane'}, make('h3', {}, lane.title));
+  const inside = make('div');
+  for (const cell of lane.cells) {
+    const names = make('div', {class: 'name'}, ...cell.parts.map((name) =>
+      make('span', {class: 'part', title: PART[name].text}, make('i', {class: `swatch stage-${name}`}), PART[name].title)));
+    const node = make('div', {class: 'stage', 'data-cell': cell.name}, names, make('div', {class: 'count'}), make('div', {class: 'level'}, make('i', {class: `stage-${cell.parts.at(-1)}`})), make('div', {class: 'time'}));
+    cells.set(cell.name, node);
+    inside.append(node);
+  }
+  box.append(inside);
+  find('.lanes').append(box);
+}
+
+function drawStages() {
+  const {num, stages} = page.state.live;
+  const here = Object.fromEntries(CELLS.map((cell) => [cell.name, {num: 0, oldest_ms: 0}]));
+  for (const stage of stages) {
+    const cell = here[cellOf(stage.stage)];
+    cell.num += stage.num;
+    cell.oldest_ms = Math.max(cell.oldest_ms, stage.oldest_ms);
+  }
+  const most = Math.max(1, ...Object.values(here).map((cell) => cell.num));
+  for (const cell of CELLS) {
+    const {num: inside, oldest_ms: oldest} = here[cell.name];
+    const [, number, level, time] = cells.get(cell.name).children;
+    write(number, count(inside));
+    mark(number, inside ? 'count' : 'count none');
+    size(level.firstChild, 'width', `${(100 * inside) / most}%`);
+    const isLong = cell.name !== 'answer' && oldest > LONG_MS;
+    mark(time, isLong ? 'time trouble' : 'time');
+    write(time, isLong ? `longest ${ms(oldest)}` : typical(page.latest, cell));
+  }
+  write(find('#stages-note'), `${plural(num, 'request')} in flight`);
+}
+
+/** The median of each part of a cell. */
+function typical(views, cell) {
+  return cell.parts.map((name) => {
+    const times = views.map((view) => spent(view).find((part) => part.name === name)?.ms).filter((value) => value !== undefined).sort((a, b) => a - b);
+    return times.length ? ms(times[Math.floor(times.length / 2)]) : null;
+  }).filter(Boolean).join(' · ') || '–';
+}
+
+const charts = Object.fromEntries([['requests', 'Requests'], ['ttft', 'Time to first token'], ['cache', 'Media already cached'], ['tokens', 'Tokens generated']]
+  .map(([name, title]) => [name, new Chart(find('#charts'), title)]));
+
+function drawCharts() {
+  const {rates} = page.state;
+  const step = rates.step_s;
+  // The last step has not ended.
+  const values = Object.fromEntries(Object.entries(rates.values).map(([name, all]) => [name, all.slice(0, -1)]));
+  const rate = (name) => values[name].map((value) => value / step);
+  const all = rate('requests'), failed = rate('failed');
+  charts.requests.fill({main: all, fault: failed, step_s: step},
+    (i) => [`${count(all[i])}/s`, failed[i] ? `${count(failed[i])}/s failed` : ''], (value) => `${count(value)}/s`);
+  const p50 = values.ttft_p50_ms, p95 = values.ttft_p95_ms;
+  charts.ttft.fill({main: p95, second: p50, step_s: step, area: false},
+    (i) => [ms(p95[i]), `p95${p50[i] === null ? '' : `, median ${ms(p50[i])}`}`], ms);
+  const share = values.items.map((value, i) => (value ? (values.items_cached[i] + values.items_shared[i]) / value : null));
+  charts.cache.fill({main: share, most: 1, step_s: step},
+    (i) => [percent(share[i]), `of ${count(values.items[i] / step)} items/s`], percent);
+  const tokens = rate('generated_tokens');
+  charts.tokens.fill({main: tokens, step_s: step}, (i) => [`${count(tokens[i])}/s`, `${count(values.prompt_tokens[i] / step)}/s in prompts`], (value) => `${count(value)}/s`);
+}
+
+function drawRequests() {
+  const {workers, live, tenants, time, model} = page.state;
+  const isFiltered = requests.isFiltered();
+  const views = isFiltered ? page.latest : [...live.listed, ...page.latest];
+  const known = [...live.listed, ...page.latest];
+  requests.offer('model', [model, ...known.map((view) => view.model)], 'All models');
+  requests.offer('tenant', [...tenants.map((tenant) => tenant.name), ...known.map((view) => view.tenant)], 'All tenants');
+  requests.offer('modality', ['text', ...known.flatMap((view) => view.items.map((item) => item.modality))], 'All media');
+  requests.offer('worker', workers.listed.map((worker) => worker.name), 'All workers');
+  const wanted = requests.filters();
+  const matching = views.filter((view) => requests.wants(view, wanted));
+  // Those that run, the longest first; then those that have ended, the latest first.
+  matching.sort((a, b) => Boolean(b.stage) - Boolean(a.stage) || (a.stage ? a.received_at - b.received_at : b.received_at - a.received_at));
+  requests.drawRequests(matching, {live: isFiltered ? null : live.num, now: time});
+}
+
+const workerRows = find('#worker-rows');
+head(workerRows, 'Worst first', 'State', 'First token>', 'Run + wait>', 'KV', 'Encoder');
+
+function drawWorkers() {
+  const {workers} = page.state;
+  const worst = workers.listed.slice(0, MOST_WORKERS);
+  list(workerRows, worst, (worker) => worker.name, (worker) => {
+    const row = make('div', {class: 'row', title: 'Show its requests'}, make('span', {class: 'cut'}), make('span', {class: 'cut'}), make('span', {class: 'num'}), make('span', {class: 'num'}), make('span', {class: 'meter'}), make('span', {class: 'meter'}));
+    row.addEventListener('click', () => showOnly({worker: worker.name}));
+    return row;
+  }, fillWorker);
+  show(workerRows.head, worst.length > 0);
+  show(find('#workers-empty'), !worst.length);
+  write(find('#workers-empty'), 'No worker is connected. The gateway’s log says what it waits for.');
+  const states = Object.entries(workers.states).filter(([, number]) => number).map(([state, number]) => `${count(number)} ${state}`);
+  write(find('#workers-note'), [states.length === 1 && workers.num > 1 ? `all ${states[0]}` : states.join(', '), workers.num > worst.length ? `the worst ${worst.length} listed` : null].filter(Boolean).join('; '));
+  drawMap(workers);
+}
+
+function fillWorker(row, worker) {
+  const [name, state, first, load, kv, encoder] = row.children;
+  const isStopped = isStuck(worker, page.state.workers.listed);
+  write(name, shortName(worker.name));
+  say(name, worker.host ? `${worker.name} on ${worker.host}` : worker.name);
+  const text = isStopped && worker.oldest_ms !== null ? `${worker.state === 'ready' ? 'silent' : worker.state} ${ms(worker.oldest_ms)}` : worker.state;
+  write(state, text);
+  mark(state, `cut ${isStopped ? 'bad' : worker.state === 'ready' ? 'muted' : 'trouble'}`);
+  write(first, ms(worker.first_token_p95_ms));
+  mark(first, worker.first_token_p95_ms > LONG_MS ? 'num trouble' : 'num');
+  say(first, `p95 from sending to the first token; median ${ms(worker.first_token_p50_ms)}, of ${plural(worker.requests, 'request')} in a minute`);
+  write(load, worker.waiting ? `${count(worker.running)} + ${count(worker.waiting)}` : count(worker.running));
+  say(load, `${plural(worker.running, 'request')} running, ${count(worker.waiting)} waiting, in its engine`);
+  mark(load, worker.waiting > Math.max(4, worker.running) ? 'num trouble' : 'num');
+  meter(kv, worker.kv_usage, worker.kv_usage > 0.95);
+  say(kv, `KV cache: ${percent(worker.kv_usage)} in use`);
+  const cache = worker.encoder_cache;
+  meter(encoder, cache?.size ? cache.used / cache.size : 0, false);
+  say(encoder, cache?.size ? `Encoder cache: ${count(cache.used)} of ${count(cache.size)} embeddings` : 'no encoder cache');
+}
+
+/** A square for each worker that is listed, those that need attention first. */
+function drawMap({num, listed}) {
+  const map = find('#worker-map');
+  show(map, num >= MAP_FROM);
+  show(find('#worker-map + p'), num >= MAP_FROM);
+  if (num < MAP_FROM) return;
+  write(find('#worker-map + p'), `${num > listed.length ? `The ${count(listed.length)} that need attention first` : 'All'}: the stronger, the busier; amber does not respond, red is lost`);
+  const load = (worker) => worker.running + worker.waiting;
+  const most = Math.max(1, ...listed.map(load));
+  list(map, listed, (worker) => worker.name, () => make('i'), (square, worker) => {
+    const isStopped = isStuck(worker, listed);
+    mark(square, worker.state === 'lost' ? 'lost' : isStopped ? 'stalled' : load(worker) ? `load-${Math.ceil((4 * load(worker)) / most)}` : '');
+    say(square, `${worker.name}: ${worker.state}, ${plural(load(worker), 'request')}`);
+  });
+  map.setAttribute('aria-label', `Load of ${plural(listed.length, 'worker')}, the worst first`);
+}
+
+const decisionRows = find('#decision-rows');
+head(decisionRows, 'When', 'Worker', 'Why', 'Cost>', 'Next best>');
+
+function drawDecisions() {
+  const {decisions, time} = page.state;
+  list(decisionRows, decisions.slice(0, MOST_DECISIONS), (decision) => `${decision.request} ${decision.time}`, (decision) => {
+    const row = make('div', {class: 'row'}, make('span', {class: 'muted'}), make('span', {class: 'cut'}), make('span', {class: 'cut muted'}), make('span', {class: 'num'}), make('span', {class: 'num cut muted'}));
+    row.addEventListener('click', () => openRequest(decision.request));
+    return row;
+  }, (row, decision) => {
+    const [when, worker, why, cost, next] = row.children;
+    write(when, ago(Math.max(0, time - decision.time)));
+    write(worker, shortName(decision.worker));
+    const cached = decision.cached_tokens ? `${decision.reason}, ${percent(decision.cached_tokens / Math.max(1, decision.num_tokens))} cached` : decision.reason;
+    write(why, cached);
+    say(row, `${decision.worker}: ${cached}`);
+    write(cost, ms(requests.costOf(decision)));
+    const best = decision.alternatives?.[0];
+    write(next, best ? `${shortName(best.worker_id)} ${ms(best.score)}` : 'no other');
+  });
+  show(decisionRows.head, decisions.length > 0);
+  show(find('#decisions-empty'), !decisions.length);
+}
+
+const KINDS = [['encoded', 'as fetched', 'media-1'], ['decoded', 'decoded', 'media-2'], ['features', 'tensors', 'media-3'], ['embeddings', 'embeddings', 'media-4']];
+const arenaBar = make('div', {class: 'bar'}, ...KINDS.map(([, , colour]) => make('i', {class: colour})));
+const legend = make('div', {class: 'legend'}, ...KINDS.map(([, , colour]) => make('span', {}, make('i', {class: `swatch ${colour}`}), make('span'))));
+const storeFacts = make('dl', {class: 'facts'});
+find('#store').append(arenaBar, legend, storeFacts);
+const hostRows = find('#host-rows');
+head(hostRows, 'Host', 'Workers', 'Encoders', 'Media from');
+
+function drawHosts() {
+  const {store, hosts, encoders} = page.state;
+  show(find('#store'), Boolean(store?.arena));
+  show(find('#store-empty'), !store?.arena);
+  write(find('#store-empty'), store ? `The media store is ${store.state}${store.problem ? `: ${store.problem}` : '.'}` : 'The model takes no media.');
+  if (store?.arena) drawStore(store, encoders);
+  else write(find('#store-note'), '');
+  list(hostRows, hosts.slice(0, MOST_HOSTS), (host) => host.name, () =>
+    make('div', {class: 'row'}, make('span', {class: 'cut'}), make('span', {class: 'cut'}), make('span', {class: 'cut muted'}), make('span', {class: 'cut muted'})), (row, host) => {
+    const [name, workers, encoding, media] = row.children;
+    write(name, host.name || 'this host');
+    say(name, host.name || 'this host');
+    write(workers, host.ready === host.workers ? `${count(host.workers)} ready` : `${count(host.ready)} of ${count(host.workers)} ready`);
+    mark(workers, host.ready === host.workers ? 'cut' : 'cut trouble');
+    write(encoding, host.encoders ? count(host.encoders) : 'none');
+    write(media, {'gateway\'s': 'this store', own: 'its own store', none: 'no store'}[host.store] ?? host.store);
+  });
+  show(hostRows, numHosts(hosts) > 1);
+  write(find('#hosts-note'), numHosts(hosts) > 1 && hosts.length > MOST_HOSTS ? `${MOST_HOSTS} of ${count(hosts.length)} hosts listed` : '');
+}
+
+function drawStore({arena, preparers, kept, copied, memory_bytes: memory, state}, encoders) {
+  const used = arena.size_bytes - arena.free_bytes;
+  write(find('#store-note'), `${bytes(used)} of ${bytes(arena.size_bytes)} of shared memory${state === 'ready' ? '' : `; ${state}`}`);
+  KINDS.forEach(([name, title], i) => {
+    size(arenaBar.children[i], 'width', `${(100 * (arena.kinds[name] ?? 0)) / arena.size_bytes}%`);
+    write(legend.children[i].lastChild, `${title} ${bytes(arena.kinds[name] ?? 0)}`);
+  });
+  const lines = [
+    ['In use', `${bytes(arena.held_bytes)} by requests; ${plural(arena.entries, 'entry', 'entries')}${arena.evictions ? `, ${count(arena.evictions)} evicted` : ''}`],
+    ['Preparers', preparers && `${preparers.busy} of ${preparers.num} busy${preparers.queued ? `, ${plural(preparers.queued, 'item')} wait` : ''}; ${count(preparers.done)} items done${preparers.failed ? `, ${count(preparers.failed)} failed` : ''}${preparers.restarts ? `, ${plural(preparers.restarts, 'restart')}` : ''}`],
+    ['Encoders', encoders.num ? `${count(encoders.states.ready ?? 0)} of ${count(encoders.num)} ready, ${count(encoders.running + encoders.waiting)} items` : 'none: workers encode'],
+    ['Kept for clients', kept?.leases ? `${plural(kept.leases, 'item')}, ${bytes(kept.bytes)}` : null],
+    ['From other hosts', Object.entries(copied ?? {}).filter(([, number]) => number).map(([mover, number]) => `${bytes(number)} by ${mover}`).join(', ')],
+    ['Memory', Object.entries(memory ?? {}).map(([kind, number]) => `${kind} ${bytes(number)}`).join(', ')],
+  ].filter(([, value]) => value);
+  list(storeFacts, lines, ([name]) => name, ([name]) => make('div', {}, make('dt', {}, name), make('dd')), (node, [, value]) => write(node.lastChild, value));
+}
+
+const cacheRows = find('#cache-rows');
+head(cacheRows, '', 'Found', '>', 'Of>');
+
+function drawCaches() {
+  const {items, embeddings, prompt_tokens: tokens, cached_tokens: cached} = page.state.caches;
+  const sum = (counts) => Object.values(counts).reduce((all, number) => all + number, 0);
+  const rows = [
+    {name: 'Media items', title: `${count(items.hit)} in shared memory, ${count(items.shared)} made for another request at the same time, ${count(items.new)} prepared, ${count(items.sent)} left to the worker`, found: items.hit + items.shared, total: sum(items)},
+    {name: 'Embeddings', title: `${count(embeddings.loaded)} loaded, ${count(embeddings.unneeded)} not needed, ${count(embeddings.encoded)} encoded and kept, ${count(embeddings.unkept)} not kept`, found: embeddings.loaded + embeddings.unneeded, total: sum(embeddings)},
+    {name: 'Prompt tokens', title: 'in the KV cache of the worker', found: cached, total: tokens},
+  ].filter((row) => row.total);
+  list(cacheRows, rows, (row) => row.name, () =>
+    make('div', {class: 'row'}, make('span', {class: 'cut'}), make('span', {class: 'meter'}), make('span', {class: 'num'}), make('span', {class: 'num muted'})), (row, cache) => {
+    const [name, bar, share, total] = row.children;
+    write(name, cache.name);
+    say(row, cache.title);
+    meter(bar, cache.found / cache.total, false);
+    write(share, percent(cache.found / cache.total));
+    write(total, count(cache.total));
+  });
+  show(cacheRows.head, rows.length > 0);
+  show(find('#caches-empty'), !rows.length);
+}
+
+const senderRows = [['tenants', 'Tenant', 'First token>'], ['origins', 'Media from', 'Fetch>']].map(([name, title, time]) => {
+  const rows = find(`#${name}-rows`);
+  head(rows, title, 'Requests>', 'New items>', time);
+  return [name, rows];
+});
+
+function drawSenders() {
+  for (const [name, rows] of senderRows) {
+    const all = page.state[name].slice(0, MOST_SENDERS);
+    list(rows, all, (each) => each.name ?? '', (each) => {
+      const row = make('div', {class: 'row', title: 'Show its requests'}, make('span', {class: 'cut'}), make('span', {class: 'num'}), make('span', {class: 'num'}), make('span', {class: 'num'}));
+      row.addEventListener('click', () => showOnly(name === 'tenants' ? {tenant: each.name} : {text: each.name}));
+      return row;
+    }, (row, each) => {
+      const [title, number, fresh, time] = row.children;
+      write(title, each.name ?? 'no key');
+      say(title, each.name ?? 'no key');
+      write(number, count(each.requests));
+      write(fresh, each.items ? `${count(each.new)} of ${count(each.items)}` : '–');
+      write(time, ms(each.p50_ms));
+      mark(time, each.p50_ms > LONG_MS ? 'num trouble' : 'num');
+    });
+    show(rows, all.length > 0);
+  }
+  show(find('#senders-empty'), !page.state.tenants.length && !page.state.origins.length);
+}
+
+/** What is refused because there is too much of it; the rest are errors. */
+const REFUSALS = new Set(['queue_full', 'queue_timeout', 'ttft_limit_exceeded', 'worker_busy', 'media_overloaded', 'arena_full', 'body_memory_exhausted']);
+
+const problemRows = find('#problem-rows');
+head(problemRows, 'Count', 'What', 'Whose', 'Last>');
+
+function drawProblems() {
+  const {errors, time} = page.state;
+  list(problemRows, errors.slice(0, MOST_PROBLEMS), (error) => error.code, (error) => {
+    const row = make('div', {class: 'row'}, make('span'), make('span', {class: 'cut'}), make('span', {class: 'cut muted'}), make('span', {class: 'num muted'}));
+    row.addEventListener('click', () => openRequest(row.request));
+    return row;
+  }, (row, error) => {
+    const [number, what, whose, last] = row.children;
+    row.request = error.last_request;
+    write(number, count(error.num));
+    write(what, error.code.replaceAll('_', ' '));
+    mark(what, `cut ${REFUSALS.has(error.code) || error.status === 429 ? 'trouble' : error.status === 499 ? 'muted' : 'bad'}`);
+    say(row, [error.status, error.reason || error.code].filter(Boolean).join(': '));
+    write(whose, (error.tenants ?? []).filter(Boolean).join(', '));
+    write(last, error.last_at ? ago(Math.max(0, time - error.last_at)) : '');
+  });
+  show(problemRows.head, errors.length > 0);
+  show(find('#problems-empty'), !errors.length);
+}
+
+// ---- one request
+
+let detailTimer = null;
+document.addEventListener('opened', follow);
+find('#detail-close').addEventListener('click', close);
+
+/** Open a request of which only the id is known. */
+async function openRequest(id) {
+  try {
+    const answer = await fetch(`requests/${encodeURIComponent(id)}`, {cache: 'no-store', signal: AbortSignal.timeout(5000)});
+    if (answer.ok) requests.openDetail(await answer.json());
+  } catch { /* the gateway is gone: the heading says it */ }
+}
+
+/** Ask for the whole request, again and again while it runs. */
+async function follow() {
+  clearTimeout(detailTimer);
+  const view = requests.shownRequest();
+  if (!view) return;
+  let isLive = true;
+  try {
+    const answer = await fetch(`requests/${encodeURIComponent(view.id)}`, {cache: 'no-store', signal: AbortSignal.timeout(5000)});
+    if (answer.ok) {
+      const whole = await answer.json();
+      requests.drawDetail(whole);
+      isLive = Boolean(whole.stage);
+    } else isLive = answer.status !== 404;
+  } catch { /* the gateway is gone: the heading says it */ }
+  if (isLive && requests.shownRequest() === view) detailTimer = setTimeout(follow, 1000 * DETAIL_S);
+}
+
+function close() {
+  clearTimeout(detailTimer);
+  return requests.closeDetail();
+}
+
+// ---- what the user does
+
+const form = find('#filters');
+form.addEventListener('input', filterChanged);
+form.addEventListener('submit', (event) => event.preventDefault());
+
+/** Filter what is there at once, then ask for what passes. */
+function filterChanged() {
+  if (!page.state) return;
+  drawRequests();
+  clearTimeout(page.asking);
+  page.asking = setTimeout(askForRequests, 200);
+}
+
+function pause() {
+  page.isPaused = !page.isPaused;
+  find('#pause').setAttribute('aria-pressed', page.isPaused);
+  find('#pause').firstChild.textContent = page.isPaused ? 'Resume ' : 'Pause ';
+  if (!page.isPaused && page.next) draw();
+  showLink();
+}
+find('#pause').addEventListener('click', pause);
+
+const THEMES = ['auto', 'light', 'dark'];
+const dark = matchMedia('(prefers-color-scheme: dark)');
+
+function useTheme(name) {
+  document.documentElement.dataset.theme = name === 'auto' ? (dark.matches ? 'dark' : 'light') : name;
+  write(find('#theme'), name[0].toUpperCase() + name.slice(1));
+}
+const theme = () => { try { return localStorage.getItem('medialane-theme') ?? 'auto'; } catch { return 'auto'; } };
+dark.addEventListener('change', () => useTheme(theme()));
+find('#theme').addEventListener('click', () => {
+  const next = THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length];
+  try { localStorage.setItem('medialane-theme', next); } catch { /* private window: as the system */ }
+  useTheme(next);
+});
+useTheme(theme());
+
+find('#help-stages').append(...PARTS.flatMap((part) => [
+  make('dt', {}, make('i', {class: `swatch stage-${part.name}`}), ` ${part.title}`), make('dd', {}, part.text)]));
+const help = find('#help');
+find('#help-open').addEventListener('click', () => help.showModal());
+
+document.addEventListener('keydown', (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || help.open || find('#content').hidden) return;
+  const isTyping = event.target.matches('input[type="search"], input[type="password"], select');
+  const act = {Escape: escape, ...(isTyping ? {} : {'/': () => form.elements.text.focus(), p: pause, '?': () => help.showModal(), ArrowDown: () => requests.step(1), ArrowUp: () => requests.step(-1)})}[event.key];
+  if (!act) return;
+  event.preventDefault();
+  act();
+});
+
+function escape() {
+  if (!close() && requests.isFiltered()) requests.clearFilters();
+  document.activeElement?.blur();
+}
+
+connect();

@@ -1,0 +1,195 @@
+"""The page in a browser, over made-up states: everything that does not depend on where they come from."""
+
+import re
+from contextlib import asynccontextmanager
+
+import pytest
+from sample_gateway import SampleServer, Scene
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+READY = "!document.querySelector('#content').hidden && document.querySelectorAll('#request-rows .row').length > 1"
+EMPTY = "!document.querySelector('#content').hidden"
+ROWS = "[...document.querySelectorAll('#request-rows .row:not(.head)')]"
+SCENES = {
+    "busy": Scene(slow_origin=True),
+    "empty": Scene(workers=0, rate=0, hosts=0),
+    "failing": Scene(workers=5, stalled=1, failing=0.2),
+    "long-names": Scene(workers=12, long_names=True),
+}
+#: Of texts, WCAG 2.1 AA.
+LEAST_CONTRAST = 4.5
+#: Elements of a page, whatever it shows.
+MOST_ELEMENTS = 2500
+#: Of the page's script, on a core that it shares with the sample gateway.
+LONGEST_TASK_MS = 300
+#: More than two drawings.
+SLEEP = "new Promise((passed) => setTimeout(passed, 2500))"
+LONG_TASKS = """var longest = 0; new PerformanceObserver((list) => list.getEntries().forEach(
+    (each) => { longest = Math.max(longest, each.duration); })).observe({type: 'longtask'})"""
+
+
+@asynccontextmanager
+async def shown(tab, scene, ready=READY):
+    """The page of a made-up gateway, which the browser leaves before the gateway ends."""
+    async with SampleServer(scene).served() as server:
+        await tab.goto(server.url)
+        await tab.until(ready)
+        yield server
+        await tab.goto("about:blank")
+
+
+@pytest.mark.parametrize("name", SCENES)
+async def test_nothing_is_wider_than_the_window(tab, screenshots, name):
+    async with shown(tab, SCENES[name], READY if SCENES[name].rate else EMPTY):
+        for width in (1440, 1000, 400):
+            await tab.resize(width, 900)
+            assert await tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            for scheme in ("light", "dark"):
+                await tab.prefer(scheme)
+                await tab.until(f"document.documentElement.dataset.theme === '{scheme}'")
+                await tab.screenshot(screenshots / f"{name}-{scheme}-{width}.png", whole=True)
+
+
+async def test_a_thousand_workers_and_500_requests_a_second_are_bounded(tab, screenshots):
+    async with shown(tab, Scene(workers=1000, rate=500, hosts=40, stalled=3)):
+        await tab.evaluate(LONG_TASKS)
+        await tab.until("/^[4-9][0-9][0-9] in flight/.test(document.querySelector('#requests-note').innerText)")
+        await tab.evaluate(SLEEP)
+        assert await tab.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
+        assert await tab.evaluate("document.querySelectorAll('#worker-rows .row').length") < 10
+        assert "1,000 workers" in await tab.text("#serving")
+        assert "stalled" in await tab.text("#findings")
+        assert await tab.evaluate("longest") < LONGEST_TASK_MS
+        await tab.screenshot(screenshots / "thousand-workers.png", whole=True)
+
+
+async def test_a_stalled_worker_a_slow_origin_and_failures_stand_out(tab):
+    scene = Scene(workers=5, stalled=1, slow_origin=True, failing=0.2)
+    async with shown(tab, scene):
+        lines = (await tab.text("#findings")).splitlines()
+        assert re.match(r"worker-0 is stalled, for \d+\.\d s: \d+ requests wait there", lines[0])
+        assert any(re.match(r"slow.example.com answers slowly: to fetch an item takes 3\.\d s", line) for line in lines)
+        assert any("of requests failed in the last minute" in line for line in lines)
+        await tab.click("#findings button")
+        await tab.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.worker === 'worker-0')")
+
+
+async def test_a_quiet_server_says_that_nothing_stands_out(tab):
+    async with shown(tab, Scene(rate=0), EMPTY):
+        assert "Nothing stands out" in await tab.text("#findings")
+        assert "No requests yet" in await tab.text("#requests-empty")
+
+
+async def test_keys(tab):
+    async with shown(tab, Scene()):
+        await tab.press("/")
+        await tab.type("clips")
+        await tab.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.tenant === 'clips')")
+        await tab.press("Escape")
+        await tab.until(f"{ROWS}.some((row) => row.view.tenant === 'search')")
+        await tab.press("ArrowDown")
+        first = await tab.text("#detail-title")
+        await tab.press("ArrowDown")
+        assert await tab.text("#detail-title") != first
+        await tab.press("ArrowUp")
+        await tab.press("Escape")
+        assert await tab.evaluate("document.querySelector('#detail').hidden")
+        await tab.press("?")
+        assert await tab.evaluate("document.querySelector('#help').open")
+        await tab.press("Escape")
+        await tab.press("p")
+        assert await tab.text("#link") == "paused"
+        before = await tab.text("#request-rows")
+        await tab.evaluate(SLEEP)
+        assert await tab.text("#request-rows") == before
+        await tab.press("p")
+        await tab.until("document.querySelector('#link').innerText === 'live'")
+
+
+async def test_filters_narrow_the_list_and_can_find_nothing(tab):
+    async with shown(tab, Scene(workers=5, failing=0.2, slow_origin=True)):
+        for name, of_row in {
+            "failed": "row.view.error",
+            "slow": "(row.view.ttft_ms ?? row.view.total_ms) >= 1000",
+        }.items():
+            await tab.click(f"#filters [name={name}]")
+            await tab.until(f"{ROWS}.length && {ROWS}.every((row) => {of_row})")
+            await tab.click(f"#filters [name={name}]")
+        await tab.evaluate("""(() => { const select = document.querySelector('#filters [name=modality]');
+            select.value = 'video'; select.dispatchEvent(new Event('input', {bubbles: true})); })()""")
+        await tab.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.items[0].modality === 'video')")
+        await tab.press("/")
+        await tab.type("nobody has this name")
+        await tab.until("!document.querySelector('#requests-empty').hidden")
+        assert "No request passes the filter" in await tab.text("#requests-empty")
+
+
+async def test_a_login_is_asked_for_and_remembered(tab, screenshots):
+    async with shown(tab, Scene(key="right"), "document.activeElement.id === 'key'"):
+        await tab.screenshot(screenshots / "login.png")
+        await tab.type("wrong")
+        await tab.press("Enter")
+        await tab.until("document.querySelector('#login-error').innerText.startsWith('This is not')")
+        await tab.evaluate("document.querySelector('#key').value = ''")
+        await tab.type("right")
+        await tab.press("Enter")
+        await tab.until(READY)
+        await tab.evaluate("location.reload()")
+        await tab.until(READY)
+    assert all("401" in error for error in tab.errors)
+    tab.errors.clear()
+
+
+async def test_a_gateway_that_is_gone_is_reported_and_found_again(tab, screenshots):
+    async with SampleServer(Scene()).served() as server:
+        await tab.goto(server.url)
+        await tab.until(READY)
+        port = int(server.url.split(":")[2].split("/")[0])
+    await tab.until("document.querySelector('#link').innerText.includes('does not answer')", 10)
+    await tab.screenshot(screenshots / "gone.png")
+    async with SampleServer(Scene()).served(port):
+        await tab.until("document.querySelector('#link').innerText === 'live'", 10)
+        await tab.goto("about:blank")
+    assert all("net::ERR" in error for error in tab.errors)
+    tab.errors.clear()
+
+
+async def test_names_are_text(tab):
+    scene = Scene(tenants=("<img src=x onerror=console.error(1)>", "<b>bold</b>", "'\"&amp;", "clips"))
+    async with shown(tab, scene):
+        await tab.click("#request-rows .row:not(.head)")
+        await tab.until("document.querySelector('#detail-body').children.length > 1")
+        assert "<img src=x onerror=console.error(1)>" in await tab.text("#tenants-rows")
+        assert not await tab.evaluate("document.querySelectorAll('img, b b').length")
+
+
+async def test_texts_have_contrast(tab):
+    async with shown(tab, Scene(stalled=1, failing=0.2)):
+        for scheme in ("light", "dark"):
+            await tab.prefer(scheme)
+            await tab.until(f"document.documentElement.dataset.theme === '{scheme}'")
+            found = await tab.evaluate(CONTRASTS)
+            assert len(found) > 50
+            assert not [(text, contrast) for text, contrast in found if contrast < LEAST_CONTRAST]
+
+
+#: The contrast of each text with what is behind it.
+CONTRASTS = """(() => {
+  const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const linear = (v) => v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = parse(getComputedStyle(node).backgroundColor);
+      if (colour[3] !== 0) return colour;
+    }
+  };
+  const hasText = (node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+  return [...document.querySelectorAll('main *, header *')]
+    .filter((node) => node.checkVisibility() && hasText(node) && !node.classList.contains('none'))
+    .map((node) => {
+      const [a, b] = [light(parse(getComputedStyle(node).color)), light(behind(node))].sort((a, b) => b - a);
+      return [node.textContent, (a + 0.05) / (b + 0.05)];
+    });
+})()"""
