@@ -77,3 +77,14 @@ def test_tail_after_a_restart_omits_the_previous_run(log):
     write(log, "ValueError: of the first life\n")
     os.close(log.open())
     assert log.first_exception() is None
+
+
+def test_lines_of_json_are_delivered_whole_and_shown_as_text(log):
+    head = '{"ts":"2026-01-31T12:00:00.000Z","level":'
+    failed = f'{head}"ERROR","logger":"vllm","msg":"{"m" * 3000}","exception":"Traceback\\nValueError: too small"}}'
+    reported = f'{head}"ERROR","logger":"stderr","msg":"medialane: error: no such model\\nsee the log"}}'
+    write(log, f"{failed}\n{reported}\n", read=False)
+    assert log.read() == [failed, reported]
+    assert log.first_exception() == "ValueError: too small"
+    assert log.reported_error() == "no such model"
+    assert log.tail(1) == ["see the log"]

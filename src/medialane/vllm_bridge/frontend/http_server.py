@@ -7,6 +7,7 @@ socket, handles signals and watches the engine. The gateway does that itself, so
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 from argparse import Namespace
@@ -19,6 +20,7 @@ from vllm import envs
 from medialane.core.errors import StartupFailed
 from medialane.core.process.stop import Stop
 from medialane.core.tasks import first_of
+from medialane.vllm_bridge.log_level import show_vllm_lines
 from medialane.vllm_bridge.seams.api_server import (
     SSLCertRefresher,
     configure_logging_from_args,
@@ -30,6 +32,9 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 ServerFactory = Callable[[uvicorn.Config], uvicorn.Server]
 
 
+#: Client, method, path, HTTP version, status.
+_NUM_ACCESS_ARGS = 5
+
 #: For the error responses of requests that have not ended when the drain's time is over.
 GIVE_UP_S = 2.0
 
@@ -39,8 +44,11 @@ def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 0.0) -
     if args.enable_ssl_refresh and not (args.ssl_keyfile and args.ssl_certfile):
         raise StartupFailed("--enable-ssl-refresh needs --ssl-keyfile and --ssl-certfile")
     try:
-        configure_logging_from_args(args)
+        vllm_logging = configure_logging_from_args(args)
+        show_vllm_lines(vllm_logging.log_level)
         log_config = get_uvicorn_log_config(args)
+        if not vllm_logging.configure_logging:
+            log_config = _through_ours(log_config)
         config = uvicorn.Config(
             app,
             loop="uvloop",
@@ -56,10 +64,27 @@ def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 0.0) -
             h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
             **({} if log_config is None else {"log_config": log_config}),
         )
+        logging.getLogger("uvicorn.access").addFilter(_without_query)
         config.load()
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # ssl.SSLError is an OSError
         raise StartupFailed(f"vLLM flags after `--`: TLS or logging cannot be set up: {error}") from error
     return config
+
+
+def _through_ours(config: dict[str, Any] | None) -> dict[str, Any]:
+    """Return vLLM's configuration of uvicorn's loggers without handlers and formats: only what it leaves out."""
+    filters = {} if config is None else config["filters"]
+    levels = {name: {"propagate": True} for name in ("uvicorn", "uvicorn.error")}
+    access = {"uvicorn.access": {"propagate": True, "filters": list(filters)}}
+    return {"version": 1, "disable_existing_loggers": False, "filters": filters, "loggers": levels | access}
+
+
+def _without_query(record: logging.LogRecord) -> bool:
+    """Remove the query from a line of uvicorn's access log: it may have a key."""
+    if isinstance(record.args, tuple) and len(record.args) == _NUM_ACCESS_ARGS:
+        client, method, path, *rest = record.args
+        record.args = (client, method, str(path).partition("?")[0], *rest)
+    return True
 
 
 def check_http(args: Namespace) -> None:
