@@ -1,5 +1,5 @@
-"""The id of a request, `X-Request-Id`: the client's if it is usable, else one of ours. It is in the response's header, in
-every error body, in the log, and vLLM's app makes the ids of its answers of it."""
+"""The id of a request, `X-Request-Id`: the client's if it is usable, else one of ours. It is in the response's header,
+in every error body and in the log, and vLLM's app makes the ids of its answers of it."""
 
 from __future__ import annotations
 
