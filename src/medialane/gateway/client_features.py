@@ -41,13 +41,15 @@ class ClientFeatures:
         self._check_stage(ref)
         named = msgspec.structs.replace(ref, data=None)
         budget = ImageBudget(self._assembly, b"{}", scope.expectation, scope.preparation)
-        found = await self._features.processed(named, b"{}", scope.timeline, budget, encoder=encoder)
+        with scope.record.finding(ref) as timeline:
+            found = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
         return self._held(named, found, scope)
 
     async def put(self, ref: MediaRef, processed: ProcessedItem, scope: RequestScope) -> StagedItem:
         """Return the feature of tensors that a client has sent, under a key of ours."""
         self._check_stage(ref)
-        found = await self._features.put(ref, processed, scope.timeline)
+        with scope.record.finding(ref) as timeline:
+            found = await self._features.put(ref, processed, timeline)
         return self._held(msgspec.structs.replace(ref, data=None, content=found.content_hash), found, scope)
 
     async def place(
@@ -65,7 +67,8 @@ class ClientFeatures:
                 message = f"the prompt's {given.length} tokens at {given.offset} are not those of this item"
                 raise InvalidRequest(message, param=placeholder_field(item.ref))
         places = [place for place in placed if place is not None]
-        media.scope.note_prepared(items, [place.num_embeds for place in places])
+        scope = media.scope
+        scope.record.prepared(items, [place.num_embeds for place in places], is_reported=scope.wants_report)
         return PreparedPrompt(
             token_ids,
             tuple(map(PlacedFeature, features, places)),

@@ -133,7 +133,8 @@ class _NoHold:
 
 
 async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    described = await request.features.described(ref, request.source.options, request.scope.timeline, budget)
+    with request.scope.record.finding(ref) as timeline:
+        described = await request.features.described(ref, request.source.options, timeline, budget)
     if described is None:
         return await _processed(request, ref, budget)
     content, feature = described
@@ -141,16 +142,18 @@ async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget) 
 
 
 async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    features, timeline = request.features, request.scope.timeline
-    cached = await features.processed(ref, request.source.options, timeline, budget, encoder=request.encoder)
+    features, options = request.features, request.source.options
+    with request.scope.record.finding(ref) as timeline:
+        cached = await features.processed(ref, options, timeline, budget, encoder=request.encoder)
     request.scope.defer(cached.hold.release)
     await _count_hit(ref, cached, budget)
-    timeline.num_embeddings += cached.value.embedding is not None
+    request.scope.timeline.num_embeddings += cached.value.embedding is not None
     return StagedItem(ref, cached.value, cached.hold, is_hit=cached.is_hit, content_hash=cached.content_hash)
 
 
 async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    cached = await request.features.decoded(ref, request.scope.timeline, budget)
+    with request.scope.record.finding(ref) as timeline:
+        cached = await request.features.decoded(ref, timeline, budget)
     request.scope.defer(cached.hold.release)
     await _count_hit(ref, cached, budget)
     key = request.features.key(ref, request.source.options, content=cached.content_hash)
@@ -159,7 +162,8 @@ async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) ->
 
 
 async def _encoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    cached = await request.features.encoded(ref, request.scope.timeline, budget)
+    with request.scope.record.finding(ref) as timeline:
+        cached = await request.features.encoded(ref, timeline, budget)
     request.scope.defer(cached.hold.release)
     encoded = cached.value
     key = request.features.key(ref, request.source.options, content=cached.content_hash)

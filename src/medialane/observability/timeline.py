@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 StepName = Literal[
+    "upload",
     "intake",
     "admission",
     "fetch",
@@ -23,6 +24,9 @@ StepName = Literal[
     "prefill",
     "first_token",
 ]
+#: What a request waits for. While a preparer has an item it is `prepare`, and until the first token, at the worker,
+#: `prefill`: only their ends tell decode from process, and queue from prefill.
+LiveStage = Literal[StepName, "prepare", "answer"]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
 
 
@@ -38,11 +42,13 @@ class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
 class StageTimeline:
     """Seconds by stage. Items of one request run concurrently: a stage's time is that of its slowest item.
 
-    `num_embeddings` counts items that were found encoded.
+    `num_embeddings` counts items that were found encoded. `current` is the stage that was entered last, at
+    `entered_at`.
     """
 
     def __init__(self) -> None:
-        self.started_at = time.perf_counter()
+        self.started_at = self.entered_at = time.perf_counter()
+        self.current: LiveStage = "upload"
         self.seconds: dict[StepName, float] = {}
         self.num_hits = 0
         self.num_misses = 0
@@ -52,6 +58,10 @@ class StageTimeline:
     def add(self, stage: StepName, seconds: float) -> None:
         """Record that one item spent `seconds` in `stage`."""
         self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+
+    def enter(self, stage: LiveStage) -> None:
+        """Record what is waited for from now on."""
+        self.current, self.entered_at = stage, time.perf_counter()
 
     def report(self) -> TimelineReport:
         return TimelineReport(self.seconds, self.num_hits, self.num_misses, self.copied_bytes)
@@ -66,7 +76,7 @@ class StageTimeline:
 
     @contextmanager
     def measure(self, stage: StepName) -> Iterator[None]:
-        started = time.perf_counter()
+        self.current, self.entered_at = stage, (started := time.perf_counter())
         try:
             yield
         finally:
