@@ -68,7 +68,7 @@ class ProcessLog:
 
     def first_exception(self) -> str | None:
         """Return the first exception that is not merely the consequence of another one."""
-        exceptions = (_EXCEPTION.search(line) for line in self._tail if not _SECONDARY_ERRORS.search(line))
+        exceptions = (_EXCEPTION.search(line) for line in self._tail if not is_secondary(line))
         return next((f"{m[1]}: {m[2]}" for m in exceptions if m), None)
 
     def _cut(self) -> None:
@@ -78,6 +78,11 @@ class ProcessLog:
             self.path.with_suffix(".old").write_bytes(file.read(keep))
         os.truncate(self.path, 0)  # O_APPEND: the process continues at the new end
         self._offset = 0
+
+
+def is_secondary(error: str) -> bool:
+    """Return whether an error only says that another process has failed."""
+    return _SECONDARY_ERRORS.search(error) is not None
 
 
 def _clean(line: bytes) -> str:

@@ -60,6 +60,17 @@ def test_first_exception_is_reported_as_the_cause(log):
     assert log.first_exception() == "ValueError: max_num_batched_tokens is too small"
 
 
+def test_error_that_only_says_that_the_engine_failed_is_reported_by_its_cause(log):
+    write(
+        log,
+        "Traceback\nValueError: No common block size for 7\n"
+        "medialane: error: vLLM failed to start: Engine core initialization failed. See root cause above.\n",
+    )
+    assert failure_report("worker 0", "exit status 2", log) == (
+        "worker 0: vLLM failed to start: ValueError: No common block size for 7"
+    )
+
+
 def test_report_of_a_silent_process_has_its_exit_status(log):
     assert failure_report("worker 0", "killed by SIGKILL", log) == "worker 0 did not start: killed by SIGKILL"
 

@@ -19,7 +19,15 @@ from medialane.core.errors import ErrorReport
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import OutputDelta, RoutingDecision
-from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report, routing_report
+from medialane.gateway.report import (
+    EmbeddingOutcome,
+    MediaReport,
+    RoutingReport,
+    Sent,
+    media_report,
+    request_report,
+    routing_report,
+)
 from medialane.observability.timeline import LiveStage, StageTimeline
 
 #: Digits of a hash that are shown: they tell items apart, and find no content.
@@ -102,7 +110,7 @@ class RequestView(msgspec.Struct, frozen=True):
     generated_tokens: int
     status: int | None
     error: ErrorView | None
-    decision: dict[str, object] | None = None
+    decision: RoutingReport | None = None
 
 
 class ItemRecord:
@@ -288,7 +296,7 @@ class RequestRecord:
         """Return the report on the request so far as JSON, items in the order of the request."""
         places = {param: n for n, param in enumerate(self.items)}
         items = tuple(sorted(self.reports, key=lambda item: places.get(item.param, len(places))))
-        return request_report(items, self.sent, self.engine_cached_tokens, self.timeline)
+        return request_report(items, self.sent, self.engine_cached_tokens, self.timeline, request_id=self.id)
 
     @property
     def is_failed(self) -> bool:

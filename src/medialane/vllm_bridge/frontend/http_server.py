@@ -39,7 +39,9 @@ _NUM_ACCESS_ARGS = 5
 GIVE_UP_S = 2.0
 
 
-def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 0.0) -> uvicorn.Config:
+def uvicorn_config(
+    app: App, args: Namespace, *, drain_timeout_s: float = 0.0, logs_requests: bool = True
+) -> uvicorn.Config:
     """Return uvicorn's loaded configuration, and configure the logging of this process. Raises StartupFailed."""
     if args.enable_ssl_refresh and not (args.ssl_keyfile and args.ssl_certfile):
         raise StartupFailed("--enable-ssl-refresh needs --ssl-keyfile and --ssl-certfile")
@@ -53,7 +55,7 @@ def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 0.0) -
             app,
             loop="uvloop",
             log_level=args.uvicorn_log_level,
-            access_log=not args.disable_uvicorn_access_log,
+            access_log=logs_requests and not args.disable_uvicorn_access_log,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
@@ -104,12 +106,13 @@ async def serve_http(
     drain_timeout_s: float,
     give_up: Callable[[], None],
     server_of: ServerFactory,
+    logs_requests: bool = True,
 ) -> None:
     """Serve HTTP on `sock` until `stop`; requests in flight get `drain_timeout_s` to finish, then `give_up` is called,
     which ends them with an error. The server must install no signal handlers, and enforce the header limits of vLLM's
-    flags, since uvicorn's own protocols have none.
+    flags, since uvicorn's own protocols have none. Without `logs_requests` it writes no line for each request.
     """
-    config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s)
+    config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s, logs_requests=logs_requests)
     server = server_of(config)
     app.state.server = server  # vLLM's error handlers use it
     refresher = _refresher(config, args)
