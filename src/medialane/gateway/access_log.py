@@ -15,7 +15,7 @@ _PROBES = frozenset({"/health", "/ping", "/metrics"})
 #: Of a path that no route has.
 _MAX_PATH_CHARACTERS = 100
 
-_OMITTED = (None, "", {}, [])
+_OMITTED: tuple[object, ...] = (None, "", {}, [])
 
 
 def log_end(method: str, path: str, record: RequestRecord) -> None:
