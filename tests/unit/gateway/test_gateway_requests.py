@@ -111,7 +111,7 @@ def test_attempts_name_their_workers_and_how_they_ended():
     view = request.view(is_full=True)
     assert [(each.worker, each.error) for each in view.attempts] == [("w0", "worker_lost"), ("w1", "")]
     assert (view.worker, view.prompt_tokens, view.cached_tokens, view.stage) == ("w1", 9, 8, "answer")
-    assert view.decision["worker"] == "w1"
+    assert view.decision.worker == "w1"
     assert view.ttft_ms >= 0
 
 
