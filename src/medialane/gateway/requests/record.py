@@ -41,9 +41,6 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:[^\s/@]*@)?(?P<host>[^\s/?#\"')\]]*)[^\s\"')]*")
 _DATA_URL = re.compile(r"data:[^\s\"')]+")
 
-#: What items wait for, in order.
-_ITEM_STAGES: tuple[LiveStage, ...] = ("fetch", "prepare")
-
 #: Where the client has the item: in the body, at a URL, kept by us, named by a uuid, or processed by the client.
 Source = Literal["body", "url", "kept", "uuid", "features"]
 #: `hit`: it was cached. `shared`: another request was preparing it. `new`: it was prepared. `sent`: a worker does it.
@@ -300,15 +297,25 @@ class RequestRecord:
 
     @property
     def is_failed(self) -> bool:
-        return self.error is not None
+        """Whether it has an error that is not its client's leaving."""
+        return self.error is not None and self.error.code != "client_disconnected"
 
     @property
     def stage(self) -> LiveStage | None:
         """What it waits for: the first of its items that is not there yet, or the request itself."""
         if self.ended_at is not None:
             return None
-        live = [item.live.current for item in self.items.values() if item.live is not None]
-        return min(live, key=_ITEM_STAGES.index, default="prepare") if live else self.timeline.current
+        return self._waits_in.current
+
+    @property
+    def stage_ms(self) -> float:
+        """How long it has waited for that."""
+        return self._waits_in.current_ms
+
+    @property
+    def _waits_in(self) -> StageTimeline:
+        live = [item.live for item in self.items.values() if item.live is not None]
+        return min(live, key=lambda each: (each.current != "fetch", each.entered_at)) if live else self.timeline
 
     @property
     def worker(self) -> str | None:
@@ -360,7 +367,7 @@ class RequestRecord:
         )
 
     def _stages_ms(self) -> dict[str, float]:
-        stages = stages_ms(self.timeline, self.timeline if self.stage == self.timeline.current else None)
+        stages = stages_ms(self.timeline, None if self.ended_at is not None else self._waits_in)
         if self.first_token_at is not None:
             stages["answer"] = round(((self.ended_at or time.perf_counter()) - self.first_token_at) * 1000, 1)
         return stages
@@ -372,7 +379,7 @@ def stages_ms(timeline: StageTimeline, live: StageTimeline | None) -> dict[str, 
         name: round(s * 1000, 1) for name, s in timeline.seconds.items() if name != "first_token"
     }
     if live is not None:
-        stages[live.current] = round((time.perf_counter() - live.entered_at) * 1000, 1)
+        stages[live.current] = round(live.current_ms, 1)
     return stages
 
 
