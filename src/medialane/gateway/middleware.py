@@ -28,11 +28,11 @@ from medialane.gateway.error_responses import ErrorSender, error_form, send_erro
 from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
 from medialane.gateway.media_endpoint import MEDIA_PATH
 from medialane.gateway.report import ReportSender
-from medialane.gateway.request_id import IdentifiedSend, given_id, with_id
+from medialane.gateway.request_id import IdentifiedSend, given_id, given_trace, with_id
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
 from medialane.media import MediaConfig
-from medialane.observability.logging import request_id
+from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
 
 Scope = MutableMapping[str, Any]
@@ -83,7 +83,7 @@ class ScopeMiddleware:
         with self._requests.opened() as request:
             record = request.record
             record.name(given_id(scope))
-            token = request_id.set(record.id)
+            tokens = request_id.set(record.id), trace_id.set(given_trace(scope))
             if self._names_takers:
                 TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
             watched = _WatchedEnd(receive, IdentifiedSend(send, record.id), request)
@@ -102,7 +102,8 @@ class ScopeMiddleware:
                     self._metrics.count_error(request.error_code)
                 if self._logs_requests:
                     log_end(scope["method"], scope["path"], record)
-                request_id.reset(token)
+                request_id.reset(tokens[0])
+                trace_id.reset(tokens[1])
 
 
 class _WatchedEnd:

@@ -7,6 +7,8 @@ import json
 import secrets
 from typing import TYPE_CHECKING, Any
 
+from medialane.observability.logging import trace_of
+
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Message, Scope, Send
 
@@ -24,6 +26,12 @@ def given_id(scope: Scope) -> str:
     """Return the id that the client has given; empty if none."""
     value: bytes = next((value for name, value in scope["headers"] if name == HEADER), b"")
     return value.decode("latin-1")
+
+
+def given_trace(scope: Scope) -> str:
+    """Return the id of the trace that the client has begun; empty if none."""
+    value: bytes = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
+    return trace_of(value.decode("latin-1"))
 
 
 def with_id(scope: Scope, request_id: str) -> Scope:

@@ -35,6 +35,8 @@ from msgspec import field
 request_id: ContextVar[str] = ContextVar("medialane_request_id", default="")
 trace_id: ContextVar[str] = ContextVar("medialane_trace_id", default="")
 
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-|$)")
+
 #: Names the logging of a process in the environment of those that it executes.
 VARIABLE: Final = "MEDIALANE_LOG_PROCESS"
 
@@ -98,6 +100,12 @@ class LogProcess(msgspec.Struct, frozen=True):
     def environ(self) -> dict[str, str]:
         """Return the variable of processes that are to log likewise."""
         return {VARIABLE: msgspec.json.encode(self).decode()}
+
+
+def trace_of(traceparent: str) -> str:
+    """Return the trace id of a W3C trace context; empty if it has none."""
+    found = _TRACEPARENT.match(traceparent)
+    return "" if found is None or not found[1].strip("0") else found[1]
 
 
 def configure(config: LoggingConfig, stream: TextIO | None = None, *, component: str = "medialane") -> LogProcess:

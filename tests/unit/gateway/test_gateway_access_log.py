@@ -176,6 +176,19 @@ async def test_line_of_text():
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "0af7651916cd43dd8448eb211c80319c"),
+        (b"00-" + b"0" * 32 + b"-b7ad6b7169203331-01", None),
+        (b"00-zz", None),
+    ],
+)
+async def test_line_has_the_clients_trace(given, found):
+    exchange = await Exchange(answering()).run(headers=[(b"traceparent", given)])
+    assert exchange.lines[0].get("trace_id") == found
+
+
 @pytest.mark.parametrize("path", ["/health", "/metrics"])
 async def test_probes_have_no_line(path):
     async def app(scope, receive, send):

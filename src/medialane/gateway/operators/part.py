@@ -240,7 +240,7 @@ def _decisions(records: Iterable[RequestRecord], gateway: str) -> list[dict[str,
             "gateway": gateway,
             "time": round(record.received_at, 3),
             "policy": sent.decision.policy,
-            **routing_report(sent.decision, record.engine_cached_tokens),
+            **msgspec.structs.asdict(routing_report(sent.decision, record.engine_cached_tokens)),
             "first_token_ms": None if (s := record.timeline.seconds.get("first_token")) is None else round(s * 1000, 2),
         }
         for record in records
