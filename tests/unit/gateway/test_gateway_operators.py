@@ -234,9 +234,9 @@ async def test_nothing_is_made_while_nobody_looks():
     async with member.serving() as session:
         async with session.get("/medialane/state/stream") as response:
             await response.content.readuntil(b"data: ")
-        await asyncio.sleep(3 * INTERVAL_S)
+        await asyncio.sleep(3 * INTERVAL_S)  # time: the stream notices within an interval that its client has gone
         number = member.num_parts
-        await asyncio.sleep(6 * INTERVAL_S)
+        await asyncio.sleep(6 * INTERVAL_S)  # time: nothing happens meanwhile
         assert member.num_parts == number
 
 
@@ -287,7 +287,7 @@ async def test_any_gateway_answers_for_all():
         assert listed["requests"][0]["id"] == "running"
         assert (await get(session, "/medialane/requests/theirs"))["gateway"] == "1"
         await other.aclose()
-        await asyncio.sleep(2 * INTERVAL_S)
+        await asyncio.sleep(2 * INTERVAL_S)  # time: until the last document is outdated
         state = await get(session, "/medialane/state")
         assert [each["up"] for each in state["gateways"]] == [True, False]
         listed = await get(session, "/medialane/requests")
