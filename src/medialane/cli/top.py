@@ -27,7 +27,7 @@ from medialane.gateway.requests import RequestView
 
 _TIMEOUT_S = 10.0
 #: Narrower terminals get fewer columns.
-_WIDE = 100
+_WIDE, _NARROW = 100, 60
 #: Steps of the rates that a figure is the mean of.
 _RECENT_STEPS = 3
 #: Lines that are not rows of workers or requests.
@@ -39,7 +39,7 @@ _EPILOG = """\
 It shows all clients' requests, so it needs the admin key of the server (--admin-key-file, MEDIALANE_ADMIN_KEY), unless
 that has none and listens on this machine only. One gateway answers for all gateways of its port. Ctrl-C ends it.
 
-The exit status is 0 if all gateways answered, 2 if not; with a single one that does not, 1 and its error.
+The exit status is 0 if all gateways answered, else 2.
 
 examples:
   medialane top
@@ -186,15 +186,15 @@ def _shown(state: State, *, width: int, max_rows: int) -> Iterable[RenderableTyp
         for problem in gateway.problems if gateway.up else ("does not answer",):
             yield Text(f"gateway {gateway.index}: {problem}", style="yellow" if gateway.up else "red")
     num_workers = max(2, max_rows // 2)
-    yield _workers(state.workers, "worker", is_wide=is_wide, max_rows=num_workers)
+    yield _workers(state.workers, "worker", width=width, max_rows=num_workers)
     if state.encoders.num:
-        yield _workers(state.encoders, "encoder", is_wide=is_wide, max_rows=num_workers)
+        yield _workers(state.encoders, "encoder", width=width, max_rows=num_workers)
     yield _store(state)
     yield _caches(state)
     for title, groups, what in (("tenant", state.tenants, "first token"), ("origin", state.origins, "fetch")):
         if groups:
-            yield _groups(title, groups[:5], what, is_wide=is_wide)
-    yield _errors(state)
+            yield _groups(title, groups[:5], what, width=width)
+    yield _errors(state, width=width)
     if state.live.listed:
         yield _requests(state.live.listed, state.live.num, is_wide=is_wide, max_rows=max(2, max_rows - num_workers))
 
@@ -203,7 +203,8 @@ def _heading(state: State) -> Text:
     num_up = sum(gateway.up for gateway in state.gateways)
     text = Text.assemble((state.model, "bold"), f"  {num_up} of {len(state.gateways)} gateways, ")
     text.append(f"{state.workers.states.get('ready', 0)} of {state.workers.num} workers ready, ")
-    text.append(f"{state.live.num} requests", style="bold" if state.live.num else "")
+    requests = "1 request" if state.live.num == 1 else f"{state.live.num} requests"
+    text.append(requests, style="bold" if state.live.num else "")
     return text
 
 
@@ -243,35 +244,45 @@ def _stages(state: State) -> Text:
     return text
 
 
-def _workers(workers: WorkersView, title: str, *, is_wide: bool, max_rows: int) -> RenderableType:
+def _workers(workers: WorkersView, title: str, *, width: int, max_rows: int) -> RenderableType:
     if not workers.num:
         return Text(f"no {title} has joined", style="yellow")
-    columns = [title, "state", "running", "waiting", "KV cache", "p95"]
-    table = _table(*columns, *(("encoder cache", "p50", "oldest", "failed") if is_wide else ()))
+    columns = [
+        title,
+        "state",
+        "running",
+        "waiting",
+        "KV cache",
+        "TTFT p95",
+        "encoder cache",
+        "TTFT p50",
+        "oldest",
+        "failed",
+    ]
+    num_columns = len(columns) if width >= _WIDE else 6 if width >= _NARROW else 4
+    table = _table(*columns[:num_columns])
     for worker in workers.listed[:max_rows]:
-        table.add_row(*_worker(worker, is_wide=is_wide))
+        table.add_row(*_worker(worker)[:num_columns])
     if workers.num > max_rows:
         others = f"{workers.num - max_rows} more: " + ", ".join(f"{n} {name}" for name, n in workers.states.items())
         table.add_row(Text(f"and {others} in all", style="dim"))
     return table
 
 
-def _worker(worker: WorkerView, *, is_wide: bool) -> Sequence[RenderableType]:
-    is_late = (worker.oldest_ms or 0.0) > 1000
-    cells: list[RenderableType] = [
+def _worker(worker: WorkerView) -> Sequence[RenderableType]:
+    is_late, cache = (worker.oldest_ms or 0.0) > 1000, worker.encoder_cache
+    return [
         Text(worker.name, style="red" if worker.state in ("lost", "stalled") else ""),
         _state(worker.state),
         str(worker.running),
         Text(str(worker.waiting), style="yellow" if worker.waiting else ""),
         f"{worker.kv_usage:.0%}",
         _ms(worker.first_token_p95_ms),
+        "-" if cache is None else f"{cache.used / cache.size:.0%}",
+        _ms(worker.first_token_p50_ms),
+        Text(_ms(worker.oldest_ms), style="red" if is_late else ""),
+        Text(str(worker.failed), style="red" if worker.failed else "dim"),
     ]
-    if is_wide:
-        cache = worker.encoder_cache
-        cells.append("-" if cache is None else f"{cache.used / cache.size:.0%}")
-        cells += [_ms(worker.first_token_p50_ms), Text(_ms(worker.oldest_ms), style="red" if is_late else "")]
-        cells.append(Text(str(worker.failed), style="red" if worker.failed else "dim"))
-    return cells
 
 
 def _store(state: State) -> Text:
@@ -295,26 +306,37 @@ def _store(state: State) -> Text:
 
 def _caches(state: State) -> Text:
     caches, items = state.caches, sum(state.caches.items.values())
-    shares = ", ".join(f"{name} {number}" for name, number in caches.items.items() if number) or "none"
-    tokens = f"{caches.cached_tokens / caches.prompt_tokens:.0%}" if caches.prompt_tokens else "-"
-    return Text(f"last {state.window_s:.0f} s: {items} items ({shares}), {tokens} of prompt tokens were in KV caches")
+    shares = ", ".join(f"{number} {name}" for name, number in caches.items.items() if number)
+    text = Text(f"last {state.window_s:.0f} s: " + (f"{items} items ({shares})" if items else "no items"))
+    if caches.prompt_tokens:
+        text.append(f", {caches.cached_tokens / caches.prompt_tokens:.0%} of prompt tokens were in KV caches")
+    return text
 
 
-def _groups(title: str, groups: Sequence[GroupView], what: str, *, is_wide: bool) -> Table:
-    table = _table(title, "requests", "running", "new", f"{what} p95", *(("oldest", "failed") if is_wide else ()))
+def _groups(title: str, groups: Sequence[GroupView], what: str, *, width: int) -> Table:
+    columns = ["requests", f"{what} p95", "running", "new", "oldest", "failed"]
+    num_columns = len(columns) if width >= _WIDE else 4 if width >= _NARROW else 2
+    table = _table(title, *columns[:num_columns])
     for group in groups:
-        cells = [escape(group.name), str(group.requests), str(group.live), str(group.new), _ms(group.p95_ms)]
-        table.add_row(*cells, *((_ms(group.oldest_ms), str(group.failed)) if is_wide else ()))
+        cells = [str(group.requests), _ms(group.p95_ms), str(group.live), str(group.new)]
+        cells += [_ms(group.oldest_ms), str(group.failed)]
+        table.add_row(escape(group.name), *cells[:num_columns])
     return table
 
 
-def _errors(state: State) -> RenderableType:
+def _errors(state: State, *, width: int) -> RenderableType:
     if not state.errors:
         return Text("no errors in the last 15 minutes", style="dim")
-    table = _table("error", "number", "last", "reason")
+    table = _table("error", "number", "last", *(("reason",) if width >= _NARROW else ()))
     for error in state.errors[:5]:
         ago = "-" if error.last_at is None else f"{max(0.0, state.time - error.last_at):.0f} s ago"
-        table.add_row(Text(error.code, style="red"), str(error.num), ago, Text(error.reason, style="dim"))
+        cells: list[RenderableType] = [
+            Text(error.code, style="red"),
+            str(error.num),
+            ago,
+            Text(error.reason, style="dim"),
+        ]
+        table.add_row(*cells[: len(table.columns)])
     return table
 
 

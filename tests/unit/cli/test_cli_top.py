@@ -1,6 +1,7 @@
 """`medialane top` against a server with the state of a gateway."""
 
 import asyncio
+import contextlib
 import io
 import json
 import time
@@ -160,7 +161,7 @@ async def test_key_is_read_from_a_file(served, tmp_path, capsys):
 
 
 async def test_missing_key_is_named(served, capsys):
-    assert await top("--gateway", served, "--once") == 1
+    assert await top("--gateway", served, "--once") == 2
     assert "MEDIALANE_ADMIN_KEY" in capsys.readouterr().err
 
 
@@ -172,8 +173,6 @@ async def test_one_of_several_that_does_not_answer_is_an_exit_status(served, cap
 
 @pytest.mark.parametrize("args", [("--json",), ("--gateway", "ftp://x", "--once"), ("--interval", "0")])
 def test_wrong_arguments_are_refused(args, capsys):
-    try:
-        assert main(["top", *args]) in (1, 2)
-    except SystemExit as error:
-        assert error.code == 2
+    with contextlib.suppress(SystemExit):  # of a usage error
+        assert main(["top", *args]) == 2
     assert capsys.readouterr().err
