@@ -79,6 +79,14 @@ def items_of(server):
     return [[(item.data, item.url) for item in prompt.items] for prompt in server.backend.prompts]
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+async def test_response_has_a_report_if_a_header_asks_for_it(embedding, path):
+    body = {"model": embedding.model, "messages": chat(image())}
+    response = await embedding.client.post(path, json=body, headers={"X-Medialane-Report": "true"})
+    assert response.status_code == 200, response.text
+    assert response.json()["medialane"]["request_id"] == response.headers["x-request-id"]
+
+
 async def test_media_of_a_chat_are_prepared_and_the_tensor_is_the_response(embedding):
     response = await post(embedding, "/v1/embeddings", messages=chat(image(), image(URL)), priority=3)
     assert response.status_code == 200, response.text

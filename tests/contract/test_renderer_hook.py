@@ -8,6 +8,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import jsonschema
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -35,6 +36,7 @@ from medialane.core.errors import (
 from medialane.core.feature import MediaSpan, PlaceholderRange
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, open_scope
+from medialane.gateway.report import report_schema
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR, ReferenceConnector
 from waiting import eventually
@@ -124,16 +126,30 @@ async def test_images_of_a_batch_are_passed_to_the_gateway(server):
     ]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+REPORT_SCHEMA = json.loads(report_schema())
+TEXT = [{"role": "user", "content": "look"}]
+REPORTED = {
+    "/v1/chat/completions": {"messages": TEXT},
+    "/v1/completions": {"prompt": "look"},
+    "/v1/responses": {"input": TEXT},
+    "/v1/messages": {"messages": TEXT},
+    "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 4}},
+}
+
+
+@pytest.mark.parametrize("asked", [{"headers": {"X-Medialane-Report": "true"}}, {"body": {"report": True}}], ids=str)
+@pytest.mark.parametrize("path", REPORTED)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_report_is_in_every_kind_of_response(server, path, stream):
-    text = "input" if path == "/v1/responses" else "messages"
-    body = {"model": server.model, "max_tokens": 8, text: [{"role": "user", "content": "look"}], "stream": stream}
-    response = await server.client.post(path, json={**body, "medialane": {"report": True}})
+async def test_report_is_in_every_kind_of_response(server, path, stream, asked):
+    body = {"model": server.model, "max_tokens": 8, **REPORTED[path], "stream": stream}
+    if "body" in asked:
+        body["medialane"] = asked["body"]
+    response = await server.client.post(path, json=body, headers=asked.get("headers"))
     assert response.status_code == 200, response.text
     events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
     report = json.loads(events[-1] if stream else response.text)["medialane"]
-    assert report["items"] == []
+    jsonschema.validate(report, REPORT_SCHEMA)
+    assert (report["items"], report["request_id"]) == ([], response.headers["x-request-id"])
     assert "intake" in report["times_ms"]
 
 
@@ -320,6 +336,12 @@ async def test_options_reserved_by_vllm_are_rejected_by_name(server, options):
     assert server.backend.prompts == []
 
 
+def _without_id(response):
+    error = response.json()["error"]
+    assert error.pop("request_id") == response.headers["x-request-id"]
+    return error
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_item_too_long_for_any_prompt_gives_vllms_prompt_error(server, stream):
     server.backend.error, server.backend.error_at = PromptTooLong("The decoder prompt (length 9) is longer"), "prepare"
@@ -328,7 +350,7 @@ async def test_item_too_long_for_any_prompt_gives_vllms_prompt_error(server, str
     server.backend.error_at = "generate"
     by_engine = await server.chat(image())
     assert refused.status_code == 400
-    assert refused.json() == by_engine.json()
+    assert _without_id(refused) == _without_id(by_engine)
 
 
 async def test_known_image_uuid_resolves_to_its_content(server):
@@ -386,6 +408,7 @@ async def test_error_while_preparing_has_openais_format(server):
             "type": "invalid_request_error",
             "param": "messages[0].content[1]",
             "code": "invalid_image",
+            "request_id": response.headers["x-request-id"],
         }
     }
     assert "total;dur=" in response.headers["server-timing"]

@@ -39,9 +39,11 @@ def speech(running, monkeypatch):
     return running
 
 
-async def upload(server, path=TRANSCRIPTIONS, data=UPLOAD, **fields):
+async def upload(server, path=TRANSCRIPTIONS, data=UPLOAD, headers=None, **fields):
     form = {"model": server.model, "language": "en", **fields}
-    return await server.client.post(path, data=form, files={"file": ("a.mp3", data)}, headers=KEY)
+    return await server.client.post(
+        path, data=form, files={"file": ("a.mp3", data)}, headers={**KEY, **(headers or {})}
+    )
 
 
 def token_ids(server, *tokens):
@@ -57,6 +59,14 @@ async def test_upload_is_decoded_by_the_store_alone(speech):
     assert prompt.is_encoder_prompt
     assert [item.data for item in prompt.items] == [wave_bytes(speech.backend.samples, RATE)]
     assert answer.json()["usage"] == {"type": "duration", "seconds": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_transcription_has_a_report_if_a_header_asks_for_it(speech, stream):
+    answer = await upload(speech, headers={"X-Medialane-Report": "true"}, stream=str(stream).lower())
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    found = json.loads(events[-1] if stream else answer.text)["medialane"]
+    assert found["request_id"] == answer.headers["x-request-id"]
 
 
 async def test_decoder_prompt_is_sent_besides_the_encoders(speech):

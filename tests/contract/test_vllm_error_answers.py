@@ -102,12 +102,13 @@ def assert_answer(response, error, path):
     assert response.headers.get("retry-after") == (None if error.retry_after_s is None else str(error.retry_after_s))
     document = response.json()
     assert (document["error"]["message"], document["error"]["code"]) == (error.message, error.code)
+    named = response.headers["x-request-id"]
     if path in ANTHROPIC:
         assert (document["type"], document["error"]["type"]) == ("error", _anthropic_type(error))
+        assert document["request_id"] == named
     else:
-        assert document == {
-            "error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
-        }
+        expected = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+        assert document == {"error": {**expected, "request_id": named}}
 
 
 def _anthropic_type(error):

@@ -4,6 +4,8 @@ its executor."""
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm.compilation import decorators
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 from vllm.model_executor.model_loader import weight_utils
 from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.executor.abstract import Executor
@@ -21,6 +23,7 @@ def phases(tmp_path, monkeypatch):
     monkeypatch.setattr(PhaseFile, "write", lambda _file, phase: seen.append(phase))
     for owner, name in (
         (weight_utils, "tqdm"),
+        (decorators, "monitor_torch_compile"),
         (Executor, "determine_available_memory"),
         (Executor, "compile_or_warm_up_model"),
         (MultiModalBudget, "get_dummy_encoder_profile_inputs"),
@@ -63,6 +66,22 @@ def test_executor_reports_what_it_runs_the_model_for(phases):
     assert [phase.name for phase in phases] == ["profiling", "warming up"]
     assert "--limit-mm-per-prompt" in phases[0].remedy
     assert "--max-model-len" in phases[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_announced", "names"),
+    [
+        (CompilationMode.VLLM_COMPILE, True, ["compiling"]),
+        (CompilationMode.VLLM_COMPILE, False, []),  # loaded from the cache
+        (CompilationMode.NONE, True, []),
+    ],
+)
+def test_compilation_is_named(phases, mode, is_announced, names):
+    config = VllmConfig(compilation_config=CompilationConfig(mode=mode))
+    config.compilation_config.mode = mode
+    with decorators.monitor_torch_compile(config, announce_start=is_announced):
+        pass
+    assert [phase.name for phase in phases] == names
 
 
 class NoBudget(MultiModalBudget):

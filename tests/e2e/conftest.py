@@ -56,6 +56,7 @@ SERVER_FLAGS = (
 #: Test images are served from the loopback interface.
 MEDIA_FLAGS = ("--allow-media-network", "127.0.0.0/8")
 STORE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", *MEDIA_FLAGS)
+LOG_FLAGS = ("--log-format", "json", "--access-log")
 API_KEY = "tested-key"
 
 #: Files that run last, in this order.
@@ -135,7 +136,7 @@ def starting_serve(
     process = MedialaneProcess.spawn(
         "serve",
         str(tiny_model),
-        ["--workers", "2", "--verbose", "--worker-ping-interval", str(PING_S), *STORE_FLAGS, *joining],
+        ["--workers", "2", "--verbose", *LOG_FLAGS, "--worker-ping-interval", str(PING_S), *STORE_FLAGS, *joining],
         SERVER_FLAGS,
         environ={
             **vllm_environ,

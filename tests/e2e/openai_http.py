@@ -33,6 +33,7 @@ _VOLATILE = frozenset(
         "system_fingerprint",
         "prompt_tokens_details",
         "input_tokens_details",
+        "request_id",
     )
 )
 
@@ -137,9 +138,9 @@ class OpenAiHttp:
         self.model = model
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    async def post(self, body: Any, path: str = CHAT) -> Answer:
+    async def post(self, body: Any, path: str = CHAT, headers: dict[str, str] | None = None) -> Answer:
         """Send `body` and read the whole response. The model is filled in, bytes are sent as such."""
-        async with self.opened(body, path) as response:
+        async with self.opened(body, path, headers) as response:
             raw = await response.text()
             headers = {name.lower(): value for name, value in response.headers.items()}
             if response.content_type == "text/event-stream":
@@ -167,11 +168,13 @@ class OpenAiHttp:
         return answer
 
     @asynccontextmanager
-    async def opened(self, body: Any, path: str = CHAT) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def opened(
+        self, body: Any, path: str = CHAT, headers: dict[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Stream the response. Leaving early disconnects."""
         data = body if isinstance(body, bytes) else json.dumps({"model": self.model, **body}).encode()
         async with (
-            self.session(**{"Content-Type": "application/json"}) as session,
+            self.session(**{"Content-Type": "application/json", **(headers or {})}) as session,
             session.post(self.base_url + path, data=io.BytesIO(data)) as response,
         ):
             yield response

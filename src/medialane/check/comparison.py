@@ -17,6 +17,7 @@ VOLATILE = frozenset(
         "system_fingerprint",
         "prompt_tokens_details",
         "input_tokens_details",
+        "request_id",
     )
 )
 _MAX_SHOWN = 60

@@ -164,7 +164,15 @@ async def serve(
             drain_s = config.stop.drain_timeout_s
             if not config.gateway.render_only:
                 enter_phase("waiting for workers")
-            await frontend.serve(app, sock, stop, drain_timeout_s=drain_s, give_up=give_up, server_of=server_of)
+            await frontend.serve(
+                app,
+                sock,
+                stop,
+                drain_timeout_s=drain_s,
+                give_up=give_up,
+                server_of=server_of,
+                logs_requests=not config.logging.access,
+            )
             if not stop.asked.is_set():
                 tasks.fail("the HTTP server")
     return EXIT_FAILED if tasks.failed else 0
@@ -444,6 +452,7 @@ async def _app(
         gateway,
         outer=Middleware(
             ScopeMiddleware,
+            logs_requests=components.config.logging.access,
             metrics=metrics,
             requests=components.requests,
             recent=components.recent,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping, Sequence
 
 from medialane.cli.flags import PROTECTION, add_settings, given_settings
@@ -20,6 +21,8 @@ from medialane.vllm_bridge.seams import probe
 from medialane.wire.address import parse_named, parse_unix
 from medialane.wire.security import check_address
 
+logger = logging.getLogger(__name__)
+
 SECTIONS: tuple[SectionName, ...] = (
     "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "environment",
     "logging", "stop",
@@ -33,6 +36,8 @@ _COMMON = (
     "router",
     *PROTECTION,
     "log-level",
+    "log-format",
+    "access-log",
 )
 
 #: vLLM's app resolves every URL with the media connector of this name: ours, which leaves fetching to the gateway.
@@ -79,15 +84,17 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("gateway" if args.gateway_index is None else f"gateway {args.gateway_index}", args.argv)
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
-    configure(config.logging)
+    log = configure(
+        config.logging, component=f"gateway{'' if args.gateway_index is None else f'-{args.gateway_index}'}"
+    )
     _check_addresses(config, args)
     AccessKeys.load(config.gateway)
     environ = process_environ()
     check_api_key(config, environ)
     check_start(args.model, args.vllm_args, environ)
-    print(installed_kinds().line(), flush=True)
+    logger.info("%s", installed_kinds().line())
     on_gpu = bool(find_hardware(environ).gpus)
-    enter_environ(config, "gateway", args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN)
+    enter_environ(config, "gateway", args.model, args.vllm_args, on_gpu=on_gpu, own=_OWN | log.environ())
     enter_phase("importing vLLM")
     probe.check("gateway")
     from medialane.cli import gateway  # vllm reads its environment when it is imported

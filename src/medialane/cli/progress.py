@@ -1,8 +1,10 @@
 """The progress display of `medialane serve`: one live line per process on a terminal; elsewhere a plain line for each
-phase. What it shows was reported by the processes as phases (`core.phase`), never by lines of their logs."""
+phase, or with `--log-format json` a line of a log. What it shows was reported by the processes as phases
+(`core.phase`), never by lines of their logs."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +19,9 @@ from rich.text import Text
 
 from medialane.cluster.child_process import CLEAN_EXIT
 from medialane.core.process.phase import Phase, report_phase
+from medialane.observability.logging import is_access_line, is_json, write_line
+
+logger = logging.getLogger(__name__)
 
 #: After this time in one phase its remedy is shown.
 _LONG_S = 20.0
@@ -49,9 +54,12 @@ class _State:
 class Progress:
     """Observes a supervisor. Call `tick` a few times a second while processes start, `finish` when they are ready."""
 
-    def __init__(self, names: Iterable[str], *, verbose: bool, console: Console | None = None) -> None:
+    def __init__(
+        self, names: Iterable[str], *, verbose: bool, console: Console | None = None, as_log: bool = False
+    ) -> None:
         self._console = console or Console(file=sys.stderr, highlight=False)
         self._verbose = verbose
+        self._as_log = as_log
         self._states = {name: _State() for name in names}
         self._spinner = Spinner("line")
         self._advised: set[str] = set()
@@ -59,7 +67,7 @@ class Progress:
         self.has_failed = False
         # No refresh thread: this process forks, and the display changes only on its event loop.
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
-        self._is_live = self._console.is_terminal
+        self._is_live = self._console.is_terminal and not as_log
         if self._is_live:
             self._live.start()
 
@@ -89,9 +97,15 @@ class Progress:
         self._print(f"{name}: stopping", unless_live=True)
 
     def printed(self, name: str, lines: Sequence[str]) -> None:
-        if self._verbose:
-            for line in lines:
+        for line in lines:
+            if not self._verbose and not is_access_line(line):
+                continue
+            if not self._as_log:
                 self._console.print(f"[{name}] {line}", markup=False, soft_wrap=True)
+            elif is_json(line):
+                write_line(line)
+            elif line:  # of a library that is not written in Python
+                logger.info("%s", line, extra={"fields": {"component": name.replace(" ", "-")}})
 
     def tick(self) -> None:
         """Update the elapsed times, and say once what can be done about a phase that takes long."""
@@ -111,7 +125,9 @@ class Progress:
             self._is_live = False
 
     def _print(self, text: str, *, unless_live: bool = False) -> None:
-        if not (unless_live and self._is_live):
+        if self._as_log:
+            logger.info("%s", text)
+        elif not (unless_live and self._is_live):
             self._console.print(text, markup=False, soft_wrap=True)
 
     def _table(self) -> Table:

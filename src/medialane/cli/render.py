@@ -22,7 +22,7 @@ SECTIONS: tuple[SectionName, ...] = tuple(
 )
 _COMMON = (
     "gateways", "render-payload", "preparers", "host", "port", "arena-size", "allow-media-network", "log-dir",
-    "log-level",
+    "log-level", "log-format", "access-log",
 )  # fmt: skip
 #: Settings of workers in the sections above.
 _OF_WORKERS = (
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         if name in given:
             raise StartupFailed(f"--{name} is not accepted here: there are no workers (medialane serve)")
     config = without_workers(load_config(given, file=args.config, sections=SECTIONS))
-    configure(config.logging)
+    configure(config.logging, component="serve")
     if not has_flag(args.vllm_args, _SCALE_OUT):
         args.vllm_args = [*args.vllm_args, _SCALE_OUT]
     return serve.run_here(config, args)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -33,12 +35,15 @@ from medialane.observability.logging import configure
 if TYPE_CHECKING:  # imports ray
     from medialane.cli.serve_ray import RayServe
 
+logger = logging.getLogger(__name__)
+
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
     "workers", "encoders", "gateways", "preparers", "host", "port", "join-listen", "peer-listen", "arena-size",
     "keep-arena", "stage", "transport", "router", "single-gpu", "encoder-gpu-share", "ray",
     "address", "gateway-nodes", "gpus-per-worker",
     "cpus-per-worker", *PROTECTION, "join", "metrics-port", "log-dir", "log-level",
+    "log-format", "access-log",
 )  # fmt: skip
 _TICK_S = 0.125
 _EXIT_KILLED = 130
@@ -74,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; 0 after a clean stop. Raises StartupFailed."""
     set_title("serve", args.argv)
     config = local.with_port(load_config(given_settings(args), file=args.config, sections=SECTIONS))
-    configure(config.logging)
+    configure(config.logging, component="serve")
     if config.cluster.ray:
         config = for_ray(config, args.secret_flags, process_environ())
     with _ray(config, args.model) as ray:
@@ -115,7 +120,7 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
     local.check(config, args.model, args.vllm_args, environ)
     reap(config.arena.directory)
     hardware = find_hardware(environ)
-    print(installed_kinds().line(), flush=True)
+    _say(config, installed_kinds().line())
     with (
         closing(local.run_folder(environ)) as folder,
         local.shared_listener(config) as listener,
@@ -135,7 +140,7 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
 
         with _logs(config) as logs:
             names = [*(spec.name for spec in specs), *(spec.name for spec in remote)]
-            progress = Progress(names, verbose=args.verbose)
+            progress = Progress(names, verbose=args.verbose, as_log=config.logging.format == "json")
 
             def make_supervisor() -> Supervisor | RemoteSupervisor:
                 here = Supervisor(specs, config=config.cluster, logs=logs.path, observer=progress)
@@ -143,16 +148,24 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
                     return here
                 return ray.supervisor(here, remote, progress, vllm_args=args.vllm_args)
 
-            status = asyncio.run(_serve(make_supervisor, progress, announcement))
+            status = asyncio.run(_serve(make_supervisor, progress, partial(_say, config, announcement)))
             logs.keep = progress.has_failed
             return status
+
+
+def _say(config: Config, text: str) -> None:
+    """Tell the operator, on the terminal or as a line of the log."""
+    if config.logging.format == "json":
+        logger.info("%s", text.strip())
+    else:
+        print(text, flush=True)
 
 
 @contextmanager
 def _logs(config: Config) -> Iterator[LogFolder]:
     """Yield the folder of the logs, which is shown; errors name it again."""
     logs = LogFolder.create(config.cluster.log_dir)
-    print(f"logs: {logs.path}", flush=True)
+    _say(config, f"logs: {logs.path}")
     try:
         yield logs
         if logs.keep:
@@ -183,7 +196,7 @@ def _ray(config: Config, model: str) -> Iterator[RayServe | None]:
 
 
 async def _serve(
-    make_supervisor: Callable[[], Supervisor | RemoteSupervisor], progress: Progress, announcement: str
+    make_supervisor: Callable[[], Supervisor | RemoteSupervisor], progress: Progress, announce_start: Callable[[], None]
 ) -> int:
     supervisor = make_supervisor()
     stop = _Stop(supervisor)
@@ -197,7 +210,7 @@ async def _serve(
         progress.finish()
         if starting.done():
             starting.result()
-            print(announcement, flush=True)
+            announce_start()
             await asyncio.wait((stopped, supervised), return_when=asyncio.FIRST_COMPLETED)
             if supervised.done():
                 supervised.result()

@@ -26,7 +26,7 @@ SECTIONS: tuple[SectionName, ...] = (
     "logging",
     "stop",
 )
-_COMMON = ("preparers", "arena-size", "keep-arena", "stage", "peer-listen", *PROTECTION, "log-level")
+_COMMON = ("preparers", "arena-size", "keep-arena", "stage", "peer-listen", *PROTECTION, "log-level", "log-format")
 
 _EPILOG = """\
 A store fetches, decodes and processes the media of one host, once for all gateways there, and keeps them in shared
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("store", args.argv)
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
-    configure(config.logging)
+    log = configure(config.logging, component="store")
     parse_unix(args.listen, "--listen")
     if args.replace:
         check_replace(args.listen)
@@ -72,5 +72,6 @@ def run(args: argparse.Namespace) -> int:
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     # For the fork server of the preparers, which imports vllm.
-    enter_environ(config, "store", args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
+    on_gpu = bool(find_hardware(environ).gpus)
+    enter_environ(config, "store", args.model, args.vllm_args, on_gpu=on_gpu, own=log.environ())
     return store.run(config, args.model, args.vllm_args, args.listen, replaces=args.replace)

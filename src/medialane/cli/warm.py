@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Fork until killed; in a child, run its command and return its status. Raises StartupFailed."""
     set_title(WARM, args.argv)
     config = load_config({}, sections=SECTIONS)
-    configure(config.logging)
+    log = configure(config.logging, component="warm")
+    replace_environ({**process_environ(), **log.environ()})  # for fork servers, which have no command line
     supervisor, given = os.getppid(), process_environ()
     enter_phase("importing vLLM")
     import_everything()
@@ -94,8 +95,10 @@ def import_everything() -> None:
     from medialane.vllm_bridge import threads  # noqa: F401
     from medialane.vllm_bridge.engine import engine  # noqa: F401
     from medialane.vllm_bridge.engine.warm_imports import warm_imports
+    from medialane.vllm_bridge.log_level import show_vllm_lines
     from medialane.worker import serve  # noqa: F401
 
+    show_vllm_lines()
     warm_imports()
 
 

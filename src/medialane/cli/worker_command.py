@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 SECTIONS: tuple[SectionName, ...] = ("worker", "simulated", "store", "rpc", "environment", "logging", "stop")
 _COMMON = (
-    "join", "metrics-host", "metrics-port", "worker-name", *PROTECTION, "log-level", "arena-directory",
+    "join", "metrics-host", "metrics-port", "worker-name", *PROTECTION, "log-level", "log-format", "arena-directory",
     "simulated-workers", "speedup",
 )  # fmt: skip
 
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     set_title(args.role if args.number is None else f"{args.role} {args.number}", args.argv)
     # The arena's size is a setting of the store: that section is not validated here.
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
-    configure(config.logging)
+    log = configure(config.logging, component=args.role if args.number is None else f"{args.role}-{args.number}")
     if args.store is not None:
         parse_unix(args.store, "--store")
     elif args.start_store:
@@ -105,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
         return _run_simulated(config, args)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
-    enter_environ(config, "worker", args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus))
+    on_gpu = bool(find_hardware(environ).gpus)
+    enter_environ(config, "worker", args.model, args.vllm_args, on_gpu=on_gpu, own=log.environ())
     enter_phase("importing vLLM")
     probe.check("worker")
     return _run_vllm(config, args)

@@ -12,19 +12,21 @@ import re
 from collections import deque
 from pathlib import Path
 
+from medialane.observability.logging import REPORTED_ERROR, as_text, is_json
+
 _MAX_READ_BYTES = 1 << 18
 _NUM_TAIL_LINES = 200
 _MAX_LINE_CHARACTERS = 2000
+#: As JSON, in which a line is one object with a message and a traceback, each of at most 8000 characters.
+_MAX_JSON_CHARACTERS = 1 << 16
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-#: Prefix of the error line of our own commands when they cannot start.
-REPORTED_ERROR = "medialane: error: "
 _EXCEPTION = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception|Exit)): (\S.*)")
 #: vLLM's front end reports that its engine failed, after the engine has logged the cause.
 _SECONDARY_ERRORS = re.compile(r"Engine core initialization failed|EngineDeadError|died unexpectedly|resource_tracker")
 
 
 class ProcessLog:
-    """Reads a log file incrementally. Lines are cut at 2000 characters and stripped of ANSI codes."""
+    """Reads a log file incrementally. Lines of text are cut at 2000 characters and stripped of ANSI codes."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self.path = path
@@ -48,15 +50,15 @@ class ProcessLog:
             return []
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[-_MAX_LINE_CHARACTERS:]
+        self._rest = self._rest[-_MAX_JSON_CHARACTERS:]
         cleaned = [_clean(line) for line in lines]
-        self._tail.extend(line for line in cleaned if line)
+        self._tail.extend(text for line in cleaned if line for text in as_text(line))
         if self._offset > self._max_bytes and len(data) < _MAX_READ_BYTES:
             self._cut()
         return cleaned
 
     def tail(self, num_lines: int) -> list[str]:
-        """Return the last non-empty lines that were read."""
+        """Return the last non-empty lines that were read, as text."""
         return list(self._tail)[-num_lines:]
 
     def reported_error(self) -> str | None:
@@ -66,7 +68,7 @@ class ProcessLog:
 
     def first_exception(self) -> str | None:
         """Return the first exception that is not merely the consequence of another one."""
-        exceptions = (_EXCEPTION.search(line) for line in self._tail if not _SECONDARY_ERRORS.search(line))
+        exceptions = (_EXCEPTION.search(line) for line in self._tail if not is_secondary(line))
         return next((f"{m[1]}: {m[2]}" for m in exceptions if m), None)
 
     def _cut(self) -> None:
@@ -78,6 +80,12 @@ class ProcessLog:
         self._offset = 0
 
 
+def is_secondary(error: str) -> bool:
+    """Return whether an error only says that another process has failed."""
+    return _SECONDARY_ERRORS.search(error) is not None
+
+
 def _clean(line: bytes) -> str:
     text = line.rsplit(b"\r", 1)[-1] if b"\r" in line.rstrip(b"\r") else line  # progress bars rewrite their line
-    return _ANSI.sub("", text.decode(errors="replace")).rstrip()[:_MAX_LINE_CHARACTERS]
+    decoded = text.decode(errors="replace")
+    return decoded if is_json(decoded) else _ANSI.sub("", decoded).rstrip()[:_MAX_LINE_CHARACTERS]

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from medialane.cluster.child_process import CLEAN_EXIT, ChildProcess, Fork
 from medialane.cluster.orphan_reaper import OrphanReaper
-from medialane.cluster.process_log import ProcessLog
+from medialane.cluster.process_log import ProcessLog, is_secondary
 from medialane.cluster.process_spec import NOT_NEEDED, NUM_INTERPRETER_WORDS, ProcessSpec
 from medialane.cluster.restart_delay import RestartDelay
 from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
@@ -272,9 +272,11 @@ class ProcessSupervisor:
 def failure_report(name: str, how: str, log: ProcessLog, *, was_ready: bool = False) -> str:
     """Return one line with the cause; unless the process reported it itself, the end of its log follows."""
     why = f" ({how})" if LACK_OF_MEMORY in how else ""  # the log does not have it
-    if (ours := log.reported_error()) is not None:
-        return f"{name}: {ours}{why}"
     cause = log.first_exception()
+    if (ours := log.reported_error()) is not None:
+        if cause is not None and is_secondary(ours):  # of its engine, which has said more
+            ours = f"vLLM failed to start: {cause}"
+        return f"{name}: {ours}{why}"
     head = f"{name} {'exited again and again' if was_ready else 'did not start'}: {cause + why if cause else how}"
     lines = log.tail(_SHOWN_LINES)
     if not lines:

@@ -25,6 +25,7 @@ import msgspec
 from medialane.config.loading import load_config
 from medialane.config.settings import PREFIX, Config, SectionName, settings
 from medialane.core.process.phase import VARIABLE as PHASE_FILE
+from medialane.observability.logging import VARIABLE as LOG_PROCESS
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +106,8 @@ ROLES: Final[Mapping[RoleName, Role]] = {
     "gateway": Role(
         (*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY, "VLLM_API_KEY"), frozenset({"rpc", "gateway"})
     ),
-    "preparer": Role((*_PROCESS, *_DEVICES, *_MODELS, PHASE_FILE), exposed=True, fixed=_NO_TOKEN),
-    "mover": Role((*_PROCESS, *_DEVICES), exposed=True),
+    "preparer": Role((*_PROCESS, *_DEVICES, *_MODELS, PHASE_FILE, LOG_PROCESS), exposed=True, fixed=_NO_TOKEN),
+    "mover": Role((*_PROCESS, *_DEVICES, LOG_PROCESS), exposed=True),
 }
 
 
@@ -220,6 +221,7 @@ def child_environ(
     """
     return {
         **vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=num_workers),
+        **_vllm_logging(vllm_args, environ),
         **allowed_environ(role, environ, config.environment.pass_env),
         **as_environ(config, secrets=ROLES[role].secrets),
     }
@@ -243,7 +245,8 @@ def enter_environ(
         kept = allowed_environ(role, os.environ, config.environment.pass_env)
         for name in os.environ.keys() - {*kept, PHASE_FILE}:
             del os.environ[name]
-    for name, value in vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=1).items():
+    defaults = vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=1)
+    for name, value in (defaults | _vllm_logging(vllm_args, os.environ)).items():
         os.environ.setdefault(name, value)
     os.environ.update(own or {})
 
@@ -259,6 +262,15 @@ def vllm_defaults(model: str, vllm_args: Sequence[str], *, on_gpu: bool, num_wor
     if not any(arg.replace("_", "-").startswith("--kv-cache-memory-bytes") for arg in vllm_args):
         defaults["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib(num_workers))
     return defaults
+
+
+def _vllm_logging(vllm_args: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what keeps vLLM from installing a handler of its own, so that its lines are written as ours, unless the
+    operator has configured its logging."""
+    flags = (arg.replace("_", "-") for arg in vllm_args)
+    if "VLLM_LOGGING_CONFIG_PATH" in environ or any(f.startswith(("--logging-config", "--log-config")) for f in flags):
+        return {}
+    return {"VLLM_CONFIGURE_LOGGING": "0"}
 
 
 def _kv_cache_gib(num_workers: int) -> int:

@@ -281,7 +281,7 @@ class Attempts:
                     self._worker_id = self.call.route.link.worker_id
                     self._sender.begin(self.call)
                     self._sent_at = time.perf_counter()
-                    self.call.scope.timeline.enter("prefill")
+                    self.call.scope.record.sent_at(self._sent_at)
                     async for delta in remote:
                         if not self.has_begun:
                             self._begin(delta)

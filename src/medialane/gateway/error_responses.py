@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from medialane.core.errors import MedialaneError, from_report
+from medialane.gateway.request_id import identified
 from medialane.gateway.scope import RequestScope
+from medialane.observability.logging import request_id
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Message, Scope, Send
@@ -51,7 +53,7 @@ class ErrorForm:
     def event(self, error: MedialaneError, last: bytes) -> bytes:
         """Return the event of a stream without its terminating empty line."""
         document = self.document(error) if self.streamed is None else self.streamed(error, last)
-        data = b"data: " + json.dumps(document).encode()
+        data = b"data: " + json.dumps(_with_current_id(document)).encode()
         return b"event: " + self.event_name + b"\n" + data if self.event_name else data
 
 
@@ -71,7 +73,12 @@ def error_headers(error: MedialaneError) -> dict[str, str]:
 
 def error_body(error: MedialaneError, form: ErrorForm | None = None) -> bytes:
     """Return the body of a response, in OpenAI's format by default."""
-    return json.dumps((form or _OPENAI).document(error)).encode()
+    return json.dumps(_with_current_id((form or _OPENAI).document(error))).encode()
+
+
+def _with_current_id(document: Document) -> Document:
+    current = request_id.get()
+    return identified(document, current) if current else document
 
 
 async def send_error(send: Send, error: MedialaneError, form: ErrorForm) -> None:

@@ -28,6 +28,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from medialane.core.errors import ClientTooSlow, HeaderTooLarge, InvalidBody, MedialaneError, TooManyConnections
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import error_body, error_headers
+from medialane.gateway.request_id import HEADER, new_id
+from medialane.observability.logging import request_id
 
 logger = logging.getLogger(__name__)
 
@@ -224,14 +226,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._clear_deadline()
         if self.transport.is_closing():
             return
+        token = request_id.set(new_id())
         logger.warning("connection from %s rejected: %s", self.client[0] if self.client else "unknown", error.message)
         if self.cycle is None or (self.cycle.response_complete and not self.cycle.more_body):
             self.transport.write(_response(error))
+        request_id.reset(token)
         self.transport.close()
 
 
 def _response(error: MedialaneError) -> bytes:
     body = error_body(error)
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers[HEADER.decode()] = request_id.get()
     lines = [f"{name}: {value}\r\n".encode() for name, value in (headers | error_headers(error)).items()]
     return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])

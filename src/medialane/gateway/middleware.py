@@ -21,15 +21,18 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.core.modalities import MODALITIES
 from medialane.core.taker import TAKER
 from medialane.gateway.access import given_key
+from medialane.gateway.access_log import log_end
 from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge, Message, Receive, replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
 from medialane.gateway.media_endpoint import MEDIA_PATH
 from medialane.gateway.report import ReportSender
+from medialane.gateway.request_id import IdentifiedSend, given_id, given_trace, with_id
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
 from medialane.media import MediaConfig
+from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
 
 Scope = MutableMapping[str, Any]
@@ -44,13 +47,17 @@ _OWN_END_S = 0.02
 #: llm-d's name of a request's longest time to first token.
 TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
 
+#: Requests a report, as does the body's member `medialane`.
+REPORT_HEADER = b"x-medialane-report"
+_BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
+
 #: Methods whose bodies have no meaning; no handler reads them.
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class ScopeMiddleware:
-    """Opens the request's scope, adds Server-Timing, observes the timeline, closes the scope. With `names_takers`, what
-    is held for a request is recorded with the X-Request-Id of its client, or its number."""
+    """Opens the request's scope, adds its id and Server-Timing, observes the timeline, closes the scope. With
+    `names_takers`, what is held for a request is recorded with its id; with `logs_requests` its end is logged."""
 
     def __init__(
         self,
@@ -60,31 +67,31 @@ class ScopeMiddleware:
         recent: RecentRequests | None = None,
         *,
         names_takers: bool = False,
+        logs_requests: bool = False,
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._requests = requests or OpenRequests()
         self._recent = recent or RecentRequests()
         self._names_takers = names_takers
-        self._num_requests = 0
+        self._logs_requests = logs_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        own_id = (_header(scope, b"x-request-id") or b"").decode("latin-1")
-        if self._names_takers:
-            self._num_requests += 1
-            TAKER.set(f"{scope['method']} {scope['path']} {own_id or self._num_requests}")
         with self._requests.opened() as request:
             record = request.record
-            record.name(own_id)
-            watched = _WatchedEnd(receive, send, request)
+            record.name(given_id(scope))
+            tokens = request_id.set(record.id), trace_id.set(given_trace(scope))
+            if self._names_takers:
+                TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
+            watched = _WatchedEnd(receive, IdentifiedSend(send, record.id), request)
             is_kept = scope["method"] not in _WITHOUT_BODY
             if is_kept:
                 self._recent.begin(record)
             try:
-                await self._app(scope, watched.receive, watched.send)
+                await self._app(with_id(scope, record.id), watched.receive, watched.send)
             finally:
                 record.ended(is_disconnected=not watched.is_complete and watched.is_disconnected)
                 if is_kept:
@@ -93,6 +100,10 @@ class ScopeMiddleware:
                     self._metrics.observe(request.timeline)
                 if request.error_code is not None:
                     self._metrics.count_error(request.error_code)
+                if self._logs_requests:
+                    log_end(scope["method"], scope["path"], record)
+                request_id.reset(tokens[0])
+                trace_id.reset(tokens[1])
 
 
 class _WatchedEnd:
@@ -153,6 +164,7 @@ class IntakeMiddleware:
         request.memory = charge = BudgetCharge(self._memory)
         request.defer(charge.release)
         try:
+            request.asks_report = _asks_report(scope)
             request.ttft_limit_ms = _own_ttft_limit(scope) if self._config.trust_headers else None
             declared = _check_declared(scope, limit)
             incoming = BoundedReceive(receive, limit, charge, self._config, keeps=not is_streamed)
@@ -281,6 +293,14 @@ def _own_ttft_limit(scope: Scope) -> float | None:
     if not 0 < limit < math.inf:
         raise InvalidRequest(f"{TTFT_HEADER.decode()} must be a positive number of milliseconds")
     return limit
+
+
+def _asks_report(scope: Scope) -> bool:
+    """Return whether the client requests a report by a header. Raises InvalidRequest."""
+    value = (_header(scope, REPORT_HEADER) or b"false").strip().lower()
+    if value not in _BOOLEANS:
+        raise InvalidRequest(f"{REPORT_HEADER.decode()} must be true or false")
+    return _BOOLEANS[value]
 
 
 def _check_declared(scope: Scope, limit: int) -> int:

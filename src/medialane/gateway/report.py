@@ -1,4 +1,5 @@
-"""The report on a request's media and routing, added to the response on request (`"medialane": {"report": true}`).
+"""The report on a request's media and routing, added to the response on request: by the header `X-Medialane-Report:
+true`, or by `"medialane": {"report": true}` in the body. docs/report.schema.json describes it.
 
 Theory of operation. The response is not decoded and re-encoded: the report is spliced into its bytes as they pass.
 
@@ -12,6 +13,7 @@ Theory of operation. The response is not decoded and re-encoded: the report is s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +22,8 @@ import msgspec
 from medialane.core.feature import MediaSpan, StagedItem
 from medialane.core.media import MediaSize, Modality
 from medialane.core.remote_entry import MoverName
-from medialane.core.request import OutputDelta, RoutingDecision
+from medialane.core.request import Alternative, OutputDelta, RoutingDecision
+from medialane.core.stage import StageName
 from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import StageTimeline
 
@@ -95,41 +98,83 @@ def embedding_outcome(span: MediaSpan, first: OutputDelta) -> EmbeddingOutcome:
     return "encoded" if span.mm_hash in first.embedded else "unkept"
 
 
+class RoutingReport(msgspec.Struct, frozen=True):
+    """Where a request was sent, and why. `cached_tokens` is the number of prompt tokens predicted to be in the worker's
+    KV cache, `engine_cached_tokens` the number that the engine reported (null: not reported). Of the items,
+    `encoder_items_cached` need neither encoder nor embedding, `encoder_items_loaded` have one to load. `alternatives`
+    are the next best workers."""
+
+    worker: str
+    rank: int
+    reason: str
+    num_tokens: int
+    cached_tokens: int
+    engine_cached_tokens: int | None
+    encoder_items_cached: int
+    encoder_items_loaded: int
+    expected_ms: float
+    cost_ms: dict[str, float]
+    alternatives: tuple[Alternative, ...]
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was used for a request, so far; members that do not apply are omitted. `routing` is missing if it was not
+    sent to a worker. `times_ms` are the durations of its steps, as in the Server-Timing header."""
+
+    items: tuple[MediaReport, ...]
+    request_id: str = ""
+    stage: StageName | None = None
+    transport: str | None = None
+    movers: tuple[MoverName, ...] = ()
+    routing: RoutingReport | None = None
+    times_ms: dict[str, float] = {}
+    copied_bytes: int = 0
+
+
 def request_report(
-    items: tuple[MediaReport, ...], sent: Sent | None, engine_cached_tokens: int | None, timeline: StageTimeline
+    items: tuple[MediaReport, ...],
+    sent: Sent | None,
+    engine_cached_tokens: int | None,
+    timeline: StageTimeline,
+    *,
+    request_id: str = "",
 ) -> bytes:
-    """Return what was used for a request as JSON. `sent` is None if it was not sent to a worker; `times_ms` are the
-    durations of its steps, as in the Server-Timing header."""
-    report: dict[str, object] = {}
-    if sent is not None:
-        if items and sent.path is not None:
-            report |= {"stage": sent.path.stage.name, "transport": sent.path.transport.name}
-            report |= {"movers": sent.movers} if sent.movers else {}
-        report["routing"] = routing_report(sent.decision, engine_cached_tokens)
-    if timeline.seconds:
-        report["times_ms"] = {name: round(seconds * 1000, 2) for name, seconds in timeline.seconds.items()}
-    if timeline.copied_bytes:
-        report["copied_bytes"] = timeline.copied_bytes
-    return msgspec.json.encode({"items": items, **report})
+    """Return what was used for a request as JSON. `sent` is None if it was not sent to a worker."""
+    path = sent.path if sent is not None and items else None
+    report = Report(
+        items,
+        request_id,
+        stage=None if path is None else path.stage.name,
+        transport=None if path is None else path.transport.name,
+        movers=() if path is None or sent is None else sent.movers,
+        routing=None if sent is None else routing_report(sent.decision, engine_cached_tokens),
+        times_ms={name: round(seconds * 1000, 2) for name, seconds in timeline.seconds.items()},
+        copied_bytes=timeline.copied_bytes,
+    )
+    return msgspec.json.encode(report)
 
 
-def routing_report(decision: RoutingDecision, engine_cached_tokens: int | None) -> dict[str, object]:
-    """Return where a request was sent, and why. `cached_tokens` is the number of prompt tokens predicted to be in the
-    worker's KV cache, `engine_cached_tokens` the number that the engine reported (None: not reported). Of the items,
-    `encoder_items_cached` need neither encoder nor embedding, `encoder_items_loaded` have one to load."""
-    return {
-        "worker": decision.worker_id,
-        "rank": decision.rank,
-        "reason": decision.reason,
-        "num_tokens": decision.num_tokens,
-        "cached_tokens": decision.cached_tokens,
-        "engine_cached_tokens": engine_cached_tokens,
-        "encoder_items_cached": decision.encoder_items_cached,
-        "encoder_items_loaded": decision.encoder_items_loaded,
-        "expected_ms": round(decision.expected_ms, 3),
-        "cost_ms": {name: round(ms, 3) for name, ms in msgspec.structs.asdict(decision.parts).items() if ms},
-        "alternatives": decision.alternatives,
-    }
+def routing_report(decision: RoutingDecision, engine_cached_tokens: int | None) -> RoutingReport:
+    return RoutingReport(
+        decision.worker_id,
+        decision.rank,
+        decision.reason,
+        decision.num_tokens,
+        decision.cached_tokens,
+        engine_cached_tokens,
+        decision.encoder_items_cached,
+        decision.encoder_items_loaded,
+        round(decision.expected_ms, 3),
+        {name: round(ms, 3) for name, ms in msgspec.structs.asdict(decision.parts).items() if ms},
+        decision.alternatives,
+    )
+
+
+def report_schema() -> str:
+    """Return the JSON schema of a report, docs/report.schema.json."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(Report)}
+    text = msgspec.json.format(msgspec.json.encode(schema), indent=2).decode()
+    return re.sub(r"(?:\\n)+ *", " ", text) + "\n"  # docstrings
 
 
 def timestamps(size: MediaSize) -> tuple[float, ...]:

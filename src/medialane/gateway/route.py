@@ -266,6 +266,6 @@ def _record(record: DecisionRecord) -> dict[str, object]:
         "request_id_sha256": hashlib.sha256(record.request_id.encode()).hexdigest(),  # an id fetches its response
         "sent": record.is_sent,
         "policy": record.decision.policy,
-        **routing_report(record.decision, record.reported_cached_tokens),
+        **msgspec.structs.asdict(routing_report(record.decision, record.reported_cached_tokens)),
         "first_token_ms": None if record.first_token_ms is None else round(record.first_token_ms, 2),
     }

@@ -76,6 +76,7 @@ class RequestScope:
         self.record = RequestRecord()
         self.timeline = self.record.timeline
         self.references = References.random()
+        self.asks_report = False
         self.client = ""
         self.tenant: Tenant | None = None
         self.extracted = ExtractedMedia()
@@ -97,7 +98,8 @@ class RequestScope:
 
     @property
     def wants_report(self) -> bool:
-        return self.extracted.wants_report
+        """Whether the client requests a report, by the body or (`asks_report`) by a header."""
+        return self.asks_report or self.extracted.wants_report
 
     @property
     def error_code(self) -> str | None:

@@ -1,28 +1,63 @@
-"""Logging of one process: one line per event on stderr, with the request id if there is one, secrets redacted, and
-repetitions limited.
+"""Logging of one process: one line per event on stderr, with the request's ids if there is one, secrets redacted, and
+repetitions limited, as text or JSON.
 
-vLLM and uvicorn configure their own loggers; this configures medialane's and the root logger.
+Theory of operation. All lines go through one handler, that of the root logger: those of vLLM and uvicorn too, which are
+kept from installing theirs (`config.environment`, `vllm_bridge.frontend.http_server`). What is made here is passed to
+processes that this one executes, vLLM's among them, in one variable (`VARIABLE`, `configure_child`).
+
+As JSON, what Python code writes to stdout and stderr (`print`, progress bars, warnings, tracebacks) becomes lines of
+their own; only libraries in C, and the last words of a process that crashes, write around it.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import math
+import os
 import re
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
-from typing import Literal, TextIO
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Final, Literal, TextIO
 
 import msgspec
 from msgspec import field
 
-#: The id of the current task's request, set where the request is opened.
+#: The id of the current task's request, and of its trace if it has one, set where the request is opened.
 request_id: ContextVar[str] = ContextVar("medialane_request_id", default="")
+trace_id: ContextVar[str] = ContextVar("medialane_trace_id", default="")
+
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-|$)")
+
+#: Names the logging of a process in the environment of those that it executes.
+VARIABLE: Final = "MEDIALANE_LOG_PROCESS"
+
+#: The logger of the lines of requests (`--access-log`). Each is written, however many there are.
+ACCESS_LOGGER: Final = "medialane.access"
+
+#: Prefix of the error line of our own commands when they cannot start.
+REPORTED_ERROR: Final = "medialane: error: "
+
+#: What is not limited: lines of requests, and those that were written as text, where equal lines have a meaning.
+_UNLIMITED: Final = frozenset({ACCESS_LOGGER, "uvicorn.access", "stdout", "stderr"})
+
+#: Of one line as JSON, so that it can be read again whole.
+_MAX_CHARACTERS: Final = 8000
+_MAX_PENDING_CHARACTERS: Final = 8000
+
+_START_OF_JSON: Final = '{"ts":"'
+#: The names of loggers are at these places of lines only.
+_ACCESS_LINE: Final = re.compile(
+    rf'^(?:\{{"ts":"[^"]*","level":"[A-Z]+","logger":"|[\d-]+ [\d:]+ [A-Z]+ ){re.escape(ACCESS_LOGGER)}[ ":]'
+)
 
 _DATA_URL = re.compile(r"(data:[\w.+/-]{0,80}(?:;[\w=.+-]{1,80}){0,4},)[^\s\"')]+")
 _USER_INFO = re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://)[^/\s@\"']+@")
@@ -45,21 +80,61 @@ class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     level: Literal["debug", "info", "warning", "error"] = field(default="info", name="log-level")
     """log level of medialane's own messages"""
+    format: Literal["text", "json"] = field(default="text", name="log-format")
+    """format of the log of each process, with the lines of vLLM and the HTTP server: text, or json (one object in each
+    line)"""
+    access: bool = field(default=False, name="access-log")
+    """log a line for each request when it ends: model, tenant, media and their outcomes, worker, times, tokens, status
+    and reason; instead of the line of the HTTP server"""
 
     def validate(self) -> None:
         """Every value of the type is valid."""
 
 
-def configure(config: LoggingConfig, stream: TextIO | None = None) -> None:
+class LogProcess(msgspec.Struct, frozen=True):
+    """How a process logs, and as which part of the server."""
+
+    component: str
+    config: LoggingConfig
+
+    def environ(self) -> dict[str, str]:
+        """Return the variable of processes that are to log likewise."""
+        return {VARIABLE: msgspec.json.encode(self).decode()}
+
+
+def trace_of(traceparent: str) -> str:
+    """Return the trace id of a W3C trace context; empty if it has none."""
+    found = _TRACEPARENT.match(traceparent)
+    return "" if found is None or not found[1].strip("0") else found[1]
+
+
+def configure(config: LoggingConfig, stream: TextIO | None = None, *, component: str = "medialane") -> LogProcess:
     """Configure this process's logging, replacing any earlier configuration. Libraries log at WARNING and above."""
-    handler = LimitedHandler(stream or sys.stderr)
-    handler.setFormatter(PlainFormatter())
+    handler = LimitedHandler(stream or _raw(sys.stderr))
+    handler.setFormatter(PlainFormatter() if config.format == "text" else JsonFormatter(component))
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("medialane").setLevel(config.level.upper())
+    logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO)  # it has a setting of its own
+    if config.format == "json":
+        sys.stdout = _Lines(_raw(sys.stdout), logging.getLogger("stdout"))
+        sys.stderr = _Lines(_raw(sys.stderr), logging.getLogger("stderr"))
+        sys.excepthook = _log_uncaught
+        logging.captureWarnings(True)
+    return LogProcess(component, config)
+
+
+def configure_child(component: str = "") -> None:
+    """Configure a process that was executed by one of ours, or by vLLM in one of ours, like that. `component` is added
+    to the name of the part of the server."""
+    try:
+        given = msgspec.json.decode(os.environ.get(VARIABLE, ""), type=LogProcess)
+    except msgspec.DecodeError:
+        given = LogProcess("", LoggingConfig())
+    configure(given.config, component="/".join(filter(None, (given.component, component))))
 
 
 @contextmanager
@@ -116,7 +191,7 @@ class RepetitionLimit:
 
     def admit(self, record: logging.LogRecord, now: float) -> list[logging.LogRecord]:
         """Return the records to write: those that are due, and `record` unless it is a repetition."""
-        if record.levelno < logging.INFO:
+        if record.levelno < logging.INFO or record.name in _UNLIMITED:
             return [record]
         due = self._due(now)
         place = (record.pathname, record.lineno)
@@ -170,15 +245,134 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
 
 
 class PlainFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00 INFO gateway.workers [chatcmpl-1]: message`, redacted after formatting."""
+    """`2026-01-31 12:00:00 INFO gateway.workers [chatcmpl-1]: message`, redacted after formatting. Processes that vLLM
+    has started are named before the request."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+        super().__init__("%(asctime)s %(levelname)s %(name)s%(origin)s: %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        current = request_id.get()
-        record.request = f" [{current}]" if current else ""
+        process, current = _process(record), request_id.get()
+        record.origin = f"{process and f' ({process})'}{current and f' [{current}]'}"
         return redact(super().format(record))
+
+
+class JsonFormatter(logging.Formatter):
+    """An object in one line. Members that do not apply are omitted; `fields` of the record are added to it."""
+
+    def __init__(self, component: str) -> None:
+        super().__init__()
+        self._component = component
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "msg": _bounded(redact(record.getMessage())),
+            "component": self._component,
+        }
+        given = {"process": _process(record), "request_id": request_id.get(), "trace_id": trace_id.get()}
+        line |= {name: value for name, value in given.items() if value}
+        line |= record.__dict__.get("fields", {})
+        if record.exc_info:
+            line["exception"] = _bounded(redact(self.formatException(record.exc_info)))
+        if record.stack_info:
+            line["stack"] = _bounded(redact(record.stack_info))
+        return msgspec.json.encode(line).decode()
+
+
+class _Written(msgspec.Struct):
+    """A line of a JsonFormatter."""
+
+    ts: str
+    level: str
+    logger: str
+    msg: str
+    exception: str = ""
+
+
+def is_json(line: str) -> bool:
+    """Return whether a line is one of a JsonFormatter."""
+    return line.startswith(_START_OF_JSON)
+
+
+def is_access_line(line: str) -> bool:
+    """Return whether a line of either format is that of a request."""
+    return _ACCESS_LINE.search(line) is not None
+
+
+def write_line(line: str) -> None:
+    """Write a line of another process's log as it is."""
+    print(line, file=_raw(sys.stderr), flush=True)
+
+
+def as_text(line: str) -> list[str]:
+    """Return the lines of text that a line of a log says, if it is JSON; else itself."""
+    if not is_json(line):
+        return [line]
+    try:
+        written = msgspec.json.decode(line, type=_Written)
+    except msgspec.DecodeError:  # cut, in a file that was truncated
+        return [line]
+    if written.logger in ("stdout", "stderr"):
+        return written.msg.splitlines()
+    text = f"{written.ts} {written.level} {written.logger}: {written.msg}"
+    return [*text.splitlines(), *written.exception.splitlines()]
+
+
+class _Lines(io.TextIOBase):
+    """Writes the lines of a text stream as records of a log. `raw` is the stream that this one replaces."""
+
+    def __init__(self, raw: TextIO, logger: logging.Logger) -> None:
+        self.raw = raw
+        self._logger = logger
+        self._pending = ""
+        self._lock = threading.Lock()
+        logger.setLevel(logging.INFO)
+
+    def write(self, text: str) -> int:
+        if text.startswith(REPORTED_ERROR):  # of several lines, which belong together
+            self._logger.error("%s", text.rstrip())
+            return len(text)
+        with self._lock:
+            *lines, self._pending = (self._pending + text).split("\n")
+            if len(self._pending) > _MAX_PENDING_CHARACTERS:
+                lines, self._pending = [*lines, self._pending], ""
+        for line in lines:
+            shown = line.rstrip().rpartition("\r")[2]  # progress bars rewrite their line
+            if shown:
+                self._logger.info("%s", shown)
+        return len(text)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.raw.fileno()
+
+    def flush(self) -> None:
+        """Lines are written when they are complete."""
+
+
+def _raw(stream: TextIO) -> TextIO:
+    return stream.raw if isinstance(stream, _Lines) else stream
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.getLogger("medialane").critical("this process ends", exc_info=(kind, error, trace))
+
+
+def _process(record: logging.LogRecord) -> str:
+    """Return the name of the process among those of Python's multiprocessing; empty for its parent."""
+    return "" if record.processName in (None, "MainProcess") else str(record.processName)
+
+
+def _bounded(text: str) -> str:
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    half = _MAX_CHARACTERS // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def redact(text: str) -> str:

@@ -36,6 +36,7 @@ from typing import NoReturn
 
 from medialane.core.errors import MedialaneError, StartupFailed
 from medialane.core.process.title import set_title
+from medialane.observability.logging import configure_child
 from medialane.prepare import confinement
 from medialane.prepare.forkserver_environment import enter
 from medialane.prepare.messages import (
@@ -245,6 +246,7 @@ def run_forked(control: socket.socket, prebuilt: Prebuilt, store_pid: int) -> No
 
 def _enter(prebuilt: Prebuilt, setup: Setup) -> tuple[Processor, float, Sandbox]:
     enter(setup.environment)
+    configure_child("forkserver")  # as its store
     prebuilt.processor.enter_forkserver()
     return prebuilt.processor, prebuilt.warm_s, prebuilt.sandbox
 
@@ -261,7 +263,7 @@ def _run(control: socket.socket, store_pid: int, get: Callable[[Setup], tuple[Pr
     set_title(f"forkserver of store {store_pid}")
     faulthandler.enable()
     logging.root.handlers.clear()  # not closed: their descriptors already are
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s forkserver[%(process)d] %(message)s")
+    configure_child("forkserver")
     with control:
         setup, _ = receive_request(control)
         if not isinstance(setup, Setup):

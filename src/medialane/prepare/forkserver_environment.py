@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from medialane.core.process.phase import VARIABLE as PHASE_FILE
+from medialane.observability.logging import VARIABLE as LOG_PROCESS
 
 _MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024
 _TRIM_THRESHOLD_BYTES = 64 * 1024 * 1024
@@ -73,7 +74,7 @@ def enter(given: Mapping[str, str]) -> None:
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """Return the names of variables that distinguish two environments of fork servers, except those that `enter` sets,
     and those that nothing is built from."""
-    ignored = {*_REQUIRED, _TUNABLES, PHASE_FILE}
+    ignored = {*_REQUIRED, _TUNABLES, PHASE_FILE, LOG_PROCESS}
     return sorted(name for name in {*one, *other} - ignored if one.get(name) != other.get(name))
 
 

@@ -60,6 +60,17 @@ def test_first_exception_is_reported_as_the_cause(log):
     assert log.first_exception() == "ValueError: max_num_batched_tokens is too small"
 
 
+def test_error_that_only_says_that_the_engine_failed_is_reported_by_its_cause(log):
+    write(
+        log,
+        "Traceback\nValueError: No common block size for 7\n"
+        "medialane: error: vLLM failed to start: Engine core initialization failed. See root cause above.\n",
+    )
+    assert failure_report("worker 0", "exit status 2", log) == (
+        "worker 0: vLLM failed to start: ValueError: No common block size for 7"
+    )
+
+
 def test_report_of_a_silent_process_has_its_exit_status(log):
     assert failure_report("worker 0", "killed by SIGKILL", log) == "worker 0 did not start: killed by SIGKILL"
 
@@ -77,3 +88,14 @@ def test_tail_after_a_restart_omits_the_previous_run(log):
     write(log, "ValueError: of the first life\n")
     os.close(log.open())
     assert log.first_exception() is None
+
+
+def test_lines_of_json_are_delivered_whole_and_shown_as_text(log):
+    head = '{"ts":"2026-01-31T12:00:00.000Z","level":'
+    failed = f'{head}"ERROR","logger":"vllm","msg":"{"m" * 3000}","exception":"Traceback\\nValueError: too small"}}'
+    reported = f'{head}"ERROR","logger":"stderr","msg":"medialane: error: no such model\\nsee the log"}}'
+    write(log, f"{failed}\n{reported}\n", read=False)
+    assert log.read() == [failed, reported]
+    assert log.first_exception() == "ValueError: too small"
+    assert log.reported_error() == "no such model"
+    assert log.tail(1) == ["see the log"]

@@ -105,6 +105,7 @@ async def test_app_gets_the_body_without_media_however_chunked(size):
         b"content-type": b"application/json",
         b"content-length": str(len(app.body)).encode(),
         b"x-other": b"1",
+        b"x-request-id": app.request.record.id.encode(),
     }
 
 

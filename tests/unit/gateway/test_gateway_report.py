@@ -1,15 +1,17 @@
 """The report in a response: spliced into its bytes however chunked, and read by OpenAI's client."""
 
 import json
+from pathlib import Path
 
 import httpx2
+import jsonschema
 import msgspec
 import openai
 import pytest
 
 from medialane.core.feature import Feature, MediaSpan, StagedItem
 from medialane.core.media import MediaRef, MediaSize
-from medialane.core.request import OutputDelta, RoutingDecision
+from medialane.core.request import Alternative, CostParts, OutputDelta, RoutingDecision
 from medialane.core.stage import STAGES
 from medialane.gateway import ExtractedMedia, open_scope, report
 from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
@@ -330,3 +332,28 @@ def test_report_says_what_was_done_about_each_embedding():
 )
 def test_first_output_says_what_was_done_about_an_embedding(fields, outcome):
     assert report.embedding_outcome(MediaSpan("h", 10, 20), OutputDelta("r", [], **fields)) == outcome
+
+
+def test_documented_schema_is_that_of_the_report():
+    """Write it anew with `report_schema()` when a member changes: names stay what they are."""
+    assert (Path(__file__).parents[3] / "docs/report.schema.json").read_text() == report.report_schema()
+
+
+def test_report_of_every_member_is_of_the_schema():
+    refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
+    decision = RoutingDecision(
+        "w0", "idle", parts=CostParts(prefill=2.0), alternatives=(Alternative("w1", 0, 3.5, 16),)
+    )
+    with open_scope() as scope:
+        scope.record.name("mine-1")
+        scope.record.received(refs, model="m", streams=False)
+        items = [item(refs[0], "h1", MediaSize(3, 4), is_hit=True), item(refs[1], "h2", VIDEO, is_hit=False)]
+        scope.record.prepared(items, [4, 9], is_reported=True)
+        scope.record.sending(report.Sent(decision, TransferPath(STAGES["features"], PullTransport(None)), ("tcp",)))
+        scope.timeline.add("decode", 0.01)
+        scope.timeline.copied_bytes = 5
+        found = msgspec.json.decode(scope.record.report())
+    jsonschema.validate(found, json.loads(report.report_schema()))
+    assert found.keys() == set(report.Report.__struct_fields__)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**found, "items": [{}]}, json.loads(report.report_schema()))

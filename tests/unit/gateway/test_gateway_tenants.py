@@ -123,6 +123,7 @@ async def test_rate_is_refused_from_the_header_alone_with_the_time_until_the_nex
         "type": "rate_limit_error",
         "param": None,
         "code": "rate_limit_exceeded",
+        "request_id": headers[b"x-request-id"].decode(),
     }
     assert door.num_reads == 0, "no body is read"
     assert door.num_refused("a", "rate_limit_exceeded") == 1

@@ -1,15 +1,26 @@
 import io
+import json
 import logging
+import os
+import re
+import sys
+import warnings
 from functools import partial
 
 import pytest
 
 from medialane.observability.logging import (
+    ACCESS_LOGGER,
+    JsonFormatter,
     LimitedHandler,
     LoggingConfig,
+    as_text,
     configure,
+    configure_child,
+    is_access_line,
     redact,
     request_id,
+    trace_id,
     unchanged_levels,
 )
 
@@ -186,3 +197,113 @@ def test_levels_that_a_library_raises_are_restored():
         assert (root.level, handler.level) == (before, logging.NOTSET)
     finally:
         root.removeHandler(handler)
+
+
+@pytest.fixture
+def streams_restored(monkeypatch):
+    for name in ("stdout", "stderr", "excepthook"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    yield
+    logging.captureWarnings(False)
+
+
+def as_json(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+@pytest.mark.usefixtures("root_restored", "streams_restored")
+def test_json_line_has_time_level_logger_message_component_and_ids():
+    stream = io.StringIO()
+    configure(LoggingConfig(format="json"), stream, component="gateway-0")
+    first, second = request_id.set("my-1"), trace_id.set("ab" * 16)
+    logging.getLogger("medialane.gateway").warning("lost %s\nagain", "w0", extra={"fields": {"worker": "w0"}})
+    request_id.reset(first)
+    trace_id.reset(second)
+    logging.getLogger("vllm.v1").warning("no request")
+    line, other = as_json(stream)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", str(line.pop("ts")))
+    assert line == {
+        "level": "WARNING",
+        "logger": "medialane.gateway",
+        "msg": "lost w0\nagain",
+        "component": "gateway-0",
+        "request_id": "my-1",
+        "trace_id": "ab" * 16,
+        "worker": "w0",
+    }
+    assert other.keys() == {"ts", "level", "logger", "msg", "component"}
+
+
+@pytest.mark.usefixtures("root_restored", "streams_restored")
+def test_exception_is_a_member_of_its_line_and_redacted():
+    stream = io.StringIO()
+    configure(LoggingConfig(format="json"), stream)
+    try:
+        raise ValueError("GET https://user:pw@host/a.png?sig=abc")
+    except ValueError:
+        logging.getLogger("medialane").exception("failed")
+    (line,) = as_json(stream)
+    assert "ValueError: GET https://***@host/a.png?***" in str(line["exception"])
+    assert line["msg"] == "failed"
+
+
+@pytest.mark.usefixtures("root_restored", "streams_restored")
+def test_what_code_prints_becomes_lines_of_json():
+    stream = io.StringIO()
+    configure(LoggingConfig(format="json"), stream, component="worker-1")
+    sys.stdout.write("one\ntw")
+    sys.stdout.write("o\n")
+    sys.stderr.write("  5%\r 50%\r100%\n")
+    sys.stderr.write("medialane: error: the model\nis missing")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+    sys.excepthook(ValueError, ValueError("x"), None)
+    lines = as_json(stream)
+    assert [(line["logger"], line["msg"]) for line in lines[:4]] == [
+        ("stdout", "one"),
+        ("stdout", "two"),
+        ("stderr", "100%"),
+        ("stderr", "medialane: error: the model\nis missing"),
+    ]
+    assert [line["level"] for line in lines] == ["INFO", "INFO", "INFO", "ERROR", "WARNING", "CRITICAL"]
+    assert {line["component"] for line in lines} == {"worker-1"}
+    assert lines[4]["logger"] == "py.warnings"
+    assert "ValueError: x" in str(lines[5]["exception"])
+
+
+@pytest.mark.usefixtures("root_restored", "streams_restored")
+def test_process_that_is_executed_logs_as_the_one_that_has_executed_it(monkeypatch, capfd):
+    log = configure(LoggingConfig(format="json", level="error"), io.StringIO(), component="store")
+    monkeypatch.setattr(os, "environ", {**os.environ, **log.environ()})
+    configure_child("forkserver")
+    logging.getLogger("medialane").warning("not this")
+    logging.getLogger("medialane").error("this")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert json.loads(line)["component"] == "store/forkserver"
+
+
+@pytest.mark.usefixtures("root_restored", "streams_restored")
+@pytest.mark.parametrize("format_", ["text", "json"])
+def test_each_line_of_a_request_is_written_and_found_in_both_formats(format_):
+    stream = io.StringIO()
+    configure(LoggingConfig(format=format_), stream)
+    for _ in range(300):
+        logging.getLogger(ACCESS_LOGGER).info("POST /v1/completions 200")
+    logging.getLogger("medialane.gateway").warning("of medialane.access: no")
+    lines = stream.getvalue().splitlines()
+    assert [is_access_line(line) for line in lines] == [True] * 300 + [False]
+
+
+def test_line_of_json_is_shown_as_text():
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter("worker-0"))
+    logger = logging.Logger("medialane.x")
+    logger.addHandler(handler)
+    logger.error("failed", exc_info=ValueError("no"))
+    (line,) = stream.getvalue().splitlines()
+    text = as_text(line)
+    assert text[0].endswith(" ERROR medialane.x: failed")
+    assert text[-1] == "ValueError: no"
+    assert as_text("plain") == ["plain"]

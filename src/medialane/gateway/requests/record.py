@@ -19,7 +19,15 @@ from medialane.core.errors import ErrorReport
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import OutputDelta, RoutingDecision
-from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report, routing_report
+from medialane.gateway.report import (
+    EmbeddingOutcome,
+    MediaReport,
+    RoutingReport,
+    Sent,
+    media_report,
+    request_report,
+    routing_report,
+)
 from medialane.observability.timeline import LiveStage, StageTimeline
 
 #: Digits of a hash that are shown: they tell items apart, and find no content.
@@ -28,6 +36,9 @@ HASH_DIGITS = 8
 MAX_CHARS = 200
 #: Items that a record keeps; others are only counted.
 MAX_ITEMS = 64
+
+#: A shorter wait for another request's preparation is not shown.
+_LEAST_MS = 0.05
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:[^\s/@]*@)?(?P<host>[^\s/?#\"')\]]*)[^\s\"')]*")
@@ -99,7 +110,7 @@ class RequestView(msgspec.Struct, frozen=True):
     generated_tokens: int
     status: int | None
     error: ErrorView | None
-    decision: dict[str, object] | None = None
+    decision: RoutingReport | None = None
 
 
 class ItemRecord:
@@ -113,6 +124,8 @@ class ItemRecord:
         self.num_bytes = len(ref.data or b"")
         self.timeline = StageTimeline()
         self.live: StageTimeline | None = None
+        #: How long it was asked for, or prepared for another request.
+        self.shared_ms = 0.0
         self.outcome: ItemOutcome | None = None
         self.embedding: EmbeddingOutcome | None = None
         self.mm_hash = ""
@@ -130,7 +143,7 @@ class ItemRecord:
         elif item.is_hit:
             self.outcome = "hit"
         else:
-            self.outcome = "new" if {"decode", "process"} & self.timeline.seconds.keys() else "shared"
+            self.outcome = "new" if _is_prepared(self.timeline) else "shared"
 
     def view(self) -> ItemView:
         return ItemView(
@@ -141,7 +154,7 @@ class ItemRecord:
             outcome=self.outcome,
             embedding=self.embedding,
             stage=None if self.live is None else self.live.current,
-            stages_ms=stages_ms(self.timeline, self.live),
+            stages_ms=stages_ms(self.timeline, self.live, self.shared_ms),
             bytes=self.num_bytes or None,
             feature_bytes=self.feature_bytes or None,
             width=self.size.width or None,
@@ -193,6 +206,9 @@ class RequestRecord:
         self.status: int | None = None
         self.error: ErrorView | None = None
         self.first_token_at: float | None = None
+        self.first_token_ms: float | None = None
+        self._sent_at = 0.0
+        self._shared_ms = 0.0
         self.ended_at: float | None = None
 
     def name(self, given: str) -> None:
@@ -216,10 +232,13 @@ class RequestRecord:
             yield timeline
         finally:
             report = timeline.report()
+            shared_ms = timeline.current_ms if timeline.current == "prepare" and not _is_prepared(timeline) else 0.0
             self.timeline.merge(report)
+            self._shared_ms = max(self._shared_ms, shared_ms)
             if item is not None:
                 item.live = None
                 item.timeline.merge(report)
+                item.shared_ms = shared_ms
 
     def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
         """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""
@@ -240,6 +259,12 @@ class RequestRecord:
         elif len(self.attempts) < MAX_ITEMS:
             self.attempts.append(Attempt(sent))
 
+    def sent_at(self, seconds: float) -> None:
+        """Record when the last attempt was sent (perf_counter): of an answer that is not streamed, nothing else is
+        known before its end."""
+        self._sent_at = seconds
+        self.timeline.enter("prefill" if self.streams else "answer")
+
     def attempt_failed(self, decision: RoutingDecision, code: str) -> None:
         """Record that what was sent by this decision has failed."""
         if (attempt := self._attempt(decision)) is not None:
@@ -249,8 +274,10 @@ class RequestRecord:
         """Record the first output of a prompt: how many of its tokens the engine had in its KV cache, what it did about
         embeddings, by the mm_hash of the item, and by what the store of the worker's host has copied media."""
         if self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
-        self.timeline.enter("answer")
+            self.first_token_at = self._first_token_at(first)
+            self.first_token_ms = (self.first_token_at - self._sent_at) * 1000
+        if self.timeline.current != "answer":
+            self.timeline.enter("answer")
         self.engine_cached_tokens = first.num_cached_tokens
         self.prompt_tokens = (self.prompt_tokens or 0) + num_prompt_tokens
         if first.num_cached_tokens is not None:
@@ -285,7 +312,7 @@ class RequestRecord:
         """Return the report on the request so far as JSON, items in the order of the request."""
         places = {param: n for n, param in enumerate(self.items)}
         items = tuple(sorted(self.reports, key=lambda item: places.get(item.param, len(places))))
-        return request_report(items, self.sent, self.engine_cached_tokens, self.timeline)
+        return request_report(items, self.sent, self.engine_cached_tokens, self.timeline, request_id=self.id)
 
     @property
     def is_failed(self) -> bool:
@@ -324,6 +351,13 @@ class RequestRecord:
     def total_ms(self) -> float:
         return ((self.ended_at or time.perf_counter()) - self.timeline.started_at) * 1000
 
+    def _first_token_at(self, first: OutputDelta) -> float:
+        """Return when the first token was there: an answer that is not streamed comes later, all at once."""
+        now, times = time.perf_counter(), first.times
+        if times is None or not first.finished:
+            return now
+        return min(now, self._sent_at + times.queue_s + times.prefill_s)
+
     def _attempt(self, decision: RoutingDecision) -> Attempt | None:
         """Return the attempt that was made by this decision and has not failed."""
         for attempt in reversed(self.attempts):
@@ -359,20 +393,28 @@ class RequestRecord:
         )
 
     def _stages_ms(self) -> dict[str, float]:
-        stages = stages_ms(self.timeline, None if self.ended_at is not None else self._waits_in)
+        stages = stages_ms(self.timeline, None if self.ended_at is not None else self._waits_in, self._shared_ms)
         if self.first_token_at is not None:
             stages["answer"] = round(((self.ended_at or time.perf_counter()) - self.first_token_at) * 1000, 1)
         return stages
 
 
-def stages_ms(timeline: StageTimeline, live: StageTimeline | None) -> dict[str, float]:
-    """Return the milliseconds of each stage; of the current one of `live`, those so far."""
+def stages_ms(timeline: StageTimeline, live: StageTimeline | None, shared_ms: float) -> dict[str, float]:
+    """Return the milliseconds of each stage; of the current one of `live`, those so far. `shared_ms` are those in which
+    another request's preparation was waited for."""
     stages: dict[str, float] = {
         name: round(s * 1000, 1) for name, s in timeline.seconds.items() if name != "first_token"
     }
+    if shared_ms >= _LEAST_MS and not _is_prepared(timeline):
+        stages["prepare"] = round(shared_ms, 1)
     if live is not None:
         stages[live.current] = round(live.current_ms, 1)
     return stages
+
+
+def _is_prepared(timeline: StageTimeline) -> bool:
+    """Return whether a preparer has worked for it."""
+    return "decode" in timeline.seconds or "process" in timeline.seconds
 
 
 def without_urls(message: str) -> str:

@@ -31,6 +31,7 @@ from medialane.arena.layout import is_header
 from medialane.core.errors import HandoverFailed
 from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.core.process.title import set_title
+from medialane.observability.logging import configure_child
 from medialane.peers.nixl.agent import Agent, AgentError, Segment, Transfer
 from medialane.peers.nixl.messages import (
     MAX_PACKET_BYTES,
@@ -215,7 +216,7 @@ def main(argv: list[str]) -> int:
     if not signal_on_parent_death(signal.SIGKILL, parent_pid=parent_pid):
         return 0
     set_title("NIXL mover")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s nixl-mover[%(process)d] %(message)s")
+    configure_child("nixl-mover")
     with socket.socket(fileno=control_fd) as control:
         start = _receive(control)
         if not isinstance(start, Start):

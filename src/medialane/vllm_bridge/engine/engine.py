@@ -76,6 +76,7 @@ from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
 from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.settings import processor_settings
+from medialane.vllm_bridge.log_level import show_vllm_lines
 from medialane.vllm_bridge.seams.engine import (
     SchedulerStats,
     call_every_engine,
@@ -121,6 +122,7 @@ def build_engine(
     folder = PrivateFolder()
     try:
         enter_phase("reading the model's configuration")
+        show_vllm_lines()
         folder.enter()
         events = KvEventReader(folder.path)
         args = engine_args(model, vllm_args, kv_events=events.config, role=role)
@@ -130,6 +132,7 @@ def build_engine(
         usage = UsageContext.OPENAI_API_SERVER
         with engines_forked_ahead(args):
             config = args.create_engine_config(usage)
+            show_vllm_lines(config.logging_config.log_level)
             check_prefix_cache(config)
             unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory, role=role)
             enter_phase("starting the engine")

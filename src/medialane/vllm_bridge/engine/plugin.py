@@ -10,14 +10,20 @@ module), it replaces the busy wait. Elsewhere it costs a few lookups.
 from __future__ import annotations
 
 import sys
+from multiprocessing import parent_process
 
+from medialane.observability.logging import configure_child
 from medialane.vllm_bridge.engine.private_folder import is_entered
+from medialane.vllm_bridge.log_level import show_vllm_lines
 
 
 def register() -> None:
     """Install the arena decoder in EngineCore, and the CPU-friendly wait, where they apply. Idempotent."""
     if not is_entered():
         return
+    if parent_process() is not None:  # one that vLLM has started
+        configure_child()
+        show_vllm_lines()
     if "vllm.v1.engine.core" in sys.modules:
         from medialane.vllm_bridge.engine.engine_core import install
 

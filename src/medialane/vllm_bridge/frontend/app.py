@@ -221,10 +221,18 @@ class Frontend:
         drain_timeout_s: float,
         give_up: Callable[[], None],
         server_of: ServerFactory,
+        logs_requests: bool = True,
     ) -> None:
         """See `serve_http`."""
         await serve_http(
-            app, self.args, sock, stop, drain_timeout_s=drain_timeout_s, give_up=give_up, server_of=server_of
+            app,
+            self.args,
+            sock,
+            stop,
+            drain_timeout_s=drain_timeout_s,
+            give_up=give_up,
+            server_of=server_of,
+            logs_requests=logs_requests,
         )
 
 

@@ -7,6 +7,7 @@ socket, handles signals and watches the engine. The gateway does that itself, so
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 from argparse import Namespace
@@ -19,6 +20,7 @@ from vllm import envs
 from medialane.core.errors import StartupFailed
 from medialane.core.process.stop import Stop
 from medialane.core.tasks import first_of
+from medialane.vllm_bridge.log_level import show_vllm_lines
 from medialane.vllm_bridge.seams.api_server import (
     SSLCertRefresher,
     configure_logging_from_args,
@@ -30,22 +32,30 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 ServerFactory = Callable[[uvicorn.Config], uvicorn.Server]
 
 
+#: Client, method, path, HTTP version, status.
+_NUM_ACCESS_ARGS = 5
+
 #: For the error responses of requests that have not ended when the drain's time is over.
 GIVE_UP_S = 2.0
 
 
-def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 0.0) -> uvicorn.Config:
+def uvicorn_config(
+    app: App, args: Namespace, *, drain_timeout_s: float = 0.0, logs_requests: bool = True
+) -> uvicorn.Config:
     """Return uvicorn's loaded configuration, and configure the logging of this process. Raises StartupFailed."""
     if args.enable_ssl_refresh and not (args.ssl_keyfile and args.ssl_certfile):
         raise StartupFailed("--enable-ssl-refresh needs --ssl-keyfile and --ssl-certfile")
     try:
-        configure_logging_from_args(args)
+        vllm_logging = configure_logging_from_args(args)
+        show_vllm_lines(vllm_logging.log_level)
         log_config = get_uvicorn_log_config(args)
+        if not vllm_logging.configure_logging:
+            log_config = _through_ours(log_config)
         config = uvicorn.Config(
             app,
             loop="uvloop",
             log_level=args.uvicorn_log_level,
-            access_log=not args.disable_uvicorn_access_log,
+            access_log=logs_requests and not args.disable_uvicorn_access_log,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
@@ -56,10 +66,27 @@ def uvicorn_config(app: App, args: Namespace, *, drain_timeout_s: float = 0.0) -
             h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
             **({} if log_config is None else {"log_config": log_config}),
         )
+        logging.getLogger("uvicorn.access").addFilter(_without_query)
         config.load()
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # ssl.SSLError is an OSError
         raise StartupFailed(f"vLLM flags after `--`: TLS or logging cannot be set up: {error}") from error
     return config
+
+
+def _through_ours(config: dict[str, Any] | None) -> dict[str, Any]:
+    """Return vLLM's configuration of uvicorn's loggers without handlers and formats: only what it leaves out."""
+    filters = {} if config is None else config["filters"]
+    levels = {name: {"propagate": True} for name in ("uvicorn", "uvicorn.error")}
+    access = {"uvicorn.access": {"propagate": True, "filters": list(filters)}}
+    return {"version": 1, "disable_existing_loggers": False, "filters": filters, "loggers": levels | access}
+
+
+def _without_query(record: logging.LogRecord) -> bool:
+    """Remove the query from a line of uvicorn's access log: it may have a key."""
+    if isinstance(record.args, tuple) and len(record.args) == _NUM_ACCESS_ARGS:
+        client, method, path, *rest = record.args
+        record.args = (client, method, str(path).partition("?")[0], *rest)
+    return True
 
 
 def check_http(args: Namespace) -> None:
@@ -79,12 +106,13 @@ async def serve_http(
     drain_timeout_s: float,
     give_up: Callable[[], None],
     server_of: ServerFactory,
+    logs_requests: bool = True,
 ) -> None:
     """Serve HTTP on `sock` until `stop`; requests in flight get `drain_timeout_s` to finish, then `give_up` is called,
     which ends them with an error. The server must install no signal handlers, and enforce the header limits of vLLM's
-    flags, since uvicorn's own protocols have none.
+    flags, since uvicorn's own protocols have none. Without `logs_requests` it writes no line for each request.
     """
-    config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s)
+    config = uvicorn_config(app, args, drain_timeout_s=drain_timeout_s, logs_requests=logs_requests)
     server = server_of(config)
     app.state.server = server  # vLLM's error handlers use it
     refresher = _refresher(config, args)

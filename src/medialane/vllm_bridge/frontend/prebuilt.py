@@ -35,6 +35,7 @@ from medialane.vllm_bridge.items.mistral_chat import expand_marks
 from medialane.vllm_bridge.items.processor_factory import one_thread
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.settings import processor_settings
+from medialane.vllm_bridge.log_level import show_vllm_lines
 from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_not_built, validate_api_server_args
 from medialane.vllm_bridge.seams.multimodal import processor_of, without_media_warm_up
 
@@ -66,6 +67,7 @@ def build(model: str, vllm_args: Sequence[str]) -> None:
 
     Raises StartupFailed.
     """
+    show_vllm_lines()
     with one_thread():
         _built[model, tuple(vllm_args)] = _build(model, vllm_args)
 

@@ -672,6 +672,9 @@ GROUPS: tuple[Group, ...] = (
         tests=("tests/contract/test_vllm_start_phases.py",),
         seams=_seams("""
             replace vllm.model_executor.model_loader.weight_utils:tqdm in safetensors_weights_iterator
+            replace vllm.compilation.decorators:monitor_torch_compile(vllm_config, message, is_encoder, tag,
+                announce_start) in _support_torch_compile
+            read vllm.config:CompilationMode with VLLM_COMPILE
             replace vllm.v1.executor.abstract:Executor.determine_available_memory(self) in
                 vllm.v1.engine.core:EngineCore._initialize_kv_caches
             replace vllm.v1.executor.abstract:Executor.compile_or_warm_up_model(self) in

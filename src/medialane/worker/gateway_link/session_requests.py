@@ -25,6 +25,7 @@ from medialane.core.errors import (
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.retry_after import Places
 from medialane.core.taker import TAKER
+from medialane.observability.logging import request_id, trace_id, trace_of
 from medialane.wire.config import RpcConfig
 from medialane.wire.connection import Connection
 from medialane.wire.payload import IncomingPayload, join
@@ -156,6 +157,8 @@ class SessionRequests:
 
     async def _run(self, running: _Running) -> None:
         TAKER.set(running.request.request_id)
+        request_id.set(running.request.request_id)
+        trace_id.set(trace_of((running.request.trace_headers or {}).get("traceparent", "")))
         try:
             async with aclosing(self._handler.run(running.request)) as deltas:
                 async for delta in deltas:
