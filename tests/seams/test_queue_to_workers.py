@@ -83,7 +83,7 @@ class Clients:
 
     @property
     def num_waiting(self):
-        return self.parts.gateway.queues.num_waiting()
+        return {name: queue.num_requests for name, queue in self.parts.gateway.queues.stats().items()}
 
 
 async def begun(clients, num_waiting, *coroutines):

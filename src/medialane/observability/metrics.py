@@ -24,8 +24,10 @@ from medialane.core.stats import (
     MediaLeaseStats,
     PoolStats,
     PullStats,
+    QueueStats,
     RoutingStats,
     StoreStats,
+    WaitStats,
 )
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
@@ -36,12 +38,31 @@ Memory = tuple[Mapping[str, str], Mapping[ProcessKind, int]]
 _STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ROUTING_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01)
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+#: Has each threshold that can be chosen in the variable `ttft_slo` of vLLM's dashboards.
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 _HISTOGRAMS: Final = {
     # name: (help, labels, buckets in seconds)
-    "medialane_stage_seconds": ("Duration of each step of a request", ("stage",), _STAGE_BUCKETS),
-    "medialane_request_seconds": ("Duration of a request from arrival to completion", (), _REQUEST_BUCKETS),
+    "medialane_stage_seconds": (
+        "Duration of each step of a request, of several items that of the slowest. Steps overlap, and time between them"
+        " belongs to none: they do not add up to medialane_request_seconds",
+        ("stage",),
+        _STAGE_BUCKETS,
+    ),
+    "medialane_request_seconds": (
+        "From a POST request's header at the gateway to the end of its response, also of refused and failed ones: with"
+        " upload, media, queues and the client's reading. Left out: the connection and its TLS handshake",
+        (),
+        _REQUEST_BUCKETS,
+    ),
+    "medialane_time_to_first_token_seconds": (
+        "From a request's header at the gateway to its first token: with upload, media and queues, of which"
+        " vllm:time_to_first_token_seconds knows nothing. Left out: connection and TLS handshake, the way to the client,"
+        " and requests that end without a token",
+        (),
+        _TTFT_BUCKETS,
+    ),
     "medialane_migration_seconds": ("From the loss of a worker to the answer's next token", (), _REQUEST_BUCKETS),
     "medialane_ttft_seconds": (
         "Time to first token of streams with a limit (--gateway-ttft-limit), measured from the end of the body, and as"
@@ -127,6 +148,8 @@ class Metrics:
         for stage, seconds in timeline.seconds.items():
             self._histograms["medialane_stage_seconds"].labels(stage).observe(seconds)
         self._histograms["medialane_request_seconds"].observe(time.perf_counter() - timeline.started_at)
+        if timeline.first_token_s is not None:
+            self._histograms["medialane_time_to_first_token_seconds"].observe(timeline.first_token_s)
         self.count_lookups("feature", num_hits=timeline.num_hits, num_misses=timeline.num_misses)
         self._counters["medialane_copied_bytes"].inc(timeline.copied_bytes)
 
@@ -221,10 +244,13 @@ class Metrics:
         text = "1 for a modality of which the tokens of an item are known from the size of its media"
         self._watch(self.registry, lambda: iter([_gauge("medialane_headers_predicted", text, "modality", read())]))
 
-    def watch_queues(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Expose how many requests wait in this gateway, by what they wait for; read on each scrape."""
-        text = "Requests that wait in this gateway to be sent to an engine, or for their media to be prepared"
-        self._watch(self.registry, lambda: iter([_gauge("medialane_queue_requests", text, "queue", read())]))
+    def watch_queues(self, read: Callable[[], Mapping[str, QueueStats]]) -> None:
+        """Expose the requests that wait in this gateway, by what they wait for; read on each scrape."""
+        self._watch(self.registry, lambda: _queues(read()))
+
+    def watch_waits(self, read: Callable[[], WaitStats]) -> None:
+        """Expose how long requests are expected to wait for engines, read on each scrape."""
+        self._watch(self.registry, lambda: _waits(read()))
 
     def watch_store(self, read: Callable[[], StoreStats | None]) -> None:
         """Expose the state of the host's store, read on each scrape; nothing while there is none."""
@@ -264,6 +290,30 @@ class Metrics:
         watched = _Watched(collect)
         registry.register(watched)
         self._collectors.append((registry, watched))
+
+
+def _queues(queues: Mapping[str, QueueStats]) -> Iterator[Metric]:
+    text = "Requests that wait in this gateway to be sent to an engine, or for their media to be prepared"
+    numbers: dict[str, float] = {name: stats.num_requests for name, stats in queues.items()}
+    yield _gauge("medialane_queue_requests", text, "queue", numbers)
+    text = "In which time all of these are expected to have been sent, by the pace of the last ones"
+    expected = {name: stats.expected_s for name, stats in queues.items()}
+    yield _gauge("medialane_queue_seconds", text, "queue", expected)
+    text = "How long the oldest of these has waited"
+    yield _gauge("medialane_queue_oldest_seconds", text, "queue", {n: stats.oldest_s for n, stats in queues.items()})
+
+
+def _waits(waits: WaitStats) -> Iterator[Metric]:
+    text = (
+        "In which time a worker's engine is expected to have begun all requests that wait there, those of other"
+        " gateways included. Left out: the request's own prefill, and what waits in gateways"
+    )
+    yield _gauge("medialane_worker_wait_seconds", text, "worker", waits.workers_s)
+    text = (
+        "How long a request without media that arrives now is expected to wait: in this gateway's queue, if there is"
+        " one, and at the worker with the shortest queue. Missing while no worker accepts requests"
+    )
+    yield GaugeMetricFamily("medialane_expected_wait_seconds", text, value=waits.expected_s)
 
 
 def _costs(learned: Iterable[LearnedCost], factor: float) -> Iterator[Metric]:

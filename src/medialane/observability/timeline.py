@@ -38,7 +38,7 @@ class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
 class StageTimeline:
     """Seconds by stage. Items of one request run concurrently: a stage's time is that of its slowest item.
 
-    `num_embeddings` counts items that were found encoded.
+    `num_embeddings` counts items that were found encoded. `first_token_s` is from the start to the first token.
     """
 
     def __init__(self) -> None:
@@ -47,6 +47,7 @@ class StageTimeline:
         self.num_hits = 0
         self.num_misses = 0
         self.num_embeddings = 0
+        self.first_token_s: float | None = None
         self.copied_bytes = 0
 
     def add(self, stage: StepName, seconds: float) -> None:

@@ -20,6 +20,7 @@ from typing import Final
 
 from medialane.core.errors import QueueFull, QueueTimeout
 from medialane.core.retry_after import retry_after
+from medialane.core.stats import QueueStats
 from medialane.gateway.admission.fair_order import FairOrder, QueuedRequest
 from medialane.gateway.admission.shared_counts import QUEUED_BYTES, QUEUED_REQUESTS, SharedCounts
 from medialane.gateway.admission.turns import Turns
@@ -136,6 +137,11 @@ class AdmissionQueue:
     def waiting_ms(self) -> float:
         """The cost of all waiting requests."""
         return self._order.waiting_ms
+
+    def stats(self) -> QueueStats:
+        oldest = next(iter(self._admitted), None)
+        oldest_s = 0.0 if oldest is None else self._clock() - oldest.since
+        return QueueStats(self.num_waiting, self._pace.seconds(self._order.waiting_ms), oldest_s)
 
     def enter(self) -> Ticket | None:
         """Return the ticket of a request of any cost, which is not charged, if none waits and there is room."""
