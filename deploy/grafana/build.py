@@ -419,7 +419,7 @@ MEDIA: Rows = {
         ),
         graph(
             "Cache hits by kind",
-            "Share of lookups that hit: `feature` is the item as prepared, `url` the file as fetched.",
+            "Share of lookups of media items that hit: `feature` is the item as prepared for the model.",
             [(ratio(rate(LOOKUPS, 'outcome="hit"', by="kind"), rate(LOOKUPS, by="kind")), "{{kind}}")],
             "percentunit",
             most=1,
