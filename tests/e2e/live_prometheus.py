@@ -60,6 +60,9 @@ class LivePrometheus:
         found = [float(series["value"][1]) for series in (await self.ask("query", query=query))["result"]]
         return [value for value in found if not math.isnan(value)]
 
+    async def has_scraped_since(self, time_s: float) -> bool:
+        return min(await self.values("timestamp(up)"), default=0.0) > time_s + 1.0  # a scrape takes time
+
     async def without_data(self, queries: list[tuple[str, str]]) -> list[tuple[str, str]]:
         """Those of the queries, each with its place, that return nothing."""
         found = await asyncio.gather(*(self.values(query) for _, query in queries))

@@ -3,8 +3,8 @@ Prometheus."""
 
 import asyncio
 import json
+import re
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ import yaml
 from live_prometheus import compared, program, prometheus
 from openai_http import chat, data_url, image, photo, picture, text
 from picture_server import picture_server
-from prometheus_client.parser import text_string_to_metric_families
 from vllm_overview import CONDITIONAL, QUERIES
 
 from waiting import eventually
@@ -21,6 +20,7 @@ from waiting import eventually
 pytestmark = pytest.mark.vllm
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+METRICS_PAGE = DEPLOY.parent / "docs" / "metrics.md"
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
 #: Begins what a panel's description says of queries that have no data under every load.
@@ -84,7 +84,8 @@ async def live(serve, ours, gateways, starting_gateways, tmp_path_factory):
             await eventually(found.is_ready, "Prometheus is ready", 20)
             end = time.monotonic() + LOAD_S
             await asyncio.gather(*(load.until(seed, end) for seed, load in enumerate(loads)))
-        await asyncio.sleep(2.5)  # two scrapes of all that was done
+        done = time.time()
+        await eventually(lambda: found.has_scraped_since(done), "all that was done has been scraped", 20)
         yield found
 
 
@@ -126,6 +127,15 @@ async def test_each_alert_compares_data_or_says_when(live):
     assert {rule["health"] for rule in loaded} == {"ok"}
 
 
+async def test_queries_for_autoscalers_return_data(live):
+    section = METRICS_PAGE.read_text().partition("## Autoscaling")[2].partition("## ")[0]
+    queries = re.findall(r"^\|[^|]*\|[^|]*\| `([^`]+)` \|", section, re.MULTILINE)
+    assert len(queries) == 5
+    assert await live.without_data([("", query) for query in queries]) == []
+    for query in re.findall(r"^ +query: (.+)$", section, re.MULTILINE):
+        assert query in queries
+
+
 async def test_queries_of_vllms_own_overview_return_data(live):
     missing = await live.without_data([("vLLM / Overview", query) for query in QUERIES])
     assert [query for _, query in missing if not any(name in query for name in CONDITIONAL)] == []
@@ -163,20 +173,14 @@ async def test_first_token_is_earlier_than_the_end_whether_or_not_the_answer_is_
 
 @pytest.mark.parametrize("name", ["ours", "queued"])
 async def test_page_has_no_series_or_family_twice(ours, gateways, live, name):
-    client = ours if name == "ours" else gateways["joined"]
-    async with client.session() as session, session.get(f"{client.base_url}/metrics") as response:
-        page = await response.text()
-    types = Counter(line.split()[2] for line in page.splitlines() if line.startswith("# TYPE "))
-    assert [family for family, number in types.items() if number > 1] == []
-    series = Counter(
-        (sample.name, tuple(sorted(sample.labels.items())))
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
+    page = await (ours if name == "ours" else gateways["joined"]).metrics()
+    assert page.twice() == []
+    assert {sample.labels["worker"] for sample in page.samples if sample.name == "vllm:num_requests_running"} == set(
+        page.by("medialane_worker_state", "worker")
     )
-    assert [each for each, number in series.items() if number > 1] == []
     check = await asyncio.create_subprocess_exec(
         *(program("promtool"), "check", "metrics"), stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    problems = (await check.communicate(page.encode()))[1].decode()
+    problems = (await check.communicate(page.text.encode()))[1].decode()
     assert check.returncode in {0, 3}, problems  # 3: names that are unusual, as some of vLLM's
     assert [line for line in problems.splitlines() if line.startswith("medialane_")] == []
