@@ -90,7 +90,7 @@ _COUNTERS: Final = {
     ),
     "medialane_request_errors": (
         "Requests that were refused or failed, by medialane's error code. Left out: what vLLM's own app or a worker's"
-        " vLLM refuses (http_requests_total has all)",
+        " vLLM refuses (http_requests_total counts it)",
         ("code",),
     ),
     "medialane_refused_requests": (
