@@ -7,11 +7,13 @@ has its labels.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
+import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
@@ -30,7 +32,8 @@ from medialane.observability.metrics import Metrics
 from medialane.observability.timeline import StageTimeline
 from medialane.worker.metrics_server import WorkerStatus
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+ROOT = Path(__file__).parents[1]
+PAGE, DEPLOY = ROOT / "docs" / "metrics.md", ROOT / "deploy"
 _HEAD = "| name | type | labels | unit | what it is |\n|---|---|---|---|---|\n"
 _UNITS = {"seconds": "seconds", "bytes": "bytes", "ratio": "0 to 1", "max": "seconds", "tokens": "tokens"}
 
@@ -117,12 +120,28 @@ def _table(found: Iterable[Metric]) -> str:
     return _HEAD + "".join(_row(metric) for metric in sorted(found, key=lambda each: each.name))
 
 
+def _conditional() -> str:
+    """What has no data at first, by what it needs: panels and alerts."""
+    needs: dict[str, list[str]] = {}
+    for path in sorted((DEPLOY / "grafana").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            if found := re.search(r"No data until (.+)\.\n\n", panel.get("description", "")):
+                needs.setdefault(found[1], []).append(f"{panel['title']} ({path.stem})")
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            if "until" in rule["annotations"]:
+                needs.setdefault(rule["annotations"]["until"], []).append(f"`{rule['alert']}`")
+    rows = "".join(f"| {need} | {', '.join(what)} |\n" for need, what in needs.items())
+    return f"| until | panels and alerts without data |\n|---|---|\n{rows}"
+
+
 def with_tables(page: str) -> str:
     """The page with the tables of the code between its marks."""
-    for name, found in families().items():
+    tables = {name: _table(found) for name, found in families().items()}
+    for name, table in {**tables, "conditional": _conditional()}.items():
         begin, end = f"<!-- {name}: tests/metric_reference.py -->\n", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        page, number = pattern.subn((begin + _table(found) + end).replace("\\", r"\\"), page)
+        page, number = pattern.subn((begin + table + end).replace("\\", r"\\"), page)
         assert number == 1, f"docs/metrics.md has {number} places for the table {name}"
     return page
 
