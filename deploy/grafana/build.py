@@ -403,7 +403,10 @@ OVERVIEW: Rows = {
         graph(
             "Items that wait for a preparer",
             "Expected time of the waiting items, and their number, by host.",
-            [(of("medialane_preparer_queue_seconds"), "seconds"), (of("medialane_preparer_queue"), "items")],
+            [
+                (of("medialane_preparer_queue_seconds"), "{{instance}}, seconds"),
+                (of("medialane_preparer_queue"), "{{instance}}, items"),
+            ],
         ),
     ],
 }
@@ -713,25 +716,25 @@ HOSTS_ROWS: Rows = {
         graph(
             "CPU of gateways",
             "A gateway is one event loop: near 1 it needs another (`--gateways`).",
-            [(f"rate({of('process_cpu_seconds_total')}{_RATE})", "gateway {{gateway}}")],
+            [(f"rate({of('process_cpu_seconds_total')}{_RATE})", "{{instance}} {{gateway}}")],
             "percentunit",
         ),
         graph(
             "Gateways that respond",
             "Of one port (`--gateways N`): 0 is one whose last values are exposed.",
-            [(of("medialane_gateway_up"), "gateway {{gateway}}")],
+            [(of("medialane_gateway_up"), "{{instance}} {{gateway}}")],
             most=1,
             until="several gateways share a port",
         ),
         graph(
             "Open files of gateways",
             "Descriptors of the gateway's process.",
-            [(of("process_open_fds"), "gateway {{gateway}}")],
+            [(of("process_open_fds"), "{{instance}} {{gateway}}")],
         ),
         graph(
             "Connections to workers",
             "1 for a worker that the gateway is connected to.",
-            [(of("medialane_worker_connected"), "{{gateway}} {{worker}}")],
+            [(of("medialane_worker_connected"), "{{instance}} {{gateway}} {{worker}}")],
             most=1,
         ),
     ],
@@ -753,7 +756,7 @@ HOSTS_ROWS: Rows = {
         graph(
             "Arena",
             "Shared memory by state, of each host.",
-            [(of("medialane_arena_bytes", 'kind!="size"'), "{{kind}}")],
+            [(of("medialane_arena_bytes", 'kind!="size"'), "{{instance}} {{kind}}")],
             "bytes",
             stacked=True,
         ),
@@ -796,7 +799,9 @@ HOSTS_ROWS: Rows = {
         ),
     ],
     "Stores": [
-        graph("Preparers", "Processes by state, of each host.", [(of("medialane_preparers"), "{{state}}")]),
+        graph(
+            "Preparers", "Processes by state, of each host.", [(of("medialane_preparers"), "{{instance}} {{state}}")]
+        ),
         graph(
             "Restarts of preparers",
             "After a crash or a kill; not those recycled as scheduled.",
@@ -883,16 +888,16 @@ def _threshold(name: str, label: str, seconds: Iterable[float], chosen: float) -
 
 
 def variables() -> list[dict[str, Any]]:
-    running = "vllm:num_requests_running"
+    running = 'vllm:num_requests_running{job=~"$job"}'
+    # Jobs of other hosts have no series of vLLM.
+    ours = '__name__=~"vllm:num_requests_running|medialane_request_seconds_count|medialane_preparers"'
     source = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "current": {},
               "hide": 0, "includeAll": False, "multi": False, "options": [], "refresh": 1, "regex": ""}  # fmt: skip
     return [
         source,
-        _variable("job", "Job", f"label_values({running}, job)"),
-        _variable("model_name", "Model", f'label_values({running}{{job=~"$job"}}, model_name)'),
-        _variable(
-            "instance", "Instance", f'label_values({running}{{job=~"$job", model_name=~"$model_name"}}, instance)'
-        ),
+        _variable("job", "Job", f"label_values({{{ours}}}, job)"),
+        _variable("model_name", "Model", f"label_values({running}, model_name)"),
+        _variable("instance", "Instance", f'label_values({{{ours}, job=~"$job"}}, instance)'),
         _threshold("ttft_slo", "TTFT SLO", (0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10), 1.0),
         _threshold("tpot_slo", "TPOT SLO", (0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5), 0.1),
         {"name": "filters", "label": "Filters", "type": "adhoc", "datasource": _SOURCE, "filters": [], "hide": 0},

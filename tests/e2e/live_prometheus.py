@@ -55,9 +55,8 @@ class LivePrometheus:
 
     async def values(self, query: str) -> list[float]:
         """The numbers that a panel with this query shows; none for NaN."""
-        for variable, value in VALUES.items():
-            query = query.replace(variable, value)
-        found = [float(series["value"][1]) for series in (await self.ask("query", query=query))["result"]]
+        result = (await self.ask("query", query=replaced(query)))["result"]
+        found = [float(series["value"][1]) for series in result]
         return [value for value in found if not math.isnan(value)]
 
     async def has_scraped_since(self, time_s: float) -> bool:
@@ -67,6 +66,13 @@ class LivePrometheus:
         """Those of the queries, each with its place, that return nothing."""
         found = await asyncio.gather(*(self.values(query) for _, query in queries))
         return [query for query, values in zip(queries, found, strict=True) if not values]
+
+
+def replaced(query: str) -> str:
+    """The query as Grafana would send it."""
+    for variable, value in VALUES.items():
+        query = query.replace(variable, value)
+    return query
 
 
 def compared(expr: str) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import yaml
-from live_prometheus import compared, program, prometheus
+from live_prometheus import compared, program, prometheus, replaced
 from openai_http import chat, data_url, image, photo, picture, text
 from picture_server import picture_server
 from vllm_overview import CONDITIONAL, QUERIES
@@ -115,6 +115,16 @@ async def test_each_query_of_the_dashboards_returns_data_or_says_when(live, path
     await live.without_data(everything)  # fails for a query that Prometheus does not understand
     nothing = [("", "no_such_series"), ("", "vector(0) / 0")]
     assert await live.without_data(nothing) == nothing
+
+
+async def test_variables_of_the_dashboards_offer_all_jobs_and_gateways(live):
+    variables = {each["name"]: each for each in json.loads(DASHBOARDS[0].read_text())["templating"]["list"]}
+    offered = {}
+    for name in ("job", "model_name", "instance"):
+        series, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variables[name]["query"]).groups()
+        offered[name] = await live.ask(f"label/{label}/values", **{"match[]": replaced(series)})
+    assert offered["job"] == ["medialane", "medialane-queued"]
+    assert [len(values) for values in offered.values()] == [2, 1, 2]
 
 
 async def test_each_alert_compares_data_or_says_when(live):
