@@ -27,9 +27,11 @@ BIN := .venv/bin
 SERVING := .venv/.filled-$(EXTRA)
 TESTING := $(SERVING)-tests
 LOG := .venv/install.log
+# Commands that are named like their packages.
+PROGRAMS := prometheus
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo test test-all check fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-gpu clean
+.PHONY: help venv demo test test-all check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -47,7 +49,13 @@ check: $(TESTING) ## lint, format, types, architecture
 	$(BIN)/pytest -q tests/test_architecture.py
 
 test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
-test-all: check ## check, then every test that needs no GPU (half an hour on 2 cores)
+test-all: check programs ## check, then every test that needs no GPU (half an hour on 2 cores)
+
+# Tests without their program are skipped, with the reason.
+programs:       ## install Debian's packages of the programs that tests run: as root, else only named
+	@mkdir -p $(dir $(LOG)); missing=; for name in $(PROGRAMS); do command -v $$name > /dev/null || missing="$$missing $$name"; done; \
+	[ -z "$$missing" ] || { [ $$(id -u) = 0 ] && apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends$$missing; } >> $(LOG) 2>&1 \
+	  || echo "medialane: not installed, so that some tests are skipped:$$missing (apt-get install$$missing)"
 
 # Preparers are forked from the tests' process, which takes seconds once that has run hundreds of other tests: these have processes of their own.
 forking := tests/unit/prepare

@@ -195,7 +195,8 @@ def worker_addresses(serve) -> list[str]:
 
 #: Gateways over the workers and the store of `serve`, each with one transfer path. Those of APART have a store of their
 #: own, with an arena out of the workers' reach, as on another host: the store of `serve` copies from it.
-#: `joined` lists no workers: they join it. `encoders` has an encoder, besides, which the tests of encoders start.
+#: `joined` lists no workers: they join it. It has a queue and a limit of the time to first token, to measure both.
+#: `encoders` has an encoder, besides, which the tests of encoders start.
 GATEWAYS = {
     "features/shm": ("--stage", "features", "--transport", "shm"),
     "features/inline": ("--stage", "features", "--transport", "inline"),
@@ -204,7 +205,7 @@ GATEWAYS = {
     "apart": ("--transport", "inline", "--transfer-max-inline-bytes", "1MiB"),
     "features/tcp": ("--stage", "features", "--transport", "tcp"),
     "decoded/tcp": ("--stage", "decoded", "--transport", "tcp"),
-    "joined": (),
+    "joined": ("--gateway-queue-requests", "1000", "--gateway-ttft-limit", "600"),
     "encoders": ("--encode-at", "encoders"),
 }
 #: What the last test of them ends in a gateway (gateways_program.py).

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import ssl
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -207,7 +208,14 @@ class MetricsPage:
     """One scrape of /metrics."""
 
     def __init__(self, page: str) -> None:
+        self.text = page
         self.samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+
+    def twice(self) -> list[object]:
+        """The families that have two types, and the series that occur twice: there should be none."""
+        types = [line.split()[2] for line in self.text.splitlines() if line.startswith("# TYPE ")]
+        series = [(sample.name, *sorted(sample.labels.items())) for sample in self.samples]
+        return [found for counts in (Counter(types), Counter(series)) for found, number in counts.items() if number > 1]
 
     def value(self, name: str, **labels: str) -> float:
         """The sum of the samples that have these labels; 0 if there are none."""

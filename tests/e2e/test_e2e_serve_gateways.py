@@ -180,6 +180,13 @@ async def test_status_needs_the_key_of_the_metrics(served):
     assert shown.returncode == 0, shown
 
 
+async def test_page_of_both_gateways_has_no_series_or_family_twice(served):
+    await both_gateways_answer(served.client)
+    page = await served.client.metrics()
+    assert page.twice() == []
+    assert {s.labels["gateway"] for s in page.samples if s.name == "medialane_expected_wait_seconds"} == {"0", "1"}
+
+
 async def test_killed_gateway_costs_its_own_requests_only_and_comes_back_on_the_same_port(served):
     assert await served.both_are_up()
     await both_gateways_answer(served.client)

@@ -84,7 +84,7 @@ class Clients:
 
     @property
     def num_waiting(self):
-        return self.parts.gateway.queues.num_waiting()
+        return {name: queue.num_requests for name, queue in self.parts.gateway.queues.stats().items()}
 
 
 async def begun(clients, num_waiting, *coroutines):
@@ -124,6 +124,23 @@ async def test_request_that_its_worker_sends_back_waits_and_is_sent_again(open_p
     assert sent_back == {"text", "image"}
     assert clients.num_waiting == {"engine": 0, "preparer": 0}
     assert min(clients.admission_s.values()) > 0
+
+
+async def test_expected_wait_rises_while_requests_wait_and_is_zero_again(open_parts):
+    parts = await open_parts()
+    clients = Clients(parts)
+    for _ in range(25):
+        await clients.text("before", token_s=0.002)
+    await eventually(lambda: parts.gateway.waits().expected_s == 0)  # once the worker has reported its load
+    first = asyncio.create_task(clients.text("first", token_s=0.1))
+    await eventually(lambda: parts.workers[0].engine.num_requests == 26)
+    waiting = await begun(clients, 5, *(clients.text("next") for _ in range(5)))
+    waits = parts.gateway.waits()
+    (worker_s,) = waits.workers_s.values()
+    assert 0 < worker_s <= waits.expected_s
+    assert parts.gateway.queues.stats()["engine"].oldest_s > 0
+    await asyncio.gather(first, *waiting)
+    await eventually(lambda: parts.gateway.waits().expected_s == 0)
 
 
 async def test_less_urgent_tenants_wait(open_parts, tenants):

@@ -396,7 +396,8 @@ async def _app(
         metrics.watch_costs(limit.forecast.learned, lambda: limit.factor)
     metrics.watch_predictions(lambda: dict.fromkeys(components.frontend.assembler.predicted, 1.0))
     if gateway.queues is not None:
-        metrics.watch_queues(gateway.queues.num_waiting)
+        metrics.watch_queues(gateway.queues.stats)
+    metrics.watch_waits(gateway.waits)
     scrape = WorkerScrape(links)
     metrics.watch_engines(scrape.mirrors)
     memory = MemoryUse(lambda: {"gateway": [os.getpid()]})

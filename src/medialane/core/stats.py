@@ -117,6 +117,23 @@ class LearnedCost(msgspec.Struct, frozen=True):
     is_certain: bool
 
 
+class QueueStats(msgspec.Struct, frozen=True):
+    """Requests of a gateway that wait for one resource: how many, in how many seconds all of them are expected to have
+    been sent, and how long the oldest one has waited."""
+
+    num_requests: int
+    expected_s: float
+    oldest_s: float
+
+
+class WaitStats(msgspec.Struct, frozen=True):
+    """In how many seconds each worker is expected to have begun what waits there, and how long a request that arrives
+    now is expected to wait; None if no worker accepts requests."""
+
+    workers_s: Mapping[str, float]
+    expected_s: float | None
+
+
 class RoutingStats(msgspec.Struct, frozen=True):
     """The router's state about workers' caches, its mispredictions, and its choices whose request was never sent; per
     worker the age of its last KV change and the number of gaps in them."""

@@ -30,6 +30,7 @@ from medialane.core.kv_events import BlockIds
 from medialane.core.media import MediaRef, audio_io
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.stage import BEST_STAGE, RAW_STAGE, STAGES, Stage, StageChoice, StageName, prepared_stage
+from medialane.core.stats import WaitStats
 from medialane.core.wave import wave_size
 from medialane.gateway.administration import administer
 from medialane.gateway.admission import (
@@ -335,6 +336,15 @@ class Gateway:
     async def administer(self, call: AdminCall) -> list[AdminResult]:
         """Execute `call` in every worker's engine. Raises what `administration.administer` raises."""
         return await administer(self._workers, call, timeout_s=self._config.admin_timeout_s)
+
+    def waits(self) -> WaitStats:
+        """Return how long requests are expected to wait, for /metrics."""
+        if self.ttft_limit is None:
+            return self.routes.waits()
+        waits = self.routes.waits(self.ttft_limit.forecast.rates_of)
+        if self.queues is None or waits.expected_s is None:
+            return waits
+        return msgspec.structs.replace(waits, expected_s=waits.expected_s + self.queues.stats()["engine"].expected_s)
 
     def close(self) -> None:
         self._assembly.close()

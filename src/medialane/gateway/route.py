@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ from medialane.core.errors import InvalidRequest
 from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds
 from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision
-from medialane.core.stats import RoutingStats
+from medialane.core.stats import RoutingStats, WaitStats
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import EmbeddingOutcome, embedding_outcome, routing_report
 from medialane.gateway.routed_worker import RoutedWorker
@@ -193,6 +194,13 @@ class Routes:
             event_lag_s={name: each.event_lag_s for name, each in reports.items() if each.event_lag_s},
             num_event_gaps={name: each.num_block_gaps for name, each in reports.items()},
         )
+
+    def waits(self, rates_of: Callable[[str], tuple[float, float]] = lambda _: (1.0, 0.0)) -> WaitStats:
+        """Return how long requests are expected to wait at workers, by the router's assumptions or by what was learned
+        of a kind of engine (`CostForecast.rates_of`)."""
+        workers_s = {worker: ms / 1000 for worker, ms in self._router.waits_ms(rates_of).items()}
+        least_ms = self._router.least_wait_ms(rates_of)
+        return WaitStats(workers_s, least_ms / 1000 if least_ms < math.inf else None)
 
     def _block_ids(
         self, request: EngineRequest, prefix: PromptPrefix, known: dict[int, BlockIds]

@@ -24,8 +24,10 @@ from medialane.core.stats import (
     MediaLeaseStats,
     PoolStats,
     PullStats,
+    QueueStats,
     RoutingStats,
     StoreStats,
+    WaitStats,
 )
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
@@ -36,12 +38,31 @@ Memory = tuple[Mapping[str, str], Mapping[ProcessKind, int]]
 _STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ROUTING_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01)
 _REQUEST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+#: Has each threshold that can be chosen in the variable `ttft_slo` of vLLM's dashboards.
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 _HISTOGRAMS: Final = {
     # name: (help, labels, buckets in seconds)
-    "medialane_stage_seconds": ("Duration of each step of a request", ("stage",), _STAGE_BUCKETS),
-    "medialane_request_seconds": ("Duration of a request from arrival to completion", (), _REQUEST_BUCKETS),
+    "medialane_stage_seconds": (
+        "Duration of each step of a request, of several items that of the slowest. Steps overlap, and time between them"
+        " belongs to none: they do not add up to medialane_request_seconds",
+        ("stage",),
+        _STAGE_BUCKETS,
+    ),
+    "medialane_request_seconds": (
+        "From a POST request's header at the gateway to the end of its response, also of refused and failed ones: with"
+        " upload, media, queues and the client's reading. Left out: the connection and its TLS handshake",
+        (),
+        _REQUEST_BUCKETS,
+    ),
+    "medialane_time_to_first_token_seconds": (
+        "From a request's header at the gateway to its first token: with upload, media and queues, of which"
+        " vllm:time_to_first_token_seconds knows nothing. Left out: connection, TLS handshake, way to the client,"
+        " and requests that end without a token",
+        (),
+        _TTFT_BUCKETS,
+    ),
     "medialane_migration_seconds": ("From the loss of a worker to the answer's next token", (), _REQUEST_BUCKETS),
     "medialane_ttft_seconds": (
         "Time to first token of streams with a limit (--gateway-ttft-limit), measured from the end of the body, and as"
@@ -49,14 +70,29 @@ _HISTOGRAMS: Final = {
         ("kind",),
         _REQUEST_BUCKETS,
     ),
-    "medialane_routing_seconds": ("Duration of routing decisions, excluding block hashing", (), _ROUTING_BUCKETS),
+    "medialane_routing_seconds": (
+        "Duration of routing decisions. Left out: hashing the prompt's blocks",
+        (),
+        _ROUTING_BUCKETS,
+    ),
 }
 
 _COUNTERS: Final = {
     # name: (help, labels)
-    "medialane_cache_lookups": ("Cache lookups by cache and outcome", ("kind", "outcome")),
-    "medialane_copied_bytes": ("Bytes of media and features copied by the gateway", ()),
-    "medialane_request_errors": ("Requests that were refused or failed, by error code", ("code",)),
+    "medialane_cache_lookups": (
+        "Lookups of media items by cache (feature: items as prepared for the model) and outcome",
+        ("kind", "outcome"),
+    ),
+    "medialane_copied_bytes": (
+        "Bytes of media and features copied by the gateway. Left out: shared memory, which needs no copy, and copies by"
+        " stores and workers",
+        (),
+    ),
+    "medialane_request_errors": (
+        "Requests that were refused or failed, by medialane's error code. Left out: what vLLM's own app or a worker's"
+        " vLLM refuses (http_requests_total counts it)",
+        ("code",),
+    ),
     "medialane_refused_requests": (
         "Requests refused by the limits of a tenant, or as there was no capacity, by tenant (empty without --keys) and"
         " error code",
@@ -78,7 +114,8 @@ _COUNTERS: Final = {
     ),
     "medialane_worker_losses": ("Lost connections to a worker", ("worker",)),
     "medialane_prompt_tokens": (
-        "Prompt tokens: all, predicted cached by the router, reported cached by the engine",
+        "Prompt tokens: all, predicted cached by the router, reported cached by the engine. Left out: prompts without a"
+        " first token",
         ("kind",),
     ),
     "medialane_embeddings": (
@@ -98,7 +135,7 @@ _COUNTERS: Final = {
         (),
     ),
     "medialane_media_items": (
-        "Media items by whether their tokens were entirely in the engine's KV cache",
+        "Media items of prompts that had a first token, by whether their tokens were entirely in the engine's KV cache",
         ("modality", "outcome"),
     ),
 }
@@ -127,6 +164,8 @@ class Metrics:
         for stage, seconds in timeline.seconds.items():
             self._histograms["medialane_stage_seconds"].labels(stage).observe(seconds)
         self._histograms["medialane_request_seconds"].observe(time.perf_counter() - timeline.started_at)
+        if timeline.first_token_s is not None:
+            self._histograms["medialane_time_to_first_token_seconds"].observe(timeline.first_token_s)
         self.count_lookups("feature", num_hits=timeline.num_hits, num_misses=timeline.num_misses)
         self._counters["medialane_copied_bytes"].inc(timeline.copied_bytes)
 
@@ -221,10 +260,13 @@ class Metrics:
         text = "1 for a modality of which the tokens of an item are known from the size of its media"
         self._watch(self.registry, lambda: iter([_gauge("medialane_headers_predicted", text, "modality", read())]))
 
-    def watch_queues(self, read: Callable[[], Mapping[str, float]]) -> None:
-        """Expose how many requests wait in this gateway, by what they wait for; read on each scrape."""
-        text = "Requests that wait in this gateway to be sent to an engine, or for their media to be prepared"
-        self._watch(self.registry, lambda: iter([_gauge("medialane_queue_requests", text, "queue", read())]))
+    def watch_queues(self, read: Callable[[], Mapping[str, QueueStats]]) -> None:
+        """Expose the requests that wait in this gateway, by what they wait for; read on each scrape."""
+        self._watch(self.registry, lambda: _queues(read()))
+
+    def watch_waits(self, read: Callable[[], WaitStats]) -> None:
+        """Expose how long requests are expected to wait for engines, read on each scrape."""
+        self._watch(self.registry, lambda: _waits(read()))
 
     def watch_store(self, read: Callable[[], StoreStats | None]) -> None:
         """Expose the state of the host's store, read on each scrape; nothing while there is none."""
@@ -264,6 +306,33 @@ class Metrics:
         watched = _Watched(collect)
         registry.register(watched)
         self._collectors.append((registry, watched))
+
+
+def _queues(queues: Mapping[str, QueueStats]) -> Iterator[Metric]:
+    text = "Requests that wait in this gateway to be sent to an engine, or for their media to be prepared"
+    numbers: dict[str, float] = {name: stats.num_requests for name, stats in queues.items()}
+    yield _gauge("medialane_queue_requests", text, "queue", numbers)
+    text = (
+        "In which time all requests that wait in this gateway are expected to have been sent, by the pace of the last"
+        " ones: 0 until one had to wait"
+    )
+    expected = {name: stats.expected_s for name, stats in queues.items()}
+    yield _gauge("medialane_queue_seconds", text, "queue", expected)
+    text = "How long the oldest request that waits in this gateway has waited"
+    yield _gauge("medialane_queue_oldest_seconds", text, "queue", {n: stats.oldest_s for n, stats in queues.items()})
+
+
+def _waits(waits: WaitStats) -> Iterator[Metric]:
+    text = (
+        "In which time a worker's engine is expected to have begun all requests that wait there, those of other"
+        " gateways included. Left out: the request's own prefill, and what waits in gateways"
+    )
+    yield _gauge("medialane_worker_wait_seconds", text, "worker", waits.workers_s)
+    text = (
+        "How long a request without media that arrives now is expected to wait: in this gateway's queue, if there is"
+        " one, and at the worker with the shortest queue. Missing while no worker accepts requests"
+    )
+    yield GaugeMetricFamily("medialane_expected_wait_seconds", text, value=waits.expected_s)
 
 
 def _costs(learned: Iterable[LearnedCost], factor: float) -> Iterator[Metric]:
@@ -333,8 +402,12 @@ def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> M
 
 def _pulls(stats: PullStats) -> Iterator[Metric]:
     yield _counter("medialane_store_pulls", "Entries copied from other hosts' stores", "mover", stats.num_pulls)
-    yield _counter("medialane_store_pulled_bytes", "Bytes of these entries", "mover", stats.num_bytes)
-    yield _counter("medialane_store_failed_pulls", "Copies that have failed", "mover", stats.num_failed)
+    yield _counter(
+        "medialane_store_pulled_bytes", "Bytes of entries copied from other hosts' stores", "mover", stats.num_bytes
+    )
+    yield _counter(
+        "medialane_store_failed_pulls", "Copies from other hosts' stores that have failed", "mover", stats.num_failed
+    )
     text = "Ranges that a failed copy may still write to, and that are not reused before it has ended"
     yield GaugeMetricFamily("medialane_store_quarantined_ranges", text, value=stats.num_quarantined)
 
@@ -360,7 +433,7 @@ def _leases(stats: MediaLeaseStats) -> Iterator[Metric]:
     text = "Media that clients have sent once, and that are kept for them until their leases end"
     yield GaugeMetricFamily("medialane_store_leased_media", text, value=stats.num_leases)
     sizes: dict[str, float] = {"leased": stats.num_bytes, "limit": stats.max_bytes}
-    text = "Bytes of these media, uploads included, and how many there may be (--media-lease-share)"
+    text = "Bytes of media that are kept for clients, uploads included, and how many there may be (--media-lease-share)"
     yield _gauge("medialane_store_leased_bytes", text, "kind", sizes)
 
 
@@ -372,7 +445,12 @@ def _arena(stats: ArenaStats) -> Iterator[Metric]:
         "cached": stats.published_bytes - stats.pinned_bytes,
         "pinned": stats.pinned_bytes,
     }
-    yield _gauge("medialane_arena_bytes", "Shared memory by state; size is the total", "kind", kinds)
+    yield _gauge(
+        "medialane_arena_bytes",
+        "Shared memory by state: size is the total, cached may be evicted, pinned is held by leases",
+        "kind",
+        kinds,
+    )
     media: dict[str, float] = {
         "encoded": stats.encoded_bytes,
         "decoded": stats.decoded_bytes,
@@ -389,7 +467,10 @@ def _preparers(stats: PoolStats) -> Iterator[Metric]:
     states: dict[str, float] = {"alive": stats.num_alive, "busy": stats.num_busy}
     yield _gauge("medialane_preparers", "Preparer processes", "state", states)
     yield GaugeMetricFamily("medialane_preparer_queue", "Items waiting for a preparer", value=stats.num_queued)
-    text = "Expected time of the waiting items in preparers, divided by the number of preparers"
+    text = (
+        "Expected time of the waiting items in preparers, divided by the number of preparers. Left out: what is being"
+        " fetched, and items in preparation"
+    )
     yield GaugeMetricFamily("medialane_preparer_queue_seconds", text, value=stats.queue_s)
     yield CounterMetricFamily(
         "medialane_preparer_restarts", "Preparers restarted after a crash or kill", value=stats.num_restarts
@@ -419,7 +500,7 @@ def _routing(stats: RoutingStats) -> Iterator[Metric]:
     yield CounterMetricFamily("medialane_routing_unsent_decisions", text, value=stats.num_unsent)
     text = "Age of a worker's latest KV event when the worker reported it"
     yield _gauge("medialane_kv_event_lag_seconds", text, "worker", stats.event_lag_s)
-    text = "Gaps in a worker's KV events that required a snapshot, on this connection"
+    text = "Gaps in a worker's KV events that required a snapshot, since the worker was last connected"
     yield _counter("medialane_kv_event_gaps", text, "worker", stats.num_event_gaps)
 
 
@@ -460,6 +541,15 @@ def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
     running: dict[str, float] = {e.worker_id: e.load.num_running for e in endpoints}
     waiting: dict[str, float] = {e.worker_id: e.load.num_waiting for e in endpoints}
     usage = {e.worker_id: e.load.kv_usage for e in endpoints}
-    yield _gauge("medialane_worker_running", "Requests running in a worker's engine", "worker", running)
-    yield _gauge("medialane_worker_waiting", "Requests waiting in a worker's engine", "worker", waiting)
-    yield _gauge("medialane_worker_kv_usage_ratio", "KV-cache utilisation of a worker, 0 to 1", "worker", usage)
+    yield _gauge(
+        "medialane_worker_running", "Requests running in a worker's engine, as it has last reported", "worker", running
+    )
+    yield _gauge(
+        "medialane_worker_waiting", "Requests waiting in a worker's engine, as it has last reported", "worker", waiting
+    )
+    yield _gauge(
+        "medialane_worker_kv_usage_ratio",
+        "KV-cache utilisation of a worker, 0 to 1, as it has last reported",
+        "worker",
+        usage,
+    )

@@ -32,6 +32,13 @@ MAX_SERIES = 1 << 16
 #: Series in one message: a gateway applies them in a millisecond.
 PIECE_SERIES = 2048
 
+#: Added to vLLM's help texts of times that begin when the worker gets the request.
+_LEFT_OUT = dict.fromkeys(
+    (f"{PREFIX}time_to_first_token_seconds", f"{PREFIX}e2e_request_latency_seconds"),
+    " Begins at the worker: upload, media and queues of the gateway are left out"
+    " (medialane_time_to_first_token_seconds and medialane_request_seconds have them).",
+)
+
 #: Names are validated because the exposition format does not escape them (label values are quoted).
 _NAME = re.compile(PREFIX + r"[a-zA-Z0-9_:]+", re.ASCII)
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
@@ -155,7 +162,8 @@ def collect(mirrors: Mapping[str, MetricMirror]) -> Iterator[Metric]:
         for family, series, value in mirror.samples():
             metric = merged.get(family.name)
             if metric is None:
-                metric = merged[family.name] = Metric(family.name, family.documentation, family.kind)
+                text = family.documentation + _LEFT_OUT.get(family.name, "")
+                metric = merged[family.name] = Metric(family.name, text, family.kind)
             metric.add_sample(series.name, {**series.labels, WORKER_LABEL: worker}, value)
     yield from merged.values()
 

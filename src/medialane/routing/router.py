@@ -119,6 +119,10 @@ class Router:
         """See `SlotTable.least_wait_ms`."""
         return self._slots.least_wait_ms(rates_of)
 
+    def waits_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> dict[str, float]:
+        """See `SlotTable.waits_ms`."""
+        return self._slots.waits_ms(rates_of)
+
     @property
     def num_unsent(self) -> int:
         """Decisions whose request ended without having been sent."""

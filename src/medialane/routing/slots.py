@@ -280,6 +280,16 @@ class SlotTable:
                 least = min(least, float(np.maximum(queue * table[_QUEUE], running_ms * table[_ENDS])[is_open].min()))
         return least
 
+    def waits_ms(self, rates_of: Callable[[str], tuple[float, float]]) -> dict[str, float]:
+        """Return by worker, of several ranks that of the longest queue, the wait before it computes another request;
+        `rates_of` as for `least_wait_ms`."""
+        waits: dict[str, float] = {}
+        for slot in self:
+            queue, running_ms = rates_of(slot.kind)
+            wait_ms = max(queue * self.queue_ms(slot), running_ms * slot.ends)
+            waits[slot.place[0]] = max(wait_ms, waits.get(slot.place[0], 0.0))
+        return waits
+
     def _find_block_sizes(self) -> None:
         sizes = dict.fromkeys(slot.card.block_size for slot in self if slot.card is not None)
         self.block_sizes = tuple(size for size in sizes if size)

@@ -344,3 +344,19 @@ async def test_limits_are_those_of_all_gateways_of_a_port(tmp_path):
     tasks.append(await second.asking("c"))
     await second.serve(4)
     await asyncio.gather(*tasks)
+
+
+async def test_waiting_requests_are_counted_with_their_age_and_the_time_until_they_are_sent(clock):
+    resource = await busy(clock=clock)
+    stats = resource.queue.stats
+    assert (stats().num_requests, stats().oldest_s, stats().expected_s) == (0, 0.0, 0.0)
+    tasks = [await resource.asking(name) for name in "abcd"]
+    for _ in range(2):  # one each second
+        clock.now += 1.0
+        await resource.serve()
+    assert (stats().num_requests, stats().oldest_s) == (2, 2.0)
+    assert stats().expected_s == pytest.approx(2.0, rel=0.2)
+    clock.now += 1.0
+    await resource.serve(2)
+    await asyncio.gather(*tasks)
+    assert (stats().num_requests, stats().oldest_s) == (0, 0.0)

@@ -2,7 +2,15 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
-from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, RoutingStats, StoreStats
+from medialane.core.stats import (
+    ArenaStats,
+    EmbeddingStats,
+    PoolStats,
+    QueueStats,
+    RoutingStats,
+    StoreStats,
+    WaitStats,
+)
 from medialane.observability.metrics import Metrics
 from medialane.observability.timeline import StageTimeline
 
@@ -36,6 +44,30 @@ def test_request_is_counted_by_stage_outcome_and_bytes(metrics, registry):
     lookups = "medialane_cache_lookups_total"
     assert registry.get_sample_value(lookups, {"kind": "feature", "outcome": "hit"}) == 2
     assert registry.get_sample_value(lookups, {"kind": "feature", "outcome": "miss"}) == 1
+
+
+def test_time_to_first_token_is_of_requests_that_had_one(metrics, registry):
+    timeline = StageTimeline()
+    metrics.observe(timeline)
+    timeline.first_token_s = 0.6
+    metrics.observe(timeline)
+    assert registry.get_sample_value("medialane_time_to_first_token_seconds_count") == 1
+    assert registry.get_sample_value("medialane_time_to_first_token_seconds_bucket", {"le": "0.75"}) == 1
+    assert registry.get_sample_value("medialane_request_seconds_count") == 2
+
+
+def test_queues_and_waits_are_exposed_for_autoscalers(metrics, registry):
+    waits = WaitStats({"w0": 2.5, "w1": 0.5}, 0.75)
+    metrics.watch_queues(lambda: {"engine": QueueStats(3, 1.5, 0.25)})
+    metrics.watch_waits(lambda: waits)
+    value = registry.get_sample_value
+    queue = {"queue": "engine"}
+    names = ("requests", "seconds", "oldest_seconds")
+    assert [value(f"medialane_queue_{name}", queue) for name in names] == [3, 1.5, 0.25]
+    assert value("medialane_worker_wait_seconds", {"worker": "w0"}) == 2.5
+    assert value("medialane_expected_wait_seconds") == 0.75
+    waits = WaitStats({}, None)
+    assert value("medialane_expected_wait_seconds") is None
 
 
 def test_failures_are_counted_by_type(metrics, registry):

@@ -62,6 +62,19 @@ def test_worker_metrics_equal_those_of_its_own_server(pair):
         assert [tuple(s[:3]) for s in ours[name].samples] == with_worker
 
 
+def test_help_of_times_that_begin_at_the_worker_says_what_they_leave_out(pair):
+    for name in ("vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"):
+        Histogram(name, "Its help.", registry=pair.registry).observe(1)
+    pair.read()
+    found = families(shown(w0=pair.mirror))
+    first, other = (
+        found[f"vllm:{name}_seconds"].documentation for name in ("time_to_first_token", "inter_token_latency")
+    )
+    assert first.startswith("Its help. Begins at the worker: ")
+    assert "medialane_time_to_first_token_seconds" in first
+    assert other == "Its help."
+
+
 def test_metric_families_of_workers_are_merged(pair):
     other = Pair()
     for number, one in enumerate((pair, other), 1):

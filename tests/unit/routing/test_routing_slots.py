@@ -123,6 +123,17 @@ def test_announced_requests_in_the_report_do_not_count_twice_while_other_gateway
     assert slots.queue_ms(slot) == pytest.approx(50.0)
 
 
+def test_wait_of_a_worker_is_that_of_its_longest_queue_by_learned_rates():
+    slots = table()
+    for rank, work_ms in enumerate((10.0, 40.0)):
+        slots.queue(slots.join(endpoint("a", rank=rank)), work_ms)
+    slots.join(endpoint("b"))
+    assert slots.waits_ms(lambda _: (1.0, 0.0)) == pytest.approx({"a": 40.0, "b": 0.0})
+    assert slots.waits_ms(lambda _: (2.0, 0.0)) == pytest.approx({"a": 80.0, "b": 0.0})
+    slots.join(endpoint("c", load=WorkerLoad(num_running=4), card=card(max_num_seqs=4)))
+    assert slots.waits_ms(lambda _: (1.0, 1000.0))["c"] == pytest.approx(250.0), "one of four must end"
+
+
 def test_sequence_above_max_num_seqs_waits():
     slots = table(running_ms=1.0, over_capacity_ms=100.0)
     slot = slots.join(endpoint(load=WorkerLoad(num_running=4), card=card(max_num_seqs=4)))

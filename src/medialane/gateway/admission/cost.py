@@ -172,11 +172,16 @@ class CostForecast:
         """Return the shortest wait at any worker whose kind is certain; 0 if one is not."""
 
         def rates_of(kind: str) -> tuple[float, float]:
-            fit = self.engine(kind)
-            return (fit.queue_rate, fit.sequence_ms) if fit.agreement.is_certain else (0.0, 0.0)
+            return self.rates_of(kind) if self.engine(kind).agreement.is_certain else (0.0, 0.0)
 
         wait_ms = self._router.least_wait_ms(rates_of)
         return wait_ms if wait_ms < math.inf else 0.0
+
+    def rates_of(self, kind: str) -> tuple[float, float]:
+        """Return by which factor what is queued at this kind of engine takes longer than assumed, and for how many ms a
+        sequence runs, certain or not."""
+        fit = self.engine(kind)
+        return fit.queue_rate, fit.sequence_ms
 
     def preparing_ms(self, modality: str, num_bytes: int) -> float:
         """Return how long a preparer takes for an item whose pixels or encoded bytes are so many; 0 if not certain."""

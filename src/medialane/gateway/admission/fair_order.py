@@ -31,8 +31,8 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request that waits. `cost_ms` is what it is charged for; `deadline` is on any one clock. One that may not be
-    refused is never dropped."""
+    """A request that waits. `cost_ms` is what it is charged for; `deadline` and `since`, from when on it waits, are on
+    any one clock. One that may not be refused is never dropped."""
 
     tenant: str
     priority: int
@@ -41,6 +41,7 @@ class QueuedRequest:
     deadline: float
     num_bytes: int = 0
     may_refuse: bool = True
+    since: float = 0.0
     number: int = field(default_factory=_numbers.__next__)
 
 

@@ -22,6 +22,7 @@ from typing import Final
 
 from medialane.core.errors import QueueFull, QueueTimeout
 from medialane.core.retry_after import retry_after
+from medialane.core.stats import QueueStats
 from medialane.gateway.admission.fair_order import FairOrder, QueuedRequest
 from medialane.gateway.admission.shared_counts import QUEUED_BYTES, QUEUED_REQUESTS, SharedCounts
 
@@ -152,6 +153,11 @@ class AdmissionQueue:
         """The cost of all waiting requests."""
         return self._order.waiting_ms
 
+    def stats(self) -> QueueStats:
+        now = self._clock()
+        oldest_s = now - min((request.since for request in self._admitted), default=now)
+        return QueueStats(self.num_waiting, self._pace.seconds(self._order.waiting_ms), oldest_s)
+
     def enter(self) -> Ticket | None:
         """Return the ticket of a request of any cost, which is not charged, if none waits and there is room."""
         if self._order or not self._may_send():
@@ -170,6 +176,7 @@ class AdmissionQueue:
         if request.may_refuse:
             self._check_deadline(request)
         ticket: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        request.since = self._clock()
         self._admitted[request] = ticket
         self._order.add(request)
         self._count(request, 1)

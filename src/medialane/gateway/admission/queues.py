@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from medialane.core.errors import QueueFull, QueueTimeout
 from medialane.core.request import QueuePlace
+from medialane.core.stats import QueueStats
 from medialane.gateway.admission.cost import CostForecast
 from medialane.gateway.admission.fair_order import QueuedRequest
 from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
@@ -57,8 +58,9 @@ class Queues:
         self._prepared_wait_s = 0.0
         self._preparers = AdmissionQueue(limits, self._have_preparers_room, on_change=self._count, clock=clock)
 
-    def num_waiting(self) -> dict[str, float]:
-        return {"engine": self._engines.num_waiting, "preparer": self._preparers.num_waiting}
+    def stats(self) -> dict[str, QueueStats]:
+        """Return the queues, for /metrics."""
+        return {"engine": self._engines.stats(), "preparer": self._preparers.stats()}
 
     async def engine(self, scope: RequestScope, cost_ms: Callable[[], float], *, has_media: bool) -> Ticket:
         """Wait until the request may be sent to an engine, for which it costs `cost_ms`: that is only asked for if it

@@ -1,0 +1,150 @@
+"""Write the tables of docs/metrics.md again, from what the code exposes: python tests/metric_reference.py
+
+A gateway's metrics are made with everything that it can watch, and each counter is counted once, so that every family
+has its labels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import yaml
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from medialane.core.request import EmbeddingCounts, Endpoint, ModelCard, WorkerLoad
+from medialane.core.stats import (
+    ArenaStats,
+    LearnedCost,
+    PoolStats,
+    PullStats,
+    QueueStats,
+    RoutingStats,
+    StoreStats,
+    WaitStats,
+)
+from medialane.observability.metrics import Metrics
+from medialane.observability.timeline import StageTimeline
+from medialane.worker.metrics_server import WorkerStatus
+
+ROOT = Path(__file__).parents[1]
+PAGE, DEPLOY = ROOT / "docs" / "metrics.md", ROOT / "deploy"
+_HEAD = "| name | type | labels | unit | what it is |\n|---|---|---|---|---|\n"
+_UNITS = {"seconds": "seconds", "bytes": "bytes", "ratio": "0 to 1", "max": "seconds", "tokens": "tokens"}
+
+
+def _store() -> StoreStats:
+    pulls = PullStats({"tcp": 1}, {"tcp": 1}, {"tcp": 1})
+    zeros = [dict.fromkeys(cls.__struct_fields__, 0) for cls in (ArenaStats, PoolStats)]
+    return StoreStats(ArenaStats(**zeros[0]), PoolStats(**zeros[1]), pulls)
+
+
+def _count_all(metrics: Metrics) -> None:
+    timeline = StageTimeline()
+    timeline.add("decode", 1.0)
+    timeline.num_hits = 1
+    metrics.observe(timeline)
+    metrics.count_error("code")
+    metrics.count_refused("tenant", "code")
+    metrics.count_fallback("path", "code")
+    metrics.count_copied(["tcp"])
+    metrics.count_migration("code", "outcome")
+    metrics.count_worker_lost("w")
+    metrics.observe_ttft(1.0, 1.0)
+    metrics.count_prompt(1, routed_cached=0, engine_cached=0)
+    metrics.count_media("image", is_cached=True)
+    metrics.count_embeddings("loaded")
+    metrics.count_encoder_request("encoded")
+
+
+def _watch_all(metrics: Metrics) -> None:
+    card = ModelCard("m", 4096, 16, {})
+    worker = Endpoint("w", "unix:/w", ready=True, load=WorkerLoad(), num_in_flight=0, card=card)
+    routing = RoutingStats(0, 0, 0, 0, 0, 0, event_lag_s={"w": 1.0}, num_event_gaps={"w": 0})
+    metrics.watch_routing(lambda: routing)
+    metrics.watch_costs(lambda: [LearnedCost("engine", "m", {"prefill": 1.0}, True)], lambda: 1.0)
+    metrics.watch_predictions(lambda: {"image": 1.0})
+    metrics.watch_queues(lambda: {"engine": QueueStats(0, 0.0, 0.0)})
+    metrics.watch_waits(lambda: WaitStats({"w": 0.0}, 0.0))
+    metrics.watch_store(_store)
+    metrics.watch_workers(lambda: [worker])
+    metrics.watch_memory(lambda: {"gateway": 1}, lambda: [({"worker": "w"}, {"engine": 1})])
+    metrics.watch_gateways(lambda: {"0": 1.0})
+
+
+def _of_worker() -> list[Metric]:
+    """Those of a worker's own port that a gateway does not have."""
+
+    async def no_store() -> None:
+        return None
+
+    worker = SimpleNamespace(is_stalled=False, has_arena=True, memory=lambda: {"worker": 1}, exposed_store=no_store)
+    engine = SimpleNamespace(longest_embedding_step_s=0.0, embedding_counts=EmbeddingCounts())
+    server = SimpleNamespace(num_gateways=1, num_in_flight=0)
+    status = WorkerStatus(worker, engine, server)
+    asyncio.run(status.refresh())
+    return [metric for metric in status.collect() if metric.name.startswith("medialane_worker_")]
+
+
+def families() -> dict[str, list[Metric]]:
+    """By table: what a gateway counts, what is of its host, what only a worker's own port has."""
+    own, host = CollectorRegistry(), CollectorRegistry()
+    metrics = Metrics(own, host=host)
+    _count_all(metrics)
+    _watch_all(metrics)
+    return {"gateway": list(own.collect()), "host": list(host.collect()), "worker": _of_worker()}
+
+
+def shown_name(metric: Metric) -> str:
+    return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
+def _unit(metric: Metric) -> str:
+    words = metric.name.split("_")
+    return next((_UNITS[word] for word in reversed(words) if word in _UNITS), "number")
+
+
+def _row(metric: Metric) -> str:
+    labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le")
+    shown = ", ".join(f"`{label}`" for label in labels)
+    cells = (f"`{shown_name(metric)}`", metric.type, shown, _unit(metric), metric.documentation.replace("|", "\\|"))
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _table(found: Iterable[Metric]) -> str:
+    return _HEAD + "".join(_row(metric) for metric in sorted(found, key=lambda each: each.name))
+
+
+def _conditional() -> str:
+    """What has no data at first, by what it needs: panels and alerts."""
+    needs: dict[str, list[str]] = {}
+    for path in sorted((DEPLOY / "grafana").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            if found := re.search(r"No data until (.+)\.\n\n", panel.get("description", "")):
+                needs.setdefault(found[1], []).append(f"{panel['title']} ({path.stem})")
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            if "until" in rule["annotations"]:
+                needs.setdefault(rule["annotations"]["until"], []).append(f"`{rule['alert']}`")
+    rows = "".join(f"| {need} | {', '.join(what)} |\n" for need, what in needs.items())
+    return f"| until | panels and alerts without data |\n|---|---|\n{rows}"
+
+
+def with_tables(page: str) -> str:
+    """The page with the tables of the code between its marks."""
+    tables = {name: _table(found) for name, found in families().items()}
+    for name, table in {**tables, "conditional": _conditional()}.items():
+        begin, end = f"<!-- {name}: tests/metric_reference.py -->\n", f"<!-- end of {name} -->"
+        pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        page, number = pattern.subn((begin + table + end).replace("\\", r"\\"), page)
+        assert number == 1, f"docs/metrics.md has {number} places for the table {name}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
