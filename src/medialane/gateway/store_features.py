@@ -208,9 +208,10 @@ class StoreFeatures:
         except MediaLost as error:
             raise self._link.unavailable(error.message) from error
 
-    def forget(self, hold: Hold) -> None:
+    def forget(self, hold: Hold | None) -> None:
         """Look up the item of `hold` again for the next request: it may be found in another form."""
-        cast("StoreHold[_Key, ItemFound]", hold).forget()
+        if hold is not None:
+            cast("StoreHold[_Key, ItemFound]", hold).forget()
 
     async def decoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[Feature]:
         """Return the decoder's output for `ref`. `budget` is as in `processed`."""
