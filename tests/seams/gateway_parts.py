@@ -16,6 +16,7 @@ from host_store import RPC, HostStore, StoreClientTask, store_address
 from PIL import Image as PILImage
 from prometheus_client import CollectorRegistry
 
+from fake_engine import FakeEngine, FakeParams
 from medialane.arena import Arena
 from medialane.core.errors import WorkerLost
 from medialane.core.feature import MediaPrompt
@@ -40,7 +41,6 @@ from medialane.routing import Router
 from medialane.routing.config import RoutingConfig
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
-from medialane.testing.fake_engine import FakeEngine, FakeParams
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello

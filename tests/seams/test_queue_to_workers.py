@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
+from fake_engine import FAKE_CARD
 from medialane.core.errors import MedialaneError, QueueTimeout
 from medialane.gateway import GatewayConfig, current_scope, open_scope
 from medialane.gateway.admission import Tenants
-from medialane.testing.fake_engine import FAKE_CARD
 from waiting import eventually
 
 ONE_AT_A_TIME = msgspec.structs.replace(FAKE_CARD, max_num_seqs=1)

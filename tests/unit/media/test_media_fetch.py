@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from http_origin import answer
+from kept_names import KeptNames
 from medialane.core.errors import (
     MediaFetchFailed,
     MediaFetchTimeout,
@@ -14,7 +15,6 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetched, Fetcher
-from medialane.testing.kept_names import KeptNames
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",), max_fresh_s=1000.0)
 BODY = b"body" * 1000
