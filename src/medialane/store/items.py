@@ -359,7 +359,7 @@ class Items:
             fetch = self._fetcher.fetch
             if self._published is not None and is_published(url or ""):
                 fetch = self._published.fetch
-            content = (await fetch(source.ref, need_data=need_data)).content_hash
+            content = await fetch(source.ref, need_data=need_data)
         if expected not in (None, content):
             raise UnknownMedia("the content of the URL of this feature has changed: send its tensors or media")
         return content
