@@ -17,7 +17,7 @@ from medialane.core.errors import InvalidRequest, MediaLost, MediaTooLarge, Prot
 from medialane.core.feature import Feature, FoundItem, Hold
 from medialane.core.hashing import content_hash, feature_key, merged_options, tensors_key
 from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import EncodedMedia, MediaRef, MediaSize
+from medialane.core.media import EncodedMedia, MediaRef, MediaSize, naming
 from medialane.core.stats import PoolStats
 from medialane.core.tensor import ArenaRange
 from medialane.core.wave import wave_bytes
@@ -27,7 +27,6 @@ from medialane.media import MediaConfig, image_size, oriented_size
 from medialane.observability.timeline import StageTimeline, TimelineReport
 from medialane.prepare.processor import Described, ProcessedItem
 from medialane.store.hold_cache import HoldCache, StoreHold
-from medialane.store.items import naming
 from medialane.store.link import StoreLink
 from medialane.store.messages import (
     AliasResolved,
