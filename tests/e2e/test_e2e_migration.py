@@ -134,7 +134,8 @@ async def test_streams_of_a_killed_worker_are_as_without(serve, ours, gateways):
     merged = {name: streamed(ours, body, path) for name, (path, body) in GOES_ON.items()}
     images = {name: streamed(gateways[name], chat(picture(301), ASK, **LONG)) for name in OTHER_STAGES}
     right, *undisturbed_others = await asyncio.gather(
-        undisturbed_together({**merged, **images}), *(one.undisturbed() for one in others.values())
+        undisturbed_together({**merged, **images}),
+        *(interrupted(ours, one.body, path=one.path) for one in others.values()),
     )
     answers = await all_interrupted(serve, {**merged, **images, **others})
     assert await num_migrations(ours) >= before + len(merged) + len(others)
