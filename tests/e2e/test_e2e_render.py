@@ -149,7 +149,7 @@ class Engine:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(model, vllm_environ, tmp_path_factory):
+async def engine(model, vllm_environ, tmp_path_factory, starting_render):
     port = free_port()
     # vLLM binds to an endpoint with an asterisk, and connects to others.
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
@@ -164,8 +164,9 @@ async def engine(model, vllm_environ, tmp_path_factory):
             socket.setsockopt(zmq.LINGER, 0)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def render(model, vllm_environ, runtime_directory, tmp_path_factory, engine):
+@pytest.fixture(scope="module")
+def starting_render(model, vllm_environ, runtime_directory, tmp_path_factory):
+    """Beside the engine."""
     process = MedialaneProcess.spawn(
         "render",
         model,
@@ -174,9 +175,14 @@ async def render(model, vllm_environ, runtime_directory, tmp_path_factory, engin
         environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime_directory)},
         log=tmp_path_factory.mktemp("render") / "render.log",
     )
-    await process.answers()
-    yield process.base_url
+    yield process
     assert process.stop() == 0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def render(engine, starting_render):
+    await starting_render.answers()
+    return starting_render.base_url
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

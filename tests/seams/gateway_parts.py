@@ -16,6 +16,7 @@ from host_store import RPC, HostStore, StoreClientTask, store_address
 from PIL import Image as PILImage
 from prometheus_client import CollectorRegistry
 
+from fake_engine import FakeEngine, FakeParams
 from medialane.arena import Arena
 from medialane.core.errors import WorkerLost
 from medialane.core.feature import MediaPrompt
@@ -32,7 +33,7 @@ from medialane.gateway.config import TransferConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transport, Transports
 from medialane.media import MediaConfig
-from medialane.media.fetch import Fetched, Fetcher
+from medialane.media.fetch import Fetcher
 from medialane.observability.metrics import Metrics
 from medialane.peers.nixl.mover import NixlMover
 from medialane.prepare import PreparerPool
@@ -40,7 +41,6 @@ from medialane.routing import Router
 from medialane.routing.config import RoutingConfig
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
-from medialane.testing.fake_engine import FakeEngine, FakeParams
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
@@ -178,15 +178,15 @@ class ScriptedFetcher:
         self.num_fetches = 0
         self.bodies: EncodedStore | None = None
 
-    async def fetch(self, ref: MediaRef, *, need_data: bool = False) -> Fetched:
+    async def fetch(self, ref: MediaRef, *, need_data: bool = False) -> str:
         if not need_data and ref.url in self.fresh:
-            return Fetched(self.fresh[ref.url], None)
+            return self.fresh[ref.url]
         self.num_fetches += 1
         data = self.contents[ref.url]
         body, found = self.bodies.open(ref.modality, ref.salt, len(data)), content_hash(data)
         body.write(data)
         body.finish(found)
-        return Fetched(found, None)
+        return found
 
 
 class Parts:

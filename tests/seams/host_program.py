@@ -152,8 +152,8 @@ async def worker(folder: Path, name: str) -> int:
     from host_store import StoreClientTask
 
     from embedding_memory import ENCODER_CARD, ArenaEmbeddings
+    from fake_engine import FakeEngine
     from medialane.store import StoreEntries
-    from medialane.testing.fake_engine import FakeEngine
     from medialane.worker import WorkerConfig
 
     gates = Gates(folder)

@@ -7,10 +7,10 @@ from contextlib import aclosing
 import pytest
 from gateway_parts import FakeWorker, Parts, request
 
+from fake_engine import FakeEngine
 from medialane.core.errors import WorkerBusy
 from medialane.gateway import open_scope
 from medialane.routing import RoutingConfig
-from medialane.testing.fake_engine import FakeEngine
 
 
 class FullEngine(FakeEngine):

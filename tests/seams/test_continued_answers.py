@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack, aclosing
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt, request
 
+from fake_engine import FakeContinuable
 from medialane.core.errors import WorkerLost
 from medialane.gateway import GatewayConfig, open_scope
-from medialane.testing.fake_engine import FakeContinuable
 from medialane.worker import WorkerConfig
 from waiting import eventually
 

@@ -14,6 +14,7 @@ import pytest
 from gateway_parts import PLACEHOLDER_TOKEN, FakeWorker, Parts, png, prompt, request
 
 from embedding_memory import ENCODER, ENCODER_CARD, ArenaEmbeddings
+from fake_engine import FAKE_CARD
 from medialane.core.errors import GenerationFailed, HandoverFailed, StoreUnavailable
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import embedding_key
@@ -22,7 +23,6 @@ from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.gateway.config import TransferConfig
 from medialane.routing.config import RoutingConfig
 from medialane.store import StoreEntries
-from medialane.testing.fake_engine import FAKE_CARD
 from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}

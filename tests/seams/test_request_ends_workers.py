@@ -11,9 +11,9 @@ import pytest
 from gateway_parts import FakeWorker, Parts, request
 from test_continued_answers import Asked
 
+from fake_engine import FakeEngine
 from medialane.core.errors import RequestEndsWorkers, WorkerLost
 from medialane.gateway import GatewayConfig, open_scope
-from medialane.testing.fake_engine import FakeEngine
 from waiting import eventually
 
 #: An engine ends when it gets a prompt with this token.

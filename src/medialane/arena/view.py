@@ -35,14 +35,17 @@ class ArenaView:
         self._words = self._memory.cast("Q")
 
     @classmethod
-    def open(cls, arena: str, directory: str, *, writable: bool = False) -> ArenaView:
+    def open(cls, arena: str, directory: str, *, nonce: bytes | None = None, writable: bool = False) -> ArenaView:
         """Map the arena with the id `arena` in `directory`. The caller owns the view and closes it.
 
-        Raises HandoverFailed if there is no such arena on this host, or the file's header does not match its name.
+        Raises HandoverFailed if there is no such arena on this host, the file's header does not match its name, or it
+        has another `nonce` than is given: then it is not the file that others of this name have mapped.
         """
         descriptor = open_file(arena, directory, writable=writable)
         try:
             header = read_header(descriptor, arena)
+            if nonce not in (None, header.nonce):
+                raise HandoverFailed("the store's arena is not in our shared memory (--arena-directory)")
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             mapping = mmap.mmap(descriptor, header.size_bytes, flags=mmap.MAP_SHARED, prot=protection)
             _split(mapping)

@@ -161,7 +161,8 @@ def weak_notes(results: Iterable[CaseResult]) -> Iterator[str]:
             yield f'{result.kind}: plain vLLM answers "{result.case}" as it answers the first one'
 
 
-def encode(report: CheckReport) -> bytes:
+def encode(report: msgspec.Struct) -> bytes:
+    """Return a report of any kind as JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
 
 

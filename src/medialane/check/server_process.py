@@ -68,14 +68,9 @@ async def server_process(
     """
     port = free_port()
     argv = [sys.executable, *command, "--port", str(port), *flags]
-    with closing(OrphanReaper()) as reaper:
-        process = spawn_logged(argv, environ, log)
-        reaper.watch(process.pid)
-        try:
-            await _wait_ready(process, f"http://127.0.0.1:{port}/health", name=name, log=log, start_s=start_s)
-            yield ServerProcess(f"http://127.0.0.1:{port}/v1", model, process.pid, log)
-        finally:
-            await _stop(process, stop_s)
+    async with logged_process(argv, environ, log, stop_s=stop_s) as process:
+        await _wait_ready(process, f"http://127.0.0.1:{port}/health", name=name, log=log, start_s=start_s)
+        yield ServerProcess(f"http://127.0.0.1:{port}/v1", model, process.pid, log)
 
 
 def plain_vllm(
@@ -97,8 +92,22 @@ def plain_vllm(
     )
 
 
-def spawn_logged(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
-    """Start a process that leads its own group; its output goes to `log`, or to this process's."""
+@asynccontextmanager
+async def logged_process(
+    argv: Sequence[str], environ: Mapping[str, str], log: Path | None, *, stop_s: float = 0.0
+) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """Run a process that leads its own group; its output goes to `log`, or to this process's. At the end, the group has
+    `stop_s` to stop before it is killed."""
+    with closing(OrphanReaper()) as reaper:
+        process = _spawn(argv, environ, log)
+        reaper.watch(process.pid)
+        try:
+            yield process
+        finally:
+            await _stop(process, stop_s)
+
+
+def _spawn(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
     if log is None:
         return spawn_leader(argv, environ)
     with log.open("wb") as output:
@@ -147,13 +156,17 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
+async def wait_ended(process: subprocess.Popen[bytes]) -> None:
+    while not has_ended(process):  # noqa: ASYNC110 - no event is available in every loop
+        await asyncio.sleep(_POLL_S)
+
+
 async def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
     os.kill(process.pid, signal.SIGTERM)  # not terminate(), which reaps
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(stop_s):
-                while not has_ended(process):  # noqa: ASYNC110 - no event is available in every loop
-                    await asyncio.sleep(_POLL_S)
+                await wait_ended(process)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()  # returns quickly after SIGKILL

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from medialane import __version__
+from medialane.check.results import encode
 from medialane.check.tensor_items import items_named
-from medialane.check.tensor_report import ItemTensors, Source, TensorReport, TensorTask, encode
+from medialane.check.tensor_report import ItemTensors, Source, TensorReport, TensorTask
 from medialane.cluster.placement import installed_version
 from medialane.core.errors import StartupFailed
 from medialane.core.media import Decoded, Modality

@@ -61,9 +61,5 @@ class TensorReport(msgspec.Struct, frozen=True, kw_only=True):
         return all(item.is_equal for item in self.items) and any(item.fields for item in self.items)
 
 
-def encode(report: TensorReport) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
-
-
 def decode(document: bytes) -> TensorReport:
     return msgspec.json.decode(document, type=TensorReport)

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
 from medialane.check.progress import CheckProgress
-from medialane.check.server_process import has_ended, log_tail, spawn_logged
+from medialane.check.server_process import log_tail, logged_process, wait_ended
 from medialane.check.servers import Setup
 from medialane.check.tensor_report import TensorReport, TensorTask, decode
-from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import PhaseFile
 
 TENSOR_LOG = "tensors.log"
-_POLL_S = 0.1
 _PROGRAM = "medialane.check.tensor_program"
 
 
@@ -39,17 +34,11 @@ async def compare_tensors(setup: Setup, progress: CheckProgress) -> TensorReport
 
 
 async def _run(argv: list[str], environ: dict[str, str], log: Path, timeout_s: float) -> None:
-    with closing(OrphanReaper()) as reaper:
-        process = spawn_logged(argv, environ, log)
-        reaper.watch(process.pid)
+    async with logged_process(argv, environ, log) as process:
         try:
             async with asyncio.timeout(timeout_s):
-                while not has_ended(process):  # noqa: ASYNC110 - as for servers: no event without a child watcher
-                    await asyncio.sleep(_POLL_S)
+                await wait_ended(process)
         except TimeoutError as error:
             raise StartupFailed(f"tensors were not compared within {timeout_s:g} s{log_tail(log)}") from error
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            status = process.wait()
-        if status:
-            raise StartupFailed(f"tensors cannot be compared{log_tail(log)}")
+    if process.wait():
+        raise StartupFailed(f"tensors cannot be compared{log_tail(log)}")

@@ -22,7 +22,6 @@ from medialane.check.servers import Setup
 from medialane.check.table import show
 from medialane.check.tensor_items import items_named
 from medialane.check.tensor_report import TensorReport
-from medialane.check.tensor_report import encode as encode_tensors
 from medialane.check.tensor_table import show_tensors
 from medialane.check.tensors import compare_tensors
 from medialane.cli.doctor import model_findings, show_findings
@@ -116,30 +115,19 @@ def run(args: argparse.Namespace) -> int:
     check_start(args.model, args.vllm_args, environ)
     with _folder(args.logs) as logs:
         setup = _setup(args, config, logs)
-        if args.tensors:
-            return _show_tensors(args, _until_signal(_compared(setup)))
-        report = _until_signal(_report(args, config, setup))
+        report: CheckReport | TensorReport | None
+        report = _until_signal(_compared(setup)) if args.tensors else _until_signal(_report(args, config, setup))
     if report is None:
-        return _interrupted()
+        print("interrupted: all servers are stopped", file=sys.stderr)
+        return _EXIT_INTERRUPTED
     if args.json is not None:
         args.json.write_bytes(encode(report))
-    show(report, Console())
-    show_findings([*model_findings(args.model, args.vllm_args)])
+    if isinstance(report, TensorReport):
+        show_tensors(report, Console())
+    else:
+        show(report, Console())
+        show_findings([*model_findings(args.model, args.vllm_args)])
     return 0 if report.passed else 1
-
-
-def _show_tensors(args: argparse.Namespace, report: TensorReport | None) -> int:
-    if report is None:
-        return _interrupted()
-    if args.json is not None:
-        args.json.write_bytes(encode_tensors(report))
-    show_tensors(report, Console())
-    return 0 if report.passed else 1
-
-
-def _interrupted() -> int:
-    print("interrupted: all servers are stopped", file=sys.stderr)
-    return _EXIT_INTERRUPTED
 
 
 def _check(args: argparse.Namespace, config: Config) -> None:

@@ -181,7 +181,7 @@ class FoundItem(NamedTuple, Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class StagedItem:
-    """One media item in the form that a stage sends, and the request's hold on it.
+    """One media item in the form that a stage sends, and the request's hold on it (None if nothing is in the arena).
 
     `feature.mm_hash` is the item's identifier in the engine. `media_type` is the type of encoded bytes. `is_hit` is
     whether the arena had the item, None if nothing had to be computed. `content_hash` is the hash of the encoded bytes
@@ -190,7 +190,7 @@ class StagedItem:
 
     ref: MediaRef
     feature: Feature
-    hold: Hold
+    hold: Hold | None = None
     media_type: str | None = None
     is_hit: bool | None = None
     content_hash: str | None = None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, ClassVar, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from medialane.core.errors import MedialaneError
 from medialane.core.tensor import ArenaRange
 
 Modality = Literal["image", "video", "audio"]
@@ -82,6 +84,15 @@ class MediaRef(msgspec.Struct, frozen=True):
         what = "alias" if self.is_alias else f"url={self.url!r}"
         what = what if self.data is None else f"data={len(self.data)} bytes"
         return f"MediaRef({self.modality}, {self.param}, {what})"
+
+
+@contextmanager
+def naming(ref: MediaRef) -> Iterator[None]:
+    """Add the request field of `ref` to errors."""
+    try:
+        yield
+    except MedialaneError as error:
+        raise error.at(ref.param) from error
 
 
 class AudioIo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -7,11 +7,12 @@ It is no capability: who may use it is decided by the owner of the request that 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import msgspec
 from blake3 import blake3
 
-from medialane.core.errors import InvalidMediaUrl
+from medialane.core.errors import InvalidMediaUrl, InvalidRequest
 from medialane.core.media import Modality
 
 #: The beginning of such a URL.
@@ -19,6 +20,9 @@ MEDIA_SCHEME = "medialane:media/"
 
 #: Beginning of the owner that is a tenant (`--keys`): its share of all leased bytes is limited.
 TENANT = "tenant:"
+
+#: As the member of bodies: the path of a request is logged, headers are not.
+SALT_HEADER = b"x-cache-salt"
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -57,3 +61,12 @@ def leased_hash(url: str) -> str:
     if not is_hash(found):
         raise InvalidMediaUrl(f"{MEDIA_SCHEME} must be followed by a hash of 64 hexadecimal digits in lower case")
     return found
+
+
+def salt_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the `cache_salt` of a request without a JSON body; empty without one. Raises InvalidRequest."""
+    try:
+        return next((value for name, value in headers if name == SALT_HEADER), b"").decode()
+    except UnicodeDecodeError as error:
+        name = SALT_HEADER.decode()
+        raise InvalidRequest(f"the header {name} is not valid UTF-8", param=name) from error

@@ -317,8 +317,6 @@ class Attempts:
             return
         if "first_token" not in timeline.seconds:  # of another prompt of the request
             timeline.add("first_token", now - self._sent_at)
-            if (token_at := self._first_token_at(first, now)) is not None:
-                timeline.first_token_s = token_at - timeline.started_at
         self._learn(first, now - self._sent_at)
         outcomes = self._sender.routes.answered(call.route, call.prepared, first)
         call.scope.record.answered(first, call.route.num_prompt_tokens(first), outcomes)
@@ -330,11 +328,6 @@ class Attempts:
         self.call.scope.record.generated_tokens += num_tokens - self._num_counted
         self._num_counted = num_tokens if self.call.request.cumulative else 0
 
-    def _first_token_at(self, first: OutputDelta, now: float) -> float | None:
-        """Return when the engine had the first token. An answer may come as a whole: then its times say so, or None."""
-        if not first.finished:
-            return now
-        return None if first.times is None else self._sent_at + first.times.queue_s + first.times.prefill_s
 
     def _learn(self, first: OutputDelta, seconds: float) -> None:
         expectation, routed, admitted = self.call.scope.expectation, self.call.route.routed, self.call.admitted

@@ -11,7 +11,7 @@ import msgspec
 
 from medialane.core.errors import EmptyMedia, InvalidRequest
 from medialane.core.media import Alias, Modality
-from medialane.core.media_lease import LeasedMedia, is_hash
+from medialane.core.media_lease import LeasedMedia, is_hash, salt_of
 from medialane.core.modalities import MODALITIES
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.extraction import check_salt
@@ -23,9 +23,6 @@ if TYPE_CHECKING:  # types only: starlette is installed with vLLM
 
 MEDIA_PATH = "/medialane/v1/media"
 LEASE_PATH = "/medialane/v1/media/{hash}"
-
-#: As the member of bodies: the path of a request is logged, headers are not.
-SALT_HEADER = b"x-cache-salt"
 
 _MAX_QUERY_FIELDS = 16
 
@@ -89,7 +86,7 @@ class MediaEndpoint:
             self._admit(request)
             with request.timeline.measure("fetch"):
                 return await self._shown(await self._media.put(file, receive))
-        owner, salt, media = request.owner, _salt(scope), scope["path_params"]["hash"]
+        owner, salt, media = request.owner, salt_of(scope["headers"]), scope["path_params"]["hash"]
         if not is_hash(media):
             raise InvalidRequest("the hash of media has 64 hexadecimal digits in lower case", param="hash")
         fields = _query(scope, ("ttl",) if method == "POST" else ())
@@ -102,7 +99,7 @@ class MediaEndpoint:
     def _declared(self, scope: Scope, request: RequestScope) -> SentFile:
         """Read all that is known before the body. Raises InvalidRequest, EmptyMedia."""
         fields = _query(scope, ("ttl", "uuid"))
-        salt = _salt(scope)
+        salt = salt_of(scope["headers"])
         check_salt(salt, self._config)
         uuid = fields.get("uuid")
         if uuid == "":
@@ -159,14 +156,6 @@ def _ttl(fields: Mapping[str, str]) -> float | None:
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
-
-
-def _salt(scope: Scope) -> str:
-    try:
-        return (_header(scope, SALT_HEADER) or b"").decode()
-    except UnicodeDecodeError as error:
-        name = SALT_HEADER.decode()
-        raise InvalidRequest(f"the header {name} is not valid UTF-8", param=name) from error
 
 
 def _modality(content_type: bytes) -> Modality | None:

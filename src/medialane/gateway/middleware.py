@@ -97,7 +97,7 @@ class ScopeMiddleware:
                 if is_kept:
                     self._recent.end(record)
                 if scope["method"] == "POST":  # health checks and scrapes are not counted
-                    self._metrics.observe(request.timeline)
+                    self._metrics.observe(request.timeline, record.ttft_ms)
                 if request.error_code is not None:
                     self._metrics.count_error(request.error_code)
                 if self._logs_requests:

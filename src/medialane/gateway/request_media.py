@@ -125,20 +125,13 @@ class RequestMedia:
         return ImageBudget(self._assembly, self.source.options, scope.expectation, scope.preparation)
 
 
-class _NoHold:
-    """Of an item that has nothing in the arena."""
-
-    def release(self) -> None:
-        pass
-
-
 async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
     with request.scope.record.finding(ref) as timeline:
         described = await request.features.described(ref, request.source.options, timeline, budget)
     if described is None:
         return await _processed(request, ref, budget)
     content, feature = described
-    return StagedItem(ref, feature, _NoHold(), content_hash=content)
+    return StagedItem(ref, feature, content_hash=content)
 
 
 async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:

@@ -17,7 +17,7 @@ from medialane.core.errors import InvalidRequest, MediaLost, MediaTooLarge, Prot
 from medialane.core.feature import Feature, FoundItem, Hold
 from medialane.core.hashing import content_hash, feature_key, merged_options, tensors_key
 from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import EncodedMedia, MediaRef, MediaSize
+from medialane.core.media import EncodedMedia, MediaRef, MediaSize, naming
 from medialane.core.stats import PoolStats
 from medialane.core.tensor import ArenaRange
 from medialane.core.wave import wave_bytes
@@ -27,7 +27,6 @@ from medialane.media import MediaConfig, image_size, oriented_size
 from medialane.observability.timeline import StageTimeline, TimelineReport
 from medialane.prepare.processor import Described, ProcessedItem
 from medialane.store.hold_cache import HoldCache, StoreHold
-from medialane.store.items import naming
 from medialane.store.link import StoreLink
 from medialane.store.messages import (
     AliasResolved,
@@ -208,9 +207,10 @@ class StoreFeatures:
         except MediaLost as error:
             raise self._link.unavailable(error.message) from error
 
-    def forget(self, hold: Hold) -> None:
+    def forget(self, hold: Hold | None) -> None:
         """Look up the item of `hold` again for the next request: it may be found in another form."""
-        cast("StoreHold[_Key, ItemFound]", hold).forget()
+        if hold is not None:
+            cast("StoreHold[_Key, ItemFound]", hold).forget()
 
     async def decoded(self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget) -> FoundItem[Feature]:
         """Return the decoder's output for `ref`. `budget` is as in `processed`."""

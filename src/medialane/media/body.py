@@ -1,8 +1,4 @@
-"""Destinations for the body of a fetch while it is read.
-
-A body may be as large as a video and arrives in chunks. The caller of a fetch chooses their destination: shared memory
-in the store; the heap in processes without it, and in tests.
-"""
+"""Where the body of a fetch is stored while it is read: it may be as large as a video, and arrives in chunks."""
 
 from __future__ import annotations
 
@@ -20,32 +16,10 @@ class Body(Protocol):
         """Append a copy of a chunk. Raises ArenaFull."""
         ...
 
-    def finish(self, content_hash: str) -> bytearray | None:
-        """Complete the body. Returns its bytes, or None if they are stored under the hash.
-
-        Raises what `sniff` raises if the body is checked before it is stored; then it must still be abandoned.
-        """
+    def finish(self, content_hash: str) -> None:
+        """Store the body under its hash. Raises what `sniff` raises: then it must still be abandoned."""
         ...
 
     def abandon(self) -> None:
         """Release the memory. Idempotent; no effect after `finish`."""
         ...
-
-
-class HeapBody:
-    """A body on the heap."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def expect(self, num_bytes: int) -> None:
-        """Do nothing: a bytearray grows efficiently."""
-
-    def write(self, piece: bytes) -> None:
-        self._data += piece
-
-    def finish(self, content_hash: str) -> bytearray:
-        return self._data
-
-    def abandon(self) -> None:
-        self._data = bytearray()

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from aiohttp.abc import AbstractResolver
 
-from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef, Modality
 from medialane.core.name_records import NOT_KEPT, NameRecords, boot_time
 from medialane.core.single_flight import SingleFlight
-from medialane.media.body import Body, HeapBody
+from medialane.media.body import Body
 from medialane.media.config import MediaConfig
 from medialane.media.http_cache import KnownUrl, UrlCache, url_key
 from medialane.media.http_source import HttpSource, Received
 from medialane.media.local_files import LocalFiles
 
 OpenBody = Callable[[Modality, str, int], Body]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """Content, identified by its blake3-256 hash in hex.
-
-    `data` is None if the hash was known without fetching, or if the body stores the bytes.
-    """
-
-    content_hash: str
-    data: bytes | bytearray | None
-
-    def __repr__(self) -> str:
-        return f"Fetched({self.content_hash[:12]}, {None if self.data is None else len(self.data)} bytes)"
 
 
 class Fetcher:
@@ -43,13 +27,13 @@ class Fetcher:
         self,
         config: MediaConfig,
         *,
-        open_body: OpenBody = lambda *_: HeapBody(),
+        open_body: OpenBody,
         resolver: AbstractResolver | None = None,
         clock: Callable[[], float] = boot_time,
         records: NameRecords = NOT_KEPT,
     ) -> None:
-        """`open_body` determines where bodies are stored, by default on the heap. It gets the modality, the tenant's
-        salt as in `MediaRef`, and the most bytes that will be written.
+        """`open_body` determines where bodies are stored. It gets the modality, the tenant's salt as in `MediaRef`, and
+        the most bytes that will be written.
 
         `resolver` replaces the system's; its results are validated all the same. What is known of URLs is kept in
         `records`, with times of the `clock`: an earlier process that has written them must have had the same settings.
@@ -59,7 +43,7 @@ class Fetcher:
         self._resolver = resolver
         self._clock = clock
         self._urls = UrlCache(config.max_cached_urls, records)
-        self._flights: SingleFlight[tuple[bytes, Modality, bool], Fetched] = SingleFlight()
+        self._flights: SingleFlight[tuple[bytes, Modality, bool], str] = SingleFlight()
 
     async def __aenter__(self) -> Self:
         self._http = HttpSource(self._config, resolver=self._resolver)
@@ -72,26 +56,25 @@ class Fetcher:
         self._files.close()
         await self._http.close()
 
-    async def fetch(self, ref: MediaRef, *, need_data: bool = False) -> Fetched:
-        """Return the content of `ref`; without `need_data`, a URL with a fresh known hash is not fetched.
+    async def fetch(self, ref: MediaRef, *, need_data: bool = False) -> str:
+        """Return the hash of the content of a URL, which is stored. Without `need_data`, one with a fresh known hash is
+        not fetched.
 
-        Concurrent callers for the same content share one fetch, which is cancelled with the last of them. They share
-        the bytes, which must not be modified. Errors have no `param`. Raises InvalidMediaUrl, UnsupportedUrlScheme,
+        Concurrent callers for the same content share one fetch, which is cancelled with the last of them. Errors have
+        no `param`. Raises InvalidMediaUrl, UnsupportedUrlScheme,
         MediaUrlForbidden, TooManyRedirects, MediaFetchFailed, MediaFetchTimeout, MediaTooLarge, EmptyMedia,
         UnsupportedMediaType (unsupported modality), UpstreamFailed, and what the body raises.
         """
-        if ref.data is not None:
-            return Fetched(content_hash(ref.data), ref.data)
         url = ref.url or ""
         key = url_key(url, ref.salt)
         if url[:5].lower() == "file:":
             return await self._flights.do((key, ref.modality, True), lambda: self._read(ref, url))
         if not need_data and (known := self._urls.fresh(key, self._clock())) is not None:
-            return Fetched(known.content_hash, None)
+            return known.content_hash
         flight = (key, ref.modality, need_data)
         return await self._flights.do(flight, lambda: self._fetch(ref, url, key, need_data=need_data))
 
-    async def _fetch(self, ref: MediaRef, url: str, key: bytes, *, need_data: bool) -> Fetched:
+    async def _fetch(self, ref: MediaRef, url: str, key: bytes, *, need_data: bool) -> str:
         known = None if need_data else self._urls.get(key)
         requested_at = self._clock()
         received = await self._http.get(
@@ -102,11 +85,11 @@ class Fetcher:
         )
         hash_ = _hash(received, known)
         self._remember(key, received, content_hash=hash_, known=known, requested_at=requested_at)
-        return Fetched(hash_, received.data)
+        return hash_
 
-    async def _read(self, ref: MediaRef, url: str) -> Fetched:
+    async def _read(self, ref: MediaRef, url: str) -> str:
         limits = self._config.fetch_limits(ref.modality)
-        return Fetched(*await self._files.read(url, limits, open_body=lambda: self._body(ref)))
+        return await self._files.read(url, limits, open_body=lambda: self._body(ref))
 
     def _body(self, ref: MediaRef) -> Body:
         return self._open_body(ref.modality, ref.salt, self._config.fetch_limits(ref.modality).max_bytes)

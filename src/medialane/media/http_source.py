@@ -37,7 +37,7 @@ from medialane.core.errors import (
     UpstreamFailed,
 )
 from medialane.core.own_fault import raise_exhausted
-from medialane.media.body import Body, HeapBody
+from medialane.media.body import Body
 from medialane.media.config import FetchLimits, MediaConfig
 from medialane.media.http_cache import Freshness, Validators, freshness_of, url_digest
 from medialane.media.url_guard import UrlGuard
@@ -57,10 +57,9 @@ _MAX_INTERIM = 16
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """An origin's response: no `content_hash` if not modified (304), no `data` if the body stores its bytes."""
+    """An origin's response: no `content_hash` if not modified (304)."""
 
     content_hash: str | None
-    data: bytearray | None
     freshness: Freshness
     validators: Validators | None
 
@@ -86,7 +85,7 @@ class HttpSource:
         limits: FetchLimits,
         validators: Validators | None = None,
         *,
-        open_body: Callable[[], Body] = HeapBody,
+        open_body: Callable[[], Body],
     ) -> Received:
         """Fetch `url` into a body, conditionally if `validators` are given. Cancellation releases everything.
 
@@ -137,14 +136,14 @@ class HttpSource:
         for hop in redirected:
             freshness = freshness.through(hop)
         if response.status == 304 and sent is not None:
-            return Received(None, None, freshness, sent)
+            return Received(None, freshness, sent)
         _check(response)
-        content, data = await self._read(response, request)
+        content = await self._read(response, request)
         validators = Validators(url_digest(str(target)), headers.get("ETag"), headers.get("Last-Modified"))
-        return Received(content, data, freshness, validators if validators.usable else None)
+        return Received(content, freshness, validators if validators.usable else None)
 
-    async def _read(self, response: aiohttp.ClientResponse, request: _FetchRequest) -> tuple[str, bytearray | None]:
-        """Read the response into a body. Returns its hash, and its bytes if the body does not store them."""
+    async def _read(self, response: aiohttp.ClientResponse, request: _FetchRequest) -> str:
+        """Read the response into a body. Returns its hash."""
         declared = response.content_length or 0
         if declared > request.limits.max_bytes:
             raise MediaTooLarge(f"the media has {declared} bytes, more than {request.limits.max_bytes}")
@@ -152,10 +151,11 @@ class HttpSource:
         try:
             body.expect(declared)
             content = await self._fill(body, response, request.limits)
-            return content, body.finish(content)
+            body.finish(content)
         except BaseException:  # cancelled or failed: release the body's memory
             body.abandon()
             raise
+        return content
 
     async def _fill(self, body: Body, response: aiohttp.ClientResponse, limits: FetchLimits) -> str:
         """Write the response to `body`, up to the limit, and return its hash.

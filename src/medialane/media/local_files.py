@@ -31,7 +31,7 @@ from medialane.core.errors import (
 )
 from medialane.core.own_fault import raise_exhausted
 from medialane.core.process.libc import last_error, libc
-from medialane.media.body import Body, HeapBody
+from medialane.media.body import Body
 from medialane.media.config import FetchLimits
 
 _SYS_OPENAT2 = 437  # the same on every architecture: /usr/include/asm-generic/unistd.h
@@ -62,12 +62,8 @@ class LocalFiles:
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def read(
-        self, url: str, limits: FetchLimits, *, open_body: Callable[[], Body] = HeapBody
-    ) -> tuple[str, bytearray | None]:
-        """Read a file: URL. Returns the content's hash, and its bytes if the body does not store them.
-
-        A cancelled read ends after the current chunk.
+    async def read(self, url: str, limits: FetchLimits, *, open_body: Callable[[], Body]) -> str:
+        """Read a file: URL into a body. Returns the content's hash. A cancelled read ends after the current chunk.
 
         Raises InvalidMediaUrl, MediaUrlForbidden, MediaFetchFailed (no such file), MediaFetchTimeout, MediaTooLarge,
         EmptyMedia, and what the body raises.
@@ -79,9 +75,7 @@ class LocalFiles:
         except TimeoutError as error:
             raise MediaFetchTimeout("the media file could not be read in time") from error
 
-    async def _read(
-        self, root: str, path: str, limits: FetchLimits, open_body: Callable[[], Body]
-    ) -> tuple[str, bytearray | None]:
+    async def _read(self, root: str, path: str, limits: FetchLimits, open_body: Callable[[], Body]) -> str:
         opening = self._executor.submit(open_beneath, root, path)
         last: Future[Any] = opening
         body = open_body()
@@ -99,7 +93,8 @@ class LocalFiles:
                 body.write(chunk)
             if not num_bytes:
                 raise EmptyMedia("the media is empty")
-            return file.content_hash, body.finish(file.content_hash)
+            body.finish(file.content_hash)
+            return file.content_hash
         except BaseException:  # cancelled or failed: release the body's memory
             body.abandon()
             raise

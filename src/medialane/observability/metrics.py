@@ -159,13 +159,13 @@ class Metrics:
             (registry, collector) for collector in (*self._histograms.values(), *self._counters.values())
         ]
 
-    def observe(self, timeline: StageTimeline) -> None:
-        """Record a request that has ended."""
+    def observe(self, timeline: StageTimeline, ttft_ms: float | None = None) -> None:
+        """Record a request that has ended, with the time to its first token if it had one."""
         for stage, seconds in timeline.seconds.items():
             self._histograms["medialane_stage_seconds"].labels(stage).observe(seconds)
         self._histograms["medialane_request_seconds"].observe(time.perf_counter() - timeline.started_at)
-        if timeline.first_token_s is not None:
-            self._histograms["medialane_time_to_first_token_seconds"].observe(timeline.first_token_s)
+        if ttft_ms is not None:
+            self._histograms["medialane_time_to_first_token_seconds"].observe(ttft_ms / 1000)
         self.count_lookups("feature", num_hits=timeline.num_hits, num_misses=timeline.num_misses)
         self._counters["medialane_copied_bytes"].inc(timeline.copied_bytes)
 

@@ -43,7 +43,7 @@ class StageTimeline:
     """Seconds by stage. Items of one request run concurrently: a stage's time is that of its slowest item.
 
     `num_embeddings` counts items that were found encoded. `current` is the stage that was entered last, at
-    `entered_at`. `first_token_s` is from the start to the first token.
+    `entered_at`.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,6 @@ class StageTimeline:
         self.num_hits = 0
         self.num_misses = 0
         self.num_embeddings = 0
-        self.first_token_s: float | None = None
         self.copied_bytes = 0
 
     def add(self, stage: StepName, seconds: float) -> None:

@@ -48,11 +48,6 @@ class AbsentClients:
         return len(self._uses)
 
     @property
-    def num_awaited(self) -> int:
-        """Clients of an earlier store whose holds are not known yet."""
-        return len(self._awaited)
-
-    @property
     def is_taking_over(self) -> bool:
         """Whether there may be holds that are not known yet: any published entry may be held."""
         return self._is_taking_over

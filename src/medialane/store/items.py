@@ -6,8 +6,8 @@ form, or a URL known to be unchanged need neither a download nor a copy.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from medialane.arena import Arena, Lease, Reservation, describe, header_bytes, l
 from medialane.core.errors import (
     ArenaFull,
     InvalidRequest,
-    MedialaneError,
     MediaTooLarge,
     MediaUrlForbidden,
     UnknownMedia,
@@ -27,7 +26,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import Feature
 from medialane.core.hashing import decoded_key, embedding_key, feature_key, merged_options
-from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize
+from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize, naming
 from medialane.core.media_lease import is_leased
 from medialane.core.single_flight import SingleFlight
 from medialane.core.tensor import ArenaRange, TensorSpec
@@ -359,7 +358,7 @@ class Items:
             fetch = self._fetcher.fetch
             if self._published is not None and is_published(url or ""):
                 fetch = self._published.fetch
-            content = (await fetch(source.ref, need_data=need_data)).content_hash
+            content = await fetch(source.ref, need_data=need_data)
         if expected not in (None, content):
             raise UnknownMedia("the content of the URL of this feature has changed: send its tensors or media")
         return content
@@ -429,15 +428,6 @@ class Items:
             raise ArenaFull(_TOO_SMALL)
         with stored:
             await self._pool.probe_item(stored)
-
-
-@contextmanager
-def naming(ref: MediaRef) -> Iterator[None]:
-    """Add the request field of `ref` to errors."""
-    try:
-        yield
-    except MedialaneError as error:
-        raise error.at(ref.param) from error
 
 
 def _probe_key(encoded: EncodedMedia, salt: str) -> str:

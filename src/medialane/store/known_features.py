@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 from blake3 import blake3
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
 
 from medialane.core.media import MediaRef
 
@@ -40,7 +41,6 @@ class KnownFeature(msgspec.Struct, frozen=True):
     """`source` is None for a feature whose tensors a client has sent: it cannot be made again."""
 
     source: FeatureSource | None
-    expires_at: float
 
 
 class KnownFeatures:
@@ -49,9 +49,7 @@ class KnownFeatures:
     def __init__(
         self, *, ttl_s: float = 3600.0, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._known: LRUCache[bytes, KnownFeature] = LRUCache(max_bytes, getsizeof=_nbytes)
+        self._known: TTLCache[bytes, KnownFeature] = TTLCache(max_bytes, ttl_s, clock, _nbytes)
         #: The key of the client that has used a feature last, by hash.
         self._newest: LRUCache[str, bytes] = LRUCache(max(1, max_bytes // _RECORD_BYTES))
 
@@ -62,9 +60,8 @@ class KnownFeatures:
             source = msgspec.structs.replace(source, ref=msgspec.structs.replace(source.ref, url=None))
         if source is None and (known := self._known.get(key)) is not None:
             source = known.source
-        record = KnownFeature(source, self._clock() + self._ttl_s)
-        if _nbytes(record) <= self._known.maxsize:
-            self._known[key] = record
+        with suppress(ValueError):  # too large to be kept
+            self._known[key] = KnownFeature(source)
             self._newest[mm_hash] = key
 
     def find(self, ref: MediaRef) -> KnownFeature | None:
@@ -77,12 +74,9 @@ class KnownFeatures:
         return None if key is None else self._find(key)
 
     def _find(self, key: bytes) -> KnownFeature | None:
-        known = self._known.get(key)
-        if known is None or known.expires_at <= self._clock():
-            self._known.pop(key, None)
-            return None
-        used = self._known[key] = msgspec.structs.replace(known, expires_at=self._clock() + self._ttl_s)
-        return used
+        if (known := self._known.get(key)) is not None:
+            self._known[key] = known  # expires later
+        return known
 
 
 def _nbytes(known: KnownFeature) -> int:

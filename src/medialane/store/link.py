@@ -62,14 +62,10 @@ class _MappedArena:
         offer = welcome.arena
         slot = ClientSlot.take(offer.id, directory, welcome.slot)
         try:
-            view = ArenaView.open(offer.id, directory, writable=writable)
+            view = ArenaView.open(offer.id, directory, nonce=offer.nonce, writable=writable)
         except HandoverFailed:
             slot.release()
             raise
-        if view.nonce != offer.nonce:
-            view.close()
-            slot.release()
-            raise HandoverFailed("the store's arena is not in our shared memory (--arena-directory)")
         return cls(offer, view, slot)
 
     def close(self) -> None:

@@ -30,7 +30,6 @@ from medialane.core.media import MediaRef
 from medialane.core.single_flight import SingleFlight
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.media import MediaConfig
-from medialane.media.fetch import Fetched
 from medialane.media.http_cache import url_key
 from medialane.media.published_image import PIXMAP_HEADER_BYTES, PublishedImage, pixmap_header, read_published
 from medialane.peers.nixl.mover import NixlMover, Published
@@ -61,14 +60,14 @@ class PublishedImages:
         self._reading: SingleFlight[tuple[bytes, bool], str] = SingleFlight()
         self._holding: set[asyncio.Task[None]] = set()
 
-    async def fetch(self, ref: MediaRef, *, need_data: bool = False) -> Fetched:
+    async def fetch(self, ref: MediaRef, *, need_data: bool = False) -> str:
         """Return the content hash of the pixels, which are stored. Raises MediaFetchFailed, MediaFetchTimeout,
         UpstreamFailed, ArenaFull, and what `read_published` raises."""
         key = url_key(ref.url or "", ref.salt)
         known = self._contents.get(key)
         if known and not need_data:
-            return Fetched(known, None)
-        return Fetched(await self._reading.do((key, need_data), lambda: self._read(ref, key)), None)
+            return known
+        return await self._reading.do((key, need_data), lambda: self._read(ref, key))
 
     async def publish(self, entry: ArenaRange) -> bytes:
         """Publish a decoded image, which the caller holds, and return its `PublishedImage` as JSON.

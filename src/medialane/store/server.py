@@ -110,37 +110,21 @@ class StoreServer:
 
     def _open(self) -> Connection:
         return StoreSession(
-            self._items,
-            self._arena,
-            self._config,
-            pulls=self._pulls,
-            absent=self._absent,
-            register=self._register,
-            status=self._status_now,
-            pass_holds=self._pass_holds,
-            reclaim=self._reclaim,
-            on_open=self._admit,
-            on_lost=self._lost,
+            self, self._items, self._arena, self._config, pulls=self._pulls, absent=self._absent
         ).connection
 
-    def _admit(self, session: StoreSession) -> None:
+    # The methods below are called by sessions; see session.SessionOwner.
+
+    def opened(self, session: StoreSession) -> None:
         self._sessions[session] = None
         if len(self._sessions) > self._max_connections:
             logger.warning("more than %d connections (--store-max-connections)", self._max_connections)
             session.connection.end(StoreUnavailable("the store has reached its limit of connections"))
 
-    def _status_now(self) -> StoreStatus:
+    def status(self) -> StoreStatus:
         return msgspec.structs.replace(self._status(), exposed_by=self._exposer())
 
-    def _exposer(self) -> str:
-        """Return the id of the worker that has been connected for longest among those that are scraped; empty if there
-        are gateways, which all have the series of their host."""
-        scraped = [session.hello for session in self._sessions if session.hello is not None and session.hello.scraped]
-        if not scraped or any(hello.scraped == "gateway" for hello in scraped):
-            return ""
-        return scraped[0].client_id
-
-    def _register(self, session: StoreSession, hello: StoreHello) -> StoreWelcome:
+    def register(self, session: StoreSession, hello: StoreHello) -> StoreWelcome:
         """Raises StartupFailed for a client of another release, or with other processor settings; StoreUnavailable if
         what it holds shows that the arena cannot be used."""
         check_version(hello.version, PROTOCOL_VERSION, ("client", "store"))
@@ -160,6 +144,35 @@ class StoreServer:
         offer = ArenaOffer(self._arena.id, self._arena.nonce)
         return StoreWelcome(pid=os.getpid(), arena=offer, slot=session.slot, can_grant=self._pulls.can_grant)
 
+    def pass_holds(self, passed: PassHolds) -> None:
+        """Have the client that is named hold entries, if it is connected: otherwise it asks itself."""
+        for session in self._sessions:
+            if session.hello is not None and session.hello.client_id == passed.to:
+                session.receive_holds(passed)
+
+    async def reclaim(self) -> bool:
+        before = self._arena.stats().pinned_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECLAIM_TIMEOUT_S):
+                await asyncio.gather(*(s.reclaim() for s in self._sessions if s.hello is not None))
+        return self._arena.stats().pinned_bytes < before
+
+    def lost(self, session: StoreSession) -> None:
+        self._sessions.pop(session, None)
+        use, session.use = session.use, ClientUse()
+        if session.hello is not None and len(use):
+            self._absent.add(session.slot, use)
+        else:
+            use.end()
+
+    def _exposer(self) -> str:
+        """Return the id of the worker that has been connected for longest among those that are scraped; empty if there
+        are gateways, which all have the series of their host."""
+        scraped = [session.hello for session in self._sessions if session.hello is not None and session.hello.scraped]
+        if not scraped or any(hello.scraped == "gateway" for hello in scraped):
+            return ""
+        return scraped[0].client_id
+
     def _check_next(self, lineage: bytes) -> None:
         """Raise StartupFailed if the store that is to replace this one could not take over its arena."""
         if lineage != self._lineage:
@@ -173,20 +186,6 @@ class StoreServer:
             here, there = ours.get(name), theirs.get(name)
             raise StartupFailed(f"processor setting {name} is {here} in the media store and {there} in this gateway")
 
-    def _pass_holds(self, passed: PassHolds) -> None:
-        """Have the client that is named hold entries, if it is connected: otherwise it asks itself."""
-        for session in self._sessions:
-            if session.hello is not None and session.hello.client_id == passed.to:
-                session.receive_holds(passed)
-
-    async def _reclaim(self) -> bool:
-        """Have clients release what they hold without using it. Return whether any hold has ended meanwhile."""
-        before = self._arena.stats().pinned_bytes
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RECLAIM_TIMEOUT_S):
-                await asyncio.gather(*(s.reclaim() for s in self._sessions if s.hello is not None))
-        return self._arena.stats().pinned_bytes < before
-
     def _earlier_use(self, hello: StoreHello) -> tuple[int, ClientUse]:
         """Return the slot of the client, and what it used on its earlier connection, which is closed if it still
         exists. In another arena than ours, it has neither."""
@@ -196,11 +195,3 @@ class StoreServer:
         if hello.arena == self._arena.id and hello.slot not in {other.slot for other in self._sessions}:
             return hello.slot, self._absent.take(hello.slot) or ClientUse()
         return self._arena.new_slot(), ClientUse()
-
-    def _lost(self, session: StoreSession) -> None:
-        self._sessions.pop(session, None)
-        use, session.use = session.use, ClientUse()
-        if session.hello is not None and len(use):
-            self._absent.add(session.slot, use)
-        else:
-            use.end()

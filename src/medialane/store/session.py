@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from medialane.arena import Arena, Lease, Reservation
 from medialane.core.errors import (
@@ -95,36 +95,47 @@ GROWTH_INTERVAL_S = 0.05
 T = TypeVar("T")
 
 
+class SessionOwner(Protocol):
+    """What a session needs of the store's other sessions: `server.StoreServer`."""
+
+    def opened(self, session: StoreSession) -> None: ...
+
+    def register(self, session: StoreSession, hello: StoreHello) -> StoreWelcome:
+        """Check a Hello; when this returns, the client's earlier session has ended. Raises MedialaneError."""
+        ...
+
+    def status(self) -> StoreStatus: ...
+
+    def pass_holds(self, passed: PassHolds) -> None: ...
+
+    async def reclaim(self) -> bool:
+        """Have clients release what they hold without using it. Return whether any hold has ended meanwhile."""
+        ...
+
+    def lost(self, session: StoreSession) -> None:
+        """Called once; owns what the client may still be using."""
+        ...
+
+
 class StoreSession:
-    """A `connection.Peer`. `register` checks a Hello and returns when the client's earlier session has ended;
-    `on_lost` is called once when the connection is lost, with what the client may still be using."""
+    """A `connection.Peer`."""
 
     def __init__(
         self,
+        owner: SessionOwner,
         items: Items,
         arena: Arena,
         config: RpcConfig,
         *,
         pulls: Pulls,
         absent: AbsentClients,
-        register: Callable[[StoreSession, StoreHello], StoreWelcome],
-        status: Callable[[], StoreStatus],
-        pass_holds: Callable[[PassHolds], None],
-        reclaim: Callable[[], Awaitable[bool]],
-        on_open: Callable[[StoreSession], None],
-        on_lost: Callable[[StoreSession], None],
     ) -> None:
+        self._owner = owner
         self._items = items
         self._arena = arena
         self._pulls = pulls
         self._absent = absent
-        self._register = register
-        self._status = status
-        self._pass_holds = pass_holds
-        self._reclaim_all = reclaim
         self._reclaimed = asyncio.Event()
-        self._on_open = on_open
-        self._on_lost = on_lost
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._questions: dict[int, asyncio.Future[Proceed | Written]] = {}
         self._last_call_id = 0
@@ -171,7 +182,7 @@ class StoreSession:
     # The methods below are called by the connection; see connection.Peer.
 
     def opened(self, connection: Connection) -> None:
-        self._on_open(self)
+        self._owner.opened(self)
 
     def received(self, frame: memoryview) -> None:
         message = decode_to_store(frame)
@@ -186,19 +197,19 @@ class StoreSession:
             self._act(message)
 
     def beat(self) -> None:
-        self.connection.send(self._status())
+        self.connection.send(self._owner.status())
 
     def lost(self, error: MedialaneError) -> None:
         self._cancel()
         self._reclaimed.set()
         if self.hello is not None:
             logger.info("client %s disconnected: %s", self.hello.client_id, error.message)
-        self._on_lost(self)
+        self._owner.lost(self)
 
     def _act(self, message: ToStore) -> None:
         match message:
             case PassHolds():
-                self._pass_holds(message)
+                self._owner.pass_holds(message)
             case TakenBy():
                 self._taker = message
             case Proceed() | Written():
@@ -212,7 +223,7 @@ class StoreSession:
             case Reclaimed():
                 self._reclaimed.set()
             case StorePing():
-                self.connection.send(self._status())
+                self.connection.send(self._owner.status())
 
     @property
     def _name(self) -> str:
@@ -233,13 +244,13 @@ class StoreSession:
         if self.hello is not None:
             raise ProtocolViolation("a second StoreHello")
         try:
-            welcome = self._register(self, hello)
+            welcome = self._owner.register(self, hello)
         except MedialaneError as error:
             self.refuse(error)
             return
         self.hello, self._processor = hello, digest(hello.processor)
         self.connection.send(welcome)
-        self.connection.send(self._status())
+        self.connection.send(self._owner.status())
         self.connection.start_heartbeat()
 
     def _start(self, call: Call) -> None:
@@ -416,7 +427,7 @@ class StoreSession:
                     await self._absent.may_reserve.wait()
                 elif self._arena.is_growing and loop.time() < deadline:
                     await asyncio.sleep(GROWTH_INTERVAL_S)
-                elif has_reclaimed or not await self._reclaim_all():
+                elif has_reclaimed or not await self._owner.reclaim():
                     raise
                 else:
                     has_reclaimed = True

@@ -2,8 +2,10 @@ import asyncio
 
 import msgspec
 import pytest
+from kept_bodies import Fetched, KeptFetcher
 
 from http_origin import answer
+from kept_names import KeptNames
 from medialane.core.errors import (
     MediaFetchFailed,
     MediaFetchTimeout,
@@ -13,8 +15,6 @@ from medialane.core.errors import (
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.media import MediaConfig
-from medialane.media.fetch import Fetched, Fetcher
-from medialane.testing.kept_names import KeptNames
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",), max_fresh_s=1000.0)
 BODY = b"body" * 1000
@@ -23,7 +23,7 @@ OTHER = b"other" * 1000
 
 @pytest.fixture
 async def fetcher(clock):
-    async with Fetcher(CONFIG, clock=clock) as fetcher:
+    async with KeptFetcher(CONFIG, clock=clock) as fetcher:
         yield fetcher
 
 
@@ -35,11 +35,6 @@ async def test_bytes_are_fetched_with_their_hash(fetcher, origin):
     origin.routes["/a"] = answer(200, BODY)
     fetched = await fetcher.fetch(image(origin.url("/a")))
     assert (fetched.content_hash, bytes(fetched.data)) == (content_hash(BODY), BODY)
-
-
-async def test_inline_data_is_not_fetched(fetcher):
-    ref = MediaRef("image", "p", data=BODY)
-    assert await fetcher.fetch(ref) == Fetched(content_hash(BODY), BODY)
 
 
 async def test_origin_without_cache_headers_is_queried_each_time(fetcher, origin):
@@ -198,7 +193,7 @@ async def test_last_cancelled_caller_stops_the_fetch(fetcher, origin, gate, held
 
 
 async def test_fetch_times_out(held):
-    async with Fetcher(msgspec.structs.replace(CONFIG, image_fetch_timeout_s=0.3)) as fetcher:
+    async with KeptFetcher(msgspec.structs.replace(CONFIG, image_fetch_timeout_s=0.3)) as fetcher:
         with pytest.raises(MediaFetchTimeout):
             await fetcher.fetch(held)
 
@@ -226,18 +221,18 @@ async def test_forbidden_urls_are_rejected(fetcher, url, error):
 
 async def test_file_below_the_allowed_folder_is_read(tmp_path):
     (tmp_path / "a.png").write_bytes(BODY)
-    async with Fetcher(MediaConfig(allowed_local_media_path=str(tmp_path))) as fetcher:
+    async with KeptFetcher(MediaConfig(allowed_local_media_path=str(tmp_path))) as fetcher:
         assert await fetcher.fetch(image(f"FILE://{tmp_path}/a.png")) == Fetched(content_hash(BODY), BODY)
 
 
 async def test_next_process_neither_fetches_what_is_fresh_nor_trusts_what_is_stale(origin, clock):
     kept = KeptNames()
     origin.routes["/a"] = answer(200, BODY, cache_control="max-age=60", etag='"1"')
-    async with Fetcher(CONFIG, clock=clock, records=kept) as fetcher:
+    async with KeptFetcher(CONFIG, clock=clock, records=kept) as fetcher:
         await fetcher.fetch(image(origin.url("/a")))
     assert not any(b"127.0.0.1" in key + payload for key, payload in kept.items())
     clock.now += 59
-    async with Fetcher(CONFIG, clock=clock, records=kept) as fetcher:
+    async with KeptFetcher(CONFIG, clock=clock, records=kept) as fetcher:
         assert await fetcher.fetch(image(origin.url("/a"))) == Fetched(content_hash(BODY), None)
         assert (await fetcher.fetch(image(origin.url("/a"), salt="tenant"))).data == BODY
         clock.now += 2
@@ -247,6 +242,6 @@ async def test_next_process_neither_fetches_what_is_fresh_nor_trusts_what_is_sta
         origin.routes["/a"] = answer(200, OTHER, cache_control="no-store")
         clock.now += 61
         await fetcher.fetch(image(origin.url("/a")))
-    async with Fetcher(CONFIG, clock=clock, records=kept) as fetcher:
+    async with KeptFetcher(CONFIG, clock=clock, records=kept) as fetcher:
         assert (await fetcher.fetch(image(origin.url("/a")))).content_hash == content_hash(OTHER)
         assert "if-none-match" not in origin.requests[-1].headers

@@ -7,6 +7,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp.abc import AbstractResolver
+from kept_bodies import HeapBody, KeptSource
 
 from http_origin import HttpOrigin, answer
 from medialane.core.errors import (
@@ -23,9 +24,8 @@ from medialane.core.errors import (
 )
 from medialane.core.hashing import content_hash
 from medialane.media import FetchLimits, MediaConfig
-from medialane.media.body import HeapBody
 from medialane.media.http_cache import Freshness, Validators, url_digest
-from medialane.media.http_source import HttpSource, _mapped_errors, _RetryableFailure
+from medialane.media.http_source import _mapped_errors, _RetryableFailure
 from waiting import eventually
 
 CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",))
@@ -46,7 +46,7 @@ class RecordedBody(HeapBody):
     """Remembers what was done to it. The first `finish` raises `error`, if there is one."""
 
     def __init__(self, log, error=None):
-        super().__init__()
+        super().__init__([])
         self.log, self.error = log, error
 
     def expect(self, num_bytes):
@@ -90,7 +90,7 @@ class Names(AbstractResolver):
 
 @pytest.fixture
 async def source():
-    source = HttpSource(CONFIG)
+    source = KeptSource(CONFIG)
     yield source
     await source.close()
 
@@ -262,7 +262,7 @@ async def slow_headers(request, writer):
 )
 async def test_slow_origin_times_out(origin, answering, impatience):
     origin.routes["/a"] = answering
-    source = HttpSource(msgspec.structs.replace(CONFIG, **impatience))
+    source = KeptSource(msgspec.structs.replace(CONFIG, **impatience))
     started = time.monotonic()
     with pytest.raises(MediaFetchTimeout):
         await source.get(origin.url("/a"), FetchLimits(100_000, 10.0 if impatience else 0.5))
@@ -356,8 +356,8 @@ async def test_redirect_to_another_scheme(source, origin, location):
 
 
 async def test_redirect_to_a_forbidden_address_is_never_contacted(origin, canary):
-    source = HttpSource(MediaConfig(allowed_media_networks=("127.0.0.2/32",)), resolver=Names(origin=[["127.0.0.1"]]))
-    guarded = HttpSource(CONFIG, resolver=Names(inside=[["10.0.0.1"]], mixed=[["127.0.0.1", "10.0.0.1"]]))
+    source = KeptSource(MediaConfig(allowed_media_networks=("127.0.0.2/32",)), resolver=Names(origin=[["127.0.0.1"]]))
+    guarded = KeptSource(CONFIG, resolver=Names(inside=[["10.0.0.1"]], mixed=[["127.0.0.1", "10.0.0.1"]]))
     with pytest.raises(MediaUrlForbidden):
         await source.get(origin.url("/a"), LIMITS)
     for host in ("inside", "mixed"):
@@ -371,7 +371,7 @@ async def test_redirect_to_a_forbidden_address_is_never_contacted(origin, canary
 
 async def test_name_resolving_to_a_private_address_is_forbidden(origin, canary):
     names = Names(evil=[["127.0.0.1"]], mixed=[["8.8.8.8", "::1"]])
-    source = HttpSource(MediaConfig(), resolver=names)
+    source = KeptSource(MediaConfig(), resolver=names)
     for host in ("evil", "mixed"):
         with pytest.raises(MediaUrlForbidden):
             await source.get(f"http://{host}/", LIMITS)
@@ -381,7 +381,7 @@ async def test_name_resolving_to_a_private_address_is_forbidden(origin, canary):
 
 async def test_name_that_changes_its_address_is_checked_each_time(origin, canary):
     names = Names(rebinding=[["127.0.0.1"], ["127.0.0.5"]])
-    source = HttpSource(MediaConfig(allowed_media_networks=("127.0.0.1/32",)), resolver=names)
+    source = KeptSource(MediaConfig(allowed_media_networks=("127.0.0.1/32",)), resolver=names)
 
     async def once(request, writer):
         await answer(200, BODY, connection="close")(request, writer)
@@ -395,7 +395,7 @@ async def test_name_that_changes_its_address_is_checked_each_time(origin, canary
 
 
 async def test_port_of_a_public_name_is_checked():
-    source = HttpSource(MediaConfig(), resolver=Names(public=[["8.8.8.8"]]))
+    source = KeptSource(MediaConfig(), resolver=Names(public=[["8.8.8.8"]]))
     with pytest.raises(MediaUrlForbidden, match="port"):
         await source.get("http://public:6379/", LIMITS)
     await source.close()
@@ -403,7 +403,7 @@ async def test_port_of_a_public_name_is_checked():
 
 async def test_rejection_is_not_retried(origin):
     names = Names(evil=[["10.0.0.1"]])
-    source = HttpSource(MediaConfig(), resolver=names)
+    source = KeptSource(MediaConfig(), resolver=names)
     with pytest.raises(MediaUrlForbidden):
         await source.get("http://evil/", LIMITS)
     assert len(names.asked) == 1
@@ -476,7 +476,7 @@ async def too_long(request, writer):
 async def test_failing_body_is_abandoned(origin, answering, error):
     log = []
     origin.routes["/a"] = answering
-    source = HttpSource(msgspec.structs.replace(CONFIG, min_rate_grace_s=0.2, min_rate_bytes_per_s=1000.0))
+    source = KeptSource(msgspec.structs.replace(CONFIG, min_rate_grace_s=0.2, min_rate_bytes_per_s=1000.0))
     with pytest.raises(error):
         await source.get(origin.url("/a"), LIMITS, open_body=lambda: RecordedBody(log))
     assert log[1:] == ["abandon"]

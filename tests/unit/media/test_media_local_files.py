@@ -4,6 +4,7 @@ import os
 import threading
 
 import pytest
+from kept_bodies import KeptFiles
 
 from medialane.core.errors import (
     EmptyMedia,
@@ -17,7 +18,7 @@ from medialane.core.errors import (
 from medialane.core.hashing import content_hash
 from medialane.core.process.libc import libc
 from medialane.media import FetchLimits, local_files
-from medialane.media.local_files import LocalFiles, OpenFile
+from medialane.media.local_files import OpenFile
 from waiting import eventually
 
 LIMITS = FetchLimits(max_bytes=100, timeout_s=5.0)
@@ -44,7 +45,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def files(root):
-    files = LocalFiles(str(root))
+    files = KeptFiles(str(root))
     yield files
     files.close()
 
@@ -139,7 +140,7 @@ async def test_malformed_urls_are_rejected(files, url):
 
 
 async def test_without_a_root_everything_is_rejected(root):
-    files = LocalFiles(None)
+    files = KeptFiles(None)
     with pytest.raises(MediaUrlForbidden):
         await files.read(f"file://{root}/sub/c.png", LIMITS)
     files.close()

@@ -49,8 +49,7 @@ def test_request_is_counted_by_stage_outcome_and_bytes(metrics, registry):
 def test_time_to_first_token_is_of_requests_that_had_one(metrics, registry):
     timeline = StageTimeline()
     metrics.observe(timeline)
-    timeline.first_token_s = 0.6
-    metrics.observe(timeline)
+    metrics.observe(timeline, 600.0)
     assert registry.get_sample_value("medialane_time_to_first_token_seconds_count") == 1
     assert registry.get_sample_value("medialane_time_to_first_token_seconds_bucket", {"le": "0.75"}) == 1
     assert registry.get_sample_value("medialane_request_seconds_count") == 2

@@ -4,10 +4,10 @@ import tracemalloc
 
 import pytest
 
+from kept_names import KeptNames
 from medialane.core.errors import UuidConflict
 from medialane.core.media import Alias
 from medialane.store.aliases import Aliases, AliasTarget
-from medialane.testing.kept_names import KeptNames
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from medialane.core.hashing import content_hash, embedding_key
 from medialane.core.media import Alias, MediaRef, MediaSize
 from medialane.core.tensor import TensorSpec
 from medialane.media import MediaConfig
-from medialane.media.fetch import Fetched
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import Described
 from medialane.store import Aliases, Items, MediaLeases, StoreConfig
@@ -68,13 +67,13 @@ class Fetcher:
     async def fetch(self, ref, *, need_data=False):
         found = content_hash(self.data)
         if self.is_fresh and not need_data:
-            return Fetched(found, None)
+            return found
         self.num_fetches += 1
         if self.keeps:
             with self.store.reserve(len(self.data)) as reservation:
                 reservation.buffer[:] = self.data
                 self.store.publish(reservation, ref, found).release()
-        return Fetched(found, None)
+        return found
 
 
 class Pool:

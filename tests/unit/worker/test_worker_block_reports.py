@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from fake_engine import FAKE_CARD
 from medialane.core.block_hash import prompt_block_ids
 from medialane.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
-from medialane.testing.fake_engine import FAKE_CARD
 from medialane.worker.block_reports import BlockReports
 from waiting import eventually
 

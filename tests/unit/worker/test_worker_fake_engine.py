@@ -7,11 +7,11 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
+from fake_engine import FAKE_CARD, FakeEngine, FakeParams
 from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import GenerationFailed, WorkerLost
 from medialane.core.feature import MediaPayload, MediaSpan, PlaceholderRange
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.testing.fake_engine import FAKE_CARD, FakeEngine, FakeParams
 from medialane.worker.block_table import BlockTable
 
 

@@ -7,10 +7,10 @@ import os
 import signal
 from pathlib import Path
 
+from fake_engine import FAKE_CARD, FakeEngine
 from medialane.arena import Arena
 from medialane.core.tensor import ArenaOffer
 from medialane.gateway.worker_link.client import RpcClient
-from medialane.testing.fake_engine import FAKE_CARD, FakeEngine
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 from medialane.worker import Worker, WorkerConfig, serve_worker

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from fake_engine import FAKE_CARD, FakeEngine
 from medialane.check.server_process import free_port
 from medialane.core.errors import StartupFailed
 from medialane.core.stats import ArenaStats, PoolStats, PullStats, StoreStats
 from medialane.gateway.worker_link.client import RpcClient
-from medialane.testing.fake_engine import FAKE_CARD, FakeEngine
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 from medialane.worker import Worker, WorkerConfig, metrics_server

@@ -5,10 +5,10 @@ import signal
 import msgspec
 import pytest
 
+from fake_engine import FAKE_CARD, FakeEngine, FakeParams
 from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerDraining, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway.worker_link.client import RpcClient
-from medialane.testing.fake_engine import FAKE_CARD, FakeEngine, FakeParams
 from medialane.wire.config import RpcConfig
 from medialane.wire.protocol import Hello
 from medialane.worker import EXIT_ENGINE_LOST, WorkerConfig, serve_worker

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from fake_engine import FakeEngine
 from medialane.core.errors import WorkerLost
-from medialane.testing.fake_engine import FakeEngine
 from medialane.worker import Worker, WorkerConfig
 from waiting import eventually
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from fake_engine import FAKE_CARD, FakeEngine, FakeParams
 from medialane.arena import Arena, ArenaConfig, describe, layout
 from medialane.core.admin import (
     IsSleeping,
@@ -23,7 +24,6 @@ from medialane.core.kv_events import AllBlocksCleared, KvEventBatch
 from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import ArenaOffer, InlineTensor, TensorSpec
-from medialane.testing.fake_engine import FAKE_CARD, FakeEngine, FakeParams
 from medialane.wire.protocol import Hello
 from medialane.worker import Worker, WorkerConfig
 from waiting import eventually, iterations

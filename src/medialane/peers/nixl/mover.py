@@ -114,11 +114,6 @@ class NixlMover:
         """Other hosts' agents that are connected."""
         return 0 if self._child is None else self._child.num_peers
 
-    @property
-    def given_up_bytes(self) -> int:
-        """Size of the destinations that may still be written although their reads were given up."""
-        return sum(given_up.num_bytes for given_up in self._given_up.values())
-
     def is_ready(self) -> bool:
         if self.pid is None:
             self._begin_start()

@@ -18,6 +18,7 @@ from medialane.core.errors import InvalidRequest
 from medialane.core.feature import Feature
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import Modality
+from medialane.core.media_lease import SALT_HEADER, salt_of
 from medialane.core.tensor import ITEM_BYTES
 from medialane.vllm_bridge.frontend.render import cut
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
@@ -51,7 +52,7 @@ def install(app: Any, backend: RequestBackend, fairness: LoopFairness, making: M
             form = query.get("format", "safetensors")
             if form not in _MEDIA_TYPES:
                 raise InvalidRequest(f"format must be one of {', '.join(_MEDIA_TYPES)}", param="format")
-            found = await backend.named_feature(mm_hash, query.get("cache_salt", ""))
+            found = await backend.named_feature(mm_hash, salt_of(request.headers.raw))
             tensors = backend.tensors(found)
             metadata = {"mm_hash": found.mm_hash, "modality": found.modality, **making[found.modality]}
             metadata |= named_values(found.header, tensors)[1]
@@ -62,7 +63,7 @@ def install(app: Any, backend: RequestBackend, fairness: LoopFairness, making: M
 
     parameters = [
         {"name": "format", "in": "query", "schema": {"enum": list(_MEDIA_TYPES), "default": "safetensors"}},
-        {"name": "cache_salt", "in": "query", "schema": {"type": "string", "default": ""}},
+        {"name": SALT_HEADER.decode(), "in": "header", "schema": {"type": "string", "default": ""}},
     ]
     app.add_api_route(
         PATH,

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from medialane.core.errors import InvalidRequest, MedialaneError, UnknownMedia
+from medialane.core.errors import InvalidRequest, UnknownMedia
 from medialane.core.feature import PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.core.loop_fairness import LoopFairness
-from medialane.core.media import MediaRef
+from medialane.core.media import MediaRef, naming
 from medialane.core.tasks import gather_or_cancel
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
@@ -81,7 +80,7 @@ class _Hook:
         return item if is_same else None
 
     async def _read(self, ref: MediaRef, num_bytes: int, work: Callable[[], T]) -> T:
-        with _naming(ref):
+        with naming(ref):
             async with self._reading:
                 return await self._fairness.run(num_bytes, work)
 
@@ -104,13 +103,5 @@ def _check_placed(
     """Raise InvalidFeature unless tensors that only the client has made fit their placeholders."""
     for placed, (item, sent) in zip(prepared.features, found, strict=True):
         if sent is not None:
-            with _naming(item.ref):
+            with naming(item.ref):
                 reader.check_placed(sent, placed.placeholder)
-
-
-@contextmanager
-def _naming(ref: MediaRef) -> Iterator[None]:
-    try:
-        yield
-    except MedialaneError as error:
-        raise error.at(ref.param) from error

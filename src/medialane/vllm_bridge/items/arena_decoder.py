@@ -64,14 +64,10 @@ class ArenaResolver:
         if arena in self._views:
             return self._views[arena].nonce.hex() == nonce
         try:
-            view = ArenaView.open(arena, directory)
+            self._views[arena] = ArenaView.open(arena, directory, nonce=bytes.fromhex(nonce))
         except HandoverFailed as error:
             logger.warning("EngineCore cannot map the arena: %s", error.message)
             return False
-        if view.nonce.hex() != nonce:
-            view.close()
-            return False
-        self._views[arena] = view
         return True
 
     def detach(self, arena: str) -> None:

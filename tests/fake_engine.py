@@ -201,7 +201,7 @@ class FakeEngine:
         try:
             await self._encode(request, tensors, embeddings)
             for number in range(params.max_tokens):
-                await asyncio.sleep(params.token_s)
+                await asyncio.sleep(params.token_s)  # time: as an engine takes
                 await self._steps.wait()
                 self._check_alive()
                 items = self._items(tensors, embeddings)
@@ -216,7 +216,7 @@ class FakeEngine:
                 yield _delta(request, number, token, num_cached, finished=finished)
         finally:
             try:
-                await asyncio.sleep(self.release_s)
+                await asyncio.sleep(self.release_s)  # time: as an engine takes
                 await self._steps.wait()
             finally:
                 self.num_reading -= 1
@@ -269,7 +269,7 @@ class FakeEngine:
             if use is not None and use.is_filled:
                 self.num_loaded += 1
                 continue
-            await asyncio.sleep(self.encode_s)
+            await asyncio.sleep(self.encode_s)  # time: as an engine takes
             self.num_encoded += 1
             if use is not None and self._memory is not None:
                 await self._memory.write(use.tensor, _embedding(_digest(datas), use.tensor.spec.nbytes))
