@@ -328,7 +328,6 @@ class Attempts:
         self.call.scope.record.generated_tokens += num_tokens - self._num_counted
         self._num_counted = num_tokens if self.call.request.cumulative else 0
 
-
     def _learn(self, first: OutputDelta, seconds: float) -> None:
         expectation, routed, admitted = self.call.scope.expectation, self.call.route.routed, self.call.admitted
         if admitted is not None and admitted.ticket.is_overdue:  # behind a queue of which too little was known
