@@ -28,6 +28,7 @@ from medialane.gateway.error_responses import ErrorSender, error_form, send_erro
 from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
 from medialane.gateway.media_endpoint import MEDIA_PATH
 from medialane.gateway.report import ReportSender
+from medialane.gateway.request_id import HEADER as REQUEST_ID
 from medialane.gateway.request_id import IdentifiedSend, given_id, given_trace, with_id
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
@@ -50,6 +51,9 @@ TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
 #: Requests a report, as does the body's member `medialane`.
 REPORT_HEADER = b"x-medialane-report"
 _BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
+
+#: vLLM's own name of a request's id, in its body.
+_REQUEST_ID_MEMBER = b'"request_id"'
 
 #: Methods whose bodies have no meaning; no handler reads them.
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -91,7 +95,9 @@ class ScopeMiddleware:
             if is_kept:
                 self._recent.begin(record)
             try:
-                await self._app(with_id(scope, record.id), watched.receive, watched.send)
+                if _header(scope, REQUEST_ID) is not None:  # perhaps an unusable one
+                    scope = with_id(scope, record.id)
+                await self._app(scope, watched.receive, watched.send)
             finally:
                 record.ended(is_disconnected=not watched.is_complete and watched.is_disconnected)
                 if is_kept:
@@ -182,6 +188,8 @@ class IntakeMiddleware:
         else:
             send = ReportSender(send, request.record.report) if request.wants_report else send
             watching = _ending_with_client(receive, request)
+            if _header(scope, REQUEST_ID) is None and _REQUEST_ID_MEMBER not in body:  # which the header would replace
+                scope = with_id(scope, request.record.id)
             scope, receive = _with_length(scope, len(body)), replay(body, receive)
         sender = ErrorSender(send, request, form)
         try:
