@@ -125,11 +125,11 @@ class ItemRecord:
         self.feature_bytes = 0
         self.size = MediaSize()
 
-    def prepared(self, item: StagedItem, report: MediaReport) -> None:
+    def prepared(self, item: StagedItem, num_tokens: int) -> None:
         """Record how the item was found."""
-        self.mm_hash, self.num_tokens = report.mm_hash, report.num_tokens
-        self.feature_bytes = item.feature.nbytes
-        self.size = msgspec.structs.replace(item.feature.size, metadata=b"")
+        feature = item.feature
+        self.mm_hash, self.num_tokens, self.feature_bytes = feature.mm_hash, num_tokens, feature.nbytes
+        self.size = msgspec.structs.replace(feature.size, metadata=b"") if feature.size.metadata else feature.size
         if item.is_hit is None:
             self.outcome = "sent"
         elif item.is_hit:
@@ -233,13 +233,13 @@ class RequestRecord:
                 item.shared_ms = shared_ms
 
     def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
-        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""
+        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. Those that
+        are `is_reported` are in the report of the answer."""
         for item, count in zip(items, num_tokens or [0] * len(items), strict=True):
-            report = media_report(item, count, with_timestamps=is_reported)
-            if is_reported or len(self.reports) < MAX_ITEMS:
-                self.reports += (report,)
+            if is_reported:
+                self.reports += (media_report(item, count),)
             if (record := self.items.get(item.ref.param)) is not None:
-                record.prepared(item, report)
+                record.prepared(item, count)
 
     def sending(self, sent: Sent) -> None:
         """Record how and where a prompt is sent. The last call counts: earlier attempts have failed. But of several
