@@ -182,7 +182,7 @@ class _Sums:
 
     def _add_attempts(self, record: RequestRecord) -> None:
         for attempt in record.attempts:
-            if (group := _group(self.workers, attempt.sent.decision.worker_id)) is not None:
+            if (group := _group(self.workers, attempt.worker)) is not None:
                 group.requests += 1
                 group.failed += bool(attempt.error)
         if record.first_token_ms is not None and (group := _group(self.workers, record.worker or "")) is not None:

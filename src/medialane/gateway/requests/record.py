@@ -20,6 +20,7 @@ from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import OutputDelta, RoutingDecision
 from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report, routing_report
+from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import LiveStage, StageTimeline
 
 #: Digits of a hash that are shown: they tell items apart, and find no content.
@@ -159,16 +160,19 @@ class ItemRecord:
 
 
 class Attempt:
-    """One time that a prompt was sent to a worker. `error` is the code with which it ended; empty if it answered."""
+    """One time that a prompt was to be sent to a worker. `decision` is None if it was not; `error` is the code with
+    which the attempt ended, empty if it was answered."""
 
-    def __init__(self, sent: Sent) -> None:
-        self.sent = sent
+    def __init__(self, worker: str, rank: int, path: TransferPath | None) -> None:
+        self.worker = worker
+        self.rank = rank
+        self.path = path
+        self.decision: RoutingDecision | None = None
         self.error = ""
 
     def view(self) -> AttemptView:
-        decision, path = self.sent.decision, self.sent.path
-        stage, transport = ("", "") if path is None else (path.stage.name, path.transport.name)
-        return AttemptView(decision.worker_id, decision.rank, stage, transport, self.error)
+        stage, transport = ("", "") if self.path is None else (self.path.stage.name, self.path.transport.name)
+        return AttemptView(self.worker, self.rank, stage, transport, self.error)
 
 
 class RequestRecord:
@@ -246,10 +250,12 @@ class RequestRecord:
         prompts (documents that are scored) one with media counts."""
         if sent.path is not None or self.sent is None or self.sent.path is None:
             self.sent = sent
-        if (attempt := self._attempt(sent.decision)) is not None:
-            attempt.sent = sent
-        elif len(self.attempts) < MAX_ITEMS:
-            self.attempts.append(Attempt(sent))
+        decision = sent.decision
+        for attempt in reversed(self.attempts):
+            if attempt.decision is decision and not attempt.error:
+                attempt.path = sent.path
+                return
+        self._add_attempt(decision.worker_id, decision.rank, sent.path).decision = decision
 
     def sent_at(self, seconds: float) -> None:
         """Record when the last attempt was sent (perf_counter): of an answer that is not streamed, nothing else is
@@ -257,10 +263,13 @@ class RequestRecord:
         self._sent_at = seconds
         self.timeline.enter("prefill" if self.streams else "answer")
 
-    def attempt_failed(self, decision: RoutingDecision, code: str) -> None:
-        """Record that what was sent by this decision has failed."""
-        if (attempt := self._attempt(decision)) is not None:
-            attempt.error = code
+    def attempt_failed(self, worker: str, rank: int, path: TransferPath | None, code: str) -> None:
+        """Record that a prompt was not sent to this worker, or not answered there."""
+        for attempt in reversed(self.attempts):
+            if (attempt.worker, attempt.rank) == (worker, rank) and not attempt.error:
+                attempt.error = code
+                return
+        self._add_attempt(worker, rank, path).error = code
 
     def answered(self, first: OutputDelta, num_prompt_tokens: int, outcomes: Mapping[str, EmbeddingOutcome]) -> None:
         """Record the first output of a prompt: how many of its tokens the engine had in its KV cache, what it did about
@@ -330,7 +339,7 @@ class RequestRecord:
 
     @property
     def worker(self) -> str | None:
-        return self.attempts[-1].sent.decision.worker_id if self.attempts else None
+        return self.attempts[-1].worker if self.attempts else None
 
     @property
     def ttft_ms(self) -> float | None:
@@ -350,12 +359,11 @@ class RequestRecord:
             return now
         return min(now, self._sent_at + times.queue_s + times.prefill_s)
 
-    def _attempt(self, decision: RoutingDecision) -> Attempt | None:
-        """Return the attempt that was made by this decision and has not failed."""
-        for attempt in reversed(self.attempts):
-            if attempt.sent.decision is decision and not attempt.error:
-                return attempt
-        return None
+    def _add_attempt(self, worker: str, rank: int, path: TransferPath | None) -> Attempt:
+        attempt = Attempt(worker, rank, path)
+        if len(self.attempts) < MAX_ITEMS:
+            self.attempts.append(attempt)
+        return attempt
 
     def view(self, gateway: str = "0", *, is_full: bool = False) -> RequestView:
         """Return what operators see; if it `is_full`, with the routing decision."""
