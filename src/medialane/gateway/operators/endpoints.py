@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, quote
 
 import msgspec
 
-from medialane.core.errors import InvalidRequest, Unavailable
+from medialane.core.errors import InvalidKey, InvalidRequest, NotFound, Unavailable
 from medialane.core.modalities import MODALITIES
 from medialane.gateway.operators.part import Part
 from medialane.gateway.operators.state import Limits, State
@@ -42,12 +42,6 @@ _WRONG_KEY_S = 0.3
 
 #: Longest body of a login.
 _MAX_LOGIN_BYTES = 8192
-
-
-class NotFound(InvalidRequest, code="not_found", status=404): ...
-
-
-class InvalidKey(InvalidRequest, code="invalid_key", status=401): ...
 
 
 class Login(msgspec.Struct):

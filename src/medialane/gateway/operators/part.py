@@ -182,11 +182,11 @@ class _Sums:
 
     def _add_attempts(self, record: RequestRecord) -> None:
         for attempt in record.attempts:
-            if (group := _group(self.workers, attempt.sent.decision.worker_id)) is not None:
+            if (group := _group(self.workers, attempt.worker)) is not None:
                 group.requests += 1
                 group.failed += bool(attempt.error)
-        if record.worker is not None and (seconds := record.timeline.seconds.get("first_token")) is not None:
-            self.workers[record.worker].waits.count(seconds * 1000)
+        if record.first_token_ms is not None and (group := _group(self.workers, record.worker or "")) is not None:
+            group.waits.count(record.first_token_ms)
 
     def _add_item(self, item: ItemRecord, *, is_failed: bool) -> None:
         if item.outcome is not None:
@@ -241,7 +241,7 @@ def _decisions(records: Iterable[RequestRecord], gateway: str) -> list[dict[str,
             "time": round(record.received_at, 3),
             "policy": sent.decision.policy,
             **routing_report(sent.decision, record.engine_cached_tokens),
-            "first_token_ms": None if (s := record.timeline.seconds.get("first_token")) is None else round(s * 1000, 2),
+            "first_token_ms": None if record.first_token_ms is None else round(record.first_token_ms, 2),
         }
         for record in records
         if (sent := record.sent) is not None

@@ -348,10 +348,11 @@ def _attention(view: WorkerView) -> tuple[bool, float, int, int]:
 
 
 def _hosts(views: Sequence[WorkerView]) -> list[HostView]:
-    hosts: dict[str, list[WorkerView]] = {"": []}
+    by_host: dict[str, list[WorkerView]] = {}
     for view in views:
-        hosts.setdefault(view.host, []).append(view)
-    return [_host(name, of_host) for name, of_host in hosts.items() if of_host or not name]
+        by_host.setdefault(view.host, []).append(view)
+    hosts = [_host(name, of_host) for name, of_host in by_host.items()]
+    return hosts if any(host.own for host in hosts) else [HostView("", True, 0, 0, 0, ""), *hosts]
 
 
 def _host(name: str, views: Sequence[WorkerView]) -> HostView:
