@@ -1,5 +1,6 @@
 """The page in a browser, over made-up states: everything that does not depend on where they come from."""
 
+import json
 import re
 from contextlib import asynccontextmanager
 
@@ -73,6 +74,20 @@ async def test_a_stalled_worker_a_slow_origin_and_failures_stand_out(tab):
         assert any("of requests failed in the last minute" in line for line in lines)
         await tab.click("#findings button")
         await tab.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.worker === 'worker-0')")
+
+
+async def test_a_worker_is_only_said_not_to_respond_while_nothing_of_it_goes_on(tab):
+    worker = {"state": "ready", "oldest_ms": 4000, "first_token_p50_ms": 200, "silent_ms": 3000}
+    async with shown(tab, Scene()):
+        for changes, is_stuck in [
+            ({}, True),
+            ({"silent_ms": 0}, False),  # slow, but its tokens come
+            ({"oldest_ms": 500}, False),
+            ({"first_token_p50_ms": 2000}, False),  # that is what it takes
+            ({"state": "stalled", "oldest_ms": None}, True),
+        ]:
+            call = f"import('./findings.js').then((module) => module.isStuck({json.dumps(worker | changes)}, []))"
+            assert await tab.evaluate(call) is is_stuck
 
 
 async def test_a_quiet_server_says_that_nothing_stands_out(tab):

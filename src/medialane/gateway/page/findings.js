@@ -32,12 +32,16 @@ function gateways({gateways: all, workers}) {
   ];
 }
 
-/** Whether a worker gives no first tokens although others do. */
+/** Whether a worker does not respond: it is reported so, or a first token is long overdue and nothing that is seen of its
+ * requests goes on (`silent_ms`, as the page has watched it). */
 export function isStuck(worker, listed) {
   if (worker.state === 'stalled' || worker.state === 'lost') return true;
-  if (worker.oldest_ms === null || worker.oldest_ms < LONG_MS) return false;
-  const elsewhere = others(listed, worker, (each) => each.first_token_p50_ms) ?? worker.first_token_p50_ms ?? 0;
-  return worker.oldest_ms > MUCH * Math.max(elsewhere, worker.first_token_p50_ms ?? 0);
+  return isOverdue(worker, listed) && (worker.silent_ms ?? 0) >= LONG_MS;
+}
+
+function isOverdue(worker, listed) {
+  const elsewhere = others(listed, worker, (each) => each.first_token_p50_ms) ?? 0;
+  return worker.oldest_ms !== null && worker.oldest_ms >= LONG_MS && worker.oldest_ms > MUCH * Math.max(elsewhere, worker.first_token_p50_ms ?? 0);
 }
 
 function workers({workers: {num, listed}, time}, pauses) {
@@ -56,16 +60,21 @@ function workers({workers: {num, listed}, time}, pauses) {
 
 const times = (number) => (number === 1 ? 'once' : `${number} times`);
 
+/** How long it has not responded; null: unknown. */
+export const silence = (worker) => (worker.state === 'ready' ? worker.silent_ms : worker.oldest_ms) ?? null;
+
 function stuckText(worker) {
   const waiting = worker.in_flight ? `: ${plural(worker.in_flight, 'request')} wait${worker.in_flight === 1 ? 's' : ''} there` : '';
   if (worker.state === 'lost') return `is lost${waiting}`;
-  return `${worker.state === 'stalled' ? 'is stalled' : 'does not respond'}${worker.oldest_ms === null ? '' : `, for ${ms(worker.oldest_ms)}`}${waiting}`;
+  return `${worker.state === 'stalled' ? 'is stalled' : 'does not respond'}${silence(worker) === null ? '' : `, for ${ms(silence(worker))}`}${waiting}`;
 }
 
 function slow(worker, listed, past, time) {
   const typical = others(listed, worker, (each) => each.first_token_p95_ms);
   const mine = worker.first_token_p95_ms;
-  if (mine === null || worker.requests < ENOUGH || mine < LONG_MS || mine < MUCH * (typical ?? 0)) return null;
+  if (mine === null || worker.requests < ENOUGH || mine < LONG_MS || mine < MUCH * (typical ?? 0)) {
+    return isOverdue(worker, listed) ? {level: 'amber', subject: worker.name, filter: {worker: worker.name}, text: `is slow: a request has waited ${ms(worker.oldest_ms)} for its first token there`} : null;
+  }
   const elsewhere = typical === null ? '' : `, other workers ${ms(typical)}`;
   const rest = worker.first_token_p50_ms < mine / MUCH ? `, though half of its first tokens come within ${ms(worker.first_token_p50_ms)}` : '';
   const why = past.length ? `. It stops for ${ms(1000 * median(past.map((pause) => pause.seconds)))} at a time: ${times(past.length)} so far, last ${ago(time - past.at(-1).at)}` : '';
