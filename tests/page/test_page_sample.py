@@ -2,10 +2,14 @@
 
 import json
 import re
+import time
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
-from sample_gateway import SampleServer, Scene
+from sample_gateway import SampleGateway, SampleServer, Scene
+
+from medialane.gateway.operators.state import State
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,6 +42,20 @@ async def shown(tab, scene, ready=READY):
         await tab.until(ready)
         yield server
         await tab.goto("about:blank")
+
+
+async def test_what_is_made_up_has_the_form_of_a_state():
+    made_up = json.loads(json.dumps(SampleGateway(SCENES["failing"]).state(time.time())))
+    assert fields(made_up) == fields(msgspec.to_builtins(msgspec.convert(made_up, State)))
+
+
+def fields(value, at=""):
+    """The paths of all members."""
+    if isinstance(value, dict):
+        return {f"{at}.{name}" for name in value} | {
+            path for name in value for path in fields(value[name], f"{at}.{name}")
+        }
+    return {path for each in value[:1] for path in fields(each, at)} if isinstance(value, list) else set()
 
 
 @pytest.mark.parametrize("name", SCENES)
