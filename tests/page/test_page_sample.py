@@ -55,7 +55,7 @@ def fields(value, at=""):
         return {f"{at}.{name}" for name in value} | {
             path for name in value for path in fields(value[name], f"{at}.{name}")
         }
-    return {path for each in value[:1] for path in fields(each, at)} if isinstance(value, list) else set()
+    return {path for each in value[:1] for path in fields(each, at)} if isinstance(value, list | tuple) else set()
 
 
 @pytest.mark.parametrize("name", SCENES)
