@@ -71,13 +71,13 @@ class Member:
             interval_s=INTERVAL_S,
         )
 
-    def _part(self, limits):
+    async def _part(self, limits):
         self.num_parts += 1
         whose = Whose(self.index, 1, 0.0)
-        return own_part(self.recent, WorkerPool([]), whose, num_live=limits.live, num_decisions=limits.decisions)
+        return await own_part(self.recent, WorkerPool([]), whose, num_live=limits.live, num_decisions=limits.decisions)
 
-    def _state(self, parts, limits):
-        return whole_state(OwnView("1", "m", [], {}, None), parts, self.index, limits)
+    async def _state(self, parts, limits):
+        return await whole_state(OwnView("1", "m", [], {}, None), parts, self.index, limits)
 
     async def _refresh(self):
         pass
@@ -413,13 +413,13 @@ def worker(name, *, ready=True, **load):
     return Endpoint(name, name, ready=ready, load=WorkerLoad(**load), num_in_flight=0, card=card, same_host=True)
 
 
-def test_a_thousand_workers_are_listed_by_need_and_counted():
+async def test_a_thousand_workers_are_listed_by_need_and_counted():
     endpoints = [worker(f"host{n // 8}/{n % 8}", num_running=n % 8) for n in range(1000)]
     endpoints[500] = worker("host62/4", ready=False)
-    parts = {"0": own_part(RecentRequests(), WorkerPool([]), Whose("0", 1, 0.0))}
+    parts = {"0": await own_part(RecentRequests(), WorkerPool([]), Whose("0", 1, 0.0))}
     own = OwnView("1", "m", endpoints, {}, None)
     started = time.process_time()
-    encoded = msgspec.json.encode(whole_state(own, parts, "0", Limits(workers=100)))
+    encoded = msgspec.json.encode(await whole_state(own, parts, "0", Limits(workers=100)))
     seconds = time.process_time() - started
     state = json.loads(encoded)
     assert (state["workers"]["num"], state["workers"]["states"]) == (1000, {"ready": 999, "lost": 1})
