@@ -184,6 +184,7 @@ class OperatorEndpoints:
             parts: dict[str, Part | None] = {self._index: await self._own_part(limits)}
             parts |= {index: _decoded(answer, Part) for index, answer in others.items()}
             in_order = {index: parts[index] for index in sorted(parts, key=int)}
+            await asyncio.sleep(0)
             document = msgspec.json.encode(await self._state(in_order, limits))
             self._documents = {
                 known: made for known, made in self._documents.items() if now - made[0] < self._interval_s

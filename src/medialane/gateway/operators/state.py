@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import Counter
@@ -211,10 +212,12 @@ async def whole_state(
     now = time.time() if now is None else now
     known = [part for part in parts.values() if part is not None]
     by_worker = _sum_groups(part.by_worker for part in known)
+    await asyncio.sleep(0)
     views = []
     for number, endpoint in enumerate(own.endpoints, 1):
         views.append(_worker(endpoint, own, known, by_worker.get(endpoint.worker_id, Group())))
         await let_others_run(number)
+    await asyncio.sleep(0)
     return State(
         time=round(now, 3),
         version=own.version,
