@@ -58,3 +58,9 @@ async def test_state_has_workers_store_and_cache_outcomes(ours):
     assert (newest["prompt_tokens"], newest["generated_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
     assert newest["cached_tokens"] == (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
     assert newest["ttft_ms"] < newest["total_ms"]
+
+
+async def test_server_may_have_no_page_and_no_data_of_it(ours, gateways):
+    paths = ("state", "requests", "nothing")
+    assert [(await ours.get(f"/medialane/{path}")).status for path in paths] == [200, 200, 404]
+    assert [(await gateways["url"].get(f"/medialane/{path}")).status for path in paths] == [404, 404, 404]
