@@ -208,7 +208,7 @@ GATEWAYS = {
     "features/shm": ("--stage", "features", "--transport", "shm"),
     "features/inline": ("--stage", "features", "--transport", "inline"),
     "decoded/shm": ("--stage", "decoded", "--transport", "shm"),
-    "url": ("--stage", "url"),
+    "url": ("--stage", "url", "--no-page"),
     "apart": ("--transport", "inline", "--transfer-max-inline-bytes", "1MiB"),
     "features/tcp": ("--stage", "features", "--transport", "tcp"),
     "decoded/tcp": ("--stage", "decoded", "--transport", "tcp"),

@@ -291,7 +291,9 @@ class Attempts:
                         yield delta
                     self._learn_end()
                 except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy) as error:
-                    self.call.scope.record.attempt_failed(self.call.route.routed.decision, error.code)
+                    call, place = self.call, self.call.route.routed
+                    if not isinstance(error, WorkerQueued):  # that was no attempt: it waits again
+                        call.scope.record.attempt_failed(place.worker_id, place.rank, call.paths[0], error.code)
                     if self.has_begun:
                         raise self._in_the_middle(error) from error
                     await self._try_again(error)

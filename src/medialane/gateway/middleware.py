@@ -58,6 +58,9 @@ _REQUEST_ID_MEMBER = b'"request_id"'
 #: Methods whose bodies have no meaning; no handler reads them.
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
+#: What operators do to look at requests is none of them.
+_NOT_KEPT = ("/medialane/login", "/medialane/logout")
+
 
 class ScopeMiddleware:
     """Opens the request's scope, adds its id and Server-Timing, observes the timeline, closes the scope. With
@@ -91,7 +94,7 @@ class ScopeMiddleware:
             if self._names_takers:
                 TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
             watched = _WatchedEnd(receive, IdentifiedSend(send, record.id), request)
-            is_kept = scope["method"] not in _WITHOUT_BODY
+            is_kept = scope["method"] not in _WITHOUT_BODY and not scope["path"].endswith(_NOT_KEPT)
             if is_kept:
                 self._recent.begin(record)
             try:

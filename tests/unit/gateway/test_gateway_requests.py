@@ -104,12 +104,17 @@ def test_attempts_name_their_workers_and_how_they_ended():
     first, second = RoutingDecision("w0", "idle", num_tokens=9), RoutingDecision("w1", "idle", num_tokens=9)
     request.sending(Sent(first, SHM))
     request.sending(Sent(first, SHM))
-    request.attempt_failed(first, "worker_lost")
+    request.attempt_failed("w0", 0, SHM, "worker_lost")
+    request.attempt_failed("w9", 0, SHM, "worker_draining")  # nothing was sent there
     request.sending(Sent(second, SHM))
     delta = OutputDelta("r", [CompletionDelta(0, "a", [1, 2])], num_cached_tokens=8)
     request.answered(delta, 9, {})
     view = request.view(is_full=True)
-    assert [(each.worker, each.error) for each in view.attempts] == [("w0", "worker_lost"), ("w1", "")]
+    assert [(each.worker, each.error) for each in view.attempts] == [
+        ("w0", "worker_lost"),
+        ("w9", "worker_draining"),
+        ("w1", ""),
+    ]
     assert (view.worker, view.prompt_tokens, view.cached_tokens, view.stage) == ("w1", 9, 8, "answer")
     assert view.decision.worker == "w1"
     assert view.ttft_ms >= 0

@@ -28,6 +28,7 @@ from medialane.gateway.report import (
     request_report,
     routing_report,
 )
+from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import LiveStage, StageTimeline
 
 #: Digits of a hash that are shown: they tell items apart, and find no content.
@@ -133,11 +134,11 @@ class ItemRecord:
         self.feature_bytes = 0
         self.size = MediaSize()
 
-    def prepared(self, item: StagedItem, report: MediaReport) -> None:
+    def prepared(self, item: StagedItem, num_tokens: int) -> None:
         """Record how the item was found."""
-        self.mm_hash, self.num_tokens = report.mm_hash, report.num_tokens
-        self.feature_bytes = item.feature.nbytes
-        self.size = msgspec.structs.replace(item.feature.size, metadata=b"")
+        feature = item.feature
+        self.mm_hash, self.num_tokens, self.feature_bytes = feature.mm_hash, num_tokens, feature.nbytes
+        self.size = msgspec.structs.replace(feature.size, metadata=b"") if feature.size.metadata else feature.size
         if item.is_hit is None:
             self.outcome = "sent"
         elif item.is_hit:
@@ -167,16 +168,19 @@ class ItemRecord:
 
 
 class Attempt:
-    """One time that a prompt was sent to a worker. `error` is the code with which it ended; empty if it answered."""
+    """One time that a prompt was to be sent to a worker. `decision` is None if it was not; `error` is the code with
+    which the attempt ended, empty if it was answered."""
 
-    def __init__(self, sent: Sent) -> None:
-        self.sent = sent
+    def __init__(self, worker: str, rank: int, path: TransferPath | None) -> None:
+        self.worker = worker
+        self.rank = rank
+        self.path = path
+        self.decision: RoutingDecision | None = None
         self.error = ""
 
     def view(self) -> AttemptView:
-        decision, path = self.sent.decision, self.sent.path
-        stage, transport = ("", "") if path is None else (path.stage.name, path.transport.name)
-        return AttemptView(decision.worker_id, decision.rank, stage, transport, self.error)
+        stage, transport = ("", "") if self.path is None else (self.path.stage.name, self.path.transport.name)
+        return AttemptView(self.worker, self.rank, stage, transport, self.error)
 
 
 class RequestRecord:
@@ -241,23 +245,25 @@ class RequestRecord:
                 item.shared_ms = shared_ms
 
     def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
-        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""
+        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. Those that
+        are `is_reported` are in the report of the answer."""
         for item, count in zip(items, num_tokens or [0] * len(items), strict=True):
-            report = media_report(item, count, with_timestamps=is_reported)
-            if is_reported or len(self.reports) < MAX_ITEMS:
-                self.reports += (report,)
+            if is_reported:
+                self.reports += (media_report(item, count),)
             if (record := self.items.get(item.ref.param)) is not None:
-                record.prepared(item, report)
+                record.prepared(item, count)
 
     def sending(self, sent: Sent) -> None:
         """Record how and where a prompt is sent. The last call counts: earlier attempts have failed. But of several
         prompts (documents that are scored) one with media counts."""
         if sent.path is not None or self.sent is None or self.sent.path is None:
             self.sent = sent
-        if (attempt := self._attempt(sent.decision)) is not None:
-            attempt.sent = sent
-        elif len(self.attempts) < MAX_ITEMS:
-            self.attempts.append(Attempt(sent))
+        decision = sent.decision
+        for attempt in reversed(self.attempts):
+            if not attempt.error and (attempt.decision is decision or attempt is self._sent_back):
+                attempt.path = sent.path
+                return
+        self._add_attempt(decision.worker_id, decision.rank, sent.path).decision = decision
 
     def sent_at(self, seconds: float) -> None:
         """Record when the last attempt was sent (perf_counter): of an answer that is not streamed, nothing else is
@@ -265,10 +271,13 @@ class RequestRecord:
         self._sent_at = seconds
         self.timeline.enter("prefill" if self.streams else "answer")
 
-    def attempt_failed(self, decision: RoutingDecision, code: str) -> None:
-        """Record that what was sent by this decision has failed."""
-        if (attempt := self._attempt(decision)) is not None:
-            attempt.error = code
+    def attempt_failed(self, worker: str, rank: int, path: TransferPath | None, code: str) -> None:
+        """Record that a prompt was not sent to this worker, or not answered there."""
+        for attempt in reversed(self.attempts):
+            if (attempt.worker, attempt.rank) == (worker, rank) and not attempt.error:
+                attempt.error = code
+                return
+        self._add_attempt(worker, rank, path).error = code
 
     def answered(self, first: OutputDelta, num_prompt_tokens: int, outcomes: Mapping[str, EmbeddingOutcome]) -> None:
         """Record the first output of a prompt: how many of its tokens the engine had in its KV cache, what it did about
@@ -338,7 +347,7 @@ class RequestRecord:
 
     @property
     def worker(self) -> str | None:
-        return self.attempts[-1].sent.decision.worker_id if self.attempts else None
+        return self.attempts[-1].worker if self.attempts else None
 
     @property
     def ttft_ms(self) -> float | None:
@@ -358,12 +367,11 @@ class RequestRecord:
             return now
         return min(now, self._sent_at + times.queue_s + times.prefill_s)
 
-    def _attempt(self, decision: RoutingDecision) -> Attempt | None:
-        """Return the attempt that was made by this decision and has not failed."""
-        for attempt in reversed(self.attempts):
-            if attempt.sent.decision is decision and not attempt.error:
-                return attempt
-        return None
+    def _add_attempt(self, worker: str, rank: int, path: TransferPath | None) -> Attempt:
+        attempt = Attempt(worker, rank, path)
+        if len(self.attempts) < MAX_ITEMS:
+            self.attempts.append(attempt)
+        return attempt
 
     def view(self, gateway: str = "0", *, is_full: bool = False) -> RequestView:
         """Return what operators see; if it `is_full`, with the routing decision."""
