@@ -75,12 +75,16 @@ _LAST = (
 _ALONE = ("test_e2e_mistral", "test_e2e_render", "test_e2e_serve_gateways")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
+def pytest_itemcollected(item):
+    """pytest-xdist reads the groups before `pytest_collection_modifyitems` is called here."""
+    if item.path.parent == Path(__file__).parent:
+        item.add_marker(pytest.mark.xdist_group("alone" if item.path.stem in _ALONE else "shared servers"))
+
+
 def pytest_collection_modifyitems(items):
     places = [number for number, item in enumerate(items) if item.path.parent == Path(__file__).parent]
     for number, item in zip(places, sorted((items[n] for n in places), key=_turn), strict=True):
         items[number] = item
-        item.add_marker(pytest.mark.xdist_group("alone" if item.path.stem in _ALONE else "shared servers"))
 
 
 def _turn(item: pytest.Item) -> int:
