@@ -31,6 +31,7 @@ from medialane_process import (
 from openai_http import OpenAiHttp
 from small_dummies import with_small_dummies
 from two_hosts import TwoHosts
+from xdist.scheduler import LoadScopeScheduling
 
 from linked_hosts import linked_hosts
 from medialane.check.server_process import plain_vllm as start_plain_vllm
@@ -75,10 +76,16 @@ _LAST = (
 _ALONE = ("test_e2e_mistral", "test_e2e_render", "test_e2e_serve_gateways")
 
 
-def pytest_itemcollected(item):
-    """pytest-xdist reads the groups before `pytest_collection_modifyitems` is called here."""
-    if item.path.parent == Path(__file__).parent:
-        item.add_marker(pytest.mark.xdist_group("alone" if item.path.stem in _ALONE else "shared servers"))
+def pytest_xdist_make_scheduler(config, log):
+    """All files that share servers in one process (`--dist loadgroup` itself needs node ids that pytest 9 has not)."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+
+    class ByServers(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "alone" if Path(nodeid.partition("::")[0]).stem in _ALONE else "shared servers"
+
+    return ByServers(config, log)
 
 
 def pytest_collection_modifyitems(items):
