@@ -76,6 +76,7 @@ _LAST = (
 _ALONE = ("test_e2e_mistral", "test_e2e_render", "test_e2e_serve_gateways")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """All files that share servers in one process (`--dist loadgroup` itself needs node ids that pytest 9 has not)."""
     if config.getvalue("dist") != "loadgroup":
