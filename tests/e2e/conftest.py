@@ -31,6 +31,7 @@ from medialane_process import (
 from openai_http import OpenAiHttp
 from small_dummies import with_small_dummies
 from two_hosts import TwoHosts
+from xdist.scheduler import LoadScopeScheduling
 
 from linked_hosts import linked_hosts
 from medialane.check.server_process import plain_vllm as start_plain_vllm
@@ -76,12 +77,23 @@ _LAST = (
 _ALONE = ("test_e2e_mistral", "test_e2e_render", "test_e2e_serve_gateways")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """All files that share servers in one process (`--dist loadgroup` itself needs node ids that pytest 9 has not)."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+
+    class ByServers(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "alone" if Path(nodeid.partition("::")[0]).stem in _ALONE else "shared servers"
+
+    return ByServers(config, log)
+
+
 def pytest_collection_modifyitems(items):
     places = [number for number, item in enumerate(items) if item.path.parent == Path(__file__).parent]
     for number, item in zip(places, sorted((items[n] for n in places), key=_turn), strict=True):
         items[number] = item
-        item.add_marker(pytest.mark.xdist_group("alone" if item.path.stem in _ALONE else "shared servers"))
 
 
 def _turn(item: pytest.Item) -> int:
