@@ -20,7 +20,8 @@ from starlette.middleware import Middleware
 
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
 from medialane.cli.tuning import tune_process
-from medialane.config import Config
+from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
+from medialane.config import Config, process_environ
 from medialane.core.errors import GatewayDraining, StartupFailed
 from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
@@ -54,9 +55,11 @@ from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.scope import OpenRequests
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.gateway.sent_media import SentMedia
+from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_link.join_server import JoinServer
 from medialane.observability.metrics import Memory, Metrics
+from medialane.observability.tracing import Tracing
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.store import HoldPasser, StoreGrants, StoreLink
@@ -87,6 +90,7 @@ class _Components:
     metrics: Metrics
     requests: OpenRequests
     counts: SharedCounts
+    tracing: RequestTracing | None
 
 
 class GatewayAddresses(NamedTuple):
@@ -169,7 +173,7 @@ async def _start(
     share its port, and what ends all requests with an error."""
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
-    frontend = await asyncio.to_thread(Frontend, model, vllm_args, config.gateway.api_keys)
+    frontend = await asyncio.to_thread(Frontend, model, untraced_flags(vllm_args), config.gateway.api_keys)
     counts = _counts(addresses)
     keys = AccessKeys.load(config.gateway, frontend.api_keys, counts)
     shared = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
@@ -189,7 +193,10 @@ async def _start(
     )
     links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics)
     requests = OpenRequests()
-    components = _Components(config, gateway_config, frontend, keys, store, links, fairness, metrics, requests, counts)
+    tracing = _tracing(frontend, vllm_args, stack)
+    components = _Components(
+        config, gateway_config, frontend, keys, store, links, fairness, metrics, requests, counts, tracing
+    )
     gateway = _gateway(components)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
@@ -213,6 +220,15 @@ async def _start(
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
     return frontend, *app, partial(_give_up, components)
+
+
+def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack) -> RequestTracing | None:
+    """Return what traces requests, if vLLM's flag has an endpoint for that. Raises StartupFailed."""
+    if (endpoint := flag_value(vllm_args, TRACES_ENDPOINT)) is None:
+        return None
+    tracing = Tracing(endpoint, process_environ(), service_name="medialane-gateway")
+    stack.push_async_callback(tracing.close)
+    return RequestTracing(tracing, frontend.served_model)
 
 
 def _give_up(components: _Components) -> None:
@@ -405,6 +421,7 @@ async def _app(
             metrics=metrics,
             requests=components.requests,
             names_takers=components.config.store.debug_holds,
+            tracing=components.tracing,
         ),
         access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
         inner=[

@@ -25,6 +25,7 @@ from medialane.gateway.intake.sent_features import placeholder_field
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.scope import RequestScope
 from medialane.gateway.store_features import StoreFeatures
+from medialane.observability.timeline import ItemTimeline
 from medialane.prepare.processor import ProcessedItem
 
 
@@ -41,14 +42,17 @@ class ClientFeatures:
         self._check_stage(ref)
         named = msgspec.structs.replace(ref, data=None)
         budget = ImageBudget(self._assembly, b"{}", scope.expectation, scope.preparation)
-        found = await self._features.processed(named, b"{}", scope.timeline, budget, encoder=encoder)
-        return self._held(named, found, scope)
+        with scope.timeline.item(ref.param, ref.modality) as timeline:
+            found = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
+            return self._held(named, found, scope, timeline)
 
     async def put(self, ref: MediaRef, processed: ProcessedItem, scope: RequestScope) -> StagedItem:
         """Return the feature of tensors that a client has sent, under a key of ours."""
         self._check_stage(ref)
-        found = await self._features.put(ref, processed, scope.timeline)
-        return self._held(msgspec.structs.replace(ref, data=None, content=found.content_hash), found, scope)
+        with scope.timeline.item(ref.param, ref.modality) as timeline:
+            found = await self._features.put(ref, processed, timeline)
+            named = msgspec.structs.replace(ref, data=None, content=found.content_hash)
+            return self._held(named, found, scope, timeline)
 
     async def place(
         self, token_ids: list[int], items: Sequence[StagedItem], ranges: Sequence[PlaceholderRange], media: RequestMedia
@@ -79,9 +83,10 @@ class ClientFeatures:
             raise InvalidRequest("features are not used by this server (--stage): send the media", param=ref.param)
 
     @staticmethod
-    def _held(ref: MediaRef, found: FoundItem[Feature], scope: RequestScope) -> StagedItem:
+    def _held(ref: MediaRef, found: FoundItem[Feature], scope: RequestScope, timeline: ItemTimeline) -> StagedItem:
         scope.defer(found.hold.release)
-        scope.timeline.num_embeddings += found.value.embedding is not None
+        timeline.num_embeddings += found.value.embedding is not None
+        timeline.found(found.value.mm_hash, is_hit=found.is_hit)
         return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit, content_hash=found.content_hash)
 
 

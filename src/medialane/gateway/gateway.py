@@ -408,7 +408,8 @@ class Gateway:
         if not new or not (hashes := self.routes.new_items(request, prepared, block_ids)):
             return prepared
         new = [placed for placed in new if placed.feature.mm_hash in hashes]
-        encoded = await self._encoders.encode(prepared, new, digest, scope.timeline)
+        headers = None if scope.trace is None else scope.trace.headers
+        encoded = await self._encoders.encode(prepared, new, digest, scope.timeline, trace_headers=headers)
         if not encoded:
             return prepared
         features = await prepared.media.with_embeddings(encoded)

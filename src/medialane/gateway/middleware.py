@@ -28,6 +28,7 @@ from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_
 from medialane.gateway.media_endpoint import MEDIA_PATH
 from medialane.gateway.report import ReportSender
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
+from medialane.gateway.trace import RequestTracing
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 
@@ -49,12 +50,20 @@ _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
 class ScopeMiddleware:
     """Opens the request's scope, adds Server-Timing, observes the timeline, closes the scope. With `names_takers`, what
-    is held for a request is recorded with the X-Request-Id of its client, or its number."""
+    is held for a request is recorded with the X-Request-Id of its client, or its number. Without `tracing`, requests
+    are not traced."""
 
     def __init__(
-        self, app: App, metrics: Metrics, requests: OpenRequests | None = None, *, names_takers: bool = False
+        self,
+        app: App,
+        metrics: Metrics,
+        requests: OpenRequests | None = None,
+        *,
+        names_takers: bool = False,
+        tracing: RequestTracing | None = None,
     ) -> None:
         self._app = app
+        self._tracing = tracing
         self._metrics = metrics
         self._requests = requests or OpenRequests()
         self._names_takers = names_takers
@@ -69,9 +78,13 @@ class ScopeMiddleware:
             own_id = (_header(scope, b"x-request-id") or b"").decode("latin-1")
             TAKER.set(f"{scope['method']} {scope['path']} {own_id or self._num_requests}")
         with self._requests.opened() as request:
+            if self._tracing is not None:
+                request.trace = self._tracing.begin(scope, request.timeline)
 
             async def send_timed(message: Message) -> None:
                 if message["type"] == "http.response.start":
+                    if request.trace is not None:
+                        request.trace.note_response(message)
                     headers = [
                         *message.get("headers", ()),
                         (b"server-timing", request.timeline.server_timing().encode()),
@@ -82,6 +95,8 @@ class ScopeMiddleware:
             try:
                 await self._app(scope, receive, send_timed)
             finally:
+                if request.trace is not None:
+                    request.trace.end(error_code=request.error_code, is_disconnected=request.is_disconnected)
                 if scope["method"] == "POST":  # health checks and scrapes are not counted
                     self._metrics.observe(request.timeline)
                 if request.error_code is not None:

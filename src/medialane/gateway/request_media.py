@@ -57,7 +57,7 @@ class RequestMedia:
         """Return the items as in the stage of features, but without tensors where their headers are known from the size
         of their media: then `is_hit` is None. Raises like `in_stage`."""
         budget = self._budget()
-        return await gather_or_cancel([_described(self, ref, budget) for ref in self.source.items])
+        return await gather_or_cancel([self._timed(_described, ref, budget) for ref in self.source.items])
 
     def have(self, stage: StageName, items: Sequence[StagedItem]) -> None:
         """Use these items, which have been found, in a stage."""
@@ -118,7 +118,14 @@ class RequestMedia:
         find, budget = FINDERS[STAGES[stage].sends], self._budget()
         for ref in self.source.items:
             await self.features.count_sent(ref, budget)
-        return await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
+        return await gather_or_cancel([self._timed(find, ref, budget) for ref in self.source.items])
+
+    async def _timed(self, find: Finder, ref: MediaRef, budget: ImageBudget) -> StagedItem:
+        with self.scope.timeline.item(ref.param, ref.modality) as timeline:
+            timeline.media_bytes = len(ref.data or b"")
+            item = await find(self, ref, budget, timeline)
+            timeline.found(item.feature.mm_hash, is_hit=item.is_hit, may_be_shared=True)
+            return item
 
     def _budget(self) -> ImageBudget:
         scope = self.scope
@@ -132,16 +139,16 @@ class _NoHold:
         pass
 
 
-async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    described = await request.features.described(ref, request.source.options, request.scope.timeline, budget)
+async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget, timeline: StageTimeline) -> StagedItem:
+    described = await request.features.described(ref, request.source.options, timeline, budget)
     if described is None:
-        return await _processed(request, ref, budget)
+        return await _processed(request, ref, budget, timeline)
     content, feature = described
     return StagedItem(ref, feature, _NoHold(), content_hash=content)
 
 
-async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    features, timeline = request.features, request.scope.timeline
+async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget, timeline: StageTimeline) -> StagedItem:
+    features = request.features
     cached = await features.processed(ref, request.source.options, timeline, budget, encoder=request.encoder)
     request.scope.defer(cached.hold.release)
     await _count_hit(ref, cached, budget)
@@ -149,8 +156,8 @@ async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) 
     return StagedItem(ref, cached.value, cached.hold, is_hit=cached.is_hit, content_hash=cached.content_hash)
 
 
-async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    cached = await request.features.decoded(ref, request.scope.timeline, budget)
+async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget, timeline: StageTimeline) -> StagedItem:
+    cached = await request.features.decoded(ref, timeline, budget)
     request.scope.defer(cached.hold.release)
     await _count_hit(ref, cached, budget)
     key = request.features.key(ref, request.source.options, content=cached.content_hash)
@@ -158,8 +165,8 @@ async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) ->
     return StagedItem(ref, feature, cached.hold, is_hit=cached.is_hit)
 
 
-async def _encoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-    cached = await request.features.encoded(ref, request.scope.timeline, budget)
+async def _encoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget, timeline: StageTimeline) -> StagedItem:
+    cached = await request.features.encoded(ref, timeline, budget)
     request.scope.defer(cached.hold.release)
     encoded = cached.value
     key = request.features.key(ref, request.source.options, content=cached.content_hash)
@@ -175,7 +182,8 @@ async def _count_hit(ref: MediaRef, item: FoundItem[Feature], budget: ImageBudge
 
 
 #: Functions that look up or prepare an item, by what its stage sends.
-FINDERS: Mapping[str, Callable[[RequestMedia, MediaRef, ImageBudget], Coroutine[Any, Any, StagedItem]]] = {
+Finder = Callable[[RequestMedia, MediaRef, ImageBudget, StageTimeline], Coroutine[Any, Any, StagedItem]]
+FINDERS: Mapping[str, Finder] = {
     "processed": _processed,
     "decoded": _decoded,
     "encoded": _encoded,

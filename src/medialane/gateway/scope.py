@@ -32,6 +32,7 @@ from medialane.core.remote_entry import MoverName
 from medialane.gateway.bodies import BudgetCharge
 from medialane.gateway.references import References
 from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report
+from medialane.gateway.trace import RequestTrace
 from medialane.observability.timeline import StageTimeline
 
 if TYPE_CHECKING:  # admission defers to scopes
@@ -68,7 +69,7 @@ class RequestScope:
     """Owns the resources of one request and releases them in reverse order.
 
     `memory` is charged by what is made of its media in this process. `references` are those of intake. `client` is the
-    digest of the API key that came with it, `tenant` whose that is (`--keys`).
+    digest of the API key that came with it, `tenant` whose that is (`--keys`). `trace` is None unless it is traced.
 
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header, `expectation`
     when its first token is expected, if there are limits; `preparation` that of its media, if there are queues.
@@ -89,6 +90,7 @@ class RequestScope:
         self.expectation: TtftExpectation | None = None
         self.preparation: Preparation | None = None
         self.memory: BudgetCharge | None = None
+        self.trace: RequestTrace | None = None
         self._items: tuple[MediaReport, ...] = ()
         self._sent: Sent | None = None
         self._engine_cached_tokens: int | None = None
@@ -105,6 +107,11 @@ class RequestScope:
     @property
     def error_code(self) -> str | None:
         return None if self.failure is None else self.failure.error.code
+
+    @property
+    def is_disconnected(self) -> bool:
+        """Whether the client has gone before the end of the response."""
+        return isinstance(self._ended_by, ClientDisconnected)
 
     def defer(self, callback: Callable[[], None]) -> None:
         """Call `callback`, which releases a resource, when the scope closes; at once if it is closed already."""
@@ -161,8 +168,9 @@ class RequestScope:
 
     def note_prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = ()) -> None:
         """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""
+        counts = num_tokens or [0] * len(items)
+        self.timeline.note_tokens({item.feature.mm_hash: n for item, n in zip(items, counts, strict=True)})
         if self.extracted.wants_report:
-            counts = num_tokens or [0] * len(items)
             self._items += tuple(map(media_report, items, counts))
 
     def note_sent(self, sent: Sent) -> None:
@@ -180,6 +188,8 @@ class RequestScope:
         """Record how many of the prompt's tokens the engine had in its KV cache, what it did about embeddings, by the
         mm_hash of the item, and by what the store of the worker's host has copied media."""
         self._engine_cached_tokens = num_cached_tokens
+        for timed in self.timeline.items:
+            timed.embedding = outcomes.get(timed.mm_hash, timed.embedding)
         if self._sent is not None and movers:
             self._sent = msgspec.structs.replace(self._sent, movers=tuple(movers))
         self._items = tuple(
@@ -195,7 +205,7 @@ class RequestScope:
     def fail(self, error: MedialaneError, *, app_responds: bool = False) -> None:
         """Record `error` as the response. The first one counts: later ones are its consequences, as are those after
         the client has disconnected."""
-        if self.failure is None and not isinstance(self._ended_by, ClientDisconnected):
+        if self.failure is None and not self.is_disconnected:
             self.failure = Failure(to_report(error), app_responds)
 
     def close(self) -> None:

@@ -1,13 +1,17 @@
-"""The timeline of a request: durations of its steps, cache hits and misses, copied bytes."""
+"""The timeline of a request: when its steps were and how long they took, also those of each of its media items in the
+store and its preparers; cache hits and misses, copied bytes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from medialane.core.errors import MedialaneError
+from medialane.core.media import Modality
 
 StepName = Literal[
     "intake",
@@ -25,52 +29,126 @@ StepName = Literal[
 ]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
 
+#: `hit`: it was in the arena. `miss`: it was prepared for this request. `shared`: another request had it prepared, at
+#: the same time. `none`: nothing had to be prepared.
+ItemOutcome = Literal["hit", "miss", "shared", "none"]
+
+#: Steps that a timeline keeps with their start; those of a beam search, which routes each token, are not all kept.
+MAX_STEPS = 32
+
+
+class Step:
+    """One step: `started_at` by time.perf_counter of this process. `detail` is what its part of the gateway has to say
+    about it."""
+
+    __slots__ = ("detail", "seconds", "stage", "started_at")
+
+    def __init__(self, stage: StepName, started_at: float, seconds: float = 0.0) -> None:
+        self.stage = stage
+        self.started_at = started_at
+        self.seconds = seconds
+        self.detail: object = None
+
+
+class ReportedStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step in another process, which began `ago_s` before the report was made: clocks need not agree."""
+
+    stage: StepName
+    seconds: float
+    ago_s: float
+
 
 class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
-    """A timeline as sent to another process."""
+    """A timeline as sent to another process. `media_bytes` is the size of the encoded item, 0 if it was not needed."""
 
-    seconds: dict[StepName, float] = {}
+    steps: Annotated[tuple[ReportedStep, ...], msgspec.Meta(max_length=MAX_STEPS)] = ()
     num_hits: int = 0
     num_misses: int = 0
     copied_bytes: int = 0
+    media_bytes: int = 0
 
 
 class StageTimeline:
     """Seconds by stage. Items of one request run concurrently: a stage's time is that of its slowest item.
 
-    `num_embeddings` counts items that were found encoded.
+    `num_embeddings` counts items that were found encoded. The steps of `items` are theirs alone.
     """
 
     def __init__(self) -> None:
         self.started_at = time.perf_counter()
         self.seconds: dict[StepName, float] = {}
+        self.steps: list[Step] = []
+        self.items: list[ItemTimeline] = []
         self.num_hits = 0
         self.num_misses = 0
         self.num_embeddings = 0
         self.copied_bytes = 0
+        self.media_bytes = 0
 
-    def add(self, stage: StepName, seconds: float) -> None:
-        """Record that one item spent `seconds` in `stage`."""
-        self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+    def add(self, stage: StepName, seconds: float, started_at: float | None = None) -> None:
+        """Record that one item spent `seconds` in `stage`; without `started_at`, only how long."""
+        if started_at is not None:
+            self._keep(Step(stage, started_at, seconds))
+        self._slowest(stage, seconds)
 
     def report(self) -> TimelineReport:
-        return TimelineReport(self.seconds, self.num_hits, self.num_misses, self.copied_bytes)
+        now = time.perf_counter()
+        steps = tuple(ReportedStep(step.stage, step.seconds, now - step.started_at) for step in self.steps)
+        return TimelineReport(steps, self.num_hits, self.num_misses, self.copied_bytes, self.media_bytes)
 
     def merge(self, report: TimelineReport) -> None:
-        """Add the part of the request that another process has done."""
-        for stage, seconds in report.seconds.items():
-            self.add(stage, seconds)
+        """Add the part of the request that another process has done until now."""
+        now = time.perf_counter()
+        for stage, seconds, ago_s in ((step.stage, step.seconds, step.ago_s) for step in report.steps):
+            self.add(stage, seconds, now - ago_s)
         self.num_hits += report.num_hits
         self.num_misses += report.num_misses
         self.copied_bytes += report.copied_bytes
+        self.media_bytes = report.media_bytes or self.media_bytes
 
     @contextmanager
-    def measure(self, stage: StepName) -> Iterator[None]:
-        started = time.perf_counter()
+    def measure(self, stage: StepName) -> Iterator[Step]:
+        step = Step(stage, time.perf_counter())
         try:
-            yield
+            yield step
         finally:
-            self.add(stage, time.perf_counter() - started)
+            step.seconds = time.perf_counter() - step.started_at
+            self._keep(step)
+            self._slowest(stage, step.seconds)
+
+    @contextmanager
+    def item(self, param: str, modality: Modality) -> Iterator[ItemTimeline]:
+        """Give one item of the request, which is found or prepared in the block, a timeline of its own, and add it to
+        this one at the end."""
+        item = ItemTimeline(param, modality)
+        self.items.append(item)
+        try:
+            yield item
+        except MedialaneError as error:
+            item.error_code = error.code
+            raise
+        finally:
+            item.ended_at = time.perf_counter()
+            for stage, seconds in item.seconds.items():
+                self._slowest(stage, seconds)
+            self.num_hits += item.num_hits
+            self.num_misses += item.num_misses
+            self.num_embeddings += item.num_embeddings
+            self.copied_bytes += item.copied_bytes
+
+    def add_encoding(self, mm_hash: str, started_at: float) -> None:
+        """Record that an encoder has had an item of the request since then."""
+        now = time.perf_counter()
+        for item in self.items:
+            if item.mm_hash == mm_hash:
+                item.add("encode", now - started_at, started_at)
+                item.ended_at = now
+        self._slowest("encode", now - started_at)
+
+    def note_tokens(self, num_tokens: Mapping[str, int]) -> None:
+        """Record how many tokens of the prompt represent each item, by its mm_hash."""
+        for item in self.items:
+            item.num_tokens = num_tokens.get(item.mm_hash, item.num_tokens)
 
     @property
     def cache(self) -> CacheOutcome:
@@ -87,3 +165,34 @@ class StageTimeline:
         entries.append(f'copied;desc="{self.copied_bytes}"')
         entries.append(f"total;dur={(time.perf_counter() - self.started_at) * 1000:.2f}")
         return ", ".join(entries)
+
+    def _keep(self, step: Step) -> None:
+        if len(self.steps) < MAX_STEPS:
+            self.steps.append(step)
+
+    def _slowest(self, stage: StepName, seconds: float) -> None:
+        self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+
+
+class ItemTimeline(StageTimeline):
+    """The timeline of one media item of a request, `param` its field there. `mm_hash` and `outcome` are known once it
+    is found, `num_tokens` once the prompt is expanded, `embedding` (`gateway.report.EmbeddingOutcome`) once its worker
+    has answered. `media_bytes` is the size of its encoded form, 0 if that is not known."""
+
+    def __init__(self, param: str, modality: Modality) -> None:
+        super().__init__()
+        self.param = param
+        self.modality = modality
+        self.ended_at = 0.0
+        self.outcome: ItemOutcome = "none"
+        self.mm_hash = ""
+        self.num_tokens = 0
+        self.embedding = ""
+        self.error_code: str | None = None
+
+    def found(self, mm_hash: str, *, is_hit: bool | None, may_be_shared: bool = False) -> None:
+        """`is_hit` is None if nothing had to be prepared; an item that `may_be_shared` is prepared by a preparer."""
+        self.mm_hash = mm_hash
+        if is_hit is not None:
+            is_shared = may_be_shared and "decode" not in self.seconds
+            self.outcome = "hit" if is_hit else "shared" if is_shared else "miss"
