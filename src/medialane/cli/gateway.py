@@ -108,7 +108,7 @@ def prebuild(model: str, vllm_args: Sequence[str]) -> None:
     """In the process that gateways are forked from: build what those for this model and these flags start with. No
     thread remains. Raises StartupFailed, or what vLLM raises."""
     warm_up()
-    prebuilt.build(model, vllm_args)
+    prebuilt.build(model, untraced_flags(vllm_args))
 
 
 def run(
