@@ -94,7 +94,7 @@ def grpc_collector(host: str = "127.0.0.1") -> Iterator[Collector]:
     collector = Collector()
 
     class Servicer(service.TraceServiceServicer):
-        def Export(self, request, context):
+        def Export(self, request, context):  # noqa: N802 - gRPC's name
             collector.add(request, context.invocation_metadata())
             return messages.ExportTraceServiceResponse()
 

@@ -191,6 +191,8 @@ class AccessMiddleware:
         route = self._route_of(scope)
         kind = kind_of(route)
         given = given_key(scope)
+        if scope["type"] == "http":
+            current_scope().record.path = route or ""
         if not (self._keys.is_open(kind) or _is_answered_by_cors(scope, route) or self._keys.accepts(kind, given)):
             if not self._keys.is_client(given):
                 return await _send_unauthorized(scope, send)
@@ -206,6 +208,7 @@ class AccessMiddleware:
         """Serve a tenant's request, or refuse it by its limits, which do not count what has no body."""
         if scope["type"] == "http":
             current_scope().tenant = tenant
+            current_scope().record.tenant = tenant.name
             if scope["method"] in _WITHOUT_BODY:
                 return await self._app(scope, receive, send)
         with ExitStack() as stack:

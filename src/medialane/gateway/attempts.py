@@ -141,7 +141,7 @@ class Sender:
         self.workers.check_ready()
         with scope.timeline.measure("route") as step:
             route = self.routes.choose(request, prepared, excluded, block_ids=block_ids)
-            step.detail = route.routed
+            step.detail = route.routed if scope.trace is not None else None
             scope.defer(route.routed.release)
             return Call(request, prepared, scope, route, self._paths(route.link, prepared), continuable)
 
@@ -212,7 +212,7 @@ class Sender:
         self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
         if call.ticket is not None:
             call.ticket.sent()
-        call.scope.note_sent(Sent(call.route.routed.decision, call.paths[0]))
+        call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]))
 
     @while_connected
     async def drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
@@ -256,6 +256,7 @@ class Attempts:
         self._sent_at = self._first_at = self._moved_at = 0.0
         self._worker_id = ""
         self._is_learned_from = False
+        self._num_counted = 0
         self._end_turn: Callable[[], None] = lambda: None
 
     async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
@@ -271,6 +272,7 @@ class Attempts:
                         async for delta in remote:
                             if not self.has_begun:
                                 self._begin(delta)
+                            self._count(delta)
                             if trace is not None:
                                 trace.note_output(delta)
                             if delta.embedded and self.call.prepared is not None:
@@ -278,6 +280,7 @@ class Attempts:
                             yield delta
                     self._learn_end()
                 except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy) as error:
+                    self.call.scope.record.attempt_failed(self.call.route.routed.decision, error.code)
                     if self.has_begun:
                         raise self._in_the_middle(error) from error
                     await self._try_again(error)
@@ -300,6 +303,7 @@ class Attempts:
         self._worker_id = self.call.route.link.worker_id
         self._sender.begin(self.call)
         self._sent_at = time.perf_counter()
+        self.call.scope.timeline.enter("prefill")
         return remote
 
     def _begin(self, first: OutputDelta) -> None:
@@ -314,13 +318,20 @@ class Attempts:
         if self._lost is not None:
             self._sender.metrics.observe_migration(now - self._moved_at)
             call.route.routed.prefilled(first.num_cached_tokens)
+            call.scope.timeline.enter("answer")
             return
         if "first_token" not in timeline.seconds:  # of another prompt of the request
             timeline.add("first_token", now - self._sent_at)
         self._learn(first, now - self._sent_at)
         outcomes = self._sender.routes.answered(call.route, call.prepared, first)
-        call.scope.note_answered(first.num_cached_tokens, outcomes, first.movers)
+        call.scope.record.answered(first, call.route.num_prompt_tokens(first), outcomes)
         self._sender.metrics.count_copied(first.movers)
+
+    def _count(self, delta: OutputDelta) -> None:
+        """Count the tokens of an output; a cumulative one has all so far."""
+        num_tokens = sum(len(completion.token_ids) for completion in delta.completions)
+        self.call.scope.record.generated_tokens += num_tokens - self._num_counted
+        self._num_counted = num_tokens if self.call.request.cumulative else 0
 
     def _learn(self, first: OutputDelta, seconds: float) -> None:
         expectation, routed = self.call.scope.expectation, self.call.route.routed

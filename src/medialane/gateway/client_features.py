@@ -25,7 +25,6 @@ from medialane.gateway.intake.sent_features import placeholder_field
 from medialane.gateway.request_media import RequestMedia
 from medialane.gateway.scope import RequestScope
 from medialane.gateway.store_features import StoreFeatures
-from medialane.observability.timeline import ItemTimeline
 from medialane.prepare.processor import ProcessedItem
 
 
@@ -42,17 +41,16 @@ class ClientFeatures:
         self._check_stage(ref)
         named = msgspec.structs.replace(ref, data=None)
         budget = ImageBudget(self._assembly, b"{}", scope.expectation, scope.preparation)
-        with scope.timeline.item(ref.param, ref.modality) as timeline:
+        with scope.record.finding(ref) as timeline:
             found = await self._features.processed(named, b"{}", timeline, budget, encoder=encoder)
-            return self._held(named, found, scope, timeline)
+        return self._held(named, found, scope)
 
     async def put(self, ref: MediaRef, processed: ProcessedItem, scope: RequestScope) -> StagedItem:
         """Return the feature of tensors that a client has sent, under a key of ours."""
         self._check_stage(ref)
-        with scope.timeline.item(ref.param, ref.modality) as timeline:
+        with scope.record.finding(ref) as timeline:
             found = await self._features.put(ref, processed, timeline)
-            named = msgspec.structs.replace(ref, data=None, content=found.content_hash)
-            return self._held(named, found, scope, timeline)
+        return self._held(msgspec.structs.replace(ref, data=None, content=found.content_hash), found, scope)
 
     async def place(
         self, token_ids: list[int], items: Sequence[StagedItem], ranges: Sequence[PlaceholderRange], media: RequestMedia
@@ -69,7 +67,8 @@ class ClientFeatures:
                 message = f"the prompt's {given.length} tokens at {given.offset} are not those of this item"
                 raise InvalidRequest(message, param=placeholder_field(item.ref))
         places = [place for place in placed if place is not None]
-        media.scope.note_prepared(items, [place.num_embeds for place in places])
+        scope = media.scope
+        scope.record.prepared(items, [place.num_embeds for place in places], is_reported=scope.wants_report)
         return PreparedPrompt(
             token_ids,
             tuple(map(PlacedFeature, features, places)),
@@ -83,10 +82,9 @@ class ClientFeatures:
             raise InvalidRequest("features are not used by this server (--stage): send the media", param=ref.param)
 
     @staticmethod
-    def _held(ref: MediaRef, found: FoundItem[Feature], scope: RequestScope, timeline: ItemTimeline) -> StagedItem:
+    def _held(ref: MediaRef, found: FoundItem[Feature], scope: RequestScope) -> StagedItem:
         scope.defer(found.hold.release)
-        timeline.num_embeddings += found.value.embedding is not None
-        timeline.found(found.value.mm_hash, is_hit=found.is_hit)
+        scope.timeline.num_embeddings += found.value.embedding is not None
         return StagedItem(ref, found.value, found.hold, is_hit=found.is_hit, content_hash=found.content_hash)
 
 

@@ -32,10 +32,10 @@ from medialane.core.tasks import gather_or_cancel
 from medialane.core.tensor import TensorSpec
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.handover import feature_payload
+from medialane.gateway.requests import RequestRecord
 from medialane.gateway.transports import ShmTransport
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import StageTimeline
 from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Encoders:
         prepared: PreparedPrompt,
         items: Sequence[PlacedFeature],
         digest: str,
-        timeline: StageTimeline,
+        record: RequestRecord,
         *,
         trace_headers: dict[str, str] | None = None,
     ) -> frozenset[str]:
@@ -102,7 +102,7 @@ class Encoders:
             started = time.perf_counter()
             work = partial(self._encode, prepared, placed, digest, trace_headers)
             if (outcome := await self._flights.do(mm_hash, work)) != "worker":
-                timeline.add_encoding(mm_hash, started)
+                record.encoded(mm_hash, started)
             return outcome
 
         outcomes = await gather_or_cancel([encode(*each) for each in distinct.items()])

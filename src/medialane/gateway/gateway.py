@@ -269,13 +269,14 @@ class Gateway:
         items = await (media.described() if describes else media.in_stage(stage.name))
         mm_hashes = tuple(item.feature.mm_hash for item in items)
         if not stage.is_processed:
-            scope.note_prepared(items)
+            scope.record.prepared(items, is_reported=scope.wants_report)
             encoder_token_ids = prompt.token_ids if prompt.is_encoder_prompt else None
             return PreparedPrompt(prompt.token_ids, (), mm_hashes, prompt, media, encoder_token_ids)
         features = tuple(item.feature for item in items)
         with scope.timeline.measure("assemble"):
             assembled = await self._assembly.assemble(prompt, features)
-        scope.note_prepared(items, [place.num_embeds for place in assembled.placeholders])
+        num_tokens = [place.num_embeds for place in assembled.placeholders]
+        scope.record.prepared(items, num_tokens, is_reported=scope.wants_report)
         placed = tuple(map(PlacedFeature, features, assembled.placeholders))
         is_predicted = all(item.is_hit is None for item in items)
         encoder_token_ids = assembled.encoder_token_ids
@@ -408,8 +409,9 @@ class Gateway:
         if not new or not (hashes := self.routes.new_items(request, prepared, block_ids)):
             return prepared
         new = [placed for placed in new if placed.feature.mm_hash in hashes]
+        scope.timeline.enter("encode")
         headers = None if scope.trace is None else scope.trace.headers
-        encoded = await self._encoders.encode(prepared, new, digest, scope.timeline, trace_headers=headers)
+        encoded = await self._encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
         if not encoded:
             return prepared
         features = await prepared.media.with_embeddings(encoded)

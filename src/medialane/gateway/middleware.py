@@ -27,6 +27,7 @@ from medialane.gateway.error_responses import ErrorSender, error_form, send_erro
 from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
 from medialane.gateway.media_endpoint import MEDIA_PATH
 from medialane.gateway.report import ReportSender
+from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
 from medialane.gateway.trace import RequestTracing
 from medialane.media import MediaConfig
@@ -58,6 +59,7 @@ class ScopeMiddleware:
         app: App,
         metrics: Metrics,
         requests: OpenRequests | None = None,
+        recent: RecentRequests | None = None,
         *,
         names_takers: bool = False,
         tracing: RequestTracing | None = None,
@@ -66,6 +68,7 @@ class ScopeMiddleware:
         self._tracing = tracing
         self._metrics = metrics
         self._requests = requests or OpenRequests()
+        self._recent = recent or RecentRequests()
         self._names_takers = names_takers
         self._num_requests = 0
 
@@ -73,34 +76,57 @@ class ScopeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        own_id = (_header(scope, b"x-request-id") or b"").decode("latin-1")
         if self._names_takers:
             self._num_requests += 1
-            own_id = (_header(scope, b"x-request-id") or b"").decode("latin-1")
             TAKER.set(f"{scope['method']} {scope['path']} {own_id or self._num_requests}")
         with self._requests.opened() as request:
+            record = request.record
+            record.name(own_id)
             if self._tracing is not None:
-                request.trace = self._tracing.begin(scope, request.timeline)
-
-            async def send_timed(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    if request.trace is not None:
-                        request.trace.note_response(message)
-                    headers = [
-                        *message.get("headers", ()),
-                        (b"server-timing", request.timeline.server_timing().encode()),
-                    ]
-                    message = {**message, "headers": headers}
-                await send(message)
-
+                request.trace = self._tracing.begin(scope, record)
+            watched = _WatchedEnd(receive, send, request)
+            is_kept = scope["method"] not in _WITHOUT_BODY
+            if is_kept:
+                self._recent.begin(record)
             try:
-                await self._app(scope, receive, send_timed)
+                await self._app(scope, watched.receive, watched.send)
             finally:
+                record.ended(is_disconnected=not watched.is_complete and watched.is_disconnected)
                 if request.trace is not None:
-                    request.trace.end(error_code=request.error_code, is_disconnected=request.is_disconnected)
+                    request.trace.end()
+                if is_kept:
+                    self._recent.end(record)
                 if scope["method"] == "POST":  # health checks and scrapes are not counted
                     self._metrics.observe(request.timeline)
                 if request.error_code is not None:
                     self._metrics.count_error(request.error_code)
+
+
+class _WatchedEnd:
+    """The client's side of a request: adds Server-Timing, and notes the status and who ended it."""
+
+    def __init__(self, receive: Receive, send: Send, request: RequestScope) -> None:
+        self._receive = receive
+        self._send = send
+        self._request = request
+        self.is_complete = False
+        self.is_disconnected = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.is_disconnected = True
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._request.record.status = message["status"]
+            timing = self._request.timeline.server_timing().encode()
+            message = {**message, "headers": [*message.get("headers", ()), (b"server-timing", timing)]}
+        elif message["type"] == "http.response.body" and not self.is_disconnected:
+            self.is_complete = not message.get("more_body", False)
+        await self._send(message)
 
 
 class IntakeMiddleware:
@@ -150,7 +176,7 @@ class IntakeMiddleware:
         elif body is None:
             return
         else:
-            send = ReportSender(send, request.report) if request.extracted.wants_report else send
+            send = ReportSender(send, request.record.report) if request.wants_report else send
             watching = _ending_with_client(receive, request)
             scope, receive = _with_length(scope, len(body)), replay(body, receive)
         sender = ErrorSender(send, request, form)
@@ -169,7 +195,9 @@ class IntakeMiddleware:
         """Return the body without its media, which move to the request's scope. None if the client has disconnected."""
         request = current_scope()
         body = Body(self._memory, declared)
-        if not await body.read(receive, self._fairness):
+        with request.timeline.measure("upload"):
+            is_whole = await body.read(receive, self._fairness)
+        if not is_whole:
             body.release()
             return None
         work = partial(self._work, body.buffer, body.size, request, content_type)
@@ -184,6 +212,7 @@ class IntakeMiddleware:
             parse_error=intake.parse_error,
             priority=intake.priority,
         )
+        request.record.received(intake.refs, model=intake.model, streams=intake.stream)
         return intake.body
 
     def _work(self, buffer: Buffer, size: int, request: RequestScope, content_type: bytes) -> Intake:

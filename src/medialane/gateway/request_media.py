@@ -57,7 +57,7 @@ class RequestMedia:
         """Return the items as in the stage of features, but without tensors where their headers are known from the size
         of their media: then `is_hit` is None. Raises like `in_stage`."""
         budget = self._budget()
-        return await gather_or_cancel([self._timed(_described, ref, budget) for ref in self.source.items])
+        return await gather_or_cancel([_described(self, ref, budget) for ref in self.source.items])
 
     def have(self, stage: StageName, items: Sequence[StagedItem]) -> None:
         """Use these items, which have been found, in a stage."""
@@ -118,14 +118,7 @@ class RequestMedia:
         find, budget = FINDERS[STAGES[stage].sends], self._budget()
         for ref in self.source.items:
             await self.features.count_sent(ref, budget)
-        return await gather_or_cancel([self._timed(find, ref, budget) for ref in self.source.items])
-
-    async def _timed(self, find: Finder, ref: MediaRef, budget: ImageBudget) -> StagedItem:
-        with self.scope.timeline.item(ref.param, ref.modality) as timeline:
-            timeline.media_bytes = len(ref.data or b"")
-            item = await find(self, ref, budget, timeline)
-            timeline.found(item.feature.mm_hash, is_hit=item.is_hit, may_be_shared=True)
-            return item
+        return await gather_or_cancel([find(self, ref, budget) for ref in self.source.items])
 
     def _budget(self) -> ImageBudget:
         scope = self.scope
@@ -139,25 +132,28 @@ class _NoHold:
         pass
 
 
-async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget, timeline: StageTimeline) -> StagedItem:
-    described = await request.features.described(ref, request.source.options, timeline, budget)
+async def _described(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
+    with request.scope.record.finding(ref) as timeline:
+        described = await request.features.described(ref, request.source.options, timeline, budget)
     if described is None:
-        return await _processed(request, ref, budget, timeline)
+        return await _processed(request, ref, budget)
     content, feature = described
     return StagedItem(ref, feature, _NoHold(), content_hash=content)
 
 
-async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget, timeline: StageTimeline) -> StagedItem:
-    features = request.features
-    cached = await features.processed(ref, request.source.options, timeline, budget, encoder=request.encoder)
+async def _processed(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
+    features, options = request.features, request.source.options
+    with request.scope.record.finding(ref) as timeline:
+        cached = await features.processed(ref, options, timeline, budget, encoder=request.encoder)
     request.scope.defer(cached.hold.release)
     await _count_hit(ref, cached, budget)
-    timeline.num_embeddings += cached.value.embedding is not None
+    request.scope.timeline.num_embeddings += cached.value.embedding is not None
     return StagedItem(ref, cached.value, cached.hold, is_hit=cached.is_hit, content_hash=cached.content_hash)
 
 
-async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget, timeline: StageTimeline) -> StagedItem:
-    cached = await request.features.decoded(ref, timeline, budget)
+async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
+    with request.scope.record.finding(ref) as timeline:
+        cached = await request.features.decoded(ref, timeline, budget)
     request.scope.defer(cached.hold.release)
     await _count_hit(ref, cached, budget)
     key = request.features.key(ref, request.source.options, content=cached.content_hash)
@@ -165,8 +161,9 @@ async def _decoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget, ti
     return StagedItem(ref, feature, cached.hold, is_hit=cached.is_hit)
 
 
-async def _encoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget, timeline: StageTimeline) -> StagedItem:
-    cached = await request.features.encoded(ref, timeline, budget)
+async def _encoded(request: RequestMedia, ref: MediaRef, budget: ImageBudget) -> StagedItem:
+    with request.scope.record.finding(ref) as timeline:
+        cached = await request.features.encoded(ref, timeline, budget)
     request.scope.defer(cached.hold.release)
     encoded = cached.value
     key = request.features.key(ref, request.source.options, content=cached.content_hash)
@@ -182,8 +179,7 @@ async def _count_hit(ref: MediaRef, item: FoundItem[Feature], budget: ImageBudge
 
 
 #: Functions that look up or prepare an item, by what its stage sends.
-Finder = Callable[[RequestMedia, MediaRef, ImageBudget, StageTimeline], Coroutine[Any, Any, StagedItem]]
-FINDERS: Mapping[str, Finder] = {
+FINDERS: Mapping[str, Callable[[RequestMedia, MediaRef, ImageBudget], Coroutine[Any, Any, StagedItem]]] = {
     "processed": _processed,
     "decoded": _decoded,
     "encoded": _encoded,

@@ -42,6 +42,12 @@ class Route(NamedTuple):
     prefix: PromptPrefix
     data_parallel_rank: int | None
 
+    def num_prompt_tokens(self, first: OutputDelta) -> int:
+        """Return how many tokens the prompt has, by its first output."""
+        if first.prompt_token_ids is not None:
+            return len(first.prompt_token_ids)
+        return self.routed.decision.num_tokens
+
 
 class Routes:
     """Chooses workers for requests, reports workers to the router, and learns expansions from the engines' outputs."""
@@ -141,9 +147,8 @@ class Routes:
         Return what the worker did about embeddings, by the mm_hash of the item; empty if it keeps none."""
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached)
-        decision = route.routed.decision
-        num_tokens = len(first.prompt_token_ids) if first.prompt_token_ids is not None else decision.num_tokens
-        self._metrics.count_prompt(num_tokens, routed_cached=decision.cached_tokens, engine_cached=num_cached)
+        routed_cached, num_tokens = route.routed.decision.cached_tokens, route.num_prompt_tokens(first)
+        self._metrics.count_prompt(num_tokens, routed_cached=routed_cached, engine_cached=num_cached)
         for span in first.placed or (*route.prefix.media, *route.prefix.unplaced_items):
             self._metrics.count_media(span.modality, is_cached=span.end <= (num_cached or 0))
         if prepared is not None and first.placed and first.prompt_token_ids is not None:

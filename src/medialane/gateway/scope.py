@@ -8,11 +8,10 @@ disconnected.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
@@ -25,15 +24,12 @@ from medialane.core.errors import (
     MedialaneError,
     to_report,
 )
-from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef
 from medialane.core.media_lease import TENANT
-from medialane.core.remote_entry import MoverName
 from medialane.gateway.bodies import BudgetCharge
 from medialane.gateway.references import References
-from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report
+from medialane.gateway.requests import RequestRecord
 from medialane.gateway.trace import RequestTrace
-from medialane.observability.timeline import StageTimeline
 
 if TYPE_CHECKING:  # admission defers to scopes
     from medialane.gateway.admission import Preparation, Tenant, TtftExpectation
@@ -42,7 +38,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _DISCONNECTED = "the client has disconnected"
-_NO_OUTCOMES: Mapping[str, EmbeddingOutcome] = MappingProxyType({})
 
 
 class ExtractedMedia(msgspec.Struct, frozen=True):
@@ -74,12 +69,13 @@ class RequestScope:
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header, `expectation`
     when its first token is expected, if there are limits; `preparation` that of its media, if there are queues.
 
-    Also holds results for the response: `extracted` by intake, `failure` (the first one), and for the report the
-    prepared items, the destination, and the engine's cached tokens.
+    Also holds results for the response: `extracted` by intake, `failure` (the first one). `record` is what remains of
+    the request, and its report is made of it.
     """
 
     def __init__(self) -> None:
-        self.timeline = StageTimeline()
+        self.record = RequestRecord()
+        self.timeline = self.record.timeline
         self.references = References.random()
         self.client = ""
         self.tenant: Tenant | None = None
@@ -91,9 +87,6 @@ class RequestScope:
         self.preparation: Preparation | None = None
         self.memory: BudgetCharge | None = None
         self.trace: RequestTrace | None = None
-        self._items: tuple[MediaReport, ...] = ()
-        self._sent: Sent | None = None
-        self._engine_cached_tokens: int | None = None
         self._stack = ExitStack()
         self._closed = False
         self._ended_by: MedialaneError | None = None
@@ -105,13 +98,12 @@ class RequestScope:
         return self.client if self.tenant is None else f"{TENANT}{self.tenant.name}"
 
     @property
-    def error_code(self) -> str | None:
-        return None if self.failure is None else self.failure.error.code
+    def wants_report(self) -> bool:
+        return self.extracted.wants_report
 
     @property
-    def is_disconnected(self) -> bool:
-        """Whether the client has gone before the end of the response."""
-        return isinstance(self._ended_by, ClientDisconnected)
+    def error_code(self) -> str | None:
+        return None if self.failure is None else self.failure.error.code
 
     def defer(self, callback: Callable[[], None]) -> None:
         """Call `callback`, which releases a resource, when the scope closes; at once if it is closed already."""
@@ -166,47 +158,12 @@ class RequestScope:
         refs = self.extracted.refs
         return self.references.quoting_client(document, refs, is_error=is_error) if refs else document
 
-    def note_prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = ()) -> None:
-        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""
-        counts = num_tokens or [0] * len(items)
-        self.timeline.note_tokens({item.feature.mm_hash: n for item, n in zip(items, counts, strict=True)})
-        if self.extracted.wants_report:
-            self._items += tuple(map(media_report, items, counts))
-
-    def note_sent(self, sent: Sent) -> None:
-        """Record how and where a prompt is sent. The last call counts: earlier attempts have failed. But of several
-        prompts (documents that are scored) one with media counts."""
-        if sent.path is not None or self._sent is None or self._sent.path is None:
-            self._sent = sent
-
-    def note_answered(
-        self,
-        num_cached_tokens: int | None,
-        outcomes: Mapping[str, EmbeddingOutcome] = _NO_OUTCOMES,
-        movers: Sequence[MoverName] = (),
-    ) -> None:
-        """Record how many of the prompt's tokens the engine had in its KV cache, what it did about embeddings, by the
-        mm_hash of the item, and by what the store of the worker's host has copied media."""
-        self._engine_cached_tokens = num_cached_tokens
-        for timed in self.timeline.items:
-            timed.embedding = outcomes.get(timed.mm_hash, timed.embedding)
-        if self._sent is not None and movers:
-            self._sent = msgspec.structs.replace(self._sent, movers=tuple(movers))
-        self._items = tuple(
-            msgspec.structs.replace(item, embedding=outcomes.get(item.mm_hash, item.embedding)) for item in self._items
-        )
-
-    def report(self) -> bytes:
-        """Return the report on the request so far as JSON, items in the order of the request."""
-        places = {ref.param: n for n, ref in enumerate(self.extracted.refs)}
-        items = tuple(sorted(self._items, key=lambda item: places.get(item.param, len(places))))
-        return request_report(items, self._sent, self._engine_cached_tokens, self.timeline)
-
     def fail(self, error: MedialaneError, *, app_responds: bool = False) -> None:
         """Record `error` as the response. The first one counts: later ones are its consequences, as are those after
         the client has disconnected."""
-        if self.failure is None and not self.is_disconnected:
+        if self.failure is None and not isinstance(self._ended_by, ClientDisconnected):
             self.failure = Failure(to_report(error), app_responds)
+            self.record.failed(self.failure.error, quotes_client=app_responds)
 
     def close(self) -> None:
         """Release everything. Idempotent. Also drops the media that came in the body: tasks that still run in the
@@ -214,7 +171,6 @@ class RequestScope:
         if not self._closed:
             self._closed = True
             self.extracted = ExtractedMedia()
-            self._items = ()
             self._stack.close()
 
 

@@ -318,8 +318,11 @@ class StoreFeatures:
         form: Form,
     ) -> Reply:
         """Make a call about `ref`: write its data where the store wants them, and count it."""
+        if ref.url is None:
+            timeline.enter("prepare")
 
         async def answer(question: Question) -> None:
+            timeline.enter("prepare")
             if isinstance(question, SendData):
                 budget.missing(ref, file_bytes=num_bytes or 0)
                 await self._write(ref.data or b"", timeline, question.range)

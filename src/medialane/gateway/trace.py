@@ -1,7 +1,7 @@
-"""The trace of one request: a tree of spans, made when the request has ended, of what was measured anyway.
+"""The trace of one request: a tree of spans, made of its record when it has ended.
 
     chat {model}                    SERVER; its parent is the client's span
-      medialane.intake
+      medialane.upload, .intake
       medialane.item                one per media item
         medialane.fetch, .decode, .process, .encode
       medialane.admission, .assemble, .route
@@ -16,16 +16,17 @@ children. Nothing of a request's content is in attributes: no prompts, URLs or s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from opentelemetry.trace import Link, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from medialane.core.errors import MedialaneError
 from medialane.core.request import EngineRequest, OutputDelta
-from medialane.observability.timeline import ItemTimeline, StageTimeline, Step
-from medialane.observability.tracing import Span, SpanKind, Tracing, client_context, context_headers
+from medialane.gateway.requests.record import HASH_DIGITS, ItemRecord, RequestRecord
+from medialane.observability.timeline import Step
+from medialane.observability.tracing import Tracing, client_context, context_headers
 from medialane.routing import RoutedRequest
 
 if TYPE_CHECKING:
@@ -50,10 +51,12 @@ _PATHS: Final = frozenset({
 })  # fmt: skip
 _NOT_TRACED: Final = frozenset({"/health", "/ping", "/metrics"})
 _METHODS: Final = frozenset({"POST", "PUT"})
+_TRACE_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
 
-#: Spans of one request that are exported; `medialane.items` is the number of all items.
-_MAX_ITEMS = 64
+#: Attempts that have a span: a beam search makes one for each token.
 _MAX_ATTEMPTS = 32
+
+_ROUTING: Final = ("policy", "reason", "rank", "num_tokens", "cached_tokens", "expected_ms")
 
 Attributes = dict[str, Any]
 
@@ -65,64 +68,52 @@ class RequestTracing:
         self.tracer = tracing.tracer
         self.model = model
 
-    def begin(self, scope: Mapping[str, Any], timeline: StageTimeline) -> RequestTrace | None:
-        """Begin the trace of an HTTP request (an ASGI scope); None if there is none of such requests."""
+    def begin(self, scope: Mapping[str, Any], record: RequestRecord) -> RequestTrace | None:
+        """Begin the trace of an HTTP request (an ASGI scope); None if such requests have none."""
         path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         if scope["method"] not in _METHODS or path in _NOT_TRACED:
             return None
-        return RequestTrace(self, scope, path if path in _PATHS else "", timeline)
+        return RequestTrace(self, scope, path if path in _PATHS else "", record)
 
 
 class AttemptTrace:
     """One request to one worker. `headers` make its spans children of this one."""
 
-    def __init__(self, span: Span, routed: RoutedRequest, *, is_cumulative: bool) -> None:
+    def __init__(self, span: Span, routed: RoutedRequest) -> None:
         self.span = span
         self.routed = routed
         self.context = set_span_in_context(span)
         self.headers = context_headers(self.context)
-        self.num_prompt_tokens = self.num_output_tokens = 0
         self.num_cached_tokens: int | None = None
-        self.first_at: float | None = None
         self.finish_reasons: list[str] = []
-        self._is_cumulative = is_cumulative
 
     def note_output(self, delta: OutputDelta) -> None:
-        if self.first_at is None:
-            self.first_at = time.perf_counter()
+        if delta.num_cached_tokens is not None:
             self.num_cached_tokens = delta.num_cached_tokens
-            token_ids = delta.prompt_token_ids
-            self.num_prompt_tokens = self.routed.decision.num_tokens if token_ids is None else len(token_ids)
-        num_tokens = 0
         for completion in delta.completions:
-            num_tokens += len(completion.token_ids)
             if completion.finish_reason is not None:
                 self.finish_reasons.append(completion.finish_reason)
-        self.num_output_tokens = num_tokens if self._is_cumulative else self.num_output_tokens + num_tokens
 
 
 class RequestTrace:
-    """Begun by the outermost middleware, which also ends it. `headers` make the spans of other processes children of
-    the root."""
+    """Begun and ended by the outermost middleware. `headers` make the spans of other processes children of the root."""
 
-    def __init__(self, tracing: RequestTracing, scope: Mapping[str, Any], path: str, timeline: StageTimeline) -> None:
+    def __init__(self, tracing: RequestTracing, scope: Mapping[str, Any], path: str, record: RequestRecord) -> None:
         self._tracer = tracing.tracer
         self._model = tracing.model
         self._method, self._path = scope["method"], path
-        self._timeline = timeline
-        #: Adds the time since boot to the wall clock's at the start: steps of the clock move no span.
+        self._record = record
+        #: What is measured is added to the time at the start: steps of the clock move no span.
         self._epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
         given = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"] if k in _TRACE_HEADERS}
         self._root = self._tracer.start_span(
-            self._name, client_context(given), SpanKind.SERVER, start_time=self._ns(timeline.started_at)
+            self._name, client_context(given), SpanKind.SERVER, start_time=self._ns(record.timeline.started_at)
         )
         self._context = set_span_in_context(self._root)
         self.headers = context_headers(self._context)
-        self._attempts: dict[str, list[AttemptTrace]] = {}
-        self._num_attempts = 0
-        self._first_id = ""
-        self._status: int | None = None
-        self._is_stream = False
+        self._attempts: list[AttemptTrace] = []
+        #: The last attempt for each request of vLLM's app, of which this may have several.
+        self._last: dict[str, AttemptTrace] = {}
 
     @property
     def _name(self) -> str:
@@ -134,62 +125,55 @@ class RequestTrace:
         self, request: EngineRequest, routed: RoutedRequest, worker: str, path: TransferPath | None
     ) -> Iterator[AttemptTrace | None]:
         """Trace what the block sends to a worker; None if there have been too many."""
-        self._first_id = self._first_id or request.request_id
         self._model = request.lora_name or self._model
-        self._num_attempts += 1
-        if self._num_attempts > _MAX_ATTEMPTS:
-            yield None  # with the headers of the root
+        if len(self._attempts) == _MAX_ATTEMPTS:
+            yield None
             return
-        before = self._attempts.setdefault(request.request_id, [])
-        links = [Link(before[-1].span.get_span_context(), {"medialane.attempt.reason": "retry"})] if before else ()
+        before = self._last.get(request.request_id)
+        links = () if before is None else (Link(before.span.get_span_context()),)
+        start, attributes = self._now, {"medialane.worker": worker, "gen_ai.request.id": request.request_id}
+        if path is not None:
+            attributes |= {"medialane.stage": path.stage.name, "medialane.transport": path.transport.name}
         span = self._tracer.start_span(
-            "medialane.attempt", self._context, SpanKind.CLIENT, links=links, start_time=self._now
+            "medialane.attempt", self._context, SpanKind.CLIENT, attributes, links, start_time=start
         )
-        attempt = AttemptTrace(span, routed, is_cumulative=request.cumulative)
-        before.append(attempt)
+        self._last[request.request_id] = attempt = AttemptTrace(span, routed)
+        self._attempts.append(attempt)
         try:
             yield attempt
         except MedialaneError as error:
             _fail(span, error.code)
             raise
         finally:
-            if span.is_recording():
-                span.set_attributes({"medialane.attempt": len(before), "medialane.worker": worker, **_path(path)})
             span.end(self._now)
 
-    def note_response(self, start: Mapping[str, Any]) -> None:
-        """Record the start of the response (a message of ASGI)."""
-        self._status = start["status"]
-        kinds = (value for name, value in start.get("headers", ()) if name.lower() == b"content-type")
-        self._is_stream = next(kinds, b"").startswith(b"text/event-stream")
-
-    def end(self, *, error_code: str | None, is_disconnected: bool) -> None:
-        """Make all other spans, and end the root."""
-        root = self._root
+    def end(self) -> None:
+        """Make all other spans of the record, which has ended, and end the root."""
+        root, record = self._root, self._record
         if root.is_recording():
-            cached = {each.routed: each.num_cached_tokens for each in self._all}
-            for step in self._timeline.steps:
+            for step in record.timeline.steps:
                 attempt = step.detail if isinstance(step.detail, AttemptTrace) else None
-                context = self._context if attempt is None else attempt.context
-                self._step(step, context, _step_attributes(step, cached))
-            for item in self._timeline.items[:_MAX_ITEMS]:
-                self._item(item)
+                self._step(step, self._context if attempt is None else attempt.context, self._routing(step))
+            for item in record.items.values():
+                if item.ended_at:
+                    self._item(item)
             root.update_name(self._name)
-            root.set_attributes(self._attributes())
-            code = error_code or ("client_disconnected" if is_disconnected else self._error_status)
-            if code is not None:
-                _fail(root, code)
+            root.set_attributes(self._attributes() | self._usage())
+            if record.error is not None:
+                _fail(root, record.error.code)
+        for step in record.timeline.steps:
+            step.detail = None  # the record is kept for longer
         root.end(self._now)
 
-    def _item(self, item: ItemTimeline) -> None:
+    def _item(self, item: ItemRecord) -> None:
         span = self._tracer.start_span(
             "medialane.item", self._context, attributes=_item_attributes(item), start_time=self._ns(item.started_at)
         )
-        if item.error_code is not None:
-            _fail(span, item.error_code)
         context = set_span_in_context(span)
-        for step in item.steps:
+        for step in item.timeline.steps:
             self._step(step, context, {})
+        if item.error:
+            _fail(span, item.error)
         span.end(self._ns(item.ended_at))
 
     def _step(self, step: Step, context: Context, attributes: Attributes) -> None:
@@ -198,68 +182,69 @@ class RequestTrace:
         )
         span.end(self._ns(step.started_at + step.seconds))
 
-    @property
-    def _error_status(self) -> str | None:
-        """Errors of vLLM's app have only a status."""
-        if self._status is None:
-            return "no_response"
-        return str(self._status) if self._status >= 400 else None
+    def _routing(self, step: Step) -> Attributes:
+        """Return the attributes of the choice of a worker, if the step is one that was used."""
+        routed = step.detail
+        if not isinstance(routed, RoutedRequest) or not routed.has_begun:
+            return {}
+        decision = routed.decision
+        attributes: Attributes = {f"medialane.routing.{name}": getattr(decision, name) for name in _ROUTING}
+        attributes |= {
+            "medialane.routing.worker": decision.worker_id,
+            "medialane.routing.cost_ms": decision.parts.total,
+        }
+        for attempt in self._attempts:
+            if attempt.routed is routed and attempt.num_cached_tokens is not None:
+                attributes["medialane.routing.engine_cached_tokens"] = attempt.num_cached_tokens
+        for second in decision.alternatives[:1]:
+            attributes |= {
+                "medialane.routing.runner_up.worker": second.worker_id,
+                "medialane.routing.runner_up.score": second.score,
+                "medialane.routing.runner_up.cached_tokens": second.cached_tokens,
+            }
+        return attributes
 
     def _attributes(self) -> Attributes:
-        """Return those of the root, by the names of the conventions and by vLLM's older ones."""
-        timeline, operation = self._timeline, _OPERATIONS.get(self._path)
+        record, operation = self._record, _OPERATIONS.get(self._path)
         attributes: Attributes = {
             "http.request.method": self._method,
-            "medialane.cache": timeline.cache,
-            "medialane.items": len(timeline.items),
-            "medialane.attempts": self._num_attempts,
-            "gen_ai.latency.e2e": time.perf_counter() - timeline.started_at,
+            "medialane.request.id": record.id,
+            "medialane.cache": record.timeline.cache,
+            "medialane.num_items": record.num_items,
         }
         attributes |= {"http.route": self._path} if self._path else {}
-        attributes |= {} if self._status is None else {"http.response.status_code": self._status}
-        attributes |= {"gen_ai.request.id": self._first_id} if self._first_id else {}
+        attributes |= {} if record.status is None else {"http.response.status_code": record.status}
         if operation is not None:
             attributes |= {
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "vllm",
-                "gen_ai.request.model": self._model,
+                "gen_ai.request.model": record.model or self._model,
+                "gen_ai.request.stream": bool(record.streams),
                 "gen_ai.response.model": self._model,
-                "gen_ai.request.stream": self._is_stream,
             }
-        return attributes | self._usage() | self._latencies()
+        return attributes
 
     def _usage(self) -> Attributes:
-        answered = [each for each in self._all if each.first_at is not None]
-        if not answered:
-            return {}
-        # An answer that went on at another worker had the same prompt.
-        prompts = [
-            next((each for each in tried if each.first_at is not None), None) for tried in self._attempts.values()
-        ]
-        num_prompt = sum(each.num_prompt_tokens for each in prompts if each is not None)
-        num_output = sum(each.num_output_tokens for each in answered)
-        return {
+        """Return tokens and times, by the names of the conventions and by vLLM's older ones."""
+        record, seconds = self._record, self._record.timeline.seconds
+        usage: Attributes = {"gen_ai.latency.e2e": record.total_ms / 1000}
+        usage |= {"gen_ai.latency.time_in_queue": seconds["queue"]} if "queue" in seconds else {}
+        usage |= {"gen_ai.latency.time_in_model_prefill": seconds["prefill"]} if "prefill" in seconds else {}
+        if record.first_token_at is None:
+            return usage
+        ttft_s, num_prompt, num_output = (record.ttft_ms or 0) / 1000, record.prompt_tokens, record.generated_tokens
+        usage |= {
+            "gen_ai.response.time_to_first_chunk": ttft_s,
+            "gen_ai.latency.time_to_first_token": ttft_s,
             "gen_ai.usage.input_tokens": num_prompt,
             "gen_ai.usage.prompt_tokens": num_prompt,
-            "gen_ai.usage.cache_read.input_tokens": sum(each.num_cached_tokens or 0 for each in prompts if each),
             "gen_ai.usage.output_tokens": num_output,
             "gen_ai.usage.completion_tokens": num_output,
-            "gen_ai.response.finish_reasons": [reason for each in answered for reason in each.finish_reasons],
+            "gen_ai.response.finish_reasons": [reason for each in self._attempts for reason in each.finish_reasons],
         }
-
-    def _latencies(self) -> Attributes:
-        seconds = self._timeline.seconds
-        names = {"queue": "gen_ai.latency.time_in_queue", "prefill": "gen_ai.latency.time_in_model_prefill"}
-        latencies: Attributes = {name: seconds[stage] for stage, name in names.items() if stage in seconds}
-        first = min((each.first_at for each in self._all if each.first_at is not None), default=None)
-        if first is not None:
-            ttft = first - self._timeline.started_at
-            latencies |= {"gen_ai.response.time_to_first_chunk": ttft, "gen_ai.latency.time_to_first_token": ttft}
-        return latencies
-
-    @property
-    def _all(self) -> Sequence[AttemptTrace]:
-        return [attempt for tried in self._attempts.values() for attempt in tried]
+        if record.cached_tokens is not None:
+            usage["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
+        return usage
 
     @property
     def _now(self) -> int:
@@ -269,45 +254,18 @@ class RequestTrace:
         return self._epoch_ns + int(at * 1e9)
 
 
-_TRACE_HEADERS: Final = frozenset({b"traceparent", b"tracestate"})
-
-
 def _fail(span: Span, code: str) -> None:
     span.set_attribute("error.type", code)
     span.set_status(Status(StatusCode.ERROR, code))
 
 
-def _path(path: TransferPath | None) -> Attributes:
-    if path is None:
-        return {}
-    return {"medialane.stage": path.stage.name, "medialane.transport": path.transport.name}
-
-
-def _step_attributes(step: Step, cached: Mapping[RoutedRequest, int | None]) -> Attributes:
-    routed = step.detail
-    if not isinstance(routed, RoutedRequest) or not routed.has_begun:
-        return {}
-    decision = routed.decision
-    names = ("policy", "reason", "rank", "num_tokens", "cached_tokens", "expected_ms")
-    attributes = {f"medialane.routing.{name}": getattr(decision, name) for name in names}
-    attributes["medialane.routing.worker"] = decision.worker_id
-    attributes["medialane.routing.cost_ms"] = decision.parts.total
-    if (num_cached := cached.get(routed)) is not None:
-        attributes["medialane.routing.engine_cached_tokens"] = num_cached
-    for second in decision.alternatives[:1]:
-        attributes |= {
-            "medialane.routing.runner_up.worker": second.worker_id,
-            "medialane.routing.runner_up.score": second.score,
-            "medialane.routing.runner_up.cached_tokens": second.cached_tokens,
-        }
-    return attributes
-
-
-def _item_attributes(item: ItemTimeline) -> Attributes:
-    attributes: Attributes = {"mm.modality": item.modality, "medialane.item.outcome": item.outcome}
-    attributes |= {"medialane.item.field": item.param}
-    attributes |= {"medialane.item.hash": item.mm_hash[:8]} if item.mm_hash else {}
-    attributes |= {"medialane.item.bytes": item.media_bytes} if item.media_bytes else {}
-    attributes |= {"medialane.item.tokens": item.num_tokens} if item.num_tokens else {}
-    attributes |= {"medialane.item.embedding": item.embedding} if item.embedding else {}
-    return attributes
+def _item_attributes(item: ItemRecord) -> Attributes:
+    attributes = {
+        "medialane.item.source": item.source,
+        "medialane.item.outcome": item.outcome,
+        "medialane.item.hash": item.mm_hash[:HASH_DIGITS],
+        "medialane.item.bytes": item.num_bytes,
+        "medialane.item.tokens": item.num_tokens,
+        "medialane.item.embedding": item.embedding,
+    }
+    return {"mm.modality": item.modality} | {name: value for name, value in attributes.items() if value}

@@ -4,16 +4,14 @@ store and its preparers; cache hits and misses, copied bytes."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import msgspec
 
-from medialane.core.errors import MedialaneError
-from medialane.core.media import Modality
-
 StepName = Literal[
+    "upload",
     "intake",
     "admission",
     "fetch",
@@ -27,11 +25,10 @@ StepName = Literal[
     "prefill",
     "first_token",
 ]
+#: What a request waits for. While a preparer has an item it is `prepare`, and until the first token, at the worker,
+#: `prefill`: only their ends tell decode from process, and queue from prefill.
+LiveStage = Literal[StepName, "prepare", "answer"]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
-
-#: `hit`: it was in the arena. `miss`: it was prepared for this request. `shared`: another request had it prepared, at
-#: the same time. `none`: nothing had to be prepared.
-ItemOutcome = Literal["hit", "miss", "shared", "none"]
 
 #: Steps that a timeline keeps with their start; those of a beam search, which routes each token, are not all kept.
 MAX_STEPS = 32
@@ -71,14 +68,15 @@ class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
 class StageTimeline:
     """Seconds by stage. Items of one request run concurrently: a stage's time is that of its slowest item.
 
-    `num_embeddings` counts items that were found encoded. The steps of `items` are theirs alone.
+    `num_embeddings` counts items that were found encoded, `media_bytes` is the size of the encoded item, if it is one
+    item's timeline. `current` is the stage that was entered last, at `entered_at`.
     """
 
     def __init__(self) -> None:
-        self.started_at = time.perf_counter()
+        self.started_at = self.entered_at = time.perf_counter()
+        self.current: LiveStage = "upload"
         self.seconds: dict[StepName, float] = {}
         self.steps: list[Step] = []
-        self.items: list[ItemTimeline] = []
         self.num_hits = 0
         self.num_misses = 0
         self.num_embeddings = 0
@@ -90,6 +88,10 @@ class StageTimeline:
         if started_at is not None:
             self._keep(Step(stage, started_at, seconds))
         self._slowest(stage, seconds)
+
+    def enter(self, stage: LiveStage) -> None:
+        """Record what is waited for from now on."""
+        self.current, self.entered_at = stage, time.perf_counter()
 
     def report(self) -> TimelineReport:
         now = time.perf_counter()
@@ -109,6 +111,7 @@ class StageTimeline:
     @contextmanager
     def measure(self, stage: StepName) -> Iterator[Step]:
         step = Step(stage, time.perf_counter())
+        self.current, self.entered_at = stage, step.started_at
         try:
             yield step
         finally:
@@ -116,39 +119,13 @@ class StageTimeline:
             self._keep(step)
             self._slowest(stage, step.seconds)
 
-    @contextmanager
-    def item(self, param: str, modality: Modality) -> Iterator[ItemTimeline]:
-        """Give one item of the request, which is found or prepared in the block, a timeline of its own, and add it to
-        this one at the end."""
-        item = ItemTimeline(param, modality)
-        self.items.append(item)
-        try:
-            yield item
-        except MedialaneError as error:
-            item.error_code = error.code
-            raise
-        finally:
-            item.ended_at = time.perf_counter()
-            for stage, seconds in item.seconds.items():
-                self._slowest(stage, seconds)
-            self.num_hits += item.num_hits
-            self.num_misses += item.num_misses
-            self.num_embeddings += item.num_embeddings
-            self.copied_bytes += item.copied_bytes
-
-    def add_encoding(self, mm_hash: str, started_at: float) -> None:
-        """Record that an encoder has had an item of the request since then."""
-        now = time.perf_counter()
-        for item in self.items:
-            if item.mm_hash == mm_hash:
-                item.add("encode", now - started_at, started_at)
-                item.ended_at = now
-        self._slowest("encode", now - started_at)
-
-    def note_tokens(self, num_tokens: Mapping[str, int]) -> None:
-        """Record how many tokens of the prompt represent each item, by its mm_hash."""
-        for item in self.items:
-            item.num_tokens = num_tokens.get(item.mm_hash, item.num_tokens)
+    def absorb(self, part: StageTimeline) -> None:
+        """Add what an item has taken, without its steps."""
+        for stage, seconds in part.seconds.items():
+            self._slowest(stage, seconds)
+        self.num_hits += part.num_hits
+        self.num_misses += part.num_misses
+        self.copied_bytes += part.copied_bytes
 
     @property
     def cache(self) -> CacheOutcome:
@@ -172,27 +149,3 @@ class StageTimeline:
 
     def _slowest(self, stage: StepName, seconds: float) -> None:
         self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
-
-
-class ItemTimeline(StageTimeline):
-    """The timeline of one media item of a request, `param` its field there. `mm_hash` and `outcome` are known once it
-    is found, `num_tokens` once the prompt is expanded, `embedding` (`gateway.report.EmbeddingOutcome`) once its worker
-    has answered. `media_bytes` is the size of its encoded form, 0 if that is not known."""
-
-    def __init__(self, param: str, modality: Modality) -> None:
-        super().__init__()
-        self.param = param
-        self.modality = modality
-        self.ended_at = 0.0
-        self.outcome: ItemOutcome = "none"
-        self.mm_hash = ""
-        self.num_tokens = 0
-        self.embedding = ""
-        self.error_code: str | None = None
-
-    def found(self, mm_hash: str, *, is_hit: bool | None, may_be_shared: bool = False) -> None:
-        """`is_hit` is None if nothing had to be prepared; an item that `may_be_shared` is prepared by a preparer."""
-        self.mm_hash = mm_hash
-        if is_hit is not None:
-            is_shared = may_be_shared and "decode" not in self.seconds
-            self.outcome = "hit" if is_hit else "shared" if is_shared else "miss"

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from opentelemetry.trace import Span, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from medialane import __version__
@@ -86,6 +85,3 @@ def _exporter(endpoint: str, protocol: str) -> SpanExporter:
 
         return HttpExporter(endpoint=endpoint)
     raise StartupFailed(f"{PROTOCOL}={protocol}: must be grpc or http/protobuf")
-
-
-__all__ = ["PROTOCOL", "SERVICE_NAME", "Span", "SpanKind", "Tracing", "client_context", "context_headers"]

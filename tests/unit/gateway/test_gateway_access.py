@@ -11,7 +11,14 @@ from prometheus_client import CollectorRegistry
 
 from medialane.core.errors import StartupFailed
 from medialane.core.loop_fairness import LoopFairness
-from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, IntakeMiddleware, ScopeMiddleware
+from medialane.gateway import (
+    AccessKeys,
+    AccessMiddleware,
+    GatewayConfig,
+    IntakeMiddleware,
+    ScopeMiddleware,
+    open_scope,
+)
 from medialane.gateway.access import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS, OPEN
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
@@ -148,7 +155,8 @@ async def status(access_keys, path, key=None):
         return {"type": "http.request", "body": b""}
 
     middleware = AccessMiddleware(app, access_keys, lambda scope: ROUTES.get(scope["path"]))
-    await middleware({"type": "http", "method": "GET", "path": path, "headers": headers}, receive, send)
+    with open_scope():
+        await middleware({"type": "http", "method": "GET", "path": path, "headers": headers}, receive, send)
     return sent[0]["status"]
 
 

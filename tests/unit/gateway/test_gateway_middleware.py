@@ -234,7 +234,7 @@ async def test_media_extraction_error_response_names_the_field():
 async def test_every_response_has_timings():
     exchange = await Exchange(App(status=500)).run(BODY)
     stages = [metric.split(";")[0] for metric in exchange.header(b"server-timing").split(", ")]
-    assert stages == ["intake", "cache", "copied", "total"]
+    assert stages == ["upload", "intake", "cache", "copied", "total"]
 
 
 async def test_scope_closes_when_the_app_raises():
@@ -289,7 +289,8 @@ class Answering(App):
         await receive()
         request = current_scope()
         ref = request.resolve(request.references.text(0))
-        request.note_prepared([StagedItem(ref, Feature("image", "h", b"", (), MediaSize()), None, is_hit=True)], [4])
+        item = StagedItem(ref, Feature("image", "h", b"", (), MediaSize()), None, is_hit=True)
+        request.record.prepared([item], [4], is_reported=True)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": b'{"id":"a"}'})
@@ -308,7 +309,7 @@ async def test_requested_report_is_in_the_response():
         "mm_hash": "h",
         "num_tokens": 4,
     }
-    assert found["medialane"]["times_ms"].keys() == {"intake"}
+    assert found["medialane"]["times_ms"].keys() == {"upload", "intake"}
 
 
 async def test_response_without_requested_report_is_unchanged():

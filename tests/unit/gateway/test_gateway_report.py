@@ -253,27 +253,28 @@ def test_report_of_several_prompts_is_about_one_with_media():
     decision = RoutingDecision("w0", "idle")
     with open_scope() as scope:
         scope.extracted = ExtractedMedia((MediaRef("image", "a", data=b"1"),), wants_report=True)
-        scope.note_prepared([item(scope.extracted.refs[0], "h")])
+        scope.record.prepared([item(scope.extracted.refs[0], "h")], is_reported=True)
         for path in (None, TransferPath(STAGES["features"], ShmTransport(None)), None):
-            scope.note_sent(report.Sent(decision, path))
-        assert msgspec.json.decode(scope.report())["transport"] == "shm"
-        scope.note_sent(report.Sent(decision, TransferPath(STAGES["url"], InlineTransport(None, 0))))
-        assert msgspec.json.decode(scope.report())["stage"] == "url", "the last attempt"
+            scope.record.sending(report.Sent(decision, path))
+        assert msgspec.json.decode(scope.record.report())["transport"] == "shm"
+        scope.record.sending(report.Sent(decision, TransferPath(STAGES["url"], InlineTransport(None, 0))))
+        assert msgspec.json.decode(scope.record.report())["stage"] == "url", "the last attempt"
 
 
 def test_scope_reports_items_in_request_order():
     refs = MediaRef("image", "a", data=b"1"), MediaRef("video", "b", data=b"2")
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(refs, wants_report=True)
-        scope.note_prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9])
-        scope.note_prepared([item(refs[0], "h1")])
-        scope.note_sent(
+        scope.record.received(refs, model="m", streams=False)
+        scope.record.prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9], is_reported=True)
+        scope.record.prepared([item(refs[0], "h1")], is_reported=True)
+        scope.record.sending(
             report.Sent(RoutingDecision("w0", "idle"), TransferPath(STAGES["features"], PullTransport(None)))
         )
-        scope.note_answered(7, movers=("nixl", "tcp"))
+        scope.record.answered(OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp")), 20, {})
         scope.timeline.add("decode", 0.0123456)
         scope.timeline.copied_bytes = 5
-        found = msgspec.json.decode(scope.report())
+        found = msgspec.json.decode(scope.record.report())
     routing = found.pop("routing")
     assert (routing["worker"], routing["reason"], routing["engine_cached_tokens"]) == ("w0", "idle", 7)
     assert found == {
@@ -299,19 +300,20 @@ def test_scope_reports_items_in_request_order():
     }
 
 
-def test_scope_records_nothing_without_a_requested_report():
+def test_video_metadata_are_not_parsed_without_a_requested_report():
     with open_scope() as scope:
-        scope.note_prepared([item(MediaRef("image", "a", data=b"1"), "h", MediaSize(metadata=b"broken"))])
-        assert msgspec.json.decode(scope.report()) == {"items": []}
+        broken = item(MediaRef("video", "a", data=b"1"), "h", MediaSize(metadata=b"broken"))
+        scope.record.prepared([broken], is_reported=False)
+        assert "timestamps" not in msgspec.json.decode(scope.record.report())["items"][0]
 
 
 def test_report_says_what_was_done_about_each_embedding():
     refs = [MediaRef("image", name, data=b"1") for name in "abc"]
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(tuple(refs), wants_report=True)
-        scope.note_prepared([item(ref, f"h{ref.param}") for ref in refs])
-        scope.note_answered(0, {"ha": "loaded", "hb": "encoded"})
-        found = msgspec.json.decode(scope.report())
+        scope.record.prepared([item(ref, f"h{ref.param}") for ref in refs], is_reported=True)
+        scope.record.answered(OutputDelta("r", [], num_cached_tokens=0), 9, {"ha": "loaded", "hb": "encoded"})
+        found = msgspec.json.decode(scope.record.report())
     assert [each.get("embedding") for each in found["items"]] == ["loaded", "encoded", None]
 
 

@@ -40,8 +40,8 @@ _NOT_UNICODE = "has a lone surrogate, which is not valid Unicode"
 class Intake(msgspec.Struct, frozen=True):
     """A body without its media. Reference n in `body` stands for `refs[n]`; all refs have the salt `cache_salt`.
 
-    `report` is whether the client requests a report on its media, `priority` is vLLM's field. `parse_error` is why the
-    body could not be parsed for media, None if it was.
+    `report` is whether the client requests a report on its media; `priority`, `model` and `stream` are vLLM's fields.
+    `parse_error` is why the body could not be parsed for media, None if it was.
     """
 
     body: bytes
@@ -50,6 +50,8 @@ class Intake(msgspec.Struct, frozen=True):
     report: bool = False
     parse_error: str | None = None
     priority: int = 0
+    model: str | None = None
+    stream: bool = False
 
     def __repr__(self) -> str:
         return f"Intake({len(self.body)} bytes, {self.refs})"
@@ -96,7 +98,7 @@ def extract(
         check_num_prompts(parsed, scan.num_values, limits.max_prompts)
         by_prompt = media_places(parsed)
         features = sent_features(parsed, config)
-        cache_salt = string_or_none(parsed.cache_salt)
+        cache_salt, model = string_or_none(parsed.cache_salt), string_or_none(parsed.model)
     except UNREADABLE as error:
         return Intake(apply_edits(skeleton.body, [], limits.max_text_bytes), parse_error=str(error))
     _check_num_items(by_prompt, config)
@@ -119,7 +121,15 @@ def extract(
     if parsed.medialane is not ABSENT:
         edits.append((*_member_range(body, skeleton.locate(parsed.medialane)), b""))
     edited = apply_edits(skeleton.body, edits, limits.max_text_bytes)
-    return Intake(edited, tuple(refs), cache_salt, report, priority=priority_of(parsed.priority))
+    return Intake(
+        edited,
+        tuple(refs),
+        cache_salt,
+        report,
+        priority=priority_of(parsed.priority),
+        model=model,
+        stream=bytes(parsed.stream) == b"true",
+    )
 
 
 def _owned(ref: MediaRef, owner: str) -> MediaRef:

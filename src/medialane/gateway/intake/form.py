@@ -22,7 +22,7 @@ from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
 #: Ours: vLLM's app ignores them.
-FIELDS = (b"medialane", b"cache_salt")
+FIELDS = (b"medialane", b"cache_salt", b"model", b"stream")
 
 #: Most characters of a field's name in an error.
 _MAX_NAME_CHARS = 64
@@ -65,7 +65,8 @@ def extract_files(
         check_salt(salt, limits)
     refs = tuple(_reference(file, data, salt, config) for file in files)
     report = wants_report(msgspec.Raw(form.fields.get(b"medialane", b"")))
-    return Intake(edited(edits), refs, salt, report=report)
+    model, stream = (form.fields.get(name, b"").decode("utf-8", "replace") for name in (b"model", b"stream"))
+    return Intake(edited(edits), refs, salt, report=report, model=model or None, stream=stream.lower() == "true")
 
 
 def _reference(file: _File, data: bytes, salt: str, config: MediaConfig) -> MediaRef:

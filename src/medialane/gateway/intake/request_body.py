@@ -110,6 +110,8 @@ class RequestBody(msgspec.Struct):
     token_ids: msgspec.Raw = ABSENT
     cache_salt: msgspec.Raw = ABSENT
     priority: msgspec.Raw = ABSENT
+    model: msgspec.Raw = ABSENT
+    stream: msgspec.Raw = ABSENT
     medialane: msgspec.Raw = ABSENT
 
     def named_inputs(self) -> list[tuple[str, object]]:

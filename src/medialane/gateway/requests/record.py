@@ -1,0 +1,411 @@
+"""One record of each HTTP request, filled by its scope while it runs, kept when it has ended.
+
+It is the single source of what operators see (`/medialane/requests`), of the log, and of the report in a response. It
+has no prompt, no media and no salt; of a URL it has the host, and it shows eight digits of a hash.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import msgspec
+
+from medialane.core.errors import ErrorReport, MedialaneError
+from medialane.core.feature import StagedItem
+from medialane.core.media import MediaRef, MediaSize
+from medialane.core.request import OutputDelta, RoutingDecision
+from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report, routing_report
+from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline
+
+#: Digits of a hash that are shown: they tell items apart, and find no content.
+HASH_DIGITS = 8
+#: Longest text of a client's, or of an error, that is kept.
+MAX_CHARS = 200
+#: Items that a record keeps; others are only counted.
+MAX_ITEMS = 64
+
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:[^\s/@]*@)?(?P<host>[^\s/?#\"')\]]*)[^\s\"')]*")
+_DATA_URL = re.compile(r"data:[^\s\"')]+")
+
+#: What items wait for, in order.
+_ITEM_STAGES: tuple[LiveStage, ...] = ("fetch", "prepare")
+
+#: Where the client has the item: in the body, at a URL, kept by us, named by a uuid, or processed by the client.
+Source = Literal["body", "url", "kept", "uuid", "features"]
+#: `hit`: it was cached. `shared`: another request was preparing it. `new`: it was prepared. `sent`: a worker does it.
+ItemOutcome = Literal["hit", "shared", "new", "sent"]
+
+
+class AttemptView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One worker to which the request was sent; `error` is the code with which that ended, empty if it answered."""
+
+    worker: str
+    rank: int = 0
+    stage: str = ""
+    transport: str = ""
+    error: str = ""
+
+
+class ItemView(msgspec.Struct, frozen=True):
+    """One media item; None is unknown, or does not apply. `bytes` are those of its file, `feature_bytes` those of what
+    is sent to the worker."""
+
+    param: str
+    modality: str
+    source: Source
+    origin: str | None
+    outcome: ItemOutcome | None
+    embedding: EmbeddingOutcome | None
+    stage: LiveStage | None
+    stages_ms: dict[str, float]
+    bytes: int | None
+    feature_bytes: int | None
+    width: int | None
+    height: int | None
+    frames: int | None
+    samples: int | None
+    tokens: int | None
+    hash: str | None
+
+
+class ErrorView(msgspec.Struct, frozen=True):
+    code: str
+    reason: str = ""
+
+
+class RequestView(msgspec.Struct, frozen=True):
+    """A request as operators see it. `stage` is what it waits for, None once it has ended. See docs/state.md."""
+
+    id: str
+    gateway: str
+    received_at: float
+    path: str
+    model: str | None
+    tenant: str | None
+    streams: bool | None
+    stage: LiveStage | None
+    total_ms: float
+    ttft_ms: float | None
+    stages_ms: dict[str, float]
+    num_items: int
+    items: tuple[ItemView, ...]
+    worker: str | None
+    attempts: tuple[AttemptView, ...]
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    generated_tokens: int
+    status: int | None
+    error: ErrorView | None
+    decision: dict[str, object] | None = None
+
+
+class ItemRecord:
+    """What is known of one item. `timeline` has the times of what has ended, `live` those of what has not. Between
+    `started_at` and `ended_at` (perf_counter) it was found or made; `error` is the code with which that failed."""
+
+    def __init__(self, ref: MediaRef) -> None:
+        self.param = ref.param
+        self.modality = ref.modality
+        self.source: Source = _source(ref)
+        self.origin = _origin(ref.url or "")
+        self.num_bytes = len(ref.data or b"")
+        self.timeline = StageTimeline()
+        self.live: StageTimeline | None = None
+        self.started_at = self.ended_at = 0.0
+        self.error = ""
+        self.outcome: ItemOutcome | None = None
+        self.embedding: EmbeddingOutcome | None = None
+        self.mm_hash = ""
+        self.num_tokens = 0
+        self.feature_bytes = 0
+        self.size = MediaSize()
+
+    def found(self, timeline: StageTimeline) -> None:
+        """Add the times of having found or made it, or of having failed to."""
+        self.live, self.started_at = None, self.started_at or timeline.started_at
+        self.ended_at = time.perf_counter()
+        self.num_bytes = self.num_bytes or timeline.media_bytes
+        self.timeline.absorb(timeline)
+        self.timeline.steps += timeline.steps[: MAX_STEPS - len(self.timeline.steps)]
+
+    def prepared(self, item: StagedItem, report: MediaReport) -> None:
+        """Record how the item was found."""
+        self.mm_hash, self.num_tokens = report.mm_hash, report.num_tokens
+        self.feature_bytes = item.feature.nbytes
+        self.size = msgspec.structs.replace(item.feature.size, metadata=b"")
+        if item.is_hit is None:
+            self.outcome = "sent"
+        elif item.is_hit:
+            self.outcome = "hit"
+        else:
+            self.outcome = "new" if {"decode", "process"} & self.timeline.seconds.keys() else "shared"
+
+    def view(self) -> ItemView:
+        return ItemView(
+            param=self.param,
+            modality=self.modality,
+            source=self.source,
+            origin=self.origin or None,
+            outcome=self.outcome,
+            embedding=self.embedding,
+            stage=None if self.live is None else self.live.current,
+            stages_ms=stages_ms(self.timeline, self.live),
+            bytes=self.num_bytes or None,
+            feature_bytes=self.feature_bytes or None,
+            width=self.size.width or None,
+            height=self.size.height or None,
+            frames=self.size.num_frames or None,
+            samples=self.size.num_samples or None,
+            tokens=self.num_tokens or None,
+            hash=self.mm_hash[:HASH_DIGITS] or None,
+        )
+
+
+class Attempt:
+    """One time that a prompt was sent to a worker. `error` is the code with which it ended; empty if it answered."""
+
+    def __init__(self, sent: Sent) -> None:
+        self.sent = sent
+        self.error = ""
+
+    def view(self) -> AttemptView:
+        decision, path = self.sent.decision, self.sent.path
+        stage, transport = ("", "") if path is None else (path.stage.name, path.transport.name)
+        return AttemptView(decision.worker_id, decision.rank, stage, transport, self.error)
+
+
+class RequestRecord:
+    """What is known of one request; its scope fills it.
+
+    `reports` are those of its items in the order in which they were prepared, `sent` is how its last prompt was sent,
+    `engine_cached_tokens` what its engine had of that; `prompt_tokens` and the like are those of all its prompts.
+    """
+
+    def __init__(self) -> None:
+        self.timeline = StageTimeline()
+        self.received_at = time.time()
+        self.id = ""
+        self.path = ""
+        self.model: str | None = None
+        self.tenant: str | None = None
+        self.streams: bool | None = None
+        self.num_items = 0
+        self.items: dict[str, ItemRecord] = {}
+        self.reports: tuple[MediaReport, ...] = ()
+        self.attempts: list[Attempt] = []
+        self.sent: Sent | None = None
+        self.engine_cached_tokens: int | None = None
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.generated_tokens = 0
+        self.status: int | None = None
+        self.error: ErrorView | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+
+    def name(self, given: str) -> None:
+        """Use the id that the client has given, if it is a usable one, or one of our own."""
+        self.id = given if _ID.fullmatch(given) else secrets.token_hex(16)
+
+    def received(self, refs: Sequence[MediaRef], *, model: str | None, streams: bool) -> None:
+        """Record what the body has."""
+        self.model, self.streams = None if model is None else model[:MAX_CHARS], streams
+        self.num_items = len(refs)
+        self.items = {ref.param: ItemRecord(ref) for ref in refs[:MAX_ITEMS]}
+
+    @contextmanager
+    def finding(self, ref: MediaRef) -> Iterator[StageTimeline]:
+        """Record that an item is looked up or made during the block. Its times are added to those of the request."""
+        item, timeline = self.items.get(ref.param), StageTimeline()
+        timeline.enter("fetch")
+        if item is not None:
+            item.live = timeline
+        try:
+            yield timeline
+        except MedialaneError as error:
+            if item is not None:
+                item.error = error.code
+            raise
+        finally:
+            self.timeline.absorb(timeline)
+            if item is not None:
+                item.found(timeline)
+
+    def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
+        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""
+        for item, count in zip(items, num_tokens or [0] * len(items), strict=True):
+            report = media_report(item, count, with_timestamps=is_reported)
+            if is_reported or len(self.reports) < MAX_ITEMS:
+                self.reports += (report,)
+            if (record := self.items.get(item.ref.param)) is not None:
+                record.prepared(item, report)
+
+    def encoded(self, mm_hash: str, started_at: float) -> None:
+        """Record that an encoder has had an item since then."""
+        now = time.perf_counter()
+        self.timeline.add("encode", now - started_at)
+        for item in self.items.values():
+            if item.mm_hash == mm_hash:
+                item.timeline.add("encode", now - started_at, started_at)
+                item.ended_at = now
+
+    def sending(self, sent: Sent) -> None:
+        """Record how and where a prompt is sent. The last call counts: earlier attempts have failed. But of several
+        prompts (documents that are scored) one with media counts."""
+        if sent.path is not None or self.sent is None or self.sent.path is None:
+            self.sent = sent
+        if (attempt := self._attempt(sent.decision)) is not None:
+            attempt.sent = sent
+        elif len(self.attempts) < MAX_ITEMS:
+            self.attempts.append(Attempt(sent))
+
+    def attempt_failed(self, decision: RoutingDecision, code: str) -> None:
+        """Record that what was sent by this decision has failed."""
+        if (attempt := self._attempt(decision)) is not None:
+            attempt.error = code
+
+    def answered(self, first: OutputDelta, num_prompt_tokens: int, outcomes: Mapping[str, EmbeddingOutcome]) -> None:
+        """Record the first output of a prompt: how many of its tokens the engine had in its KV cache, what it did about
+        embeddings, by the mm_hash of the item, and by what the store of the worker's host has copied media."""
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        self.timeline.enter("answer")
+        self.engine_cached_tokens = first.num_cached_tokens
+        self.prompt_tokens = (self.prompt_tokens or 0) + num_prompt_tokens
+        if first.num_cached_tokens is not None:
+            self.cached_tokens = (self.cached_tokens or 0) + first.num_cached_tokens
+        if self.sent is not None and first.movers:
+            self.sent = msgspec.structs.replace(self.sent, movers=tuple(first.movers))
+        if outcomes:
+            self.reports = tuple(
+                msgspec.structs.replace(item, embedding=outcomes.get(item.mm_hash, item.embedding))
+                for item in self.reports
+            )
+            for record in self.items.values():
+                record.embedding = outcomes.get(record.mm_hash, record.embedding)
+
+    def failed(self, error: ErrorReport, *, quotes_client: bool) -> None:
+        """Record the error with which it ends. The message of one that `quotes_client` is not kept."""
+        self.error = ErrorView(error.code, "" if quotes_client else without_urls(error.message))
+
+    def ended(self, *, is_disconnected: bool) -> None:
+        """Record its end. Idempotent. What vLLM's app has answered itself has the status as code, as in its body."""
+        if self.ended_at is not None:
+            return
+        self.ended_at = time.perf_counter()
+        if self.error is None and is_disconnected:
+            self.error = ErrorView("client_disconnected")
+        if self.status is None:
+            self.status = 499 if is_disconnected else 500
+        if self.error is None and self.status >= 400:
+            self.error = ErrorView(str(self.status))
+
+    def report(self) -> bytes:
+        """Return the report on the request so far as JSON, items in the order of the request."""
+        places = {param: n for n, param in enumerate(self.items)}
+        items = tuple(sorted(self.reports, key=lambda item: places.get(item.param, len(places))))
+        return request_report(items, self.sent, self.engine_cached_tokens, self.timeline)
+
+    @property
+    def is_failed(self) -> bool:
+        return self.error is not None
+
+    @property
+    def stage(self) -> LiveStage | None:
+        """What it waits for: the first of its items that is not there yet, or the request itself."""
+        if self.ended_at is not None:
+            return None
+        live = [item.live.current for item in self.items.values() if item.live is not None]
+        return min(live, key=_ITEM_STAGES.index, default="prepare") if live else self.timeline.current
+
+    @property
+    def worker(self) -> str | None:
+        return self.attempts[-1].sent.decision.worker_id if self.attempts else None
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """From its arrival to the first token; of one that waits for it, so far."""
+        if self.first_token_at is None and (self.ended_at is not None or not self.attempts):
+            return None
+        return ((self.first_token_at or time.perf_counter()) - self.timeline.started_at) * 1000
+
+    @property
+    def total_ms(self) -> float:
+        return ((self.ended_at or time.perf_counter()) - self.timeline.started_at) * 1000
+
+    def _attempt(self, decision: RoutingDecision) -> Attempt | None:
+        """Return the attempt that was made by this decision and has not failed."""
+        for attempt in reversed(self.attempts):
+            if attempt.sent.decision is decision and not attempt.error:
+                return attempt
+        return None
+
+    def view(self, gateway: str = "0", *, is_full: bool = False) -> RequestView:
+        """Return what operators see; if it `is_full`, with the routing decision."""
+        sent = self.sent
+        return RequestView(
+            id=self.id,
+            gateway=gateway,
+            received_at=round(self.received_at, 3),
+            path=self.path,
+            model=self.model,
+            tenant=self.tenant,
+            streams=self.streams,
+            stage=self.stage,
+            total_ms=round(self.total_ms, 1),
+            ttft_ms=None if (ttft_ms := self.ttft_ms) is None else round(ttft_ms, 1),
+            stages_ms=self._stages_ms(),
+            num_items=self.num_items,
+            items=tuple(item.view() for item in self.items.values()),
+            worker=self.worker,
+            attempts=tuple(attempt.view() for attempt in self.attempts),
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated_tokens,
+            status=self.status,
+            error=self.error,
+            decision=routing_report(sent.decision, self.engine_cached_tokens) if is_full and sent is not None else None,
+        )
+
+    def _stages_ms(self) -> dict[str, float]:
+        stages = stages_ms(self.timeline, self.timeline if self.stage == self.timeline.current else None)
+        if self.first_token_at is not None:
+            stages["answer"] = round(((self.ended_at or time.perf_counter()) - self.first_token_at) * 1000, 1)
+        return stages
+
+
+def stages_ms(timeline: StageTimeline, live: StageTimeline | None) -> dict[str, float]:
+    """Return the milliseconds of each stage; of the current one of `live`, those so far."""
+    stages: dict[str, float] = {
+        name: round(s * 1000, 1) for name, s in timeline.seconds.items() if name != "first_token"
+    }
+    if live is not None:
+        stages[live.current] = round((time.perf_counter() - live.entered_at) * 1000, 1)
+    return stages
+
+
+def without_urls(message: str) -> str:
+    """Return a message with no more of its URLs than scheme and host."""
+    return _DATA_URL.sub("data:...", _URL.sub(r"\g<scheme>://\g<host>/...", message))[:MAX_CHARS]
+
+
+def _source(ref: MediaRef) -> Source:
+    if ref.is_feature:
+        return "features"
+    if ref.data is not None:
+        return "body"
+    if ref.url is not None:
+        return "kept" if ref.url.startswith("medialane:") else "url"
+    return "uuid"
+
+
+def _origin(url: str) -> str:
+    """Return the host and port of a URL, without what a password may be in."""
+    match = _URL.match(url)
+    return "" if match is None else match["host"][:MAX_CHARS]

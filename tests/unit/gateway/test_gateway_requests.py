@@ -1,0 +1,234 @@
+"""The record of a request: what operators see of it while it lives and after it, and what they never see."""
+
+import time
+
+import msgspec
+import pytest
+
+from medialane.core.errors import InvalidImage, MediaFetchFailed, PromptRejected, to_report
+from medialane.core.feature import Feature, StagedItem
+from medialane.core.media import MediaRef, MediaSize
+from medialane.core.request import CompletionDelta, OutputDelta, RoutingDecision
+from medialane.core.stage import STAGES
+from medialane.gateway.report import Sent
+from medialane.gateway.requests import RecentRequests, RequestFilter, RequestRecord
+from medialane.gateway.requests.rates import BOUNDS_MS, Rates, percentile_ms, series
+from medialane.gateway.requests.record import without_urls
+from medialane.gateway.transports import ShmTransport, TransferPath
+
+HASH = "0123456789abcdef" * 4
+SECRET_URL = "https://user:password@cdn.example.com:8443/path/to/secret.png?token=secret"
+SHM = TransferPath(STAGES["features"], ShmTransport(None))
+
+
+def record(*refs, model="m"):
+    made = RequestRecord()
+    made.name("r1")
+    made.received(refs, model=model, streams=True)
+    return made
+
+
+def image(param="a", **where):
+    return MediaRef("image", param, **(where or {"data": b"1234"}))
+
+
+def staged(ref, **more):
+    return StagedItem(ref, Feature(ref.modality, HASH, b"", (), MediaSize(width=640, height=480)), None, **more)
+
+
+def test_request_shows_what_it_waits_for():
+    request = record(image(), image("b", url=SECRET_URL))
+    first, second = request.items.values()
+    with request.timeline.measure("upload"):
+        assert request.view().stage == "upload"
+    with request.finding(image()) as own:
+        own.enter("prepare")
+        with request.finding(image("b", url=SECRET_URL)):
+            assert request.view().stage == "fetch", "the first of what its items wait for"
+            assert [item.stage for item in request.view().items] == ["prepare", "fetch"]
+        assert request.view().stage == "prepare"
+        own.add("decode", 0.020)
+    assert request.view().items[0].stages_ms == {"decode": 20.0}
+    with request.timeline.measure("route"):
+        assert request.view().stage == "route"
+    request.ended(is_disconnected=False)
+    view = request.view()
+    assert view.stage is None
+    assert view.stages_ms["decode"] == 20.0
+    assert first.outcome is None
+    assert second.live is None
+
+
+@pytest.mark.parametrize(
+    ("is_hit", "stages", "outcome"),
+    [(True, (), "hit"), (False, ("decode", "process"), "new"), (False, ("fetch",), "shared"), (None, (), "sent")],
+)
+def test_item_shows_how_it_was_found(is_hit, stages, outcome):
+    request = record(image())
+    with request.finding(image()) as own:
+        for stage in stages:
+            own.add(stage, 0.01)
+    request.prepared([staged(image(), is_hit=is_hit)], [300], is_reported=False)
+    (item,) = request.view().items
+    assert (item.outcome, item.bytes, item.width, item.tokens, item.source) == (outcome, 4, 640, 300, "body")
+
+
+def test_urls_hashes_and_salts_are_not_shown():
+    ref = image(url=SECRET_URL, salt="the-salt", owner="the-owner")
+    request = record(ref)
+    request.prepared([staged(ref, is_hit=True)], is_reported=False)
+    error = MediaFetchFailed(f"cannot fetch {SECRET_URL} or data:image/png;base64,AAAA")
+    request.failed(to_report(error), quotes_client=False)
+    request.ended(is_disconnected=False)
+    shown = msgspec.json.encode(request.view(is_full=True)).decode()
+    for secret in ("password", "secret", "path/to", "AAAA", "the-salt", "the-owner", HASH[:9]):
+        assert secret not in shown
+    (item,) = request.view().items
+    assert (item.origin, item.hash) == ("cdn.example.com:8443", HASH[:8])
+    assert request.view().error.reason == "cannot fetch https://cdn.example.com:8443/... or data:..."
+
+
+def test_message_that_quotes_the_client_is_not_kept():
+    request = record()
+    request.failed(to_report(PromptRejected("the grammar 'my private words' is wrong")), quotes_client=True)
+    assert request.view().error.reason == ""
+
+
+@pytest.mark.parametrize("text", ["no URL: here", "3 of 4 workers", "messages[0].content[1]"])
+def test_message_without_urls_is_unchanged(text):
+    assert without_urls(text) == text
+
+
+def test_attempts_name_their_workers_and_how_they_ended():
+    request = record()
+    first, second = RoutingDecision("w0", "idle", num_tokens=9), RoutingDecision("w1", "idle", num_tokens=9)
+    request.sending(Sent(first, SHM))
+    request.sending(Sent(first, SHM))
+    request.attempt_failed(first, "worker_lost")
+    request.sending(Sent(second, SHM))
+    delta = OutputDelta("r", [CompletionDelta(0, "a", [1, 2])], num_cached_tokens=8)
+    request.answered(delta, 9, {})
+    view = request.view(is_full=True)
+    assert [(each.worker, each.error) for each in view.attempts] == [("w0", "worker_lost"), ("w1", "")]
+    assert (view.worker, view.prompt_tokens, view.cached_tokens, view.stage) == ("w1", 9, 8, "answer")
+    assert view.decision["worker"] == "w1"
+    assert view.ttft_ms >= 0
+
+
+@pytest.mark.parametrize("given", ["", "with space", "é", "a" * 129, "<script>"])
+def test_unusable_id_is_replaced(given):
+    request = RequestRecord()
+    request.name(given)
+    assert request.id != given
+    assert len(request.id) == 32
+
+
+def test_request_without_a_status_was_left_by_its_client():
+    request = record()
+    request.ended(is_disconnected=True)
+    assert (request.view().status, request.view().error.code) == (499, "client_disconnected")
+
+
+def test_error_of_the_app_has_its_status_as_code():
+    request = record()
+    request.status = 404
+    request.ended(is_disconnected=False)
+    assert request.view().error.code == "404"
+
+
+def ended(recent, request):
+    recent.begin(request)
+    request.ended(is_disconnected=False)
+    recent.end(request)
+    return request
+
+
+def good(**more):
+    request = record(**more)
+    request.status = 200
+    return request
+
+
+def test_requests_are_filtered():
+    recent = RecentRequests()
+    video = record(MediaRef("video", "v", data=b"1"), model="other")
+    video.status, video.tenant = 200, "acme"
+    video.sending(Sent(RoutingDecision("host/3", "idle"), SHM))
+    slow = good()
+    slow.timeline.started_at -= 5
+    failed = record(image())
+    failed.failed(to_report(InvalidImage("broken")), quotes_client=False)
+    for each in (video, slow, failed):
+        ended(recent, each)
+    live = good()
+    recent.begin(live)
+
+    def found(**wanted):
+        return list(recent.newest(RequestFilter(**wanted)))
+
+    assert found() == [live, failed, slow, video]
+    assert found(model="oth") == found(tenant="acme") == found(modality="video") == found(worker="host/3") == [video]
+    assert found(failed=True) == [failed]
+    assert found(slow_ms=1000) == [slow]
+    assert found(live=True) == [live]
+    assert found(modality="text") == [live, slow]
+    assert recent.live == [live]
+    assert recent.find("r1") is live
+
+
+def test_failed_requests_are_kept_longer_than_others():
+    recent = RecentRequests()
+    failed = record()
+    failed.failed(to_report(InvalidImage("broken")), quotes_client=False)
+    ended(recent, failed)
+    for _ in range(1100):
+        ended(recent, good())
+    assert failed not in list(recent.newest(RequestFilter()))
+    assert list(recent.newest(RequestFilter(failed=True))) == [failed]
+
+
+def test_rates_of_gateways_add_up():
+    now = 1_000_000.0
+    one, other = Rates(lambda: now), Rates(lambda: now)
+    for rates in (one, one, other):
+        request = good()
+        request.generated_tokens = 7
+        request.ended(is_disconnected=False)
+        rates.add(request)
+    summed = series([*one.steps(), *other.steps()], now)
+    assert summed.values["requests"][-1] == 3
+    assert summed.values["generated_tokens"][-1] == 21
+    assert summed.values["requests"][:-1] == [0] * 179
+    assert summed.values["ttft_p95_ms"][-1] is None
+    assert summed.started_at + 179 * summed.step_s <= now
+
+
+def test_steps_older_than_a_quarter_of_an_hour_are_forgotten():
+    now = 1_000_000.0
+    rates = Rates(lambda: now)
+    rates.add(ended(RecentRequests(), good()))
+    now += 901
+    assert rates.steps() == []
+
+
+@pytest.mark.parametrize(
+    ("bucket", "share", "expected"), [(0, 0.5, 1.0), (10, 0.5, 1536.0), (17, 1.0, BOUNDS_MS[-1] * 2)]
+)
+def test_percentile_lies_in_its_bucket(bucket, share, expected):
+    counts = [0] * (len(BOUNDS_MS) + 1)
+    counts[bucket] = 4
+    assert percentile_ms(counts, share) == expected
+
+
+def test_ending_a_request_is_cheap():
+    """At 500 requests/s, 1 % of a core is 20 us for each."""
+    recent, number = RecentRequests(), 2000
+    started = time.process_time()
+    for _ in range(number):
+        request = good()
+        recent.begin(request)
+        with request.finding(image()):
+            pass
+        request.ended(is_disconnected=False)
+        recent.end(request)
+    assert (time.process_time() - started) / number < 200e-6
