@@ -6,7 +6,6 @@ import time
 import msgspec
 import pytest
 
-from medialane.core.errors import InvalidRequest
 from medialane.observability.timeline import MAX_STEPS, StageTimeline, TimelineReport
 
 
@@ -60,22 +59,6 @@ def test_steps_of_a_long_request_are_not_all_kept():
             pass
     assert len(timeline.steps) == MAX_STEPS
     assert len(timeline.report().steps) == MAX_STEPS
-
-
-def test_item_has_its_own_steps_and_counts_for_its_request():
-    timeline = StageTimeline()
-    with timeline.item("messages[0]", "image") as item, item.measure("fetch"):
-        item.num_misses += 1
-    assert [step.stage for step in item.steps] == ["fetch"]
-    assert (timeline.steps, timeline.num_misses, timeline.seconds.keys()) == ([], 1, {"fetch"})
-    assert item.started_at <= item.ended_at
-
-
-def test_failed_item_has_its_errors_code():
-    timeline = StageTimeline()
-    with pytest.raises(InvalidRequest), timeline.item("messages[0]", "image"):
-        raise InvalidRequest("no image")
-    assert [item.error_code for item in timeline.items] == ["invalid_request"]
 
 
 def test_empty_report_changes_nothing():
