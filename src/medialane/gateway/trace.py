@@ -20,18 +20,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Link, SpanContext, SpanKind
 
 from medialane.core.errors import MedialaneError
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.gateway.requests.record import HASH_DIGITS, ItemRecord, RequestRecord
 from medialane.observability.timeline import Step
-from medialane.observability.tracing import Tracing, client_context, context_headers
+from medialane.observability.tracing import Attributes, Tracing, client_context, context_headers, error_status
 from medialane.routing import RoutedRequest
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-
     from medialane.gateway.transports import TransferPath
 
 #: The operation of GenAI's semantic conventions, by path. Others are named by method and path, those that are not in
@@ -58,14 +56,12 @@ _MAX_ATTEMPTS = 32
 
 _ROUTING: Final = ("policy", "reason", "rank", "num_tokens", "cached_tokens", "expected_ms")
 
-Attributes = dict[str, Any]
-
 
 class RequestTracing:
     """Begins the traces of a gateway's requests; `model` is the name under which the model is served."""
 
     def __init__(self, tracing: Tracing, model: str) -> None:
-        self.tracer = tracing.tracer
+        self.tracing = tracing
         self.model = model
 
     def begin(self, scope: Mapping[str, Any], record: RequestRecord) -> RequestTrace | None:
@@ -79,11 +75,10 @@ class RequestTracing:
 class AttemptTrace:
     """One request to one worker. `headers` make its spans children of this one."""
 
-    def __init__(self, span: Span, routed: RoutedRequest) -> None:
-        self.span = span
+    def __init__(self, context: SpanContext, routed: RoutedRequest) -> None:
+        self.context = context
         self.routed = routed
-        self.context = set_span_in_context(span)
-        self.headers = context_headers(self.context)
+        self.headers = context_headers(context)
         self.num_cached_tokens: int | None = None
         self.finish_reasons: list[str] = []
 
@@ -99,17 +94,18 @@ class RequestTrace:
     """Begun and ended by the outermost middleware. `headers` make the spans of other processes children of the root."""
 
     def __init__(self, tracing: RequestTracing, scope: Mapping[str, Any], path: str, record: RequestRecord) -> None:
-        self._tracer = tracing.tracer
+        self._tracing = tracing.tracing
         self._model = tracing.model
         self._method, self._path = scope["method"], path
         self._record = record
         #: What is measured is added to the time at the start: steps of the clock move no span.
         self._epoch_ns = time.time_ns() - int(time.perf_counter() * 1e9)
         given = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"] if k in _TRACE_HEADERS}
-        self._root = self._tracer.start_span(
+        self._root = self._tracing.tracer.start_span(
             self._name, client_context(given), SpanKind.SERVER, start_time=self._ns(record.timeline.started_at)
         )
-        self._context = set_span_in_context(self._root)
+        self._context = self._root.get_span_context()
+        self._is_sampled = self._root.is_recording() and self._context.trace_flags.sampled
         self.headers = context_headers(self._context)
         self._attempts: list[AttemptTrace] = []
         #: The last attempt for each request of vLLM's app, of which this may have several.
@@ -124,33 +120,40 @@ class RequestTrace:
     def attempt(
         self, request: EngineRequest, routed: RoutedRequest, worker: str, path: TransferPath | None
     ) -> Iterator[AttemptTrace | None]:
-        """Trace what the block sends to a worker; None if there have been too many."""
+        """Trace what the block sends to a worker; None if that has no span of its own."""
         self._model = request.lora_name or self._model
-        if len(self._attempts) == _MAX_ATTEMPTS:
+        if not self._is_sampled or len(self._attempts) == _MAX_ATTEMPTS:
             yield None
             return
+        start, error_code = self._now, ""
         before = self._last.get(request.request_id)
-        links = () if before is None else (Link(before.span.get_span_context()),)
-        start, attributes = self._now, {"medialane.worker": worker, "gen_ai.request.id": request.request_id}
-        if path is not None:
-            attributes |= {"medialane.stage": path.stage.name, "medialane.transport": path.transport.name}
-        span = self._tracer.start_span(
-            "medialane.attempt", self._context, SpanKind.CLIENT, attributes, links, start_time=start
-        )
-        self._last[request.request_id] = attempt = AttemptTrace(span, routed)
+        attempt = AttemptTrace(self._tracing.child(self._context), routed)
+        self._last[request.request_id] = attempt
         self._attempts.append(attempt)
         try:
             yield attempt
         except MedialaneError as error:
-            _fail(span, error.code)
+            error_code = error.code
             raise
         finally:
-            span.end(self._now)
+            attributes = {"medialane.worker": worker, "gen_ai.request.id": request.request_id}
+            if path is not None:
+                attributes |= {"medialane.stage": path.stage.name, "medialane.transport": path.transport.name}
+            self._tracing.add(
+                "medialane.attempt",
+                attempt.context,
+                self._context,
+                (start, self._now),
+                attributes=attributes,
+                kind=SpanKind.CLIENT,
+                links=() if before is None else (Link(before.context),),
+                error=error_code,
+            )
 
     def end(self) -> None:
         """Make all other spans of the record, which has ended, and end the root."""
         root, record = self._root, self._record
-        if root.is_recording():
+        if self._is_sampled:
             for step in record.timeline.steps:
                 attempt = step.detail if isinstance(step.detail, AttemptTrace) else None
                 self._step(step, self._context if attempt is None else attempt.context, self._routing(step))
@@ -160,27 +163,24 @@ class RequestTrace:
             root.update_name(self._name)
             root.set_attributes(self._attributes() | self._usage())
             if record.error is not None:
-                _fail(root, record.error.code)
+                root.set_attribute("error.type", record.error.code)
+                root.set_status(error_status(record.error.code))
         for step in record.timeline.steps:
             step.detail = None  # the record is kept for longer
         root.end(self._now)
 
     def _item(self, item: ItemRecord) -> None:
-        span = self._tracer.start_span(
-            "medialane.item", self._context, attributes=_item_attributes(item), start_time=self._ns(item.started_at)
-        )
-        context = set_span_in_context(span)
+        context = self._tracing.child(self._context)
         for step in item.timeline.steps:
             self._step(step, context, {})
-        if item.error:
-            _fail(span, item.error)
-        span.end(self._ns(item.ended_at))
+        times_ns = self._ns(item.started_at), self._ns(item.ended_at)
+        attributes = _item_attributes(item)
+        self._tracing.add("medialane.item", context, self._context, times_ns, attributes=attributes, error=item.error)
 
-    def _step(self, step: Step, context: Context, attributes: Attributes) -> None:
-        span = self._tracer.start_span(
-            f"medialane.{step.stage}", context, attributes=attributes, start_time=self._ns(step.started_at)
-        )
-        span.end(self._ns(step.started_at + step.seconds))
+    def _step(self, step: Step, parent: SpanContext, attributes: Attributes) -> None:
+        times_ns = self._ns(step.started_at), self._ns(step.started_at + step.seconds)
+        context = self._tracing.child(parent)
+        self._tracing.add(f"medialane.{step.stage}", context, parent, times_ns, attributes=attributes)
 
     def _routing(self, step: Step) -> Attributes:
         """Return the attributes of the choice of a worker, if the step is one that was used."""
@@ -252,11 +252,6 @@ class RequestTrace:
 
     def _ns(self, at: float) -> int:
         return self._epoch_ns + int(at * 1e9)
-
-
-def _fail(span: Span, code: str) -> None:
-    span.set_attribute("error.type", code)
-    span.set_status(Status(StatusCode.ERROR, code))
 
 
 def _item_attributes(item: ItemRecord) -> Attributes:
