@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
+from medialane.cli.operators import Operators, is_local
 from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import Config, process_environ
@@ -34,6 +35,7 @@ from medialane.gateway import (
     AccessMiddleware,
     Gateway,
     GatewayMetrics,
+    Health,
     IntakeMiddleware,
     ScopeMiddleware,
     ScrapeMiddleware,
@@ -52,6 +54,7 @@ from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake import warm_up
 from medialane.gateway.media_endpoint import MediaEndpoint
 from medialane.gateway.plain_hashes import PlainHashes
+from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import OpenRequests
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.gateway.sent_media import SentMedia
@@ -86,11 +89,21 @@ class _Components:
     keys: AccessKeys
     store: StoreLink
     links: WorkerPool
+    router: Router
     fairness: LoopFairness
     metrics: Metrics
     requests: OpenRequests
+    recent: RecentRequests
     counts: SharedCounts
     tracing: RequestTracing | None
+    is_stopping: Callable[[], bool]
+
+
+class _Door(NamedTuple):
+    """Whether only this machine reaches the server, and whether it stops."""
+
+    is_local: bool
+    is_stopping: Callable[[], bool]
 
 
 class GatewayAddresses(NamedTuple):
@@ -142,7 +155,8 @@ async def serve(
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stopped_by_signals())
         tasks = EssentialTasks(stop.asked)
-        starting = _start(config, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks)
+        door = _Door(is_local(sock), stop.asked.is_set)
+        starting = _start(config, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, door=door)
         started = await unless_set(stop.asked, starting)
         if started is not None:
             frontend, app, group, give_up = started
@@ -168,6 +182,7 @@ async def _start(
     addresses: GatewayAddresses,
     stack: AsyncExitStack,
     tasks: EssentialTasks,
+    door: _Door,
 ) -> tuple[Frontend, Any, GatewayMetrics | None, Callable[[], None]]:
     """Create all components, owned by `stack`; return vLLM's front end, the ASGI app that it serves, the gateways that
     share its port, and what ends all requests with an error."""
@@ -175,7 +190,7 @@ async def _start(
     enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, untraced_flags(vllm_args), config.gateway.api_keys)
     counts = _counts(addresses)
-    keys = AccessKeys.load(config.gateway, frontend.api_keys, counts)
+    keys = AccessKeys.load(config.gateway, frontend.api_keys, counts, is_local=door.is_local)
     shared = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
     gateway_config = fit_stage(shared, frontend)
     await asyncio.to_thread(warm_up)
@@ -192,10 +207,21 @@ async def _start(
         names_takers=config.store.debug_holds,
     )
     links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics)
-    requests = OpenRequests()
-    tracing = _tracing(frontend, vllm_args, stack)
     components = _Components(
-        config, gateway_config, frontend, keys, store, links, fairness, metrics, requests, counts, tracing
+        config=config,
+        gateway_config=gateway_config,
+        frontend=frontend,
+        keys=keys,
+        store=store,
+        links=links,
+        router=Router(config.routing),
+        fairness=fairness,
+        metrics=metrics,
+        requests=OpenRequests(),
+        recent=RecentRequests(),
+        counts=counts,
+        tracing=_tracing(frontend, vllm_args, stack),
+        is_stopping=door.is_stopping,
     )
     gateway = _gateway(components)
     stack.callback(gateway.close)
@@ -330,7 +356,7 @@ def _gateway(components: _Components) -> Gateway:
         media=components.config.media,
         retention_s=components.config.store.hold_retention_s,
     )
-    router, transfer, store = Router(components.config.routing), components.config.transfer, components.store
+    router, transfer, store = components.router, components.config.transfer, components.store
     shm = ShmTransport(HoldPasser(store, retention_s=components.config.store.hold_retention_s))
     pull = PullTransport(StoreGrants(store), transfer.mover)
     inline = InlineTransport(store.tensor, transfer.max_inline_bytes)
@@ -382,16 +408,18 @@ async def _app(
     memory = MemoryUse(lambda: {"gateway": [os.getpid()]})
     metrics.watch_memory(lambda: memory.latest, lambda: _memory(components.store, scrape))
 
-    def health() -> tuple[int, bytes]:
+    store = components.store if components.frontend.takes_media else None
+
+    def health() -> Health:
         needed = None if components.gateway_config.render_only else links
-        return health_of(needed, [components.store.problem] if components.frontend.takes_media else []).response()
+        return health_of(needed, [] if store is None else [store.problem])
 
     group = (
         GatewayMetrics(
             addresses.gateways,
             addresses.gateway_index,
             metrics=metrics,
-            health=health,
+            health=lambda: health().response(),
             refresh_own=partial(memory.refresh, SCRAPE_TIMEOUT_S / 2),
         )
         if addresses.gateways
@@ -414,12 +442,25 @@ async def _app(
         actions["POST /medialane/publish"] = gateway.publish_images
     sent = SentMedia(components.store, fairness=components.fairness, timeout_s=components.gateway_config.body_timeout_s)
     media = MediaEndpoint(sent, components.gateway_config, admit=gateway.admit, num_tokens=gateway.num_image_tokens)
+    operators = Operators(
+        model=components.frontend.model_name,
+        index=addresses.gateway_index,
+        recent=components.recent,
+        workers=links,
+        router=components.router,
+        store=store,
+        health=health,
+    )
+    endpoints = dict(media.routes) if components.frontend.takes_media else {}
+    if not components.gateway_config.no_page:
+        endpoints |= operators.routes(components.keys, group, is_stopping=components.is_stopping)
     app = await components.frontend.app(
         gateway,
         outer=Middleware(
             ScopeMiddleware,
             metrics=metrics,
             requests=components.requests,
+            recent=components.recent,
             names_takers=components.config.store.debug_holds,
             tracing=components.tracing,
         ),
@@ -435,8 +476,8 @@ async def _app(
         ],
         pages={"/medialane/decisions": gateway.routes.decisions},
         actions=actions,
-        endpoints=media.routes if components.frontend.takes_media else {},
-        health=health,
+        endpoints=endpoints,
+        health=lambda: health().response(),
         tasks=model_tasks,
         render_only=components.gateway_config.render_only,
         render_payload=components.gateway_config.default_payload,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,13 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.core.errors import StartupFailed
 from medialane.core.http_failure import describe_failure
+from medialane.gateway.operators.state import worker_host
 
 _TIMEOUT_S = 10.0
 #: The gateway of a port without others, whose metrics have no such label.
 _ONLY_GATEWAY = "0"
-#: Names of workers: HOST/NUMBER, HOST/encoder-NUMBER, HOST:PORT and HOST:PID, or the address that they listen at.
-_HOST = re.compile(r"(?:tcp://)?\[?(?P<host>.+?)\]?(?::\d+)?(?:/(?:encoder-)?\d+)?", re.ASCII)
-
 #: What the transport to a worker says about the store of its host.
 _STORES = {"shm": "gateway's", "pull": "own", "inline": "none"}
 
@@ -237,14 +234,6 @@ def _memory(samples: _Samples) -> dict[str, int]:
     for labels, value in samples.get("medialane_process_memory_bytes", []):
         sizes[labels["kind"]] += int(value)
     return dict(sizes)
-
-
-def worker_host(name: str) -> str:
-    """Return the host of a worker, as far as its name has it; empty for a worker of the gateway's host."""
-    if name.startswith("unix:"):
-        return ""
-    match = _HOST.fullmatch(name)
-    return match["host"] if match else name
 
 
 def _ends(labels: Mapping[str, str]) -> tuple[str, str]:

@@ -1,13 +1,16 @@
 """Who may ask for what, decided by the route that would serve a request, before anything of its body is read.
 
-Theory of operation. Every route is of one of four kinds, which is that of the *matched* route's path: so no spelling of
-a path (an encoded newline, a mount's prefix, `root_path`) is of another kind than the handler that would run. A route
-that is not listed needs the admin key if there is one, else an API key: what an upgrade or a plugin adds is closed.
+Theory of operation. Every route is of one of these kinds, by the *matched* route's path: so no spelling of a path (an
+encoded newline, a mount's prefix, `root_path`) is of another kind than the handler that would run. A route that is not
+listed needs the admin key if there is one, else an API key: what an upgrade or a plugin adds is closed.
 
     kind      routes                                        accepted keys
     open      OPEN                                          none is needed
     metrics   METRICS                                       --metrics-key, --admin-key; without the former, none needed
     client    CLIENT, CLIENT_PREFIXES; no route (404, 405)  --api-key, --admin-key; without the former, none needed
+    operator  OPERATOR: shows everybody's requests          --admin-key, a session (`operators.sessions`); without it
+                                                            none is needed on this machine, and none suffices elsewhere
+    login     LOGIN                                         none is needed
     admin     all others                                    --admin-key; without it those of --api-key
 
 With `--keys`, a tenant's key is accepted where one of `--api-key` would be, but for nothing administrative. The limits
@@ -32,6 +35,16 @@ from medialane.gateway.bodies import replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import error_form, send_error
 from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
+from medialane.gateway.operators.endpoints import (
+    LOGIN_PATH,
+    LOGOUT_PATH,
+    REQUEST_PATH,
+    REQUESTS_PATH,
+    STATE_PATH,
+    STREAM_PATH,
+)
+from medialane.gateway.operators.page_files import FILE_PATH, PAGE_PATH
+from medialane.gateway.operators.sessions import Sessions, is_from_this_machine, is_same_site
 from medialane.gateway.scope import current_scope
 from medialane.observability.metrics import Metrics
 from medialane.wire.private_file import read_private
@@ -43,6 +56,9 @@ if TYPE_CHECKING:  # types only: starlette is installed with vLLM
 RouteOf = Callable[["Scope"], str | None]
 
 OPEN = frozenset({"/health", "/ping", "/version"})
+OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
+OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH})
+LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
 METRICS = "/metrics"
 CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
 CLIENT = frozenset({
@@ -60,10 +76,19 @@ _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 
 
+#: Where no key suffices.
+_OPERATOR_DENIED = PermissionDenied(
+    "this shows all clients' requests: without an admin key (--admin-key-file, MEDIALANE_ADMIN_KEY) only programs on"
+    " this machine may read it, at a server that listens on 127.0.0.1"
+)
+
+
 class Kind(Enum):
     OPEN = auto()
     METRICS = auto()
     CLIENT = auto()
+    OPERATOR = auto()
+    LOGIN = auto()
     ADMIN = auto()
 
 
@@ -71,8 +96,12 @@ def kind_of(route: str | None) -> Kind:
     """Return the kind of a route, given by its path."""
     if route is None or route in CLIENT or (route.startswith(CLIENT_PREFIXES) and route not in ADMIN):
         return Kind.CLIENT
-    if route in OPEN:
+    if route in OPEN or route in OPEN_PAGE:
         return Kind.OPEN
+    if route in OPERATOR:
+        return Kind.OPERATOR
+    if route in LOGIN:
+        return Kind.LOGIN
     return Kind.METRICS if route == METRICS else Kind.ADMIN
 
 
@@ -82,15 +111,23 @@ def _digest(key: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class AccessKeys:
-    """The digests of all keys of each purpose; keys themselves are not kept."""
+    """The digests of all keys of each purpose; keys themselves are not kept. `is_local` is whether the server listens
+    on loopback only."""
 
     api: Sequence[bytes] = field(default=(), repr=False)
     tenants: Tenants | None = None
     admin: Sequence[bytes] = field(default=(), repr=False)
     metrics: Sequence[bytes] = field(default=(), repr=False)
+    is_local: bool = False
 
     @staticmethod
-    def load(config: GatewayConfig, api_keys: Iterable[str] = (), counts: SharedCounts | None = None) -> AccessKeys:
+    def load(
+        config: GatewayConfig,
+        api_keys: Iterable[str] = (),
+        counts: SharedCounts | None = None,
+        *,
+        is_local: bool = False,
+    ) -> AccessKeys:
         """Read the settings and their files. The gateways of a port have `counts` of tenants in common. Raises
         StartupFailed."""
         if config.keys and (api_keys := tuple(api_keys)):
@@ -102,13 +139,15 @@ class AccessKeys:
             raise StartupFailed("the admin key (--admin-key-file) must differ from --api-key and --metrics-key-file")
         if tenants is not None and any(map(tenants.of, (*admin, *metrics))):
             raise StartupFailed("the admin key and the metrics key must differ from the keys of --keys")
-        return AccessKeys(api, tenants, admin, metrics)
+        return AccessKeys(api, tenants, admin, metrics, is_local)
 
     def is_open(self, kind: Kind) -> bool:
         """Return whether a route of this kind needs no key."""
         match kind:
-            case Kind.OPEN:
+            case Kind.OPEN | Kind.LOGIN:
                 return True
+            case Kind.OPERATOR:
+                return False
             case Kind.METRICS:
                 return not self.metrics
             case Kind.CLIENT:
@@ -119,14 +158,31 @@ class AccessKeys:
     def accepts(self, kind: Kind, given: bytes) -> bool:
         """Return whether the key with this digest is sufficient for a route of this kind that needs one."""
         match kind:
-            case Kind.OPEN:
+            case Kind.OPEN | Kind.LOGIN:
                 return True
+            case Kind.OPERATOR:
+                return _is_among(given, self.admin)
             case Kind.METRICS:
                 return _is_among(given, (*self.metrics, *self.admin))
             case Kind.CLIENT:
                 return self.tenant(given) is not None or _is_among(given, (*self.api, *self.admin))
             case Kind.ADMIN:
                 return _is_among(given, self.admin or self.api)
+
+    @property
+    def sessions(self) -> Sessions:
+        return Sessions(self.admin)
+
+    def session(self, key: str, scope: Scope) -> str | None:
+        """Return the header that begins a session by the admin key; None if this is another one."""
+        given = _digest(key.encode())
+        return self.sessions.cookie(given, scope) if self.accepts(Kind.OPERATOR, given) else None
+
+    def admits_operator(self, scope: Scope) -> bool:
+        """Return whether a request without an admin key may read what operators see."""
+        if self.admin:
+            return is_same_site(scope) and self.sessions.is_valid(scope)
+        return self.is_local and is_from_this_machine(scope)
 
     def is_client(self, given: bytes) -> bool:
         """Return whether this is the digest of a client's key."""
@@ -140,6 +196,12 @@ def admin_key(config: GatewayConfig) -> str:
     """Return a key with which a gateway with these settings accepts administrative calls; empty if it needs none.
     Raises StartupFailed."""
     keys = _admin_keys(config) or [key.encode() for key in config.api_keys]
+    return keys[0].decode() if keys else ""
+
+
+def operator_key(config: GatewayConfig) -> str:
+    """Return the admin key of a gateway with these settings; empty without one. Raises StartupFailed."""
+    keys = _admin_keys(config)
     return keys[0].decode() if keys else ""
 
 
@@ -193,16 +255,25 @@ class AccessMiddleware:
         given = given_key(scope)
         if scope["type"] == "http":
             current_scope().record.path = route or ""
-        if not (self._keys.is_open(kind) or _is_answered_by_cors(scope, route) or self._keys.accepts(kind, given)):
-            if not self._keys.is_client(given):
+        if not self._admits(kind, given, scope, route):
+            is_hopeless = kind is Kind.OPERATOR and not self._keys.admin
+            if not (is_hopeless or self._keys.is_client(given)):
                 return await _send_unauthorized(scope, send)
-            return await send_error(send, _denied(kind), error_form(scope))
+            return await send_error(send, _OPERATOR_DENIED if is_hopeless else _denied(kind), error_form(scope))
         if scope["type"] == "http" and (route is None or kind in {Kind.OPEN, Kind.METRICS}):
             headers = [header for header in scope["headers"] if header[0] not in _BODY_HEADERS]
             scope, receive = {**scope, "headers": headers}, replay(b"", receive)
         elif kind is Kind.CLIENT and (tenant := self._keys.tenant(given)) is not None:
             return await self._serve(tenant, scope, receive, send)
         return await self._app(scope, receive, send)
+
+    def _admits(self, kind: Kind, given: bytes, scope: Scope, route: str | None) -> bool:
+        return (
+            self._keys.is_open(kind)
+            or _is_answered_by_cors(scope, route)
+            or self._keys.accepts(kind, given)
+            or (kind is Kind.OPERATOR and self._keys.admits_operator(scope))
+        )
 
     async def _serve(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a tenant's request, or refuse it by its limits, which do not count what has no body."""

@@ -280,7 +280,8 @@ class Attempts:
                             yield delta
                     self._learn_end()
                 except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy) as error:
-                    self.call.scope.record.attempt_failed(self.call.route.routed.decision, error.code)
+                    call, place = self.call, self.call.route.routed
+                    call.scope.record.attempt_failed(place.worker_id, place.rank, call.paths[0], error.code)
                     if self.has_begun:
                         raise self._in_the_middle(error) from error
                     await self._try_again(error)
@@ -303,7 +304,7 @@ class Attempts:
         self._worker_id = self.call.route.link.worker_id
         self._sender.begin(self.call)
         self._sent_at = time.perf_counter()
-        self.call.scope.timeline.enter("prefill")
+        self.call.scope.record.sent_at(self._sent_at)
         return remote
 
     def _begin(self, first: OutputDelta) -> None:

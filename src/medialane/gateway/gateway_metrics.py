@@ -6,7 +6,8 @@ the others and merges them family by family; figures of the host (store, workers
 it adds once. A gateway that does not respond within `TIMEOUT_S` is exposed with its last values: counters summed over
 gateways must not decrease while one restarts.
 
-The socket also serves `/health`, by which a supervisor checks this gateway and not any of them.
+The socket also serves `/health`, by which a supervisor checks this gateway and not any of them, and what a gateway
+knows of its own requests (`operators`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from medialane.observability.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 GATEWAY_LABEL = "gateway"
+
+#: Where a gateway answers the others about its requests, and how long they wait for that.
+ASK_PATH = "/operators"
+ASK_TIMEOUT_S = 0.5
 
 #: Start of a family in the text format: newlines in help texts and label values are escaped.
 _FAMILY = re.compile(rb"^(?=# HELP )", re.MULTILINE)
@@ -63,6 +68,8 @@ class GatewayMetrics:
         #: The latest text of each other gateway, by label.
         self._texts: dict[str, bytes] = {}
         self._up = {str(i): float(i == index) for i in range(len(sockets))}
+        #: Answers what other gateways ask by `ask_others`.
+        self.answer_sibling: Callable[[str], bytes] = lambda _path: b"null"
         metrics.watch_gateways(lambda: self._up)
 
     def page(self) -> bytes:
@@ -91,12 +98,31 @@ class GatewayMetrics:
         else:
             self._up[label] = 1.0
 
+    async def ask_others(self, path: str) -> dict[str, bytes | None]:
+        """Ask the other gateways for what `answer_sibling` returns there; None is from one that does not answer in
+        time."""
+        answers = await gather_or_cancel([self._ask(socket, path) for socket in self._others.values()])
+        return dict(zip(self._others, answers, strict=True))
+
+    async def _ask(self, socket: str, path: str) -> bytes | None:
+        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket), timeout=timeout) as session,
+                session.post(f"http://gateway{ASK_PATH}", data=path.encode(), raise_for_status=True) as response,
+            ):
+                return await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            logger.debug("a gateway does not answer: %r", error)
+            return None
+
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[None]:
         """Serve this gateway's own metrics and health on its socket. The socket's folder must be private."""
         app = web.Application()
         app.router.add_get(PATH, self._answer_metrics)
         app.router.add_get("/health", self._answer_health)
+        app.router.add_post(ASK_PATH, self._answer_sibling)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=TIMEOUT_S)
         await runner.setup()
         try:
@@ -108,6 +134,9 @@ class GatewayMetrics:
     async def _answer_metrics(self, _request: web.Request) -> web.Response:
         await self._refresh_own()
         return web.Response(body=generate_latest(self._own))
+
+    async def _answer_sibling(self, request: web.Request) -> web.Response:
+        return web.Response(body=self.answer_sibling((await request.read()).decode()))
 
     async def _answer_health(self, _request: web.Request) -> web.Response:
         status, body = self._health()

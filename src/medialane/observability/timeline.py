@@ -93,6 +93,11 @@ class StageTimeline:
         """Record what is waited for from now on."""
         self.current, self.entered_at = stage, time.perf_counter()
 
+    @property
+    def current_ms(self) -> float:
+        """Milliseconds since `current` was entered."""
+        return (time.perf_counter() - self.entered_at) * 1000
+
     def report(self) -> TimelineReport:
         now = time.perf_counter()
         steps = tuple(ReportedStep(step.stage, step.seconds, now - step.started_at) for step in self.steps)

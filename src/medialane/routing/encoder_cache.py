@@ -28,7 +28,7 @@ class EncoderCacheModel:
     """
 
     def __init__(self, capacity: int, on_drop: Callable[[str], None]) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._on_drop = on_drop
         self._entries: dict[str, _Entry] = {}
         self._unpinned: OrderedDict[str, None] = OrderedDict()
@@ -39,7 +39,7 @@ class EncoderCacheModel:
 
     def pin(self, mm_hash: str, num_embeds: int) -> bool:
         """Hold an item for a request until `unpin`. Return False if it is larger than the cache."""
-        if num_embeds > self._capacity:
+        if num_embeds > self.capacity:
             return False
         entry = self._entries.get(mm_hash)
         if entry is None:
@@ -73,7 +73,7 @@ class EncoderCacheModel:
             self._drop(mm_hash)
 
     def _shrink(self) -> None:
-        while self.num_embeds > self._capacity and self._unpinned:
+        while self.num_embeds > self.capacity and self._unpinned:
             mm_hash, _ = self._unpinned.popitem(last=False)
             self._drop(mm_hash)
 
@@ -93,6 +93,11 @@ class EncoderCaches:
     def num_items(self) -> int:
         """Items in at least one slot's cache."""
         return len(self._holders)
+
+    def use(self, slot: int) -> tuple[int, int]:
+        """Return the embeddings in a slot's cache, and its capacity."""
+        model = self._models[slot]
+        return model.num_embeds, model.capacity
 
     def join(self, slot: int, capacity: int) -> None:
         """Add a slot with an empty cache of `capacity` embeddings (0: none, or unknown)."""

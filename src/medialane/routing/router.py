@@ -91,6 +91,15 @@ class Router:
         """Media items assumed to be in at least one worker's encoder cache."""
         return self._caches.num_items
 
+    def encoder_cache_use(self) -> dict[str, tuple[int, int]]:
+        """Return how many embeddings are assumed to be in the encoder caches of each worker, and how many fit."""
+        use: dict[str, tuple[int, int]] = {}
+        for slot in self._slots:
+            used, size = self._caches.use(slot.number)
+            before = use.get(slot.place[0], (0, 0))
+            use[slot.place[0]] = before[0] + used, before[1] + size
+        return use
+
     @property
     def mean_sequences(self) -> float:
         """Sequences at a worker's rank that accepts requests, of all gateways, in the mean; 0 if there is none."""

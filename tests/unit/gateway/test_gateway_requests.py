@@ -12,7 +12,7 @@ from medialane.core.request import CompletionDelta, OutputDelta, RoutingDecision
 from medialane.core.stage import STAGES
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestFilter, RequestRecord
-from medialane.gateway.requests.rates import BOUNDS_MS, Rates, percentile_ms, series
+from medialane.gateway.requests.rates import BOUNDS_MS, Rates, Waits, series
 from medialane.gateway.requests.record import without_urls
 from medialane.gateway.transports import ShmTransport, TransferPath
 
@@ -125,12 +125,17 @@ def test_attempts_name_their_workers_and_how_they_ended():
     first, second = RoutingDecision("w0", "idle", num_tokens=9), RoutingDecision("w1", "idle", num_tokens=9)
     request.sending(Sent(first, SHM))
     request.sending(Sent(first, SHM))
-    request.attempt_failed(first, "worker_lost")
+    request.attempt_failed("w0", 0, SHM, "worker_lost")
+    request.attempt_failed("w9", 0, SHM, "worker_draining")  # nothing was sent there
     request.sending(Sent(second, SHM))
     delta = OutputDelta("r", [CompletionDelta(0, "a", [1, 2])], num_cached_tokens=8)
     request.answered(delta, 9, {})
     view = request.view(is_full=True)
-    assert [(each.worker, each.error) for each in view.attempts] == [("w0", "worker_lost"), ("w1", "")]
+    assert [(each.worker, each.error) for each in view.attempts] == [
+        ("w0", "worker_lost"),
+        ("w9", "worker_draining"),
+        ("w1", ""),
+    ]
     assert (view.worker, view.prompt_tokens, view.cached_tokens, view.stage) == ("w1", 9, 8, "answer")
     assert view.decision["worker"] == "w1"
     assert view.ttft_ms >= 0
@@ -238,7 +243,7 @@ def test_steps_older_than_a_quarter_of_an_hour_are_forgotten():
 def test_percentile_lies_in_its_bucket(bucket, share, expected):
     counts = [0] * (len(BOUNDS_MS) + 1)
     counts[bucket] = 4
-    assert percentile_ms(counts, share) == expected
+    assert Waits(counts).percentile_ms(share) == expected
 
 
 def test_ending_a_request_is_cheap():

@@ -6,7 +6,8 @@ A step counts times to first token by buckets that double, so that those of seve
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -19,9 +20,40 @@ NUM_STEPS = 180
 BOUNDS_MS = tuple(float(1 << n) for n in range(1, 18))
 
 
+class Waits(msgspec.Struct):
+    """How often each bucket was waited for; empty if never."""
+
+    counts: list[int] = []
+
+    def count(self, ms: float) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(BOUNDS_MS) + 1)
+        self.counts[bisect_left(BOUNDS_MS, ms)] += 1
+
+    def add(self, other: Waits) -> None:
+        self.counts = (
+            [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+            if self.counts and other.counts
+            else list(self.counts or other.counts)
+        )
+
+    def percentile_ms(self, share: float) -> float | None:
+        """Return the time that this share of them did not exceed, interpolated within its bucket; None if there are
+        none."""
+        wanted, seen = share * sum(self.counts), 0
+        for bucket, count in enumerate(self.counts):
+            if count and seen + count >= wanted:
+                low = BOUNDS_MS[bucket - 1] if bucket else 0.0
+                high = BOUNDS_MS[bucket] if bucket < len(BOUNDS_MS) else 2 * low
+                return round(low + (high - low) * (wanted - seen) / count, 1)
+            seen += count
+        return None
+
+
 class Step(msgspec.Struct):
     """The requests that ended in one step. `number` counts steps since the epoch. `items` are media items, of which
-    `items_cached` were cached and `items_shared` made once for several requests."""
+    `items_cached` were cached and `items_shared` made once for several requests. `codes` counts those with an error, by
+    its code."""
 
     number: int
     requests: int = 0
@@ -33,16 +65,16 @@ class Step(msgspec.Struct):
     cached_tokens: int = 0
     generated_tokens: int = 0
     media_bytes: int = 0
-    ttft: list[int] = []
+    ttft: Waits = msgspec.field(default_factory=Waits)
+    codes: dict[str, int] = {}
 
     def add(self, other: Step) -> None:
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.ttft = [a + b for a, b in zip(self.ttft or _EMPTY, other.ttft or _EMPTY, strict=True)]
+        self.ttft.add(other.ttft)
 
 
-_SUMS = tuple(name for name in Step.__struct_fields__ if name not in ("number", "ttft"))
-_EMPTY = (0,) * (len(BOUNDS_MS) + 1)
+_SUMS = tuple(name for name in Step.__struct_fields__ if name not in {"number", "ttft", "codes"})
 
 
 class Rates:
@@ -66,7 +98,9 @@ class Rates:
             step.items_shared += item.outcome == "shared"
             step.media_bytes += item.num_bytes
         if (ttft_ms := record.ttft_ms) is not None:
-            step.ttft[_bucket(ttft_ms)] += 1
+            step.ttft.count(ttft_ms)
+        if record.error is not None:
+            step.codes[record.error.code] = step.codes.get(record.error.code, 0) + 1
 
     def steps(self) -> list[Step]:
         """Return the steps of the last quarter of an hour that have requests, the oldest first."""
@@ -78,7 +112,7 @@ class Rates:
         step = self._steps.get(number)
         if step is None:
             self._forget(number)
-            step = self._steps[number] = Step(number, ttft=list(_EMPTY))
+            step = self._steps[number] = Step(number)
         return step
 
     def _forget(self, number: int) -> None:
@@ -107,24 +141,5 @@ def series(steps: Iterable[Step], now: float) -> Series:
     in_order = [summed.get(number, none) for number in range(first, last + 1)]
     values: dict[str, list[float | None]] = {name: [getattr(step, name) for step in in_order] for name in _SUMS}
     for name, share in (("ttft_p50_ms", 0.5), ("ttft_p95_ms", 0.95)):
-        values[name] = [percentile_ms(step.ttft, share) for step in in_order]
+        values[name] = [step.ttft.percentile_ms(share) for step in in_order]
     return Series(first * STEP_S, STEP_S, values)
-
-
-def percentile_ms(counts: Sequence[int], share: float) -> float | None:
-    """Return the time that this share of the requests did not exceed, interpolated within its bucket."""
-    total = sum(counts)
-    if not total:
-        return None
-    wanted, seen = share * total, 0
-    for bucket, count in enumerate(counts):
-        if count and seen + count >= wanted:
-            low = BOUNDS_MS[bucket - 1] if bucket else 0.0
-            high = BOUNDS_MS[bucket] if bucket < len(BOUNDS_MS) else BOUNDS_MS[-1] * 2
-            return round(low + (high - low) * (wanted - seen) / count, 1)
-        seen += count
-    return None
-
-
-def _bucket(ms: float) -> int:
-    return next((n for n, bound in enumerate(BOUNDS_MS) if ms <= bound), len(BOUNDS_MS))

@@ -7,8 +7,10 @@ counts all of them.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -40,9 +42,9 @@ class RequestFilter(msgspec.Struct, frozen=True):
             _contains(record.model, self.model)
             and _contains(record.tenant, self.tenant)
             and self._wants_items(record)
-            and (not self.worker or any(self.worker in each.sent.decision.worker_id for each in record.attempts))
+            and (not self.worker or any(self.worker in each.worker for each in record.attempts))
             and (self.slow_ms is None or waited_ms(record) >= self.slow_ms)
-            and (not self.failed or record.is_failed)
+            and (not self.failed or record.error is not None)
             and (self.live is None or self.live == (record.ended_at is None))
         )
 
@@ -70,7 +72,7 @@ class RecentRequests:
         """Keep a request that has ended."""
         del self._live[id(record)]
         self._last.append(record)
-        if record.is_failed:
+        if record.error is not None:
             self._failed.append(record)
         if waited_ms(record) >= SLOW_MS:
             self._slow.append(record)
@@ -97,6 +99,15 @@ class RecentRequests:
     def errors(self) -> Iterable[RequestRecord]:
         """Return those that have failed, newest first."""
         return reversed(self._failed)
+
+    def ended_within(self, seconds: float) -> Iterator[RequestRecord]:
+        """Yield those of the last seconds that are kept, newest first."""
+        since = time.perf_counter() - seconds
+        return takewhile(lambda record: (record.ended_at or 0.0) > since, reversed(self._last))
+
+    def newest_sent(self, number: int) -> Iterator[RequestRecord]:
+        """Yield the newest that were sent to a worker."""
+        return islice((record for record in self.newest(RequestFilter()) if record.sent is not None), number)
 
     def _ended(self, wanted: RequestFilter) -> Iterable[RequestRecord]:
         if wanted.failed:

@@ -20,6 +20,7 @@ from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import OutputDelta, RoutingDecision
 from medialane.gateway.report import EmbeddingOutcome, MediaReport, Sent, media_report, request_report, routing_report
+from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline
 
 #: Digits of a hash that are shown: they tell items apart, and find no content.
@@ -29,12 +30,12 @@ MAX_CHARS = 200
 #: Items that a record keeps; others are only counted.
 MAX_ITEMS = 64
 
+#: A shorter wait for another request's preparation is not shown.
+_LEAST_MS = 0.05
+
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:[^\s/@]*@)?(?P<host>[^\s/?#\"')\]]*)[^\s\"')]*")
 _DATA_URL = re.compile(r"data:[^\s\"')]+")
-
-#: What items wait for, in order.
-_ITEM_STAGES: tuple[LiveStage, ...] = ("fetch", "prepare")
 
 #: Where the client has the item: in the body, at a URL, kept by us, named by a uuid, or processed by the client.
 Source = Literal["body", "url", "kept", "uuid", "features"]
@@ -119,6 +120,8 @@ class ItemRecord:
         self.live: StageTimeline | None = None
         self.started_at = self.ended_at = 0.0
         self.error = ""
+        #: How long it was asked for, or prepared for another request.
+        self.shared_ms = 0.0
         self.outcome: ItemOutcome | None = None
         self.embedding: EmbeddingOutcome | None = None
         self.mm_hash = ""
@@ -126,25 +129,25 @@ class ItemRecord:
         self.feature_bytes = 0
         self.size = MediaSize()
 
-    def found(self, timeline: StageTimeline) -> None:
+    def found(self, timeline: StageTimeline, shared_ms: float) -> None:
         """Add the times of having found or made it, or of having failed to."""
         self.live, self.started_at = None, self.started_at or timeline.started_at
-        self.ended_at = time.perf_counter()
+        self.ended_at, self.shared_ms = time.perf_counter(), shared_ms
         self.num_bytes = self.num_bytes or timeline.media_bytes
         self.timeline.absorb(timeline)
         self.timeline.steps += timeline.steps[: MAX_STEPS - len(self.timeline.steps)]
 
-    def prepared(self, item: StagedItem, report: MediaReport) -> None:
+    def prepared(self, item: StagedItem, num_tokens: int) -> None:
         """Record how the item was found."""
-        self.mm_hash, self.num_tokens = report.mm_hash, report.num_tokens
-        self.feature_bytes = item.feature.nbytes
-        self.size = msgspec.structs.replace(item.feature.size, metadata=b"")
+        feature = item.feature
+        self.mm_hash, self.num_tokens, self.feature_bytes = feature.mm_hash, num_tokens, feature.nbytes
+        self.size = msgspec.structs.replace(feature.size, metadata=b"") if feature.size.metadata else feature.size
         if item.is_hit is None:
             self.outcome = "sent"
         elif item.is_hit:
             self.outcome = "hit"
         else:
-            self.outcome = "new" if {"decode", "process"} & self.timeline.seconds.keys() else "shared"
+            self.outcome = "new" if _is_prepared(self.timeline) else "shared"
 
     def view(self) -> ItemView:
         return ItemView(
@@ -155,7 +158,7 @@ class ItemRecord:
             outcome=self.outcome,
             embedding=self.embedding,
             stage=None if self.live is None else self.live.current,
-            stages_ms=stages_ms(self.timeline, self.live),
+            stages_ms=stages_ms(self.timeline, self.live, self.shared_ms),
             bytes=self.num_bytes or None,
             feature_bytes=self.feature_bytes or None,
             width=self.size.width or None,
@@ -168,16 +171,19 @@ class ItemRecord:
 
 
 class Attempt:
-    """One time that a prompt was sent to a worker. `error` is the code with which it ended; empty if it answered."""
+    """One time that a prompt was to be sent to a worker. `decision` is None if it was not; `error` is the code with
+    which the attempt ended, empty if it was answered."""
 
-    def __init__(self, sent: Sent) -> None:
-        self.sent = sent
+    def __init__(self, worker: str, rank: int, path: TransferPath | None) -> None:
+        self.worker = worker
+        self.rank = rank
+        self.path = path
+        self.decision: RoutingDecision | None = None
         self.error = ""
 
     def view(self) -> AttemptView:
-        decision, path = self.sent.decision, self.sent.path
-        stage, transport = ("", "") if path is None else (path.stage.name, path.transport.name)
-        return AttemptView(decision.worker_id, decision.rank, stage, transport, self.error)
+        stage, transport = ("", "") if self.path is None else (self.path.stage.name, self.path.transport.name)
+        return AttemptView(self.worker, self.rank, stage, transport, self.error)
 
 
 class RequestRecord:
@@ -207,6 +213,9 @@ class RequestRecord:
         self.status: int | None = None
         self.error: ErrorView | None = None
         self.first_token_at: float | None = None
+        self.first_token_ms: float | None = None
+        self._sent_at = 0.0
+        self._shared_ms = 0.0
         self.ended_at: float | None = None
 
     def name(self, given: str) -> None:
@@ -233,18 +242,20 @@ class RequestRecord:
                 item.error = error.code
             raise
         finally:
+            shared_ms = timeline.current_ms if timeline.current == "prepare" and not _is_prepared(timeline) else 0.0
             self.timeline.absorb(timeline)
+            self._shared_ms = max(self._shared_ms, shared_ms)
             if item is not None:
-                item.found(timeline)
+                item.found(timeline, shared_ms)
 
     def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
-        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""
+        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. Those that
+        are `is_reported` are in the report of the answer."""
         for item, count in zip(items, num_tokens or [0] * len(items), strict=True):
-            report = media_report(item, count, with_timestamps=is_reported)
-            if is_reported or len(self.reports) < MAX_ITEMS:
-                self.reports += (report,)
+            if is_reported:
+                self.reports += (media_report(item, count),)
             if (record := self.items.get(item.ref.param)) is not None:
-                record.prepared(item, report)
+                record.prepared(item, count)
 
     def encoded(self, mm_hash: str, started_at: float) -> None:
         """Record that an encoder has had an item since then."""
@@ -260,22 +271,35 @@ class RequestRecord:
         prompts (documents that are scored) one with media counts."""
         if sent.path is not None or self.sent is None or self.sent.path is None:
             self.sent = sent
-        if (attempt := self._attempt(sent.decision)) is not None:
-            attempt.sent = sent
-        elif len(self.attempts) < MAX_ITEMS:
-            self.attempts.append(Attempt(sent))
+        decision = sent.decision
+        for attempt in reversed(self.attempts):
+            if attempt.decision is decision and not attempt.error:
+                attempt.path = sent.path
+                return
+        self._add_attempt(decision.worker_id, decision.rank, sent.path).decision = decision
 
-    def attempt_failed(self, decision: RoutingDecision, code: str) -> None:
-        """Record that what was sent by this decision has failed."""
-        if (attempt := self._attempt(decision)) is not None:
-            attempt.error = code
+    def sent_at(self, seconds: float) -> None:
+        """Record when the last attempt was sent (perf_counter): of an answer that is not streamed, nothing else is
+        known before its end."""
+        self._sent_at = seconds
+        self.timeline.enter("prefill" if self.streams else "answer")
+
+    def attempt_failed(self, worker: str, rank: int, path: TransferPath | None, code: str) -> None:
+        """Record that a prompt was not sent to this worker, or not answered there."""
+        for attempt in reversed(self.attempts):
+            if (attempt.worker, attempt.rank) == (worker, rank) and not attempt.error:
+                attempt.error = code
+                return
+        self._add_attempt(worker, rank, path).error = code
 
     def answered(self, first: OutputDelta, num_prompt_tokens: int, outcomes: Mapping[str, EmbeddingOutcome]) -> None:
         """Record the first output of a prompt: how many of its tokens the engine had in its KV cache, what it did about
         embeddings, by the mm_hash of the item, and by what the store of the worker's host has copied media."""
         if self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
-        self.timeline.enter("answer")
+            self.first_token_at = self._first_token_at(first)
+            self.first_token_ms = (self.first_token_at - self._sent_at) * 1000
+        if self.timeline.current != "answer":
+            self.timeline.enter("answer")
         self.engine_cached_tokens = first.num_cached_tokens
         self.prompt_tokens = (self.prompt_tokens or 0) + num_prompt_tokens
         if first.num_cached_tokens is not None:
@@ -314,19 +338,29 @@ class RequestRecord:
 
     @property
     def is_failed(self) -> bool:
-        return self.error is not None
+        """Whether it has an error that is not its client's leaving."""
+        return self.error is not None and self.error.code != "client_disconnected"
 
     @property
     def stage(self) -> LiveStage | None:
         """What it waits for: the first of its items that is not there yet, or the request itself."""
         if self.ended_at is not None:
             return None
-        live = [item.live.current for item in self.items.values() if item.live is not None]
-        return min(live, key=_ITEM_STAGES.index, default="prepare") if live else self.timeline.current
+        return self._waits_in.current
+
+    @property
+    def stage_ms(self) -> float:
+        """How long it has waited for that."""
+        return self._waits_in.current_ms
+
+    @property
+    def _waits_in(self) -> StageTimeline:
+        live = [item.live for item in self.items.values() if item.live is not None]
+        return min(live, key=lambda each: (each.current != "fetch", each.entered_at)) if live else self.timeline
 
     @property
     def worker(self) -> str | None:
-        return self.attempts[-1].sent.decision.worker_id if self.attempts else None
+        return self.attempts[-1].worker if self.attempts else None
 
     @property
     def ttft_ms(self) -> float | None:
@@ -339,12 +373,18 @@ class RequestRecord:
     def total_ms(self) -> float:
         return ((self.ended_at or time.perf_counter()) - self.timeline.started_at) * 1000
 
-    def _attempt(self, decision: RoutingDecision) -> Attempt | None:
-        """Return the attempt that was made by this decision and has not failed."""
-        for attempt in reversed(self.attempts):
-            if attempt.sent.decision is decision and not attempt.error:
-                return attempt
-        return None
+    def _first_token_at(self, first: OutputDelta) -> float:
+        """Return when the first token was there: an answer that is not streamed comes later, all at once."""
+        now, times = time.perf_counter(), first.times
+        if times is None or not first.finished:
+            return now
+        return min(now, self._sent_at + times.queue_s + times.prefill_s)
+
+    def _add_attempt(self, worker: str, rank: int, path: TransferPath | None) -> Attempt:
+        attempt = Attempt(worker, rank, path)
+        if len(self.attempts) < MAX_ITEMS:
+            self.attempts.append(attempt)
+        return attempt
 
     def view(self, gateway: str = "0", *, is_full: bool = False) -> RequestView:
         """Return what operators see; if it `is_full`, with the routing decision."""
@@ -374,20 +414,28 @@ class RequestRecord:
         )
 
     def _stages_ms(self) -> dict[str, float]:
-        stages = stages_ms(self.timeline, self.timeline if self.stage == self.timeline.current else None)
+        stages = stages_ms(self.timeline, None if self.ended_at is not None else self._waits_in, self._shared_ms)
         if self.first_token_at is not None:
             stages["answer"] = round(((self.ended_at or time.perf_counter()) - self.first_token_at) * 1000, 1)
         return stages
 
 
-def stages_ms(timeline: StageTimeline, live: StageTimeline | None) -> dict[str, float]:
-    """Return the milliseconds of each stage; of the current one of `live`, those so far."""
+def stages_ms(timeline: StageTimeline, live: StageTimeline | None, shared_ms: float) -> dict[str, float]:
+    """Return the milliseconds of each stage; of the current one of `live`, those so far. `shared_ms` are those in which
+    another request's preparation was waited for."""
     stages: dict[str, float] = {
         name: round(s * 1000, 1) for name, s in timeline.seconds.items() if name != "first_token"
     }
+    if shared_ms >= _LEAST_MS and not _is_prepared(timeline):
+        stages["prepare"] = round(shared_ms, 1)
     if live is not None:
-        stages[live.current] = round((time.perf_counter() - live.entered_at) * 1000, 1)
+        stages[live.current] = round(live.current_ms, 1)
     return stages
+
+
+def _is_prepared(timeline: StageTimeline) -> bool:
+    """Return whether a preparer has worked for it."""
+    return "decode" in timeline.seconds or "process" in timeline.seconds
 
 
 def without_urls(message: str) -> str:

@@ -87,6 +87,12 @@ class Frontend:
         self._tasks, self._routes = parts.tasks, parts.routes
 
     @property
+    def model_name(self) -> str:
+        """The first of the names by which clients know the model."""
+        names = self.args.served_model_name
+        return str((names if isinstance(names, str) else names[0]) if names else self.args.model)
+
+    @property
     def is_pooling(self) -> bool:
         """Whether the model is served for pooling: its tasks are those that its workers report."""
         return bool(self.config.model_config.runner_type == "pooling")

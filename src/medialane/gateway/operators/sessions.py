@@ -1,0 +1,105 @@
+"""Who may look at everybody's requests: an operator by the admin key, or anyone on this machine if the server listens
+on loopback only and has no such key.
+
+A browser sends the key once, and gets a cookie. It is signed with the key, not kept: so it is valid at all gateways of
+a port and after their restart, and ends with its time or with the key. It opens nothing but what is listed in
+`access.OPERATOR`, which only reads.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import time
+from collections.abc import Callable, Sequence
+from http.cookies import CookieError, SimpleCookie
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+    from starlette.types import Scope
+
+#: How long a cookie is valid.
+SESSION_S = 12 * 3600
+_PURPOSE = b"medialane page "
+#: Of a request that came through another server: that one is on this machine, its client need not be.
+_PROXY_HEADERS = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
+
+
+class Sessions:
+    """Cookies for the digests of the admin keys `admin`."""
+
+    def __init__(self, admin: Sequence[bytes], *, clock: Callable[[], float] = time.time) -> None:
+        self._admin = admin
+        self._clock = clock
+
+    def cookie(self, digest: bytes, scope: Scope) -> str:
+        """Return the header that begins a session with this key, which has been checked."""
+        expires = str(int(self._clock()) + SESSION_S)
+        return _set_cookie(scope, f"{expires}.{_signature(digest, expires)}", SESSION_S)
+
+    @staticmethod
+    def no_cookie(scope: Scope) -> str:
+        """Return the header that ends a session."""
+        return _set_cookie(scope, "", 0)
+
+    def is_valid(self, scope: Scope) -> bool:
+        """Return whether the request has a cookie of a session that has not ended."""
+        header = _header(scope, b"cookie")
+        try:
+            morsel = SimpleCookie(header).get(_name(scope))
+        except CookieError:
+            return False
+        expires, _, given = ("" if morsel is None else morsel.value).partition(".")
+        if not (expires.isascii() and expires.isdecimal() and len(expires) < 16 and given.isascii()):
+            return False
+        matching = sum(hmac.compare_digest(_signature(digest, expires), given) for digest in self._admin)
+        return matching > 0 and self._clock() < int(expires)
+
+
+def is_from_this_machine(scope: Scope) -> bool:
+    """Return whether a request to a server on loopback was made by a program on this machine, not by a proxy for
+    someone else, nor by another site's page in a browser: those have its name in Host or Origin (DNS rebinding)."""
+    if any(name in _PROXY_HEADERS for name, _ in scope["headers"]):
+        return False
+    host = _header(scope, b"host")
+    return _is_loopback_name(host) and is_same_site(scope)
+
+
+def is_same_site(scope: Scope) -> bool:
+    """Return whether no page of another site makes the request."""
+    origin = _header(scope, b"origin")
+    if _header(scope, b"sec-fetch-site") not in ("", "same-origin", "none"):
+        return False
+    return not origin or origin.partition("://")[2] == _header(scope, b"host")
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether a server that is bound to this address is reached from its machine only."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_loopback_name(host: str) -> bool:
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    return name == "localhost" or is_loopback(name.strip("[]"))
+
+
+def _signature(digest: bytes, expires: str) -> str:
+    return hmac.new(digest, _PURPOSE + expires.encode(), "sha256").hexdigest()
+
+
+def _name(scope: Scope) -> str:
+    """Return the cookie's name: browsers send the cookies of a host to all of its ports."""
+    server = scope.get("server")
+    return f"medialane_{server[1] if server is not None else 0}"
+
+
+def _set_cookie(scope: Scope, value: str, max_age_s: int) -> str:
+    secure = "; Secure" if scope.get("scheme") == "https" else ""
+    return f"{_name(scope)}={value}; Path=/medialane; Max-Age={max_age_s}; HttpOnly; SameSite=Strict{secure}"
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")

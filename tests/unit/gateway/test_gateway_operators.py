@@ -1,0 +1,428 @@
+"""What operators see: state and requests over real sockets, the stream, siblings, and who may look."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.routing import Route, Router
+
+from medialane.core.errors import InvalidImage, MedialaneError, to_report
+from medialane.core.media import MediaRef
+from medialane.core.request import Endpoint, ModelCard, RoutingDecision, WorkerLoad
+from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, GatewayMetrics, ScopeMiddleware, WorkerPool
+from medialane.gateway.error_responses import error_form, send_error
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
+from medialane.gateway.operators import OperatorEndpoints, Sessions, own_part, whole_state
+from medialane.gateway.operators.endpoints import MAX_STREAMS, no_others
+from medialane.gateway.operators.page_files import PageFiles
+from medialane.gateway.operators.part import Whose
+from medialane.gateway.operators.sessions import SESSION_S, is_from_this_machine
+from medialane.gateway.operators.state import Limits, OwnView
+from medialane.gateway.report import Sent
+from medialane.gateway.requests import RecentRequests, RequestRecord
+from medialane.observability.metrics import Metrics
+
+BEARER = {"authorization": "Bearer admin"}
+#: Faster than the second of real servers.
+INTERVAL_S = 0.05
+
+
+def record(name, *refs, tenant=None, worker=None, error=None):
+    made = RequestRecord()
+    made.name(name)
+    made.received(refs, model="m", streams=True)
+    made.tenant, made.status = tenant, 200
+    if worker is not None:
+        made.sending(Sent(RoutingDecision(worker, "idle", num_tokens=9)))
+        made.sent_at(time.perf_counter())
+    if error is not None:
+        made.failed(to_report(error), quotes_client=False)
+    return made
+
+
+class Member:
+    """One gateway, without workers: its endpoints, and what it has of requests."""
+
+    def __init__(self, index="0", ask_others=no_others, keys=None):
+        self.index, self.recent, self.num_parts, self.is_stopping = index, RecentRequests(), 0, False
+        self.keys = keys or AccessKeys.load(GatewayConfig(), is_local=True)
+        self.endpoints = OperatorEndpoints(
+            index,
+            self.recent,
+            own_part=self._part,
+            state=self._state,
+            refresh=self._refresh,
+            begin_session=self.keys.session,
+            end_session=self.keys.sessions.no_cookie,
+            ask_others=ask_others,
+            is_stopping=lambda: self.is_stopping,
+            interval_s=INTERVAL_S,
+        )
+
+    def _part(self, limits):
+        self.num_parts += 1
+        whose = Whose(self.index, 1, 0.0)
+        return own_part(self.recent, WorkerPool([]), whose, num_live=limits.live, num_decisions=limits.decisions)
+
+    def _state(self, parts, limits):
+        return whole_state(OwnView("1", "m", [], {}, None), parts, self.index, limits)
+
+    async def _refresh(self):
+        pass
+
+    def live(self, made):
+        self.recent.begin(made)
+        return made
+
+    def ended(self, made):
+        self.recent.begin(made)
+        made.ended(is_disconnected=False)
+        self.recent.end(made)
+        return made
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        """A client of its HTTP server."""
+        everything = {**self.endpoints.routes, **PageFiles().routes}
+        pairs = [(*key.partition(" ")[::2], endpoint) for key, endpoint in everything.items()]
+        router = Router([Route(path, endpoint, methods=[method]) for method, path, endpoint in pairs])
+
+        def route_of(scope):
+            found = (route for route in router.routes if route.matches(scope)[0].value == 2)
+            return next((route.path for route in found), None)
+
+        app = ScopeMiddleware(AccessMiddleware(answering_errors(router), self.keys, route_of), metrics())
+        settings = uvicorn.Config(app, lifespan="off", log_config=None)
+        server = BoundedServer(settings, bounds=http_bounds(GatewayConfig()))
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            task = asyncio.create_task(server.serve(sockets=[sock]))
+            base = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            jar = aiohttp.CookieJar(unsafe=True)  # of an address
+            try:
+                async with aiohttp.ClientSession(base, cookie_jar=jar) as session:
+                    yield session
+            finally:
+                self.is_stopping = server.should_exit = True
+                async with asyncio.timeout(10):
+                    await task
+
+
+def metrics():
+    return Metrics(CollectorRegistry())
+
+
+def answering_errors(app):
+    async def answering(scope, receive, send):
+        try:
+            await app(scope, receive, send)
+        except MedialaneError as error:
+            await send_error(send, error, error_form(scope))
+
+    return answering
+
+
+async def get(session, path, status=200, **headers):
+    async with session.get(path, headers=headers) as response:
+        assert response.status == status, await response.text()
+        return await response.json()
+
+
+async def test_state_adds_up_what_requests_do():
+    member = Member()
+    origin = MediaRef("image", "a", url="http://slow.example/x.png?secret=1")
+    waiting = member.live(record("live", origin, tenant="acme"))
+    member.ended(record("done", tenant="acme", worker="w0"))
+    member.ended(record("broken", error=InvalidImage("not an image")))
+    async with member.serving() as session:
+        with waiting.finding(origin):
+            state = await get(session, "/medialane/state")
+    assert state["live"]["num"] == 1
+    assert [stage["stage"] for stage in state["live"]["stages"]] == ["fetch"]
+    assert [each["id"] for each in state["live"]["listed"]] == ["live"]
+    (error,) = state["errors"]
+    assert (error["code"], error["num"], error["status"], error["last_request"]) == ("invalid_image", 1, 200, "broken")
+    (tenant,) = state["tenants"]
+    assert (tenant["name"], tenant["requests"], tenant["live"]) == ("acme", 1, 1)
+    (found,) = state["origins"]
+    assert (found["name"], found["live"]) == ("slow.example", 1)
+    assert state["rates"]["values"]["requests"][-1] + state["rates"]["values"]["requests"][-2] == 2
+    assert [decision["request"] for decision in state["decisions"]] == ["done"]
+    assert "secret" not in json.dumps(state)
+
+
+async def test_request_is_found_with_its_decision():
+    member = Member()
+    member.ended(record("one", worker="w0"))
+    async with member.serving() as session:
+        found = await get(session, "/medialane/requests/one")
+        assert (found["id"], found["decision"]["reason"]) == ("one", "idle")
+        assert (await get(session, "/medialane/requests/two", 404))["error"]["code"] == "not_found"
+
+
+async def test_requests_are_filtered_and_limited():
+    member = Member()
+    for number in range(5):
+        member.ended(record(f"r{number}", tenant="a" if number % 2 else "b"))
+    member.live(record("live"))
+    async with member.serving() as session:
+
+        async def ids(query=""):
+            return [each["id"] for each in (await get(session, f"/medialane/requests{query}"))["requests"]]
+
+        assert await ids("?limit=3") == ["live", "r4", "r3"]
+        assert await ids("?tenant=a") == ["r3", "r1"]
+        assert await ids("?live=true") == ["live"]
+        assert await ids("?failed=true") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("requests?colour=red", "colour"),
+        ("requests?limit=0", "limit"),
+        ("requests?limit=-1", "limit"),
+        ("requests?failed=yes", "failed"),
+        ("requests?modality=smell", "modality"),
+        ("state?workers=x", "workers"),
+        ("state?x", "x"),
+    ],
+)
+async def test_wrong_parameter_is_named(path, param):
+    async with Member().serving() as session:
+        error = (await get(session, f"/medialane/{path}", 400))["error"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(("path", "headers"), [("state/stream", {}), ("state", {"accept": "text/event-stream"})])
+async def test_stream_repeats_the_state_until_the_gateway_stops(path, headers):
+    member = Member()
+    async with member.serving() as session, session.get(f"/medialane/{path}", headers=headers) as response:
+        assert response.headers["content-type"] == "text/event-stream"
+        for number in range(3):
+            member.live(record(f"r{number}"))
+            await response.content.readuntil(b"event: state\ndata: ")
+            assert json.loads(await response.content.readline())["live"]["num"] >= number
+        member.is_stopping = True
+        async with asyncio.timeout(5):
+            await response.content.read()
+
+
+async def test_all_who_watch_share_one_document():
+    member = Member()
+    async with member.serving() as session, AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(session.get("/medialane/state/stream")) for _ in range(MAX_STREAMS)]
+        for stream in streams:
+            await stream.content.readuntil(b"data: ")
+        assert member.num_parts < MAX_STREAMS / 2
+        async with session.get("/medialane/state/stream") as refused:
+            assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+
+
+async def test_nothing_is_made_while_nobody_looks():
+    member = Member()
+    async with member.serving() as session:
+        async with session.get("/medialane/state/stream") as response:
+            await response.content.readuntil(b"data: ")
+        await asyncio.sleep(3 * INTERVAL_S)  # time: the stream notices within an interval that its client has gone
+        number = member.num_parts
+        await asyncio.sleep(6 * INTERVAL_S)  # time: nothing happens meanwhile
+        assert member.num_parts == number
+
+
+@contextlib.asynccontextmanager
+async def siblings():
+    """Two gateways of a port, and the server of the first."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        sockets = [str(Path(folder, f"{index}.sock")) for index in range(2)]
+
+        async def nothing():
+            pass
+
+        async with AsyncExitStack() as stack:
+            groups = [
+                GatewayMetrics(
+                    sockets,
+                    index,
+                    metrics=Metrics(CollectorRegistry(), host=CollectorRegistry()),
+                    health=lambda: (200, b""),
+                    refresh_own=nothing,
+                )
+                for index in range(2)
+            ]
+            members = [Member(str(index), group.ask_others) for index, group in enumerate(groups)]
+            endpoints = []
+            for group, member in zip(groups, members, strict=True):
+                group.answer_sibling = member.endpoints.answer_sibling
+                endpoints.append(await stack.enter_async_context(AsyncExitStack()))
+                await endpoints[-1].enter_async_context(group.endpoint())
+            session = await stack.enter_async_context(members[0].serving())
+            yield members, session, endpoints[1]
+
+
+async def test_any_gateway_answers_for_all():
+    async with siblings() as (members, session, other):
+        members[0].ended(record("mine"))
+        members[1].ended(record("theirs", error=InvalidImage("x")))
+        members[1].live(record("running"))
+        state = await get(session, "/medialane/state")
+        assert [(each["index"], each["up"], each["live"]) for each in state["gateways"]] == [
+            ("0", True, 0),
+            ("1", True, 1),
+        ]
+        assert state["live"]["listed"][0]["gateway"] == "1"
+        assert state["errors"][0]["code"] == "invalid_image"
+        listed = await get(session, "/medialane/requests")
+        assert {each["id"] for each in listed["requests"]} == {"mine", "theirs", "running"}
+        assert listed["requests"][0]["id"] == "running"
+        assert (await get(session, "/medialane/requests/theirs"))["gateway"] == "1"
+        await other.aclose()
+        await asyncio.sleep(2 * INTERVAL_S)  # time: until the last document is outdated
+        state = await get(session, "/medialane/state")
+        assert [each["up"] for each in state["gateways"]] == [True, False]
+        listed = await get(session, "/medialane/requests")
+        assert ([each["id"] for each in listed["requests"]], listed["gateways_missing"]) == (["mine"], ["1"])
+
+
+def admin_keys(**more):
+    return AccessKeys.load(GatewayConfig(admin_key="admin", **more), ["client"], is_local=True)
+
+
+@pytest.mark.parametrize("path", ["state", "state/stream", "requests", "requests/one"])
+async def test_state_needs_the_admin_key_where_there_is_one(path):
+    async with Member(keys=admin_keys()).serving() as session:
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": "Bearer wrong"}, 401),
+            ({"authorization": "Bearer client"}, 403),
+        ):
+            async with session.get(f"/medialane/{path}", headers=headers) as response:
+                assert response.status == status
+        async with session.get(f"/medialane/{path}", headers=BEARER) as response:
+            assert response.status == (404 if path == "requests/one" else 200)
+
+
+async def test_no_key_suffices_on_a_network_without_an_admin_key():
+    keys = AccessKeys.load(GatewayConfig(), ["client"], is_local=False)
+    async with Member(keys=keys).serving() as session:
+        for headers in ({}, {"authorization": "Bearer client"}):
+            error = await get(session, "/medialane/state", 403, **headers)
+            assert "MEDIALANE_ADMIN_KEY" in error["error"]["message"]
+
+
+async def test_client_key_does_not_matter_on_loopback():
+    keys = AccessKeys.load(GatewayConfig(), ["client"], is_local=True)
+    async with Member(keys=keys).serving() as session:
+        await get(session, "/medialane/state")
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_local"),
+    [
+        ({"host": "127.0.0.1:8000"}, True),
+        ({"host": "localhost"}, True),
+        ({"host": "[::1]:8000"}, True),
+        ({"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000", "sec-fetch-site": "same-origin"}, True),
+        ({"host": "medialane.example"}, False),
+        ({"host": "127.0.0.1.evil.example:8000"}, False),
+        ({}, False),
+        ({"host": "127.0.0.1:8000", "origin": "http://evil.example"}, False),
+        ({"host": "127.0.0.1:8000", "origin": "null"}, False),
+        ({"host": "127.0.0.1:8000", "sec-fetch-site": "cross-site"}, False),
+        ({"host": "127.0.0.1:8000", "x-forwarded-for": "10.0.0.1"}, False),
+        ({"host": "127.0.0.1:8000", "forwarded": "for=10.0.0.1"}, False),
+        ({"host": "127.0.0.1:8000", "via": "1.1 proxy"}, False),
+    ],
+)
+def test_only_programs_and_pages_of_this_machine_are_local(headers, is_local):
+    scope = {"headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
+    assert is_from_this_machine(scope) is is_local
+
+
+async def test_browser_logs_in_and_out():
+    async with Member(keys=admin_keys()).serving() as session:
+        async with session.post("/medialane/login", json={"key": "client"}) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (401, "invalid_key")
+        async with session.post("/medialane/login", json={"password": "admin"}) as response:
+            assert response.status == 400
+        async with session.post("/medialane/login", json={"key": "admin"}) as response:
+            assert response.status == 204
+            cookie = response.headers["set-cookie"]
+        for attribute in ("HttpOnly", "SameSite=Strict", "Path=/medialane"):
+            assert attribute in cookie
+        assert "admin" not in cookie
+        await get(session, "/medialane/state")
+        await get(session, "/medialane/state", 401, **{"sec-fetch-site": "cross-site"})
+        async with session.post("/medialane/logout") as response:
+            assert response.status == 204
+        await get(session, "/medialane/state", 401)
+
+
+def cookie_scope(header):
+    return {"headers": [(b"cookie", header.partition(";")[0].encode())], "server": ("127.0.0.1", 8000)}
+
+
+def test_cookie_is_valid_at_other_gateways_until_its_end_or_another_key():
+    now = 1000.0
+    one, other, changed = (Sessions([key], clock=lambda: now) for key in (b"key", b"key", b"new"))
+    header = one.cookie(b"key", {"headers": [], "server": ("127.0.0.1", 8000)})
+    assert other.is_valid(cookie_scope(header))
+    assert not changed.is_valid(cookie_scope(header))
+    expires, _, signature = header.partition(";")[0].partition("=")[2].partition(".")
+    for forged in (
+        f"{int(expires) + 9}.{signature}",
+        f"{expires}.",
+        f"{expires}.{'0' * 64}",
+        "x",
+        "é.é",
+        f"-1.{signature}",
+    ):
+        assert not one.is_valid(cookie_scope(f"medialane_8000={forged}"))
+    now += SESSION_S + 1
+    assert not other.is_valid(cookie_scope(header))
+
+
+async def test_page_is_served_without_a_key_and_only_its_files():
+    async with Member(keys=admin_keys()).serving() as session:
+        async with session.get("/medialane/") as response:
+            assert response.status == 200
+            assert response.content_type == "text/html"
+            assert response.headers["content-security-policy"].startswith("default-src 'self';")
+            assert response.headers["cache-control"] == "no-cache"
+            etag = response.headers["etag"]
+        async with session.get("/medialane/index.html", headers={"if-none-match": etag}) as response:
+            assert (response.status, await response.read()) == (304, b"")
+        for path in ("nothing.js", "__init__.py", "..%2faccess.py", "%2e%2e%2faccess.py"):
+            async with session.get(f"/medialane/{path}") as response:
+                assert response.status in (401, 404)
+
+
+def worker(name, *, ready=True, **load):
+    card = ModelCard("m", 10, 16, {}, num_kv_blocks=100, max_num_seqs=8)
+    return Endpoint(name, name, ready=ready, load=WorkerLoad(**load), num_in_flight=0, card=card, same_host=True)
+
+
+def test_a_thousand_workers_are_listed_by_need_and_counted():
+    endpoints = [worker(f"host{n // 8}/{n % 8}", num_running=n % 8) for n in range(1000)]
+    endpoints[500] = worker("host62/4", ready=False)
+    parts = {"0": own_part(RecentRequests(), WorkerPool([]), Whose("0", 1, 0.0))}
+    own = OwnView("1", "m", endpoints, {}, None)
+    started = time.process_time()
+    encoded = msgspec.json.encode(whole_state(own, parts, "0", Limits(workers=100)))
+    seconds = time.process_time() - started
+    state = json.loads(encoded)
+    assert (state["workers"]["num"], state["workers"]["states"]) == (1000, {"ready": 999, "lost": 1})
+    assert len(state["workers"]["listed"]) == 100
+    assert state["workers"]["listed"][0]["name"] == "host62/4"
+    assert len(encoded) < 200_000
+    assert seconds < 0.2  # once a second; 20 ms where nothing else runs
