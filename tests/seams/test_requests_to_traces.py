@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
+import threading
 from contextlib import AsyncExitStack, aclosing
 
 import pytest
@@ -14,6 +16,7 @@ from medialane.gateway.trace import RequestTracing
 from medialane.observability.tracing import Tracing
 from medialane.testing.fake_engine import FakeContinuable, FakeEngine
 from otlp_collector import grpc_collector, http_collector
+from waiting import eventually
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 CHAT = "/v1/chat/completions"
@@ -221,10 +224,13 @@ async def test_headers_and_name_of_the_service_are_those_of_the_environment(part
     assert collector.headers["x-team"] == "vision"
 
 
-async def test_a_collector_that_is_gone_does_not_delay_the_stop():
+async def test_a_collector_that_is_gone_does_not_delay_the_stop(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "3")
     tracing = Tracing("http://127.0.0.1:9", {}, service_name="own")
     tracing.tracer.start_span("one").end()
-    await tracing.close()
+    async with asyncio.timeout(2.8):
+        await tracing.close()
+    await eventually(lambda: not any(thread.name == "tracing-shutdown" for thread in threading.enumerate()))
 
 
 def test_unknown_protocols_are_refused():
