@@ -112,6 +112,11 @@ class RequestTrace:
         self._last: dict[str, AttemptTrace] = {}
 
     @property
+    def trace_id(self) -> str:
+        """The id of the trace as in W3C's headers."""
+        return f"{self._context.trace_id:032x}"
+
+    @property
     def _name(self) -> str:
         operation = _OPERATIONS.get(self._path)
         return f"{self._method} {self._path}".rstrip() if operation is None else f"{operation} {self._model}"
