@@ -4,7 +4,8 @@ Simulated workers, so slow that all processes together use less than half of the
 admission that is measured, not the machine. Gateways, a store and preparers as users start them; requests arrive
 whatever becomes of earlier ones, as a Poisson process of a constant rate, or with a step from half the capacity to
 three times the capacity and back. Capacity is the rate in a closed loop. Goodput counts requests whose first token came
-within the limit; the time of an admitted request without a token counts until its client gives up.
+within the limit; the time of an admitted request without a token counts until its client gives up. `engines' share` is
+the part of the engines' time that those requests took: by their number alone, refusing the dear ones would look good.
 
 `no control`: a worker accepts all. `vLLM's caps`: workers refuse as vLLM with --max-num-queued-tokens, set as its
 documentation says: to the tokens that a worker prefills within the limit, as measured. `TTFT limit`:
@@ -66,6 +67,8 @@ _SETTLE_S = 0.5
 
 MIN_GOODPUT, MAX_TTFT, MAX_TEXT_TTFT, MAX_REFUSAL_MS, MAX_CPU_SHARE = 0.9, 1.2, 1.5, 10.0, 0.5
 JUDGED_LOADS = (3.0, 5.0)
+
+GOODPUT, SHARE = "goodput/s", "engines' share"
 
 Row = dict[str, object]
 
@@ -172,6 +175,7 @@ async def _uncontrolled(bench: Bench, session: aiohttp.ClientSession) -> None:
     async with _workers(bench.host, "plain") as worker, _gateways(bench, session, worker, number=number) as setup:
         first = Setup(setup.urls[:1], setup.pids)
         total = CLIENTS_PER_WORKER * NUM_WORKERS
+        await bench.clients.closed_loop(first.urls[0], number=total, seconds=bench.warm_s)  # first requests are slow
         measured = await bench.clients.closed_loop(first.urls[0], number=total, seconds=CAPACITY_S)
         bench.capacity, max_tokens = measured.requests, round(LIMIT_S * measured.tokens / NUM_WORKERS)
         print(f"  capacity: {bench.capacity:.1f} requests/s; {CAPS} {max_tokens}", flush=True)
@@ -298,7 +302,8 @@ async def _real(model: str, folder: Path, clients: Clients) -> list[Row]:
                 await clients.send([server.base_url], [learned], warm_s=0, seconds=WARM_S + COUNTED_S)
             flow = Flow(MIX, steadily(3 * rate))
             (answers,) = await clients.send([server.base_url], [flow], warm_s=WARM_S, seconds=COUNTED_S)
-            rows.append({"mode": mode, "capacity/s": rate, "load": 3.0, **_figures(answers)})
+            figures = {name: value for name, value in _figures(answers).items() if name != SHARE}
+            rows.append({"mode": mode, "capacity/s": rate, "load": 3.0, **figures})
     return rows
 
 
@@ -313,7 +318,8 @@ def _sha256(key: str) -> str:
 def _figures(answers: Answers) -> Row:
     return {
         "offered/s": len(answers.streams) / answers.seconds,
-        "goodput/s": answers.goodput(LIMIT_S),
+        GOODPUT: answers.goodput(LIMIT_S),
+        SHARE: answers.good_work(LIMIT_S) / NUM_WORKERS,
         "admitted": len(answers.ttfts_s),
         "ttft p50 s": answers.ttft_s(0.5),
         "ttft p99 s": answers.ttft_s(0.99),
@@ -329,9 +335,10 @@ def _report(bench: Bench, real: list[Row]) -> Report:
         report.tables["vLLM"] = real
     for number in sorted({int(str(row["gateways"])) for row in bench.rows}):
         rows = [row for row in bench.rows if row["gateways"] == number]
-        best = max(_number(row, "goodput/s") for row in rows if row["arrivals"] == POISSON)
-        for row in rows:
-            row["goodput of best"] = _number(row, "goodput/s") / best
+        for name in (GOODPUT, SHARE):
+            best = max(_number(row, name) for row in rows if row["arrivals"] == POISSON)
+            for row in rows:
+                row[f"{name} of best"] = _number(row, name) / best
         report.bars += _bars(number, [row for row in rows if row["mode"] == TTFT_LIMIT])
         alone, beside = (
             _number(row, "ttft p99 s")
@@ -348,8 +355,9 @@ def _bars(number: int, rows: Sequence[Row]) -> list[Bar]:
     bars = []
     for row in rows:
         if row["arrivals"] == POISSON and row["load"] in JUDGED_LOADS:
-            name = f"goodput at {row['load']:g}x, of the best"
-            bars.append(Bar(_name(number, name), _number(row, "goodput of best"), MIN_GOODPUT, "at least"))
+            for figure in (GOODPUT, SHARE):
+                name = _name(number, f"{figure} at {row['load']:g}x, of the best")
+                bars.append(Bar(name, _number(row, f"{figure} of best"), MIN_GOODPUT, "at least"))
     ttft = max(_number(row, "ttft p99 s") for row in rows)
     refusal = max(_number(row, "refusal p99 ms") for row in rows)
     share = max(_number(row, "CPU share") for row in rows)

@@ -25,6 +25,9 @@ MIX: Mapping[Kind, float] = {"text": 0.4, "known image": 0.35, "new image": 0.25
 TEXT: Mapping[Kind, float] = {"text": 1.0}
 MEDIA: Mapping[Kind, float] = {"known image": 0.5, "new image": 0.5}
 
+#: Engine time of each at the simulated engines of `bench_overload`, s.
+WORK_S: Mapping[Kind, float] = {"text": 0.25, "known image": 0.05, "new image": 0.1}
+
 NUM_KNOWN = 8
 #: So small that preparers have little to do.
 _SIZE = (112, 84)
@@ -46,8 +49,11 @@ class Bodies:
         self._jpeg = sample_jpeg(0, *_SIZE)[2:]
         self._numbers = count(NUM_KNOWN + 1)
 
-    def make(self, mix: Mapping[Kind, float]) -> bytes:
+    def draw(self, mix: Mapping[Kind, float]) -> Kind:
         (kind,) = self._random.choices(list(mix), list(mix.values()))
+        return kind
+
+    def make(self, kind: Kind) -> bytes:
         number = next(self._numbers)
         text = f"Question {number}: " + " ".join(self._random.choices(SENTENCES, k=_NUM_SENTENCES))
         content: list[dict[str, object]] = [{"type": "text", "text": text if kind == "text" else text[:40]}]
@@ -73,6 +79,7 @@ class Answers:
     seconds: float
     ended_s: float = 0.0
     streams: list[Stream] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
 
     @property
     def refused(self) -> list[Stream]:
@@ -91,8 +98,15 @@ class Answers:
 
     def goodput(self, limit_s: float) -> float:
         """Return the requests per second whose first token came within the limit."""
-        firsts = [stream.arrivals[0] - stream.began_s for stream in self.streams if stream.arrivals]
-        return sum(first <= limit_s for first in firsts) / self.seconds
+        return len(self._good(limit_s)) / self.seconds
+
+    def good_work(self, limit_s: float) -> float:
+        """Return the seconds of engine time per second of those requests."""
+        return sum(WORK_S[kind] for kind in self._good(limit_s)) / self.seconds
+
+    def _good(self, limit_s: float) -> list[Kind]:
+        pairs = zip(self.kinds, self.streams, strict=True)
+        return [kind for kind, stream in pairs if stream.arrivals and stream.arrivals[0] - stream.began_s <= limit_s]
 
     def ttft_s(self, share: float) -> float:
         return percentile(self.ttfts_s, share) if self.ttfts_s else 0.0
@@ -142,7 +156,7 @@ class Clients:
             nonlocal num_done, num_tokens
             while time.perf_counter() < ends_s:
                 stream = Stream(next(self._numbers))
-                await stream.read(self._session, url, self._bodies.make(MIX))
+                await stream.read(self._session, url, self._bodies.make(self._bodies.draw(MIX)))
                 if stream.error:
                     raise RuntimeError(f"{stream.status} {stream.error}")
                 if stream.ended_s < ends_s:
@@ -159,11 +173,12 @@ class Clients:
             if at > began_s + warm_s + seconds:
                 break
             await asyncio.sleep(max(0.0, at - time.perf_counter()))
-            stream = Stream(next(self._numbers))
+            stream, kind = Stream(next(self._numbers)), self._bodies.draw(flow.mix)
             if at > began_s + warm_s:
                 answers.streams.append(stream)
+                answers.kinds.append(kind)
             headers = {"authorization": f"Bearer {flow.key}"} if flow.key else {}
-            body = self._bodies.make(flow.mix)
+            body = self._bodies.make(kind)
             asked.append(asyncio.create_task(stream.read(self._session, self._random.choice(urls), body, headers)))
         await asyncio.wait(asked, timeout=PATIENCE_S)
         answers.ended_s = time.perf_counter()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
@@ -28,10 +28,11 @@ from medialane.core.errors import (
     WorkerBusy,
     WorkerDraining,
     WorkerLost,
+    WorkerQueued,
 )
 from medialane.core.feature import MediaPrompt, PreparedPrompt
 from medialane.core.kv_events import BlockIds
-from medialane.core.request import EngineRequest, OutputDelta
+from medialane.core.request import EngineRequest, OutputDelta, QueuePlace
 from medialane.core.stage import StageChoice
 from medialane.gateway.admission import Ticket
 from medialane.gateway.config import GatewayConfig
@@ -77,13 +78,22 @@ class _Suspect(NamedTuple):
         return not self.is_connected and self.link.worker_id == self.worker_id
 
 
+class Admitted(NamedTuple):
+    """What the queue before the engines has given a request: its ticket, and its place in a worker's queue. `again`
+    puts it back there, and returns the call once it is admitted again."""
+
+    ticket: Ticket
+    place: QueuePlace | None
+    again: Callable[[], Awaitable[Call]]
+
+
 class Call(NamedTuple):
     """A request, its worker, and the paths by which it can still be sent there, best first. Text is part of the request
     message: `prepared` is None, as is its only path.
 
     `lost` are the names of the workers that were lost with it, in order, of which it may have ended the `suspects`;
-    `busy` are those whose engines had no room for it. `ticket` is that of the queue before the engines. `continuable`
-    is None if its answer, once begun, cannot go on.
+    `busy` are those whose engines had no room for it. `admitted` is None if there is no queue before the engines, or
+    once it was sent elsewhere than it was admitted for. `continuable` is None if its answer, once begun, cannot go on.
     """
 
     request: EngineRequest
@@ -95,7 +105,7 @@ class Call(NamedTuple):
     lost: tuple[str, ...] = ()
     suspects: tuple[_Suspect, ...] = ()
     busy: frozenset[str] = frozenset()
-    ticket: Ticket | None = None
+    admitted: Admitted | None = None
 
 
 class Sender:
@@ -149,7 +159,7 @@ class Sender:
         """Return the same call at a worker that is not `excluded`. Raises NoWorkerReady."""
         call.route.routed.release()
         again = self.route(call.request, call.prepared, call.scope, excluded=excluded)
-        return call._replace(route=again.route, paths=again.paths)
+        return call._replace(route=again.route, paths=again.paths, admitted=None)
 
     async def elsewhere(self, call: Call, error: WorkerLost) -> Call:
         """Return the call at another worker, after its own is lost: of another host if there is one, since a lost link
@@ -201,6 +211,7 @@ class Sender:
             data_parallel_rank=route.data_parallel_rank,
             has_passed_holds=has_passed_holds,
             trace_headers=trace_headers,
+            place=call.admitted.place if call.admitted is not None else None,
         )
         remote = route.link.submit(sent)
         remote.can_continue = call.continuable is not None and not call.continuable.obstacle
@@ -210,8 +221,8 @@ class Sender:
 
     def begin(self, call: Call, *, is_sent: bool = True) -> None:
         self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
-        if call.ticket is not None:
-            call.ticket.sent()
+        if call.admitted is not None:
+            call.admitted.ticket.sent()
         call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]))
 
     @while_connected
@@ -335,7 +346,9 @@ class Attempts:
         self._num_counted = num_tokens if self.call.request.cumulative else 0
 
     def _learn(self, first: OutputDelta, seconds: float) -> None:
-        expectation, routed = self.call.scope.expectation, self.call.route.routed
+        expectation, routed, admitted = self.call.scope.expectation, self.call.route.routed, self.call.admitted
+        if admitted is not None and admitted.ticket.is_overdue:  # behind a queue of which too little was known
+            return
         if expectation is not None and routed.work is not None:  # else it was sent here after an attempt elsewhere
             cached_tokens = routed.decision.cached_tokens
             expectation.answered(routed.work, first, cached_tokens=cached_tokens, seconds=seconds)
@@ -362,6 +375,8 @@ class Attempts:
                 self.call = self._without_features(error)
             case HandoverFailed():
                 self.call = await self._by_the_next_path(error)
+            case WorkerQueued() if self.call.admitted is not None:
+                self.call = await self.call.admitted.again()
             case _:
                 self.call = self._where_there_is_room(error)
 

@@ -42,7 +42,7 @@ from medialane.gateway.admission import (
     TtftLimit,
 )
 from medialane.gateway.assembly import Assembly
-from medialane.gateway.attempts import Sender
+from medialane.gateway.attempts import Admitted, Call, Sender
 from medialane.gateway.client_features import ClientFeatures, expanded_prompt
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
@@ -323,13 +323,7 @@ class Gateway:
         try:
             prepared = await self._with_embeddings(request, prepared, scope, block_ids)
             request = self._prioritized(request, scope)
-            expectation = self._expectation(scope)
-            ticket = await self._ticket(request, prepared, scope, block_ids)
-            call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
-            call = call if ticket is None else call._replace(ticket=ticket)
-            if expectation is not None:
-                routed = call.route.routed
-                routed.queued_ms = expectation.judge_route(routed.estimate())
+            call = await self._admitted_call(request, prepared, scope, block_ids, continuable=continuable)
             async with aclosing(self._generation.answer(call)) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -359,6 +353,34 @@ class Gateway:
         if scope.tenant is None or not self._has_priorities:
             return request
         return msgspec.structs.replace(request, priority=scope.tenant.priority(request.priority))
+
+    async def _admitted_call(
+        self,
+        request: EngineRequest,
+        prepared: PreparedPrompt | None,
+        scope: RequestScope,
+        block_ids: dict[int, BlockIds],
+        *,
+        continuable: Continuable | None,
+    ) -> Call:
+        """Wait until the request may be sent, and choose its worker. Raises MedialaneError."""
+        expectation = self._expectation(scope)
+        ticket = await self._ticket(request, prepared, scope, block_ids)
+        call = self._sender.route(request, prepared, scope, continuable=continuable, block_ids=block_ids)
+        if expectation is None:
+            return call
+        routed = call.route.routed
+        work = routed.estimate()
+        routed.queued_ms = queued_ms = expectation.judge_route(work)
+        if ticket is None or self.queues is None:
+            return call
+
+        async def again() -> Call:
+            routed.release()
+            ticket.put_back()
+            return await self._admitted_call(request, prepared, scope, block_ids, continuable=continuable)
+
+        return call._replace(admitted=Admitted(ticket, self.queues.place(ticket, work, queued_ms), again))
 
     @while_connected
     async def _ticket(

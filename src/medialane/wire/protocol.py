@@ -52,7 +52,7 @@ from medialane.core.pending_work import PendingWork
 from medialane.core.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):

@@ -8,7 +8,6 @@ import pytest
 
 from medialane.core.errors import QueueFull, QueueTimeout
 from medialane.gateway.admission import AdmissionQueue, QueuedRequest, QueueLimits, SharedCounts
-from medialane.gateway.admission.turns import Turns
 
 
 class Resource:
@@ -238,13 +237,26 @@ async def test_bytes_of_waiting_requests_are_bounded():
 
 async def test_prepared_request_is_neither_refused_nor_counted():
     resource = await busy(max_requests=1)
-    prepared = await resource.asking("prepared", 1000.0, timeout_s=-1, is_media=True, may_refuse=False)
+    prepared = await resource.asking("prepared", 1000.0, timeout_s=100, is_media=True, may_refuse=False)
     text = await resource.asking("text")
     with pytest.raises(QueueFull):
         await resource.ask("too many")
     await resource.serve(3)
     await asyncio.gather(prepared, text)
     assert sorted(resource.served) == ["prepared", "text"]
+
+
+async def test_prepared_request_is_admitted_without_room_at_its_deadline():
+    """It must be served, and later is worse; its tenant is charged as for any other."""
+    resource = await busy()
+    tasks = [await resource.asking("other", tenant="other"), await resource.asking("text", tenant="media")]
+    await resource.ask("prepared", 25.0, tenant="media", timeout_s=0.01, is_media=True, may_refuse=False)
+    assert resource.served == ["prepared"]
+    await resource.serve(1)
+    assert not any(task.done() for task in tasks)
+    await resource.serve(2)
+    await asyncio.gather(*tasks)
+    assert resource.served == ["prepared", "other", "text"]
 
 
 async def test_retry_after_is_the_time_in_which_the_queue_drains():
@@ -300,24 +312,24 @@ async def test_priorities_and_tenants_that_come_once_leave_no_state_that_grows()
         tracemalloc.stop()
 
 
-async def test_gateways_take_turns_at_room_that_all_of_them_see(tmp_path, clock):
-    """What one has sent is known to the others a little later."""
-    counts = [SharedCounts(str(tmp_path / "counts"), index=index, num_gateways=2) for index in range(2)]
-    room = False
-    queues = [
-        AdmissionQueue(QueueLimits(10, 1000, each), lambda _: room, clock=clock, turns=Turns(each, clock=clock))
-        for each in counts
-    ]
-    waiting = [asyncio.create_task(queue.admit(QueuedRequest("", 0, False, 1.0, clock() + 100))) for queue in queues]
+async def test_request_that_its_worker_sends_back_is_the_next_one_again(clock):
+    """Not before what has taken its place is known here, and its tenant is charged for it once."""
+    queue = AdmissionQueue(QueueLimits(10, 1000), lambda unsent_ms: not unsent_ms, clock=clock)
+    first = queue.enter()
+    requests = [QueuedRequest(tenant, 0, False, 10.0, clock() + 100) for tenant in ("a", "b", "a")]
+    waiting = [asyncio.create_task(queue.admit(request)) for request in requests]
     await asyncio.sleep(0)
-    room = True
-    for queue in queues:
-        queue.admit_waiting()
-    assert [queue.num_waiting for queue in queues] == [0, 1]
-    clock.now += 0.02
-    queues[1].admit_waiting()
-    for ticket in await asyncio.gather(*waiting):
-        ticket.sent()
+    first.sent()
+    ticket = await waiting[0]
+    ticket.put_back()
+    assert queue.enter() is None
+    waiting.append(asyncio.create_task(queue.admit(QueuedRequest("a", 0, False, 10.0, clock() + 50))))
+    await asyncio.sleep(0)
+    assert queue.num_waiting == 3
+    clock.now += 0.01
+    queue.admit_waiting()
+    for number in (3, 1, 2):
+        (await waiting[number]).sent()
 
 
 async def test_limits_are_those_of_all_gateways_of_a_port(tmp_path):

@@ -31,8 +31,7 @@ _numbers = count()
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request that waits. `cost_ms` is what it is charged for; `deadline` and `since`, from when on
-    it waits, are on any one clock. One that may not be
+    """A request that waits. `cost_ms` is what it is charged for; `deadline` is on any one clock. One that may not be
     refused is never dropped."""
 
     tenant: str
@@ -42,7 +41,6 @@ class QueuedRequest:
     deadline: float
     num_bytes: int = 0
     may_refuse: bool = True
-    since: float = 0.0
     number: int = field(default_factory=_numbers.__next__)
 
 
@@ -103,6 +101,10 @@ class _Shares(Generic[_Key, _Child]):
     def charge(self, key: _Key, cost_ms: float) -> None:
         self._now = max(self._now, self._tags[key])
         self._tags[key] += cost_ms
+
+    def refund(self, key: _Key, cost_ms: float) -> None:
+        if key in self._tags:
+            self._tags[key] -= cost_ms
 
 
 class _Tenant:
@@ -175,11 +177,23 @@ class FairOrder:
     def serve(self) -> QueuedRequest:
         """Remove the next request, and charge its tenant. Raises ValueError if none waits."""
         request = self._next()
+        self.take(request)
+        return request
+
+    def take(self, request: QueuedRequest) -> None:
+        """Remove a request that waits, and charge its tenant."""
         band = self._bands[request.priority]
         band.tenants.charge(request.tenant, request.cost_ms)
         band.tenants.children[request.tenant].kinds.charge(request.is_media, request.cost_ms)
         self.remove(request)
-        return request
+
+    def refund(self, request: QueuedRequest) -> None:
+        """Take back what a request was charged that is about to wait again."""
+        band = self._bands.get(request.priority)
+        if band is not None:
+            band.tenants.refund(request.tenant, request.cost_ms)
+            if request.tenant in band.kinds:
+                band.kinds[request.tenant].refund(request.is_media, request.cost_ms)
 
     def drop(self) -> QueuedRequest | None:
         """Remove the request that is dropped if there are too many, if any may be."""

@@ -7,7 +7,9 @@ prepared, the engines', which no request is refused by that has been prepared; t
 
 A queue knows of its resource whether there is room for one more request (`has_room`), given the work that it has
 admitted and that the resource has not got yet (`Ticket.sent` ends that). It asks whenever something may have changed,
-and every `_TICK_S` while requests wait. A request that is cancelled or expires leaves the queue at once.
+and every `_TICK_S` while requests wait. A request that its worker has sent back (`Ticket.put_back`), since other
+gateways saw the same room, waits again, and nothing is admitted before the next tick. A request that is cancelled or
+expires leaves the queue at once.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from medialane.core.errors import QueueFull, QueueTimeout
 from medialane.core.retry_after import retry_after
 from medialane.gateway.admission.fair_order import FairOrder, QueuedRequest
 from medialane.gateway.admission.shared_counts import QUEUED_BYTES, QUEUED_REQUESTS, SharedCounts
-from medialane.gateway.admission.turns import Turns
 
 #: While requests wait. An engine is expected to have work for some tens of ms.
 _TICK_S: Final = 0.005
@@ -55,16 +56,28 @@ class QueueLimits:
 class Ticket:
     """An admitted request. Its owner calls `sent` once the resource has it, or will not get it; idempotent."""
 
-    __slots__ = ("_cost_ms", "_queue")
+    __slots__ = ("_cost_ms", "_owner", "_queue", "_request", "is_overdue")
 
-    def __init__(self, queue: AdmissionQueue, cost_ms: float) -> None:
+    def __init__(
+        self, queue: AdmissionQueue, cost_ms: float, request: QueuedRequest | None = None, *, is_overdue: bool = False
+    ) -> None:
+        #: Whether it was admitted without room, as it must be served and could wait no longer.
+        self.is_overdue = is_overdue
         self._queue: AdmissionQueue | None = queue
+        self._owner = queue
         self._cost_ms = cost_ms
+        self._request = request
 
     def sent(self) -> None:
         if self._queue is not None:
             self._queue.has_sent(self._cost_ms)
             self._queue = None
+
+    def put_back(self) -> None:
+        """The resource has no room after all: the request is about to wait again. Its tenant is not charged."""
+        self._owner.refuse_until_next_tick(self._request)
+        self._request = None
+        self.sent()
 
 
 class _Pace:
@@ -97,7 +110,8 @@ class _Pace:
 
 class AdmissionQueue:
     """The requests of one gateway that wait for one resource. `has_room` gets the ms of admitted work that the resource
-    does not know of; `clock` is that of deadlines, the loop's. With `turns`, other gateways have queues for it, too."""
+    does not know of; `clock` is that of deadlines, the loop's. `on_change` is called when a request
+    enters or leaves."""
 
     def __init__(
         self,
@@ -105,10 +119,11 @@ class AdmissionQueue:
         has_room: Callable[[float], bool],
         *,
         clock: Callable[[], float] = time.monotonic,
-        turns: Turns | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._limits = limits
-        self._turns = turns
+        self._on_change = on_change
+        self._not_before = float("-inf")
         self._has_room = has_room
         self._clock = clock
         self._order = FairOrder()
@@ -139,7 +154,7 @@ class AdmissionQueue:
 
     def enter(self) -> Ticket | None:
         """Return the ticket of a request of any cost, which is not charged, if none waits and there is room."""
-        if self._order or not self._has_room(self._unsent_ms):
+        if self._order or not self._may_send():
             return None
         return self._ticket(_LEAST_MS)
 
@@ -147,15 +162,14 @@ class AdmissionQueue:
         """Wait until the request is admitted; its deadline is on `clock`. Cancellation leaves nothing behind.
 
         Raises QueueFull, at once or later, if there are too many requests for all to wait, or the deadline is expected
-        to pass; QueueTimeout if it has passed. Neither of a request that may not be refused.
+        to pass; QueueTimeout if it has passed. Neither of a request that may not be refused: it is admitted then.
         """
         request.cost_ms = max(request.cost_ms, _LEAST_MS)
-        if not self._order and self._has_room(self._unsent_ms):
+        if not self._order and self._may_send():
             return self._ticket(request.cost_ms)
         if request.may_refuse:
             self._check_deadline(request)
         ticket: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
-        request.since = self._clock()
         self._admitted[request] = ticket
         self._order.add(request)
         self._count(request, 1)
@@ -163,11 +177,15 @@ class AdmissionQueue:
         try:
             if request.may_refuse:
                 self._drop_surplus()
-            async with asyncio.timeout(request.deadline - self._clock() if request.may_refuse else None):
+            async with asyncio.timeout(request.deadline - self._clock()):
                 return await ticket
         except TimeoutError as error:
             if ticket.done() and not ticket.cancelled():
                 return ticket.result()  # admitted in the same iteration of the loop
+            if not request.may_refuse:
+                self._order.take(request)
+                self._left(request)
+                return self._ticket(request.cost_ms, request, is_overdue=True)
             message = "the request has waited too long for its turn: the server is overloaded"
             raise QueueTimeout(message, retry_after_s=self._retry_after_s()) from error
         except asyncio.CancelledError:
@@ -183,7 +201,14 @@ class AdmissionQueue:
         """The resource has got admitted work, or will not. Called by its ticket."""
         self._num_unsent -= 1
         self._unsent_ms = self._unsent_ms - cost_ms if self._num_unsent else 0.0
+        self._on_change()
         self.admit_waiting()
+
+    def refuse_until_next_tick(self, request: QueuedRequest | None) -> None:
+        """An admitted request was sent back: what has made the resource's queue longer is about to be known here."""
+        self._not_before = self._clock() + _TICK_S
+        if request is not None:
+            self._order.refund(request)
 
     def admit_waiting(self) -> None:
         """Admit waiting requests while there is room."""
@@ -194,27 +219,14 @@ class AdmissionQueue:
                 self._pace.admitted(request.cost_ms, now)
             admitted = self._left(request)
             if not admitted.cancelled():  # in this iteration of the loop: its task has not run yet
-                admitted.set_result(self._ticket(request.cost_ms))
-        if self._turns is not None:
-            self._turns.wait_since(next(iter(self._admitted)).since if self._admitted else None)
+                admitted.set_result(self._ticket(request.cost_ms, request))
         if not order:
             self._pace.idle()
         elif self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(_TICK_S, self._on_tick)
 
     def _may_send(self) -> bool:
-        """Return whether a waiting request is to be admitted now."""
-        has_room, turns = self._has_room(self._unsent_ms), self._turns
-        if turns is None:
-            return has_room
-        if not has_room:
-            turns.see_no_room()
-            return False
-        turns.wait_since(next(iter(self._admitted)).since)
-        if not turns.has():
-            return False
-        turns.take()
-        return True
+        return self._clock() >= self._not_before and self._has_room(self._unsent_ms)
 
     def _on_tick(self) -> None:
         self._tick = None
@@ -236,10 +248,11 @@ class AdmissionQueue:
                 message = "too many requests are waiting: the server is overloaded"
                 dropped.set_exception(QueueFull(message, retry_after_s=self._retry_after_s()))
 
-    def _ticket(self, cost_ms: float) -> Ticket:
+    def _ticket(self, cost_ms: float, request: QueuedRequest | None = None, *, is_overdue: bool = False) -> Ticket:
         self._num_unsent += 1
         self._unsent_ms += cost_ms
-        return Ticket(self, cost_ms)
+        self._on_change()
+        return Ticket(self, cost_ms, request, is_overdue=is_overdue)
 
     def _left(self, request: QueuedRequest) -> asyncio.Future[Ticket]:
         """Forget a request that does not wait any more; return what its task waits for."""
@@ -249,6 +262,7 @@ class AdmissionQueue:
     def _count(self, request: QueuedRequest, change: int) -> None:
         if request.may_refuse:
             self._limits.count(change, change * request.num_bytes)
+        self._on_change()
 
     def _retry_after_s(self) -> int:
         """Return when what waits now is expected to have been admitted."""

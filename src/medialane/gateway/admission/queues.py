@@ -4,25 +4,29 @@ for all. Both are optional."""
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from medialane.core.errors import QueueFull, QueueTimeout
+from medialane.core.request import QueuePlace
 from medialane.gateway.admission.cost import CostForecast
 from medialane.gateway.admission.fair_order import QueuedRequest
 from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
-from medialane.gateway.admission.shared_counts import SharedCounts
-from medialane.gateway.admission.turns import Turns
+from medialane.gateway.admission.shared_counts import PREPARED_MS, PREPARING, SharedCounts
 
 if TYPE_CHECKING:
     from medialane.gateway.admission.ttft_limit import NewItem
     from medialane.gateway.config import GatewayConfig
     from medialane.gateway.scope import RequestScope
     from medialane.observability.metrics import Metrics
+    from medialane.routing import EngineWork
 
 #: Requests in preparation per preparer: some of them are being fetched, which takes none.
 _PER_PREPARER: Final = 4
+#: Weight of the newest wait before the engines of a request that was prepared, if it was shorter than the others.
+_NEWEST: Final = 0.05
 #: What an item is charged while nothing is known of its kind.
 _ITEM_MS: Final = 20.0
 
@@ -46,11 +50,12 @@ class Queues:
         self._metrics = metrics
         self._has_priorities = has_priorities
         self._clock = clock
-        counts = counts or SharedCounts()
+        self._counts = counts = counts or SharedCounts()
         limits = QueueLimits(config.queue_requests, config.queue_bytes, counts)
-        turns = Turns(counts, clock=clock)
-        self._engines = AdmissionQueue(limits, self._have_engines_room, clock=clock, turns=turns)
-        self._preparers = AdmissionQueue(limits, self._have_preparers_room, clock=clock)
+        self._engines = AdmissionQueue(limits, self._have_engines_room, on_change=self._count, clock=clock)
+        #: How long requests wait before the engines, and in them, once they are prepared.
+        self._prepared_wait_s = 0.0
+        self._preparers = AdmissionQueue(limits, self._have_preparers_room, on_change=self._count, clock=clock)
 
     def num_waiting(self) -> dict[str, float]:
         return {"engine": self._engines.num_waiting, "preparer": self._preparers.num_waiting}
@@ -58,13 +63,28 @@ class Queues:
     async def engine(self, scope: RequestScope, cost_ms: Callable[[], float], *, has_media: bool) -> Ticket:
         """Wait until the request may be sent to an engine, for which it costs `cost_ms`: that is only asked for if it
         must wait. Raises QueueFull, QueueTimeout, unless its media have been prepared for it."""
+        started = self._clock()
         if (ticket := self._engines.enter()) is None:
             may_refuse = not scope.timeline.num_misses
             own_ms = cost_ms()
             request = self._queued(scope, own_ms, own_ms=own_ms, has_media=has_media, may_refuse=may_refuse)
             ticket = await self._admitted(self._engines, request, scope)
+        if scope.timeline.num_misses:
+            wait_s = self._clock() - started + self._forecast.least_wait_ms() / 1000
+            more_s = wait_s - self._prepared_wait_s
+            self._prepared_wait_s += more_s * (1 if more_s > 0 else _NEWEST)
         scope.defer(ticket.sent)
         return ticket
+
+    def place(self, ticket: Ticket, work: EngineWork, work_ms: float) -> QueuePlace | None:
+        """Return the place of an admitted request in the queue of its worker, which is as long as this gateway knows,
+        or has room; None while too little is known of such engines."""
+        if ticket.is_overdue:
+            return QueuePlace(work_ms, math.inf)
+        engine = self._forecast.engine(work.kind)
+        if not engine.agreement.is_certain:
+            return None
+        return QueuePlace(work_ms, max(work.queue_ms, self._config.queue_target_s * 1000 / engine.queue_rate))
 
     def preparation(self, scope: RequestScope) -> Preparation:
         """Return a request's preparation, which ends with its scope at the latest."""
@@ -79,7 +99,7 @@ class Queues:
         """Wait until the request's media may be prepared, of which this is one. Raises QueueFull, QueueTimeout."""
         item_ms = self._forecast.preparing_ms(item.modality, item.num_bytes) or _ITEM_MS
         cost_ms = item_ms * max(1, len(scope.extracted.refs))
-        own_ms = item_ms + self._forecast.new_item(item.num_tokens).engine_ms
+        own_ms = item_ms + self._forecast.new_item(item.num_tokens).engine_ms + 1000 * self._prepared_wait_s
         request = self._queued(scope, cost_ms, own_ms=own_ms, has_media=True)
         return await self._admitted(self._preparers, request, scope)
 
@@ -108,12 +128,14 @@ class Queues:
         return min(config.queue_timeout_s, left_s - own_ms / 1000 - config.queue_target_s)
 
     async def _admitted(self, queue: AdmissionQueue, request: QueuedRequest, scope: RequestScope) -> Ticket:
+        seconds, started = scope.timeline.seconds.get("admission", 0.0), time.perf_counter()
         try:
-            with scope.timeline.measure("admission"):
-                return await queue.admit(request)
+            return await queue.admit(request)
         except (QueueFull, QueueTimeout) as error:
             self._metrics.count_refused(request.tenant, error.code)
             raise
+        finally:
+            scope.timeline.add("admission", seconds + time.perf_counter() - started)
 
     def _have_engines_room(self, unsent_ms: float) -> bool:
         """By the expected wait, as far as it is certain, and by concurrency."""
@@ -124,11 +146,17 @@ class Queues:
         return wait_ms < self._config.queue_target_s * 1000
 
     def _have_preparers_room(self, _unsent_ms: float) -> bool:
-        if self._preparers.num_unsent >= _PER_PREPARER * self._forecast.num_preparers:
+        total, forecast = self._counts.total, self._forecast
+        if total(PREPARING) >= _PER_PREPARER * forecast.num_preparers:
             return False
         # What has been prepared must not pile up before the engines, with the memory that it holds.
-        ahead_ms = max(self._forecast.preparer_wait_ms(), self._engines.prepared_ms / self._forecast.num_workers)
+        ahead_ms = max(forecast.preparer_wait_ms(), total(PREPARED_MS) / forecast.num_workers)
         return ahead_ms < self._config.queue_target_s * 1000
+
+    def _count(self) -> None:
+        """Tell the other gateways what this one has in the preparers, and has got from them."""
+        self._counts.set_own(PREPARING, self._preparers.num_unsent)
+        self._counts.set_own(PREPARED_MS, round(self._engines.prepared_ms))
 
 
 class Preparation:

@@ -20,8 +20,8 @@ from medialane.core.errors import StartupFailed
 #: Names that all gateways have; tenants have none that begins like these.
 QUEUED_REQUESTS = "~requests"
 QUEUED_BYTES = "~bytes"
-ADMITTED_AT = "~admitted"
-OLDEST_MS = "~oldest"
+PREPARING = "~preparing"
+PREPARED_MS = "~prepared"
 #: Rows; the file is sparse, and a row that no name has takes no memory.
 _NUM_ROWS = 1 << 16
 _FLOAT_BYTES = 8
@@ -47,7 +47,7 @@ class SharedCounts:
             self.set_own(name, 0)
         taken: set[int] = set()
         self._rows = {}
-        for name in sorted({QUEUED_REQUESTS, QUEUED_BYTES, ADMITTED_AT, OLDEST_MS, *names}):
+        for name in sorted({QUEUED_REQUESTS, QUEUED_BYTES, PREPARING, PREPARED_MS, *names}):
             row = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % _NUM_ROWS
             while row in taken:
                 row = (row + 1) % _NUM_ROWS
@@ -66,11 +66,6 @@ class SharedCounts:
 
     def set_own(self, name: str, count: int) -> None:
         self._values[self._rows[name] + self._index] = count
-
-    def others(self, name: str) -> list[int]:
-        """Return the other gateways' counts."""
-        row = self._rows[name]
-        return [int(self._values[row + i]) for i in range(1, self._width) if i != self._index]
 
     def total(self, name: str) -> int:
         """Return the sum of all gateways' counts."""

@@ -31,13 +31,15 @@ from medialane.wire.payload import IncomingPayload, join
 from medialane.wire.pooled_output import check_size
 from medialane.wire.protocol import Failed, Output, Released, Submit, UnreadableSubmit
 from medialane.worker.gateway_link.handler import Handler
+from medialane.worker.gateway_link.work_queue import WorkQueue
 
 
 class _Running:
     """One request in flight."""
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest, leave_queue: Callable[[], None]) -> None:
         self.request = request
+        self.leave_queue = leave_queue
         self.task: asyncio.Task[None] | None = None
         self.finished = False
         self._stopped = False
@@ -51,7 +53,8 @@ class _Running:
 class SessionRequests:
     """`len` is the number of requests that have not been released; `payload` receives the tensors of the next one.
 
-    `request_ids` are those in flight on any connection of the worker: this adds and removes its own. The requests run
+    `request_ids` are those in flight on any connection of the worker, `queue` their work: this adds and removes its
+    own. The requests run
     as tasks of `tasks`, which must have been entered. `on_change` is called when one has started or was released.
     """
 
@@ -62,6 +65,7 @@ class SessionRequests:
         *,
         config: RpcConfig,
         request_ids: set[str],
+        queue: WorkQueue,
         tasks: asyncio.TaskGroup,
         on_change: Callable[[], None],
     ) -> None:
@@ -70,6 +74,7 @@ class SessionRequests:
         self._max_in_flight = config.max_in_flight
         self._max_pooled_bytes = config.max_pooled_bytes
         self._request_ids = request_ids
+        self._queue = queue
         self._tasks = tasks
         self._on_change = on_change
         self._running: dict[str, _Running] = {}
@@ -94,14 +99,12 @@ class SessionRequests:
         """Start the request, or refuse it."""
         try:
             request = join(message.request, self.payload.take()) if message.with_payload else message.request
-        except InvalidFeature as error:
+            self._check(request.request_id)
+            leave_queue = self._queue.enter(request, self)
+        except MedialaneError as error:
             self._refuse(message.request.request_id, error)
-            return
-        refusal = self._refusal_of(request.request_id)
-        if refusal is not None:
-            self._refuse(request.request_id, refusal)
         else:
-            self._start(_Running(request))
+            self._start(_Running(request, leave_queue))
 
     def refuse_unreadable(self, message: UnreadableSubmit) -> None:
         if message.with_payload:
@@ -123,18 +126,19 @@ class SessionRequests:
 
     def cancel(self) -> None:
         """Cancel every request: the connection is closed."""
+        self._queue.forget(self)
         for running in self._running.values():
             running.stop()
 
-    def _refusal_of(self, request_id: str) -> MedialaneError | None:
+    def _check(self, request_id: str) -> None:
+        """Raise why a request with this id cannot be started, if it cannot."""
         if request_id in self._request_ids:
-            return GenerationFailed("a request with this id is already running")
+            raise GenerationFailed("a request with this id is already running")
         if self._stopping or self._handler.is_draining:
-            return WorkerDraining("the worker is shutting down")
+            raise WorkerDraining("the worker is shutting down")
         if len(self._running) >= self._max_in_flight:
             message = "the worker has reached its limit of concurrent requests"
-            return WorkerBusy(message, retry_after_s=self._places.promise())
-        return None
+            raise WorkerBusy(message, retry_after_s=self._places.promise())
 
     def _refuse(self, request_id: str, error: MedialaneError) -> None:
         self._connection.send(Failed(request_id, to_report(error)))
@@ -155,6 +159,7 @@ class SessionRequests:
         try:
             async with aclosing(self._handler.run(running.request)) as deltas:
                 async for delta in deltas:
+                    running.leave_queue()
                     self._send(delta)
                     running.finished = running.finished or delta.finished
                     if self._connection.paused:
@@ -193,6 +198,7 @@ class SessionRequests:
         if self._running.get(request_id) is not running:
             return
         del self._running[request_id]
+        running.leave_queue()
         self._places.free(request_id)
         self._request_ids.discard(request_id)
         self._connection.send(Released(request_id))
