@@ -48,6 +48,9 @@ TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
 #: Methods whose bodies have no meaning; no handler reads them.
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
+#: What operators do to look at requests is none of them.
+_NOT_KEPT = ("/medialane/login", "/medialane/logout")
+
 
 class ScopeMiddleware:
     """Opens the request's scope, adds Server-Timing, observes the timeline, closes the scope. With `names_takers`, what
@@ -86,7 +89,7 @@ class ScopeMiddleware:
             if self._tracing is not None:
                 request.trace = self._tracing.begin(scope, record)
             watched = _WatchedEnd(receive, send, request)
-            is_kept = scope["method"] not in _WITHOUT_BODY
+            is_kept = scope["method"] not in _WITHOUT_BODY and not scope["path"].endswith(_NOT_KEPT)
             if is_kept:
                 self._recent.begin(record)
             try:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import tempfile
 import time
@@ -24,13 +25,13 @@ from medialane.gateway.error_responses import error_form, send_error
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.operators import OperatorEndpoints, Sessions, own_part, whole_state
-from medialane.gateway.operators.endpoints import MAX_STREAMS, no_others
+from medialane.gateway.operators.endpoints import MAX_STREAMS, RequestList, no_others
 from medialane.gateway.operators.page_files import PageFiles
 from medialane.gateway.operators.part import Whose
 from medialane.gateway.operators.sessions import SESSION_S, is_from_this_machine
-from medialane.gateway.operators.state import Limits, OwnView
+from medialane.gateway.operators.state import Limits, OwnView, State
 from medialane.gateway.report import Sent
-from medialane.gateway.requests import RecentRequests, RequestRecord
+from medialane.gateway.requests import RecentRequests, RequestRecord, RequestView
 from medialane.observability.metrics import Metrics
 
 BEARER = {"authorization": "Bearer admin"}
@@ -426,3 +427,12 @@ def test_a_thousand_workers_are_listed_by_need_and_counted():
     assert state["workers"]["listed"][0]["name"] == "host62/4"
     assert len(encoded) < 200_000
     assert seconds < 0.2  # once a second; 20 ms where nothing else runs
+
+
+def test_documentation_has_each_field():
+    page = (Path(__file__).parents[3] / "docs" / "state.md").read_text()
+    documents = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL)]
+    state, listed, request = documents
+    state["live"]["listed"], listed["requests"] = [request], [request]
+    for document, kind in ((state, State), (listed, RequestList), (request, RequestView)):
+        assert json.loads(msgspec.json.encode(msgspec.convert(document, kind))) == document
