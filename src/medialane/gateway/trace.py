@@ -108,8 +108,8 @@ class RequestTrace:
         self._is_sampled = self._root.is_recording() and self._context.trace_flags.sampled
         self.headers = context_headers(self._context)
         self._attempts: list[AttemptTrace] = []
-        #: The last attempt for each request of vLLM's app, of which this may have several.
-        self._last: dict[str, AttemptTrace] = {}
+        #: The last one that failed for each request of vLLM's app, of which this may have several.
+        self._failed: dict[str, AttemptTrace] = {}
 
     @property
     def trace_id(self) -> str:
@@ -131,14 +131,13 @@ class RequestTrace:
             yield None
             return
         start, error_code = self._now, ""
-        before = self._last.get(request.request_id)
+        before = self._failed.get(request.request_id)
         attempt = AttemptTrace(self._tracing.child(self._context), routed)
-        self._last[request.request_id] = attempt
         self._attempts.append(attempt)
         try:
             yield attempt
         except MedialaneError as error:
-            error_code = error.code
+            error_code, self._failed[request.request_id] = error.code, attempt
             raise
         finally:
             attributes = {"medialane.worker": worker, "gen_ai.request.id": request.request_id}
