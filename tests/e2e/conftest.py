@@ -36,6 +36,7 @@ from xdist.scheduler import LoadScopeScheduling
 from linked_hosts import linked_hosts
 from medialane.check.server_process import plain_vllm as start_plain_vllm
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
+from otlp_collector import Collector, grpc_collector
 from poison import PROGRAM
 from waiting import eventually
 
@@ -300,11 +301,18 @@ def network():
 
 
 @pytest.fixture(scope="session")
-def starting_hosts(network, tiny_model, vllm_environ, tmp_path_factory) -> Iterator[TwoHosts]:
+def collector(network) -> Iterator[Collector]:
+    """What gateways and workers of two hosts export their spans to."""
+    with grpc_collector(network.addresses[0]) as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def starting_hosts(network, collector, tiny_model, vllm_environ, tmp_path_factory) -> Iterator[TwoHosts]:
     """Not ready yet: use the fixture `gateways` of test_e2e_hosts.py instead."""
     logs = tmp_path_factory.mktemp("hosts")
-    hosts = TwoHosts(
-        network, model=str(tiny_model), flags=SERVER_FLAGS, media=MEDIA_FLAGS, environ=vllm_environ, logs=logs
-    )
+    flags = (*SERVER_FLAGS, "--otlp-traces-endpoint", collector.endpoint)
+    environ = {**vllm_environ, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    hosts = TwoHosts(network, model=str(tiny_model), flags=flags, media=MEDIA_FLAGS, environ=environ, logs=logs)
     yield hosts
     hosts.close()

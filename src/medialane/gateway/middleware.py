@@ -32,6 +32,7 @@ from medialane.gateway.request_id import HEADER as REQUEST_ID
 from medialane.gateway.request_id import IdentifiedSend, given_id, given_trace, with_id
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
+from medialane.gateway.trace import RequestTracing
 from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
@@ -64,7 +65,8 @@ _NOT_KEPT = ("/medialane/login", "/medialane/logout")
 
 class ScopeMiddleware:
     """Opens the request's scope, adds its id and Server-Timing, observes the timeline, closes the scope. With
-    `names_takers`, what is held for a request is recorded with its id; with `logs_requests` its end is logged."""
+    `names_takers`, what is held for a request is recorded with its id; with `logs_requests` its end is logged. Without
+    `tracing`, requests are not traced."""
 
     def __init__(
         self,
@@ -75,8 +77,10 @@ class ScopeMiddleware:
         *,
         names_takers: bool = False,
         logs_requests: bool = False,
+        tracing: RequestTracing | None = None,
     ) -> None:
         self._app = app
+        self._tracing = tracing
         self._metrics = metrics
         self._requests = requests or OpenRequests()
         self._recent = recent or RecentRequests()
@@ -90,7 +94,7 @@ class ScopeMiddleware:
         with self._requests.opened() as request:
             record = request.record
             record.name(given_id(scope))
-            tokens = request_id.set(record.id), trace_id.set(given_trace(scope))
+            tokens = request_id.set(record.id), trace_id.set(self._traced(scope, request))
             if self._names_takers:
                 TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
             watched = _WatchedEnd(receive, IdentifiedSend(send, record.id), request)
@@ -103,6 +107,8 @@ class ScopeMiddleware:
                 await self._app(scope, watched.receive, watched.send)
             finally:
                 record.ended(is_disconnected=not watched.is_complete and watched.is_disconnected)
+                if request.trace is not None:
+                    request.trace.end()
                 if is_kept:
                     self._recent.end(record)
                 if scope["method"] == "POST":  # health checks and scrapes are not counted
@@ -113,6 +119,12 @@ class ScopeMiddleware:
                     log_end(scope["method"], scope["path"], record)
                 request_id.reset(tokens[0])
                 trace_id.reset(tokens[1])
+
+    def _traced(self, scope: Scope, request: RequestScope) -> str:
+        """Begin the request's trace, if it has one; return the id of that, or of its client's."""
+        if self._tracing is not None:
+            request.trace = self._tracing.begin(scope, request.record)
+        return given_trace(scope) if request.trace is None else request.trace.trace_id
 
 
 class _WatchedEnd:

@@ -36,6 +36,27 @@ def staged(ref, **more):
     return StagedItem(ref, Feature(ref.modality, HASH, b"", (), MediaSize(width=640, height=480)), None, **more)
 
 
+def test_items_have_their_own_steps_which_count_for_their_request():
+    request = record(image())
+    with request.finding(image()) as timeline, timeline.measure("fetch"):
+        timeline.num_misses += 1
+    (item,) = request.items.values()
+    assert [step.stage for step in item.timeline.steps] == ["fetch"]
+    assert (request.timeline.steps, request.timeline.num_misses) == ([], 1)
+    assert request.timeline.seconds.keys() == {"fetch"}
+    assert request.timeline.started_at <= item.started_at <= item.timeline.steps[0].started_at <= item.ended_at
+    item.mm_hash = HASH
+    request.encoded(HASH, time.perf_counter())
+    assert [step.stage for step in item.timeline.steps] == ["fetch", "encode"]
+
+
+def test_failed_item_has_the_code_of_its_error():
+    request = record(image())
+    with pytest.raises(InvalidImage), request.finding(image()):
+        raise InvalidImage("no image")
+    assert [item.error for item in request.items.values()] == [InvalidImage.code]
+
+
 def test_request_shows_what_it_waits_for():
     request = record(image(), image("b", url=SECRET_URL))
     first, second = request.items.values()

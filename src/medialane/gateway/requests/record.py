@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from medialane.core.errors import ErrorReport
+from medialane.core.errors import ErrorReport, MedialaneError
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import OutputDelta, RoutingDecision
@@ -29,7 +29,7 @@ from medialane.gateway.report import (
     routing_report,
 )
 from medialane.gateway.transports import TransferPath
-from medialane.observability.timeline import LiveStage, StageTimeline
+from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline
 
 #: Digits of a hash that are shown: they tell items apart, and find no content.
 HASH_DIGITS = 8
@@ -115,7 +115,8 @@ class RequestView(msgspec.Struct, frozen=True):
 
 
 class ItemRecord:
-    """What is known of one item. `timeline` has the times of what has ended, `live` those of what has not."""
+    """What is known of one item. `timeline` has the times of what has ended, `live` those of what has not. Between
+    `started_at` and `ended_at` (perf_counter) it was found or made; `error` is the code with which that failed."""
 
     def __init__(self, ref: MediaRef) -> None:
         self.param = ref.param
@@ -125,6 +126,8 @@ class ItemRecord:
         self.num_bytes = len(ref.data or b"")
         self.timeline = StageTimeline()
         self.live: StageTimeline | None = None
+        self.started_at = self.ended_at = 0.0
+        self.error = ""
         #: How long it was asked for, or prepared for another request.
         self.shared_ms = 0.0
         self.outcome: ItemOutcome | None = None
@@ -133,6 +136,14 @@ class ItemRecord:
         self.num_tokens = 0
         self.feature_bytes = 0
         self.size = MediaSize()
+
+    def found(self, timeline: StageTimeline, shared_ms: float) -> None:
+        """Add the times of having found or made it, or of having failed to."""
+        self.live, self.started_at = None, self.started_at or timeline.started_at
+        self.ended_at, self.shared_ms = time.perf_counter(), shared_ms
+        self.num_bytes = self.num_bytes or timeline.media_bytes
+        self.timeline.absorb(timeline)
+        self.timeline.steps += timeline.steps[: MAX_STEPS - len(self.timeline.steps)]
 
     def prepared(self, item: StagedItem, num_tokens: int) -> None:
         """Record how the item was found."""
@@ -234,15 +245,16 @@ class RequestRecord:
             item.live = timeline
         try:
             yield timeline
+        except MedialaneError as error:
+            if item is not None:
+                item.error = error.code
+            raise
         finally:
-            report = timeline.report()
             shared_ms = timeline.current_ms if timeline.current == "prepare" and not _is_prepared(timeline) else 0.0
-            self.timeline.merge(report)
+            self.timeline.absorb(timeline)
             self._shared_ms = max(self._shared_ms, shared_ms)
             if item is not None:
-                item.live = None
-                item.timeline.merge(report)
-                item.shared_ms = shared_ms
+                item.found(timeline, shared_ms)
 
     def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
         """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. Those that
@@ -253,6 +265,15 @@ class RequestRecord:
             if (record := self.items.get(item.ref.param)) is not None:
                 record.prepared(item, count)
 
+    def encoded(self, mm_hash: str, started_at: float) -> None:
+        """Record that an encoder has had an item since then."""
+        now = time.perf_counter()
+        self.timeline.add("encode", now - started_at)
+        for item in self.items.values():
+            if item.mm_hash == mm_hash:
+                item.timeline.add("encode", now - started_at, started_at)
+                item.ended_at = now
+
     def sending(self, sent: Sent) -> None:
         """Record how and where a prompt is sent. The last call counts: earlier attempts have failed. But of several
         prompts (documents that are scored) one with media counts."""
@@ -260,7 +281,7 @@ class RequestRecord:
             self.sent = sent
         decision = sent.decision
         for attempt in reversed(self.attempts):
-            if not attempt.error and (attempt.decision is decision or attempt is self._sent_back):
+            if not attempt.error and attempt.decision is decision:
                 attempt.path = sent.path
                 return
         self._add_attempt(decision.worker_id, decision.rank, sent.path).decision = decision
@@ -273,11 +294,18 @@ class RequestRecord:
 
     def attempt_failed(self, worker: str, rank: int, path: TransferPath | None, code: str) -> None:
         """Record that a prompt was not sent to this worker, or not answered there."""
-        for attempt in reversed(self.attempts):
-            if (attempt.worker, attempt.rank) == (worker, rank) and not attempt.error:
-                attempt.error = code
-                return
-        self._add_attempt(worker, rank, path).error = code
+        attempt = self._open_attempt(worker, rank) or self._add_attempt(worker, rank, path)
+        attempt.error = code
+
+    def sent_back(self, worker: str, rank: int) -> None:
+        """Forget an attempt: the worker had other gateways' requests first, and the prompt waits again."""
+        if (attempt := self._open_attempt(worker, rank)) is not None:
+            self.attempts.remove(attempt)
+
+    def _open_attempt(self, worker: str, rank: int) -> Attempt | None:
+        """Return the last attempt there that has not failed."""
+        at_worker = (each for each in reversed(self.attempts) if (each.worker, each.rank) == (worker, rank))
+        return next((attempt for attempt in at_worker if not attempt.error), None)
 
     def answered(self, first: OutputDelta, num_prompt_tokens: int, outcomes: Mapping[str, EmbeddingOutcome]) -> None:
         """Record the first output of a prompt: how many of its tokens the engine had in its KV cache, what it did about
