@@ -27,9 +27,11 @@ BIN := .venv/bin
 SERVING := .venv/.filled-$(EXTRA)
 TESTING := $(SERVING)-tests
 LOG := .venv/install.log
+# Commands that are named like their packages.
+PROGRAMS := chromium
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo test test-all check fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-gpu clean
+.PHONY: help venv demo test test-all check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -47,7 +49,13 @@ check: $(TESTING) ## lint, format, types, architecture
 	$(BIN)/pytest -q tests/test_architecture.py
 
 test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
-test-all: check ## check, then every test that needs no GPU (half an hour on 2 cores)
+test-all: check programs ## check, then every test that needs no GPU (half an hour on 2 cores)
+
+# Tests without their program are skipped, with the reason.
+programs:       ## install Debian's packages of the programs that tests run: as root, else only named
+	@mkdir -p $(dir $(LOG)); missing=; for name in $(PROGRAMS); do command -v $$name > /dev/null || missing="$$missing $$name"; done; \
+	[ -z "$$missing" ] || { [ $$(id -u) = 0 ] && apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends$$missing; } >> $(LOG) 2>&1 \
+	  || echo "medialane: not installed, so that some tests are skipped:$$missing (apt-get install$$missing)"
 
 # Preparers are forked from the tests' process, which takes seconds once that has run hundreds of other tests: these have processes of their own.
 forking := tests/unit/prepare
@@ -131,13 +139,7 @@ $(SERVING): requirements/$(EXTRA).txt pyproject.toml $(shell find packages -type
 $(TESTING): $(SERVING) requirements/tests.txt
 	@echo "medialane: adding what tests need (details: $(LOG))"
 	@$(call locked,requirements/tests.txt)
-	@$(system-packages)
 	@touch $@
-
-# The browser that the page is tested in. Without it those tests are skipped, and say so.
-system-packages = command -v chromium > /dev/null || { [ $$(id -u) = 0 ] && command -v apt-get > /dev/null \
-  && { apt-get update && apt-get install -y --no-install-recommends chromium; } >> $(LOG) 2>&1; } \
-  || echo "  no Chromium: the page is not tested (apt-get install chromium; details: $(LOG))"
 
 # Left out on a CPU: torch (see above) and what it needs for CUDA; triton, which only xgrammar asks for, without a use for it;
 # torchcodec, whose build for CUDA does not load. nixl uses whichever of its builds there is, and torch is built for CUDA 13.
