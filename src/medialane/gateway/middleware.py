@@ -145,7 +145,8 @@ class _WatchedEnd:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._request.record.status = message["status"]
+            if not self.is_disconnected:  # nobody gets what the app still sends
+                self._request.record.status = message["status"]
             timing = self._request.timeline.server_timing().encode()
             message = {**message, "headers": [*message.get("headers", ()), (b"server-timing", timing)]}
         elif message["type"] == "http.response.body" and not self.is_disconnected:
