@@ -175,6 +175,7 @@ async def _uncontrolled(bench: Bench, session: aiohttp.ClientSession) -> None:
     async with _workers(bench.host, "plain") as worker, _gateways(bench, session, worker, number=number) as setup:
         first = Setup(setup.urls[:1], setup.pids)
         total = CLIENTS_PER_WORKER * NUM_WORKERS
+        await bench.clients.closed_loop(first.urls[0], number=total, seconds=bench.warm_s)  # first requests are slow
         measured = await bench.clients.closed_loop(first.urls[0], number=total, seconds=CAPACITY_S)
         bench.capacity, max_tokens = measured.requests, round(LIMIT_S * measured.tokens / NUM_WORKERS)
         print(f"  capacity: {bench.capacity:.1f} requests/s; {CAPS} {max_tokens}", flush=True)
