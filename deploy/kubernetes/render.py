@@ -1,4 +1,6 @@
-"""Writes the manifests beside it and the units of deploy/systemd from the Helm chart: python deploy/kubernetes/render.py
+"""Writes the manifests beside it and the units of deploy/systemd from the Helm chart.
+
+    python deploy/kubernetes/render.py
 
 Helm must be on the PATH or in this virtual environment (`make programs`).
 """
@@ -100,7 +102,7 @@ _ON_A_HOST = (
 def helm(*words: str) -> str:
     """The output of a command of Helm; raises FileNotFoundError without it."""
     program = shutil.which("helm") or str(Path(sys.prefix) / "bin" / "helm")
-    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
     if done.returncode:
         raise ValueError(done.stderr)
     return done.stdout
