@@ -14,8 +14,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 _TOP = """\
 # Settings
 
-Every setting of medialane, written by `python tests/setting_reference.py` from the definitions that `--help-all` shows.
-[Configuration](configuration.md) explains the important ones, and where a value may be given: as flag, as `MEDIALANE_...`
+Every setting of medialane, written by `python tests/setting_reference.py` from the definitions of `--help-all`.
+[Configuration](configuration.md) explains the important ones, and where a value is given: as flag, as `MEDIALANE_...`
 (the name in capitals, with `_`), as key of a TOML file. What may change in them: [Stability](stability.md).
 """
 
