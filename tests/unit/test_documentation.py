@@ -23,6 +23,7 @@ from medialane.core.errors import (
     ProtocolViolation,
     StartupFailed,
     WorkerDraining,
+    WorkerQueued,
     WorkerStalled,
 )
 
@@ -74,6 +75,7 @@ _INTERNAL = (
     AlreadyJoined,
     WorkerStalled,
     WorkerDraining,
+    WorkerQueued,
     ClientDisconnected,
 )
 
