@@ -10,11 +10,14 @@ import pytest
 import pytest_asyncio
 from app_server import KEY, forget_http_metrics, with_keys
 from model_hosting_container_standards.common.handler.registry import handler_registry
+from prometheus_client import CollectorRegistry
+from starlette.middleware import Middleware
 from starlette.routing import WebSocketRoute
 from vllm.tasks import POOLING_TASKS
 
-from medialane.gateway import AccessKeys, GatewayConfig
+from medialane.gateway import AccessKeys, GatewayConfig, ScopeMiddleware
 from medialane.gateway.access import Kind, kind_of
+from medialane.observability.metrics import Metrics
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.frontend.routes import UNSUPPORTED, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_not_built
@@ -65,6 +68,7 @@ def app():
     app.state.args.log_error_stack = False
     keys = AccessKeys.load(GatewayConfig(admin_key="admin", metrics_key="metrics"), ["first", "secret"])
     replace_authentication(app, with_keys(keys))
+    app.user_middleware.insert(0, Middleware(ScopeMiddleware, metrics=Metrics(CollectorRegistry())))
     refuse_unsupported(app)
     return app
 

@@ -26,6 +26,9 @@ from medialane.core.errors import (
     WorkerQueued,
     WorkerStalled,
 )
+from medialane.peers.peer_messages import PEER_VERSION
+from medialane.store import messages
+from medialane.wire import protocol
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "medialane"
@@ -97,6 +100,15 @@ def test_api_page_names_every_endpoint_of_ours():
     listed = {path for row in rows for path in re.findall(r"`(/[^`]*)`", row)}
     assert "/medialane/state" in paths
     assert listed == paths | {"/medialane/workers/{name}/drain"}
+
+
+def test_stability_page_has_the_numbers_of_the_protocols():
+    text = (ROOT / "docs/stability.md").read_text()
+    rows = dict(
+        re.findall(r"^\| (gateway and worker|store and .*?) \| (\d+) \|", text.replace(", whoever connects", ""), re.M)
+    )
+    numbers = [protocol.PROTOCOL_VERSION, messages.PROTOCOL_VERSION, PEER_VERSION]
+    assert list(map(int, rows.values())) == numbers, "of workers, the store's clients, other hosts' stores"
 
 
 def test_page_of_settings_is_current():

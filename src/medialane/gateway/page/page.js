@@ -2,7 +2,7 @@
 // one drawing a second, of at most some dozens of rows in each section.
 
 import {Chart, ago, bytes, count, find, head, list, make, mark, meter, ms, nameWorkers, percent, plural, say, shortName, show, size, write} from './draw.js';
-import {findings, isStuck} from './findings.js';
+import {findings, isStuck, silence} from './findings.js';
 import * as requests from './requests.js';
 import {CELLS, LANES, PART, PARTS, cellOf, spent} from './stages.js';
 
@@ -11,14 +11,16 @@ const MOST_WORKERS = 8, MOST_DECISIONS = 6, MOST_PROBLEMS = 6, MOST_HOSTS = 5, M
 /** From so many workers on there is a map of those that need attention first. */
 const MAP_FROM = 9;
 const STALE_S = 4, RETRY_S = [0.5, 1, 2, 3], DETAIL_S = 1, POLL_S = 2, DRAW_S = 1;
-const LONG_MS = 1000;
+const LONG_MS = 1000, MOST_PAUSES = 50;
 /** Requests that are asked for; more where only the page can tell which are wanted. */
 const ASKED = 60, SEARCHED = 400;
 
 /** `latest` are the requests last asked for, `state` the state last drawn, `next` the one last received. */
 const page = {state: null, next: null, latest: [], isPaused: false, source: null, heardAt: 0, retries: 0, isGone: false};
-/** Times in which workers gave no first token: name -> [{at, seconds}], seconds null while it lasts. */
+/** Times in which workers did not respond: name -> [{at, seconds}], seconds null while it lasts. */
 const pauses = new Map();
+/** What was seen last of each worker's requests: name -> {at, marks}. */
+const progress = new Map();
 
 // ---- connection
 
@@ -56,6 +58,7 @@ function received(state) {
   page.isGone = false;
   page.heardAt = performance.now();
   page.next = state;
+  watchProgress(state);
   watchPauses(state);
   if (!page.state) draw();
 }
@@ -63,6 +66,10 @@ function received(state) {
 /** Ask for the latest requests that pass the filter, once and then again and again. */
 async function askForRequests() {
   clearTimeout(page.asking);
+  if (document.hidden) {
+    page.asking = setTimeout(askForRequests, 1000 * POLL_S);
+    return;
+  }
   const wanted = requests.filters();
   const query = new URLSearchParams({limit: wanted.text ? SEARCHED : ASKED});
   for (const name of ['model', 'tenant', 'worker', 'modality']) if (wanted[name]) query.set(name, wanted[name]);
@@ -140,7 +147,7 @@ find('#logout').addEventListener('click', async () => {
 // ---- drawing
 
 setInterval(() => {
-  if (page.next !== page.state && !page.isPaused) draw();
+  if (page.next !== page.state && !page.isPaused && !document.hidden) draw();
   showLink();
 }, 1000 * DRAW_S);
 
@@ -176,13 +183,27 @@ function drawHeader() {
 /** Workers of the gateway's host may have any names, which are taken for those of hosts. */
 const numHosts = (hosts) => hosts.filter((host) => !host.own).length + 1;
 
-/** Remember when workers gave no first token: they may be well again when someone looks. */
+/** Note since when nothing has changed of a worker's requests that are listed: no token, no end. New ones say nothing. */
+function watchProgress({workers: {listed}, live, time}) {
+  const now = new Map(listed.map((worker) => [worker.name, new Map()]));
+  for (const view of live.listed) now.get(view.worker)?.set(requests.keyOf(view), `${view.stage} ${view.generated_tokens}`);
+  for (const worker of listed) {
+    const before = progress.get(worker.name);
+    const marks = now.get(worker.name);
+    const isSilent = before?.marks.size && [...before.marks].every(([key, mark]) => marks.get(key) === mark);
+    const at = isSilent ? before.at : time;
+    progress.set(worker.name, {at, marks});
+    worker.silent_ms = marks.size ? 1000 * (time - at) : 0;
+  }
+}
+
+/** Remember when workers did not respond: they may be well again when someone looks. */
 function watchPauses({workers: {listed}, time}) {
   for (const worker of listed) {
     const known = pauses.get(worker.name) ?? [];
     const last = known.at(-1);
     const isStopped = isStuck(worker, listed);
-    if (isStopped && last?.seconds !== null) pauses.set(worker.name, [...known, {at: time - (worker.oldest_ms ?? 0) / 1000, seconds: null}].slice(-50));
+    if (isStopped && last?.seconds !== null) pauses.set(worker.name, [...known, {at: time - (silence(worker) ?? 0) / 1000, seconds: null}].slice(-MOST_PAUSES));
     else if (!isStopped && last?.seconds === null) last.seconds = time - last.at;
   }
 }
@@ -323,7 +344,7 @@ function fillWorker(row, worker) {
   const isStopped = isStuck(worker, page.state.workers.listed);
   write(name, shortName(worker.name));
   say(name, worker.host ? `${worker.name} on ${worker.host}` : worker.name);
-  const text = isStopped && worker.oldest_ms !== null ? `${worker.state === 'ready' ? 'silent' : worker.state} ${ms(worker.oldest_ms)}` : worker.state;
+  const text = isStopped && silence(worker) !== null ? `${worker.state === 'ready' ? 'silent' : worker.state} ${ms(silence(worker))}` : worker.state;
   write(state, text);
   mark(state, `cut ${isStopped ? 'bad' : worker.state === 'ready' ? 'muted' : 'trouble'}`);
   write(first, ms(worker.first_token_p95_ms));

@@ -1,0 +1,155 @@
+"""Writes the manifests beside it and the units of deploy/systemd from the Helm chart: python deploy/kubernetes/render.py
+
+Helm must be on the PATH or in this virtual environment (`make programs`).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parent
+CHART = FOLDER.parent / "helm" / "medialane"
+SYSTEMD = FOLDER.parent / "systemd"
+
+#: The Secret is made by hand, as the chart's would have a new key in each rendering.
+VALUES = ("--set", "rpc.secretName=medialane-rpc", "--set", "image.tag=latest")
+#: Manifests by the chart's template and what is turned on for it.
+MANIFESTS = {
+    "gateway.yaml": ("gateway", ()),
+    "workers.yaml": ("workers", ()),
+    "services.yaml": ("services", ()),
+    "availability.yaml": ("availability", ()),
+    "networkpolicy.yaml": ("networkpolicy", ()),
+    "monitoring/monitors.yaml": ("monitoring", ("--set", "monitoring.enabled=true")),
+}
+
+_UNIT = """\
+# Written by deploy/kubernetes/render.py; flags and stop timeout are the chart's.
+[Unit]
+Description={description}
+{unit}After=network-online.target
+
+[Service]
+User=medialane
+EnvironmentFile=/etc/medialane/medialane.env
+LoadCredential=rpc-secret:/etc/medialane/rpc-secret
+{service}ExecStart=/opt/medialane/bin/medialane {command}
+# Status 70: what it needs is lost (a worker's engine); a new process has it again.
+Restart=always
+RestartSec={restart}
+# SIGTERM to the process itself, which drains and then ends its own.
+KillMode=mixed
+TimeoutStopSec={stop}
+NoNewPrivileges=yes
+LimitNOFILE=65536
+
+[Install]
+WantedBy=multi-user.target
+"""
+_ONLINE = "Wants=network-online.target\n"
+_RUN = "RuntimeDirectory=medialane\nRuntimeDirectoryMode=0700\n"
+UNITS: dict[str, dict[str, Any]] = {
+    "medialane-store.service": {
+        "of": ("gateway", "store"),
+        "description": "medialane media store",
+        "unit": _ONLINE,
+        "service": f"{_RUN}# The socket's folder stays while the store restarts: the gateway looks for it there.\n"
+        "RuntimeDirectoryPreserve=restart\n",
+        "restart": 1,
+    },
+    "medialane-gateway.service": {
+        "of": ("gateway", "gateway"),
+        "description": "medialane gateway",
+        "unit": "# Not Requires: a gateway keeps serving while the store restarts.\n"
+        "Wants=medialane-store.service network-online.target\n",
+        "service": "",
+        "restart": 1,
+    },
+    "medialane-worker@.service": {
+        "of": ("worker", "worker-0"),
+        "description": "medialane worker on GPU %i",
+        "unit": _ONLINE,
+        "service": f"Environment=CUDA_VISIBLE_DEVICES=%i\n{_RUN}"
+        "# All workers of this host use it: one of them runs the store, whose socket is there.\n"
+        "RuntimeDirectoryPreserve=yes\n",
+        "restart": 5,
+        "more": ["--start-store"],
+    },
+}
+#: In medialane.env, or a default of medialane.
+_LEFT_OUT = re.compile(r"--(rpc-tls-\w+|arena-size|preparers|drain-timeout|metrics-host)=")
+#: Of a container's arguments, and what a host has in their place.
+_ON_A_HOST = (
+    (r"^/models/.*", "${MODEL}"),
+    (r"\$\(POD_IP\)", "${ADDRESS}"),
+    (r"^--join=.*", "--join=${GATEWAYS}"),
+    (r"\$\(POD_NAME\)/0", "%H:%i"),
+    (r"^--metrics-port=8001", "--metrics-port=810%i"),
+    (r"/etc/medialane/secret", "%d/rpc-secret"),
+)
+
+
+def helm(*words: str) -> str:
+    """The output of a command of Helm; raises FileNotFoundError without it."""
+    program = shutil.which("helm") or str(Path(sys.prefix) / "bin" / "helm")
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise ValueError(done.stderr)
+    return done.stdout
+
+
+def template(*words: str) -> str:
+    return helm("template", "medialane", str(CHART), *words)
+
+
+def manifest(name: str) -> str:
+    source, values = MANIFESTS[name]
+    text = template("--show-only", f"templates/{source}.yaml", *VALUES, *values)
+    lines = [line.rstrip() for line in text.splitlines() if "managed-by: Helm" not in line and "# Source:" not in line]
+    parts = [part.strip() for part in re.split(r"^---$", "\n".join(lines), flags=re.MULTILINE)]
+    text = "\n---\n".join(part for part in parts if part)
+    return f"# Written by deploy/kubernetes/render.py from the Helm chart.\n{text}\n"
+
+
+def command(args: Sequence[str], more: Sequence[str]) -> Iterator[str]:
+    for arg in args[: args.index("--")]:
+        if _LEFT_OUT.match(arg):
+            continue
+        for pattern, replacement in _ON_A_HOST:
+            arg = re.sub(pattern, lambda _, text=replacement: text, arg)  # type: ignore[misc]
+        yield arg
+    yield from (*more, "--", "$VLLM_FLAGS")
+
+
+def unit(name: str) -> str:
+    part = UNITS[name]
+    deployment, container = part["of"]
+    source = {"gateway": "gateway", "worker": "workers"}[deployment]
+    pod = yaml.safe_load(template("--show-only", f"templates/{source}.yaml", *VALUES))["spec"]["template"]["spec"]
+    (args,) = [each["args"] for each in pod["containers"] if each["name"] == container]
+    return _UNIT.format(
+        **{key: part[key] for key in ("description", "unit", "service", "restart")},
+        command=" ".join(command(args, part.get("more", ()))),
+        stop=pod["terminationGracePeriodSeconds"],
+    )
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    for name in MANIFESTS:
+        yield FOLDER / name, manifest(name)
+    for name in UNITS:
+        yield SYSTEMD / name, unit(name)
+
+
+if __name__ == "__main__":
+    for path, text in files():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
