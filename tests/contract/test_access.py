@@ -1,6 +1,8 @@
 """Who may ask, over all routes that vLLM's app can have: those of all tasks, of development mode, and medialane's."""
 
 import itertools
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -22,6 +24,7 @@ from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_n
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
+API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 TASKS = ("generate", "transcription", "realtime", *POOLING_TASKS)
 FLAGS = [
     "--api-key",
@@ -107,6 +110,14 @@ async def test_every_route_is_closed_without_a_key_but_those_listed(app, client,
     found = await statuses(client, every(app), headers)
     assert len(found) > 70
     assert {path for (_, path), status in found.items() if status != 401} == OPEN
+
+
+async def test_api_page_names_every_route(app, server):
+    rows = re.findall(r"^\| (`/.+?) \| (?:vLLM|medialane) \|", API_PAGE.read_text(), re.MULTILINE)
+    listed = {path for row in rows for path in re.findall(r"`(/[^`]*)`", row)}
+    served = {route.path for route in (*app.routes, *server.app.routes)} - {"/unforeseen"}  # of the tests' middleware
+    assert served - listed == set()
+    assert CLIENT | OPEN | UNSUPPORTED.keys() <= listed
 
 
 async def test_every_route_of_the_gateways_app_is_closed_without_a_key(server):

@@ -72,6 +72,7 @@ from medialane.core.stats import StoreStats
 from medialane.core.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.observability.timeline import TimelineReport
 from medialane.prepare.processor import Described
+from medialane.wire.registration import other_version
 
 ScrapedAs = Literal["gateway", "worker"]
 
@@ -472,6 +473,8 @@ def decode_to_store(frame: memoryview) -> ToStore:
     try:
         return _TO_STORE.decode(frame)
     except _UNREADABLE as error:
+        if (version := other_version(frame, "StoreHello", PROTOCOL_VERSION)) is not None:
+            return StoreHello(version=version, client_id="")
         raise ProtocolViolation(f"unreadable message: {error}") from error
 
 
