@@ -438,7 +438,7 @@ async def _app(
         health=health,
     )
     endpoints = dict(media.routes) if components.frontend.takes_media else {}
-    if not components.gateway_config.no_page:
+    if components.gateway_config.page:
         endpoints |= operators.routes(components.keys, group, is_stopping=components.is_stopping)
     app = await components.frontend.app(
         gateway,
