@@ -306,9 +306,10 @@ async def _take(tab: Tab, path: Path) -> None:
 
 
 def _shrink(path: Path) -> None:
-    """Chromium compresses quickly, not well."""
+    """Chromium compresses quickly, not well; 256 colours are enough if rare ones, as red, are among them."""
     with Image.open(path) as image:
-        image.convert("RGB").save(path, optimize=True)
+        few = image.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        few.save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
