@@ -29,7 +29,7 @@ TESTING := $(SERVING)-tests
 LOG := .venv/install.log
 PROGRAMS_FILLED := .venv/.programs
 # Commands that are named like their packages.
-PROGRAMS := prometheus
+PROGRAMS := chromium prometheus
 STATES := tests/e2e_families/test_family_embedding_states.py
 
 .PHONY: help venv demo test test-all check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-gpu clean
@@ -144,13 +144,7 @@ $(SERVING): requirements/$(EXTRA).txt pyproject.toml $(shell find packages -type
 $(TESTING): $(SERVING) requirements/tests.txt
 	@echo "medialane: adding what tests need (details: $(LOG))"
 	@$(call locked,requirements/tests.txt)
-	@$(system-packages)
 	@touch $@
-
-# The browser that the page is tested in. Without it those tests are skipped, and say so.
-system-packages = command -v chromium > /dev/null || { [ $$(id -u) = 0 ] && command -v apt-get > /dev/null \
-  && { apt-get update && apt-get install -y --no-install-recommends chromium; } >> $(LOG) 2>&1; } \
-  || echo "  no Chromium: the page is not tested (apt-get install chromium; details: $(LOG))"
 
 # Left out on a CPU: torch (see above) and what it needs for CUDA; triton, which only xgrammar asks for, without a use for it;
 # torchcodec, whose build for CUDA does not load. nixl uses whichever of its builds there is, and torch is built for CUDA 13.

@@ -11,6 +11,8 @@ CPU times compare like with like; `tokens/event` shows it. The servers alternate
 over the turns, ratios those of turns in the same round. CPU is user and system time of each process, per request or
 per token.
 
+A traced gateway exports the spans of a tenth of its requests by OTLP.
+
 Two gateways need cores for themselves, the worker and the client: with three or fewer cores, throughput is not judged.
 """
 
@@ -23,10 +25,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 
@@ -54,7 +58,13 @@ TURN_S = 120.0
 #: With fewer cores, two gateways share them with the worker and the client.
 MIN_CORES = 4
 
-VLLM, ONE, TWO = "vLLM's API server", "1 gateway", "2 gateways"
+VLLM, ONE, TWO, TRACED = "vLLM's API server", "1 gateway", "2 gateways", "1 traced gateway"
+#: A tenth of the requests.
+SAMPLED = {
+    "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+    "OTEL_TRACES_SAMPLER_ARG": "0.1",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+}
 REQUESTS, TOKENS = "requests", "tokens"
 
 
@@ -162,15 +172,16 @@ async def _setups(model: str) -> AsyncIterator[list[Setup]]:
             server = [str(Path(__file__).with_name("simulated_api_server.py")), model]
             starting = {VLLM: [_server(stack, folder / "api-server.log", command=server, flags=FLAGS)]}
             workers = {}
-            for name, number in ((ONE, 1), (TWO, 2)):
-                address = f"unix:{folder}/worker-{number}"
-                workers[name] = stack.enter_context(_worker(model, address, folder / f"worker-{number}.log"))
+            traces = ("--otlp-traces-endpoint", stack.enter_context(_collector()))
+            for place, (name, number, own) in enumerate(((ONE, 1, ()), (TWO, 2, ()), (TRACED, 1, traces))):
+                address = f"unix:{folder}/worker-{place}"
+                workers[name] = stack.enter_context(_worker(model, address, folder / f"worker-{place}.log"))
                 command, flags = (
                     ["-m", "medialane", "gateway", model],
-                    ["--worker", address, "--store", "none", "--", *FLAGS],
+                    ["--worker", address, "--store", "none", "--", *FLAGS, *own],
                 )
                 starting[name] = [
-                    _server(stack, folder / f"gateway-{number}-{n}.log", command=command, flags=flags)
+                    _server(stack, folder / f"gateway-{place}-{n}.log", command=command, flags=flags)
                     for n in range(number)
                 ]
             async with asyncio.TaskGroup() as tasks:
@@ -195,6 +206,26 @@ async def _server(stack: AsyncExitStack, log: Path, *, command: Sequence[str], f
 
 
 @contextmanager
+def _collector() -> Iterator[str]:
+    """Accept spans, unread; return the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces"
+        server.shutdown()
+
+
+@contextmanager
 def _worker(model: str, address: str, log: Path) -> Iterator[int]:
     argv = [sys.executable, "-m", "medialane", "worker", model, "--engine", "simulated", "--listen", address]
     with log.open("wb") as output:
@@ -207,7 +238,7 @@ def _worker(model: str, address: str, log: Path) -> Iterator[int]:
 
 
 def _environ() -> dict[str, str]:
-    return {**os.environ, **TINY_MODEL_ENVIRON}
+    return {**os.environ, **TINY_MODEL_ENVIRON, **SAMPLED}
 
 
 async def _engine_alone_us(num_turns: int) -> float:
@@ -262,6 +293,8 @@ def _report(turns: Turns, engine_us: float) -> Report:
             "at least",
         ),
         Bar("2 gateways: CPU of the gateways per token / 1 gateway", cost, 1.05, "at most"),
+        Bar("traces: CPU per request / 1 gateway", 1 / ratio(REQUESTS, TRACED, ONE, "per_core_s"), 1.03, "at most"),
+        Bar("traces: CPU per token / 1 gateway", 1 / ratio(TOKENS, TRACED, ONE, "per_core_s"), 1.03, "at most"),
     ]
     num_cores = len(os.sched_getaffinity(0))
     if num_cores >= MIN_CORES:

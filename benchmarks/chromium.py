@@ -79,7 +79,7 @@ class Tab:
 
     async def _is_true(self, condition: str) -> bool:
         try:
-            return bool(await self.evaluate(condition))
+            return bool(await self.evaluate(f"Boolean({condition})"))
         except BrowserFailed:  # the page changes, or what it is about is not there yet
             return False
 

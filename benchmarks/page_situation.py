@@ -267,7 +267,7 @@ async def log_in(tab: Tab, site: Site) -> None:
 
 async def take_screenshots(site: Site, folder: Path) -> None:
     """A screenshot for each of the three. Raises BrowserFailed if the page does not name it."""
-    async with chromium_tab(width=1440, height=860) as tab:
+    async with chromium_tab(width=1440, height=840) as tab:
         await tab.prefer("light")
         await log_in(tab, site)
         await asyncio.sleep(_SEEN_S)
@@ -276,7 +276,7 @@ async def take_screenshots(site: Site, folder: Path) -> None:
         await asyncio.sleep(1.5)
         await _take(tab, folder / "page-worker.png")
         await _show_requests(tab, "127.0.0.9")
-        await tab.click("#request-rows .row:not(.head)")
+        await tab.click("#request-rows .row.ended")
         await tab.until("document.querySelectorAll('#detail .item').length")
         await _take(tab, folder / "page-origin.png")
         await tab.press("Escape")

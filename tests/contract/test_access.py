@@ -1,6 +1,8 @@
 """Who may ask, over all routes that vLLM's app can have: those of all tasks, of development mode, and medialane's."""
 
 import itertools
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -8,17 +10,21 @@ import pytest
 import pytest_asyncio
 from app_server import KEY, forget_http_metrics, with_keys
 from model_hosting_container_standards.common.handler.registry import handler_registry
+from prometheus_client import CollectorRegistry
+from starlette.middleware import Middleware
 from starlette.routing import WebSocketRoute
 from vllm.tasks import POOLING_TASKS
 
-from medialane.gateway import AccessKeys, GatewayConfig
+from medialane.gateway import AccessKeys, GatewayConfig, ScopeMiddleware
 from medialane.gateway.access import Kind, kind_of
+from medialane.observability.metrics import Metrics
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.frontend.routes import UNSUPPORTED, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_not_built
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
+API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 TASKS = ("generate", "transcription", "realtime", *POOLING_TASKS)
 FLAGS = [
     "--api-key",
@@ -62,6 +68,7 @@ def app():
     app.state.args.log_error_stack = False
     keys = AccessKeys.load(GatewayConfig(admin_key="admin", metrics_key="metrics"), ["first", "secret"])
     replace_authentication(app, with_keys(keys))
+    app.user_middleware.insert(0, Middleware(ScopeMiddleware, metrics=Metrics(CollectorRegistry())))
     refuse_unsupported(app)
     return app
 
@@ -103,6 +110,14 @@ async def test_every_route_is_closed_without_a_key_but_those_listed(app, client,
     found = await statuses(client, every(app), headers)
     assert len(found) > 70
     assert {path for (_, path), status in found.items() if status != 401} == OPEN
+
+
+async def test_api_page_names_every_route(app, server):
+    rows = re.findall(r"^\| (`/.+?) \| (?:vLLM|medialane) \|", API_PAGE.read_text(), re.MULTILINE)
+    listed = {path for row in rows for path in re.findall(r"`(/[^`]*)`", row)}
+    served = {route.path for route in (*app.routes, *server.app.routes)} - {"/unforeseen"}  # of the tests' middleware
+    assert served - listed == set()
+    assert CLIENT | OPEN | UNSUPPORTED.keys() <= listed
 
 
 async def test_every_route_of_the_gateways_app_is_closed_without_a_key(server):

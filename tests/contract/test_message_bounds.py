@@ -88,7 +88,6 @@ EXPLAINED = {
     "PassHolds.ranges": ITEMS,
     "PassHolds.embeddings": ITEMS,
     "Release.hold_ids": HOLDS,
-    "TimelineReport.seconds": "its keys are the names of the steps",
     "EntriesHeld.hold_ids": ITEMS,
     "EntriesHeld.ranges": ITEMS,
     "PullsGranted.entries": ITEMS,

@@ -31,10 +31,12 @@ from medialane_process import (
 from openai_http import OpenAiHttp
 from small_dummies import with_small_dummies
 from two_hosts import TwoHosts
+from xdist.scheduler import LoadScopeScheduling
 
 from linked_hosts import linked_hosts
 from medialane.check.server_process import plain_vllm as start_plain_vllm
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
+from otlp_collector import Collector, grpc_collector
 from poison import PROGRAM
 from waiting import eventually
 
@@ -76,12 +78,23 @@ _LAST = (
 _ALONE = ("test_e2e_mistral", "test_e2e_render", "test_e2e_serve_gateways")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """All files that share servers in one process (`--dist loadgroup` itself needs node ids that pytest 9 has not)."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+
+    class ByServers(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "alone" if Path(nodeid.partition("::")[0]).stem in _ALONE else "shared servers"
+
+    return ByServers(config, log)
+
+
 def pytest_collection_modifyitems(items):
     places = [number for number, item in enumerate(items) if item.path.parent == Path(__file__).parent]
     for number, item in zip(places, sorted((items[n] for n in places), key=_turn), strict=True):
         items[number] = item
-        item.add_marker(pytest.mark.xdist_group("alone" if item.path.stem in _ALONE else "shared servers"))
 
 
 def _turn(item: pytest.Item) -> int:
@@ -208,7 +221,7 @@ GATEWAYS = {
     "features/shm": ("--stage", "features", "--transport", "shm"),
     "features/inline": ("--stage", "features", "--transport", "inline"),
     "decoded/shm": ("--stage", "decoded", "--transport", "shm"),
-    "url": ("--stage", "url"),
+    "url": ("--stage", "url", "--no-page"),
     "apart": ("--transport", "inline", "--transfer-max-inline-bytes", "1MiB"),
     "features/tcp": ("--stage", "features", "--transport", "tcp"),
     "decoded/tcp": ("--stage", "decoded", "--transport", "tcp"),
@@ -288,11 +301,18 @@ def network():
 
 
 @pytest.fixture(scope="session")
-def starting_hosts(network, tiny_model, vllm_environ, tmp_path_factory) -> Iterator[TwoHosts]:
+def collector(network) -> Iterator[Collector]:
+    """What gateways and workers of two hosts export their spans to."""
+    with grpc_collector(network.addresses[0]) as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def starting_hosts(network, collector, tiny_model, vllm_environ, tmp_path_factory) -> Iterator[TwoHosts]:
     """Not ready yet: use the fixture `gateways` of test_e2e_hosts.py instead."""
     logs = tmp_path_factory.mktemp("hosts")
-    hosts = TwoHosts(
-        network, model=str(tiny_model), flags=SERVER_FLAGS, media=MEDIA_FLAGS, environ=vllm_environ, logs=logs
-    )
+    flags = (*SERVER_FLAGS, "--otlp-traces-endpoint", collector.endpoint)
+    environ = {**vllm_environ, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    hosts = TwoHosts(network, model=str(tiny_model), flags=flags, media=MEDIA_FLAGS, environ=environ, logs=logs)
     yield hosts
     hosts.close()

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import pytest_asyncio
-from openai_http import assert_same, chat, picture, text, video
+from openai_http import CHAT, assert_same, chat, picture, text, video
 from test_e2e_routing import (
     RoutedAnswer,
     test_concurrent_requests_with_one_image_go_to_one_worker,  # noqa: F401 - run with the fixtures below
@@ -95,6 +95,37 @@ async def test_media_are_copied_once_by_the_chosen_mover(gateways, far_store, wa
     assert await num_pulls(far_store) - before == ({mover: 1} if mover else {})
     assert sum(answer.copied_bytes for answer in answers) > 0
     assert (await gateways[way].metrics()).value("medialane_transfer_fallbacks_total") == 0
+
+
+async def test_a_request_is_one_tree_of_spans_on_both_hosts(gateways, collector):
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    client, context = gateways["features/tcp"], f"00-{trace_id}-b7ad6b7169203331-01"
+    body = {"model": client.model, **chat(picture(85), ASK, max_tokens=4)}
+    async with (
+        client.session(traceparent=context) as session,
+        session.post(client.base_url + CHAT, json=body) as answer,
+    ):
+        assert answer.status == 200
+
+    def spans():
+        return {span.name: span for span in collector.spans if span.trace_id == trace_id}
+
+    await eventually(lambda: {"llm_request"} < spans().keys(), "the spans of both hosts have arrived", 20)
+    found = spans()
+    root = next(span for name, span in found.items() if name.startswith("chat "))
+    item, attempt, engine = found["medialane.item"], found["medialane.attempt"], found["llm_request"]
+    assert root.parent_id == "b7ad6b7169203331"
+    assert {span.parent_id for span in (item, attempt, found["medialane.route"])} == {root.span_id}
+    assert (engine.parent_id, engine.kind) == (attempt.span_id, root.kind)
+    assert {found[f"medialane.{step}"].parent_id for step in ("decode", "process")} == {item.span_id}
+    assert root.start_ns <= item.start_ns <= found["medialane.decode"].start_ns <= attempt.start_ns <= engine.start_ns
+    tokens = "gen_ai.usage.prompt_tokens"
+    assert root.attributes[tokens] == root.attributes["gen_ai.usage.input_tokens"] == engine.attributes[tokens]
+    assert root.attributes["gen_ai.usage.output_tokens"] == 4
+    assert item.attributes["mm.modality"] == "image"
+    assert item.attributes["medialane.item.tokens"] > 0
+    assert attempt.attributes["medialane.worker"] in ("far-0", "far-1")
+    assert found["medialane.route"].attributes["medialane.routing.engine_cached_tokens"] >= 0
 
 
 async def test_nixl_goes_over_the_network(starting_hosts, gateways):

@@ -146,16 +146,25 @@ async def served(serving):
 @pytest.mark.parametrize(
     ("key", "refusals"),
     [
-        ("", {"/v1/models": 401, "/medialane/decisions": 401, "/metrics": 401, "/docs": 401}),
-        (CLIENT, {"/medialane/decisions": 403, "/metrics": 403}),
-        (METRICS, {"/v1/models": 401, "/medialane/decisions": 401, "/docs": 401}),
+        ("", {"/v1/models": 401, "/medialane/decisions": 401, "/medialane/state": 401, "/metrics": 401, "/docs": 401}),
+        (CLIENT, {"/medialane/decisions": 403, "/medialane/state": 403, "/metrics": 403}),
+        (METRICS, {"/v1/models": 401, "/medialane/decisions": 401, "/medialane/state": 401, "/docs": 401}),
         (ADMIN, {}),
     ],
 )
 async def test_each_key_opens_what_it_is_for(served, key, refusals):
     """What a key does not open is 401 or 403. A gateway whose worker does not respond in time on a busy machine answers
     503, which is no refusal of the key."""
-    paths = ("/v1/models", "/medialane/decisions", "/metrics", "/docs", "/health", "/ping", "/version")
+    paths = (
+        "/v1/models",
+        "/medialane/decisions",
+        "/medialane/state",
+        "/metrics",
+        "/docs",
+        "/health",
+        "/ping",
+        "/version",
+    )
     for _ in range(3):  # each is a connection to any of the gateways
         statuses = {}
         async with served.client.session(Authorization=f"Bearer {key}") as session:
@@ -185,6 +194,30 @@ async def test_page_of_both_gateways_has_no_series_or_family_twice(served):
     page = await served.client.metrics()
     assert page.twice() == []
     assert {s.labels["gateway"] for s in page.samples if s.name == "medialane_expected_wait_seconds"} == {"0", "1"}
+
+
+async def test_any_gateway_shows_the_requests_of_both(served):
+    answers, in_flight = await served.on_both()
+
+    async def are_shown():  # a state may be a second old
+        state = (await served.client.get("/medialane/state")).json
+        assert [(gateway["index"], gateway["up"]) for gateway in state["gateways"]] == [("0", True), ("1", True)]
+        return {gateway["index"]: gateway["live"] for gateway in state["gateways"]} == in_flight
+
+    for _ in range(3):  # each is a connection to any of the gateways
+        await eventually(are_shown, "all are shown", 5)
+        live = (await served.client.get("/medialane/requests?live=true")).json["requests"]
+        assert {each["gateway"] for each in live} == {"0", "1"}
+        found = (await served.client.get(f"/medialane/requests/{live[0]['id']}")).json
+        assert found["items"][0]["modality"] == "image"
+    command = [sys.executable, "-m", "medialane", "top", "--gateway", served.client.base_url, "--insecure", "--once"]
+    environ = {**os.environ, "MEDIALANE_ADMIN_KEY": ADMIN}
+    shown = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True)
+    assert (shown.returncode, "2 of 2 gateways" in shown.stdout) == (0, True), shown
+    for answer in answers:
+        answer.cancel()
+    await asyncio.gather(*answers, return_exceptions=True)
+    await eventually(lambda: served.idle(), "nothing is held or running", 30)
 
 
 async def test_killed_gateway_costs_its_own_requests_only_and_comes_back_on_the_same_port(served):

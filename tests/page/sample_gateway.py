@@ -516,7 +516,7 @@ class SampleServer:
     async def _login(self, request: web.Request) -> web.Response:
         if (await request.json())["key"] != self.key:
             return web.json_response({"error": {"code": "unauthorized"}}, status=401)
-        response = web.json_response({})
+        response = web.Response(status=204)
         response.set_cookie("medialane", self.key, httponly=True, samesite="Strict")
         return response
 

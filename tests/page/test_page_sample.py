@@ -1,10 +1,15 @@
 """The page in a browser, over made-up states: everything that does not depend on where they come from."""
 
+import json
 import re
+import time
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
-from sample_gateway import SampleServer, Scene
+from sample_gateway import SampleGateway, SampleServer, Scene
+
+from medialane.gateway.operators.state import State
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,6 +42,20 @@ async def shown(tab, scene, ready=READY):
         await tab.until(ready)
         yield server
         await tab.goto("about:blank")
+
+
+async def test_what_is_made_up_has_the_form_of_a_state():
+    made_up = json.loads(json.dumps(SampleGateway(SCENES["failing"]).state(time.time())))
+    assert fields(made_up) == fields(msgspec.to_builtins(msgspec.convert(made_up, State)))
+
+
+def fields(value, at=""):
+    """The paths of all members."""
+    if isinstance(value, dict):
+        return {f"{at}.{name}" for name in value} | {
+            path for name in value for path in fields(value[name], f"{at}.{name}")
+        }
+    return {path for each in value[:1] for path in fields(each, at)} if isinstance(value, list | tuple) else set()
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -73,6 +92,20 @@ async def test_a_stalled_worker_a_slow_origin_and_failures_stand_out(tab):
         assert any("of requests failed in the last minute" in line for line in lines)
         await tab.click("#findings button")
         await tab.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.worker === 'worker-0')")
+
+
+async def test_a_worker_is_only_said_not_to_respond_while_nothing_of_it_goes_on(tab):
+    worker = {"state": "ready", "oldest_ms": 4000, "first_token_p50_ms": 200, "silent_ms": 3000}
+    async with shown(tab, Scene()):
+        for changes, is_stuck in [
+            ({}, True),
+            ({"silent_ms": 0}, False),  # slow, but its tokens come
+            ({"oldest_ms": 500}, False),
+            ({"first_token_p50_ms": 2000}, False),  # that is what it takes
+            ({"state": "stalled", "oldest_ms": None}, True),
+        ]:
+            call = f"import('./findings.js').then((module) => module.isStuck({json.dumps(worker | changes)}, []))"
+            assert await tab.evaluate(call) is is_stuck
 
 
 async def test_a_quiet_server_says_that_nothing_stands_out(tab):

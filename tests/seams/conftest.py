@@ -3,11 +3,13 @@
 import gc
 import os
 import tempfile
+from contextlib import AsyncExitStack
 
 import pytest
-from gateway_parts import FakeWorker
+from gateway_parts import FakeWorker, Parts
 
 from builders import MIB, checked_arena
+from medialane.gateway import GatewayConfig
 from medialane.media import MediaConfig
 from medialane.prepare import PrepareConfig, PreparerPool
 from poison import poison_freed
@@ -44,4 +46,22 @@ async def worker(arena):
         await worker.start()
         yield worker
         await worker.close()
+    gc.collect()
+
+
+@pytest.fixture
+async def open_parts(arena, preparers):
+    """Opens a gateway with some workers, which `worker` describes; other settings are the gateway's."""
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
+
+        async def start(count, *, worker=None, **config):
+            workers = [FakeWorker(f"{folder}/{n}.sock", arena=arena, **(worker or {})) for n in range(count)]
+            for one in workers:
+                stack.push_async_callback(one.close)
+                await one.start()
+            settings = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05, **config)
+            return await stack.enter_async_context(Parts(arena, preparers, workers, config=settings)), workers
+
+        yield start
     gc.collect()

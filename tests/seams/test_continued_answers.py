@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import tempfile
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
+from functools import partial
 
 import pytest
-from gateway_parts import FakeWorker, Parts, png, prompt, request
+from gateway_parts import png, prompt, request
 
 from fake_engine import FakeContinuable
 from medialane.core.errors import WorkerLost
-from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway import open_scope
 from medialane.worker import WorkerConfig
 from waiting import eventually
 
@@ -47,20 +46,8 @@ class Asked:
 
 
 @pytest.fixture
-async def open_parts(arena, preparers):
-    async with AsyncExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
-
-        async def start(count, **config):
-            workers = [FakeWorker(f"{folder}/{number}.sock", arena=arena, config=WATCHED) for number in range(count)]
-            for worker in workers:
-                stack.push_async_callback(worker.close)
-                await worker.start()
-            settings = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05, **config)
-            return await stack.enter_async_context(Parts(arena, preparers, workers, config=settings)), workers
-
-        yield start
-    gc.collect()
+def open_parts(open_parts):
+    return partial(open_parts, worker={"config": WATCHED})
 
 
 def reader(workers):

@@ -109,7 +109,7 @@ async def answer(parts, *images, **params):
         media = prompt(*(images or [png()]))
         scope.extracted = ExtractedMedia(media.items, wants_report=True)
         tokens = await parts.answer(media, **params)
-        report = json.loads(scope.report())
+        report = json.loads(scope.record.report())
     return tokens, [item.get("embedding") for item in report["items"]]
 
 

@@ -14,7 +14,10 @@ from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeatu
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway.trace import RequestTracing
+from medialane.observability.tracing import Tracing
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from otlp_collector import http_collector
 from waiting import eventually
 
 CARD = msgspec.structs.replace(ENCODER_CARD, role="encoder")
@@ -97,6 +100,27 @@ async def test_encoder_gets_the_placeholder_and_the_token_after_it(host):
     await host.answer(png(seed=0), png(seed=1))
     after = [prompt.token_ids[prompt.features[0].placeholder.length :] for prompt in sent]
     assert sorted(after) == [[], [2]], "the second one ends the prompt"
+
+
+async def test_encoding_is_a_step_of_its_item_and_encoders_get_the_context_of_the_request(host):
+    await host.start()
+    contexts, generate = [], host.encoder.generate
+    host.encoder.generate = lambda sent, *args: contexts.append(sent.trace_headers) or generate(sent, *args)
+    media = prompt(png())
+    with http_collector() as collector, open_scope() as scope:
+        environ = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+        tracing = Tracing(collector.endpoint, environ, service_name="gateway")
+        asked = {"method": "POST", "path": "/v1/chat/completions", "headers": []}
+        scope.trace = RequestTracing(tracing, "m").begin(asked, scope.record)
+        scope.record.received(media.items, model="m", streams=False)
+        await host.parts.answer(media)
+        scope.record.ended(is_disconnected=False)
+        scope.trace.end()
+        await tracing.close()
+    (root,), (item,) = collector.named("chat m"), collector.named("medialane.item")
+    assert collector.children(item)[-1].name == "medialane.encode"
+    assert item.attributes["medialane.item.embedding"] == "loaded"
+    assert [context["traceparent"][3:52] for context in contexts] == [f"{root.trace_id}-{root.span_id}"]
 
 
 async def test_answer_is_that_of_a_worker_that_encodes_itself(host):

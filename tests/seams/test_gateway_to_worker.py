@@ -528,7 +528,7 @@ async def test_new_transport_is_its_two_ends(arena, preparers, worker, monkeypat
         with open_scope() as scope:
             scope.extracted = ExtractedMedia(prompt(png()).items, wants_report=True)
             assert await parts.answer(prompt(png())) == expected
-            assert json.loads(scope.report())["transport"] == ("shm" if fails else "inverted")
+            assert json.loads(scope.record.report())["transport"] == ("shm" if fails else "inverted")
         failures = parts.count("medialane_transfer_fallbacks_total", path="features/inverted", reason="handover_failed")
         assert failures == fails
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import tempfile
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
+from functools import partial
 
 import pytest
-from gateway_parts import FakeWorker, Parts, request
+from gateway_parts import request
 from test_continued_answers import Asked
 
 from fake_engine import FakeEngine
 from medialane.core.errors import RequestEndsWorkers, WorkerLost
-from medialane.gateway import GatewayConfig, open_scope
+from medialane.gateway import open_scope
 from waiting import eventually
 
 #: An engine ends when it gets a prompt with this token.
@@ -36,20 +35,8 @@ class FragileEngine(FakeEngine):
 
 
 @pytest.fixture
-async def open_parts(arena, preparers):
-    async with AsyncExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
-
-        async def start(count, **config):
-            workers = [FakeWorker(f"{folder}/{n}.sock", arena=arena, kind=FragileEngine) for n in range(count)]
-            for worker in workers:
-                stack.push_async_callback(worker.close)
-                await worker.start()
-            settings = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05, **config)
-            return await stack.enter_async_context(Parts(arena, preparers, workers, config=settings)), workers
-
-        yield start
-    gc.collect()
+def open_parts(open_parts):
+    return partial(open_parts, worker={"kind": FragileEngine})
 
 
 async def tokens_of(parts, token_ids, name="r", **params):

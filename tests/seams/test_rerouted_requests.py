@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import tempfile
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
+from functools import partial
 
 import pytest
-from gateway_parts import FakeWorker, Parts, png, prompt, request
+from gateway_parts import png, prompt, request
 
 from medialane.core.errors import NoWorkerReady, RequestEndsWorkers, WorkerLost
-from medialane.gateway import GatewayConfig, WorkerLink, health_of, open_scope
+from medialane.gateway import WorkerLink, health_of, open_scope
 from medialane.gateway.transports import ShmTransport
 from medialane.worker import WorkerConfig
 from waiting import eventually
@@ -21,20 +20,8 @@ FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 
 
 @pytest.fixture
-async def open_parts(arena, preparers):
-    async with AsyncExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))
-
-        async def start(count, **config):
-            workers = [FakeWorker(f"{folder}/{number}.sock", arena=arena, config=WATCHED) for number in range(count)]
-            for worker in workers:
-                stack.push_async_callback(worker.close)
-                await worker.start()
-            settings = GatewayConfig(**config, **FAST)
-            return await stack.enter_async_context(Parts(arena, preparers, workers, config=settings)), workers
-
-        yield start
-    gc.collect()
+def open_parts(open_parts):
+    return partial(open_parts, worker={"config": WATCHED})
 
 
 async def reader_of(workers, others=()):

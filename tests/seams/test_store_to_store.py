@@ -92,7 +92,7 @@ async def answer_and_report(parts, media):
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(media.items, wants_report=True)
         answer = await parts.answer(media)
-        report = json.loads(scope.report())
+        report = json.loads(scope.record.report())
     return answer, (report["stage"], report["transport"], *report.get("movers", ()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import models_page
 import pytest
 
+import setting_reference
 from medialane.cli.bench import names
 from medialane.config import settings
 from medialane.core.errors import (
@@ -21,11 +23,17 @@ from medialane.core.errors import (
     ProtocolViolation,
     StartupFailed,
     WorkerDraining,
+    WorkerQueued,
     WorkerStalled,
 )
+from medialane.peers.peer_messages import PEER_VERSION
+from medialane.store import messages
+from medialane.wire import protocol
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+SOURCES = ROOT / "src" / "medialane"
+TOP_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES = sorted([*TOP_PAGES, *(ROOT / "docs").rglob("*.md")])
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: The settings of a section begin with its name; flags without such a prefix may be vLLM's.
@@ -70,6 +78,7 @@ _INTERNAL = (
     AlreadyJoined,
     WorkerStalled,
     WorkerDraining,
+    WorkerQueued,
     ClientDisconnected,
 )
 
@@ -80,6 +89,31 @@ def test_api_page_lists_every_code_with_its_status():
     listed = [(code, int(status)) for status, codes in rows for code in re.findall(r"`([a-z0-9_]+)`", codes)]
     sent = {(cls.code, cls.status) for cls in _classes(MedialaneError) if not issubclass(cls, _INTERNAL)}
     assert sorted(listed) == sorted(sent)
+
+
+def test_api_page_names_every_endpoint_of_ours():
+    """Those of vLLM's app: tests/contract/test_access.py."""
+    nodes = [node for path in SOURCES.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    paths = {text for text in texts if re.fullmatch(r"/medialane/([\w/{}]*[\w}])?", text)}
+    rows = re.findall(r"^\| (`/.+?) \| medialane \|", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    listed = {path for row in rows for path in re.findall(r"`(/[^`]*)`", row)}
+    assert "/medialane/state" in paths
+    assert listed == paths | {"/medialane/workers/{name}/drain"}
+
+
+def test_stability_page_has_the_numbers_of_the_protocols():
+    text = (ROOT / "docs/stability.md").read_text()
+    rows = dict(
+        re.findall(r"^\| (gateway and worker|store and .*?) \| (\d+) \|", text.replace(", whoever connects", ""), re.M)
+    )
+    numbers = [protocol.PROTOCOL_VERSION, messages.PROTOCOL_VERSION, PEER_VERSION]
+    assert list(map(int, rows.values())) == numbers, "of workers, the store's clients, other hosts' stores"
+
+
+def test_page_of_settings_is_current():
+    write_again = "run `python tests/setting_reference.py`"
+    assert setting_reference.PAGE.read_text() == setting_reference.page(), write_again
 
 
 def test_error_codes_in_the_troubleshooting_page_exist():

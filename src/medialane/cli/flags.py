@@ -16,7 +16,7 @@ PROTECTION = ("rpc-secret-file", "rpc-tls-cert", "rpc-tls-key", "rpc-tls-ca", "r
 _DEST = "setting:"
 _ALL = "--help-all"
 
-_TITLES: dict[SectionName, str] = {
+TITLES: dict[SectionName, str] = {
     "server": "HTTP",
     "cluster": "processes",
     "gateway": "gateway",
@@ -54,7 +54,7 @@ def add_settings(
         _add(usual, setting, visible=True)
     for section in sections:
         rest = [s for s in of_sections if s.section == section and s.name not in common]
-        group = parser.add_argument_group(_TITLES[section])
+        group = parser.add_argument_group(TITLES[section])
         for setting in rest:
             _add(group, setting, visible=every)
 
@@ -65,7 +65,8 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add(group: argparse._ArgumentGroup, setting: Setting, *, visible: bool) -> None:
-    shown = f"{setting.description} ({_default(setting)})".replace("%", "%%") if visible else argparse.SUPPRESS
+    text = f"{setting.description} (default {default_text(setting)})".replace("%", "%%")
+    shown = text if visible else argparse.SUPPRESS
     dest, flag = _DEST + setting.name, setting.flag
     if setting.type is bool:
         group.add_argument(
@@ -86,14 +87,15 @@ def _metavar(setting: Setting) -> str:
     return "A,B,..." if typing.get_origin(setting.type) is tuple else setting.name.rpartition("-")[2].upper()
 
 
-def _default(setting: Setting) -> str:
+def default_text(setting: Setting) -> str:
+    """Return the default of a setting as help and documentation show it."""
     value = setting.default
     if setting.unit == "bytes" and isinstance(value, int):
-        return f"default {format_bytes(value)}"
+        return format_bytes(value)
     if setting.unit == "seconds" and isinstance(value, float):
-        return f"default {value:g} s"
+        return f"{value:g} s"
     if isinstance(value, bool):
-        return f"default {'yes' if value else 'no'}"
+        return "yes" if value else "no"
     if isinstance(value, tuple):
-        return f"default {','.join(map(str, value)) or 'none'}"
-    return "default none" if value in (None, "") else f"default {value}"
+        return ",".join(map(str, value)) or "none"
+    return "none" if value in (None, "") else str(value)

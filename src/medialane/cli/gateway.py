@@ -21,7 +21,8 @@ from starlette.middleware import Middleware
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
 from medialane.cli.operators import Operators, is_local
 from medialane.cli.tuning import tune_process
-from medialane.config import Config
+from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
+from medialane.config import Config, process_environ
 from medialane.core.errors import GatewayDraining, StartupFailed
 from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
@@ -57,9 +58,11 @@ from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import OpenRequests
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.gateway.sent_media import SentMedia
+from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_link.join_server import JoinServer
 from medialane.observability.metrics import Memory, Metrics
+from medialane.observability.tracing import Tracing
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
 from medialane.store import HoldPasser, StoreGrants, StoreLink
@@ -92,6 +95,7 @@ class _Components:
     requests: OpenRequests
     recent: RecentRequests
     counts: SharedCounts
+    tracing: RequestTracing | None
     is_stopping: Callable[[], bool]
 
 
@@ -117,7 +121,7 @@ def prebuild(model: str, vllm_args: Sequence[str]) -> None:
     """In the process that gateways are forked from: build what those for this model and these flags start with. No
     thread remains. Raises StartupFailed, or what vLLM raises."""
     warm_up()
-    prebuilt.build(model, vllm_args)
+    prebuilt.build(model, untraced_flags(vllm_args))
 
 
 def run(
@@ -192,7 +196,7 @@ async def _start(
     share its port, and what ends all requests with an error."""
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
-    frontend = await asyncio.to_thread(Frontend, model, vllm_args, config.gateway.api_keys)
+    frontend = await asyncio.to_thread(Frontend, model, untraced_flags(vllm_args), config.gateway.api_keys)
     counts = _counts(addresses)
     keys = AccessKeys.load(config.gateway, frontend.api_keys, counts, is_local=door.is_local)
     shared = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
@@ -224,6 +228,7 @@ async def _start(
         requests=OpenRequests(),
         recent=RecentRequests(),
         counts=counts,
+        tracing=_tracing(frontend, vllm_args, stack),
         is_stopping=door.is_stopping,
     )
     gateway = _gateway(components)
@@ -249,6 +254,15 @@ async def _start(
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
     return frontend, *app, partial(_give_up, components)
+
+
+def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack) -> RequestTracing | None:
+    """Return what traces requests, if vLLM's flag has an endpoint for that. Raises StartupFailed."""
+    if (endpoint := flag_value(vllm_args, TRACES_ENDPOINT)) is None:
+        return None
+    tracing = Tracing(endpoint, process_environ(), service_name="medialane-gateway")
+    stack.push_async_callback(tracing.close)
+    return RequestTracing(tracing, frontend.served_model)
 
 
 def _give_up(components: _Components) -> None:
@@ -447,7 +461,7 @@ async def _app(
         health=health,
     )
     endpoints = dict(media.routes) if components.frontend.takes_media else {}
-    if not components.gateway_config.no_page:
+    if components.gateway_config.page:
         endpoints |= operators.routes(components.keys, group, is_stopping=components.is_stopping)
     app = await components.frontend.app(
         gateway,
@@ -458,6 +472,7 @@ async def _app(
             requests=components.requests,
             recent=components.recent,
             names_takers=components.config.store.debug_holds,
+            tracing=components.tracing,
         ),
         access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
         inner=[

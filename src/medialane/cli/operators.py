@@ -67,15 +67,15 @@ class Operators:
             group.answer_sibling = endpoints.answer_sibling
         return {**endpoints.routes, **PageFiles().routes}
 
-    def _part(self, limits: Limits) -> Part:
+    async def _part(self, limits: Limits) -> Part:
         health = self._health()
         whose = Whose(self._index, os.getpid(), self._started_at, health.status, health.problems)
-        return own_part(self._recent, self._workers, whose, num_live=limits.live, num_decisions=limits.decisions)
+        return await own_part(self._recent, self._workers, whose, num_live=limits.live, num_decisions=limits.decisions)
 
-    def _state(self, parts: Mapping[str, Part | None], limits: Limits) -> State:
+    async def _state(self, parts: Mapping[str, Part | None], limits: Limits) -> State:
         endpoints, caches = self._workers.endpoints(), self._router.encoder_cache_use()
         own = OwnView(medialane.__version__, self._model, endpoints, caches, self._store_view())
-        return whole_state(own, parts, self._index, limits)
+        return await whole_state(own, parts, self._index, limits)
 
     def _store_view(self) -> StoreView | None:
         if self._store is None:

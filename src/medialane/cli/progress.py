@@ -105,7 +105,7 @@ class Progress:
             elif is_json(line):
                 write_line(line)
             elif line:  # of a library that is not written in Python
-                logger.info("%s", line, extra={"fields": {"component": name.replace(" ", "-")}})
+                logging.getLogger("stderr").info("%s", line, extra={"fields": {"component": name.replace(" ", "-")}})
 
     def tick(self) -> None:
         """Update the elapsed times, and say once what can be done about a phase that takes long."""

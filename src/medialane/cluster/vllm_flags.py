@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,8 +19,11 @@ SECRET_FLAGS = (API_KEY, HF_TOKEN)
 #: Flags of connectors, loaders and exporters, whose values may have passwords. No processor depends on them.
 _MAY_HAVE_PASSWORDS = (
     "--kv-transfer-config", "--ec-transfer-config", "--kv-events-config", "--weight-transfer-config",
-    "--model-loader-extra-config", "--additional-config", "--otlp-traces-endpoint",
+    "--model-loader-extra-config", "--additional-config",
 )  # fmt: skip
+TRACES_ENDPOINT = "--otlp-traces-endpoint"
+#: Flags about vLLM's own spans, which are made in workers.
+_TRACES = (TRACES_ENDPOINT, "--collect-detailed-traces")
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
@@ -122,8 +125,18 @@ def processor_flags(vllm_args: Sequence[str]) -> list[str]:
 
 def warm_flags(vllm_args: Sequence[str]) -> list[str]:
     """Return the flags of the warm process, in whose forks hostile media are decoded: without those that may have
-    passwords. Gateways with such a flag build their front end themselves."""
-    return [word for name, words in _grouped(vllm_args) if name not in _MAY_HAVE_PASSWORDS for word in words]
+    passwords, and without those about traces, which the one may have. Gateways with another such flag build their front
+    end themselves."""
+    return _without_flags(vllm_args, (*_MAY_HAVE_PASSWORDS, *_TRACES))
+
+
+def untraced_flags(vllm_args: Sequence[str]) -> list[str]:
+    """Return the flags without those about vLLM's own spans."""
+    return _without_flags(vllm_args, _TRACES)
+
+
+def _without_flags(vllm_args: Sequence[str], names: Collection[str]) -> list[str]:
+    return [word for name, words in _grouped(vllm_args) if name not in names for word in words]
 
 
 def take_secrets(vllm_args: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:

@@ -26,7 +26,8 @@ def log_end(method: str, path: str, record: RequestRecord) -> None:
     route = view.path or ascii(path)[1 : _MAX_PATH_CHARACTERS + 1].rstrip("'")
     fields = {"method": method, "path": route, **_fields(view)}
     fields = {name: value for name, value in fields.items() if value not in _OMITTED}
-    logger.info("%s", _Text(fields), extra={"fields": fields})
+    message = f"{method} {route} {view.status}"
+    logger.info("%s", _Text(message, fields), extra={"fields": {"msg": message, **fields}})
 
 
 def _fields(view: RequestView) -> dict[str, object]:
@@ -62,15 +63,15 @@ def _fields(view: RequestView) -> dict[str, object]:
 
 
 class _Text:
-    """The fields as text, if the log is text."""
+    """The message with the fields that it does not have, if the log is text."""
 
-    def __init__(self, fields: dict[str, object]) -> None:
+    def __init__(self, message: str, fields: dict[str, object]) -> None:
+        self._message = message
         self._fields = fields
 
     def __str__(self) -> str:
-        fields = dict(self._fields)
-        start = " ".join(str(fields.pop(name)) for name in ("method", "path", "status"))
-        return " ".join([start, *(f"{name}={_word(value)}" for name, value in fields.items())])
+        others = ((name, value) for name, value in self._fields.items() if name not in ("method", "path", "status"))
+        return " ".join([self._message, *(f"{name}={_word(value)}" for name, value in others)])
 
 
 def _word(value: object) -> str:

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -42,6 +42,7 @@ from medialane.gateway.report import Sent
 from medialane.gateway.route import Route, Routes
 from medialane.gateway.scope import RequestScope, while_connected
 from medialane.gateway.store_features import StoreFeatures
+from medialane.gateway.trace import AttemptTrace
 from medialane.gateway.transports import TransferPath, Transports
 from medialane.gateway.worker_link.remote_request import RemoteRequest
 from medialane.gateway.workers import WorkerLink, WorkerPool, on_hosts_of
@@ -148,8 +149,9 @@ class Sender:
     ) -> Call:
         """Choose a worker, and the transfer paths to it in the order of preference. Raises NoWorkerReady."""
         self.workers.check_ready()
-        with scope.timeline.measure("route"):
+        with scope.timeline.measure("route") as step:
             route = self.routes.choose(request, prepared, excluded, block_ids=block_ids)
+            step.detail = route.routed if scope.trace is not None else None
             scope.defer(route.routed.release)
             return Call(request, prepared, scope, route, self._paths(route.link, prepared), continuable)
 
@@ -184,7 +186,7 @@ class Sender:
                 raise error
 
     @while_connected
-    async def send(self, call: Call) -> RemoteRequest:
+    async def send(self, call: Call, trace_headers: dict[str, str] | None) -> RemoteRequest:
         """Transfer the request by its first path. Raises HandoverFailed, WorkerLost."""
         request, prepared, route, path = call.request, call.prepared, call.route, call.paths[0]
         timeline = call.scope.timeline
@@ -208,6 +210,7 @@ class Sender:
             prompt=prompt,
             data_parallel_rank=route.data_parallel_rank,
             has_passed_holds=has_passed_holds,
+            trace_headers=trace_headers,
             place=call.admitted.place if call.admitted is not None else None,
         )
         remote = route.link.submit(sent)
@@ -217,11 +220,10 @@ class Sender:
         return remote
 
     def begin(self, call: Call, *, is_sent: bool = True) -> None:
-        with call.scope.timeline.measure("route"):
-            self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
-            if call.admitted is not None:
-                call.admitted.ticket.sent()
-            call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]))
+        self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
+        if call.admitted is not None:
+            call.admitted.ticket.sent()
+        call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]))
 
     @while_connected
     async def drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
@@ -276,22 +278,20 @@ class Attempts:
             while not self.has_begun:
                 remote: RemoteRequest | None = None
                 try:
-                    with self.call.scope.timeline.measure("handover"):
-                        remote = await self._sender.send(self.call)
-                    self._worker_id = self.call.route.link.worker_id
-                    self._sender.begin(self.call)
-                    self._sent_at = time.perf_counter()
-                    self.call.scope.record.sent_at(self._sent_at)
-                    async for delta in remote:
-                        if not self.has_begun:
-                            self._begin(delta)
-                        self._count(delta)
-                        if delta.embedded and self.call.prepared is not None:
-                            self.call.prepared.media.note_embedded(delta.embedded)
-                        yield delta
+                    with self._traced() as trace:
+                        remote = await self._send(trace)
+                        async for delta in remote:
+                            if not self.has_begun:
+                                self._begin(delta)
+                            self._count(delta)
+                            if trace is not None:
+                                trace.note_output(delta)
+                            if delta.embedded and self.call.prepared is not None:
+                                self.call.prepared.media.note_embedded(delta.embedded)
+                            yield delta
                     self._learn_end()
                 except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy) as error:
-                    self.call.scope.record.attempt_failed(self.call.route.routed.decision, error.code)
+                    self._note_failure(error)
                     if self.has_begun:
                         raise self._in_the_middle(error) from error
                     await self._try_again(error)
@@ -300,6 +300,29 @@ class Attempts:
                         remote.abort()
         finally:
             self._end_turn()
+
+    def _note_failure(self, error: MedialaneError) -> None:
+        record, place = self.call.scope.record, self.call.route.routed
+        if isinstance(error, WorkerQueued):
+            record.sent_back(place.worker_id, place.rank)
+        else:
+            record.attempt_failed(place.worker_id, place.rank, self.call.paths[0], error.code)
+
+    def _traced(self) -> AbstractContextManager[AttemptTrace | None]:
+        call = self.call
+        if call.scope.trace is None:
+            return nullcontext()
+        return call.scope.trace.attempt(call.request, call.route.routed, call.route.link.name, call.paths[0])
+
+    async def _send(self, trace: AttemptTrace | None) -> RemoteRequest:
+        with self.call.scope.timeline.measure("handover") as step:
+            step.detail = trace
+            remote = await self._sender.send(self.call, _headers(self.call, trace))
+        self._worker_id = self.call.route.link.worker_id
+        self._sender.begin(self.call)
+        self._sent_at = time.perf_counter()
+        self.call.scope.record.sent_at(self._sent_at)
+        return remote
 
     def _begin(self, first: OutputDelta) -> None:
         """Record the first output. That of an answer that goes on is about a prompt of ours, which says nothing of the
@@ -429,6 +452,13 @@ class Attempts:
         logger.warning("%s refused %s: %s", call.route.link.name, refused, error.message)
         self._sender.metrics.count_fallback(str(refused), error.code)
         return call._replace(paths=sources)
+
+
+def _headers(call: Call, trace: AttemptTrace | None) -> dict[str, str] | None:
+    """Return the trace context for the worker: the client's own, unless this process traces the request."""
+    if trace is not None:
+        return trace.headers
+    return call.request.trace_headers if call.scope.trace is None else call.scope.trace.headers
 
 
 def _has_options(prepared: PreparedPrompt | None) -> bool:

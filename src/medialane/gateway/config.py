@@ -116,9 +116,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """how long a request whose worker is lost waits for another one to be ready"""
     admin_timeout_s: PositiveFloat = field(default=300.0, name="gateway-admin-timeout")
     """timeout of an administrative call at a worker (sleep, pause, loading a LoRA adapter, ...)"""
-    no_page: bool = field(default=False, name="no-page")
-    """serve neither the page at /medialane/ nor its data (/medialane/state, /medialane/requests), which show the
-    requests of all clients to those who have the admin key, or to this machine if there is none"""
+    page: bool = field(default=True, name="page")
+    """serve the page at /medialane/ and its data (/medialane/state, /medialane/requests), which show the requests of
+    all clients to those who have the admin key, or to this machine if there is none"""
     admin_key_file: str = field(default="", name="admin-key-file")
     """file with the key, or several, one per line (or MEDIALANE_ADMIN_KEY), that administrative calls and pages about
     other clients' requests need instead of --api-key; it is accepted everywhere"""

@@ -18,8 +18,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary, WeakSet
+
+import msgspec
 
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import PlacedFeature, PlaceholderRange, PreparedPrompt
@@ -29,10 +32,10 @@ from medialane.core.tasks import gather_or_cancel
 from medialane.core.tensor import TensorSpec
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.handover import feature_payload
+from medialane.gateway.requests import RequestRecord
 from medialane.gateway.transports import ShmTransport
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import StageTimeline
 from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
 
 if TYPE_CHECKING:
@@ -80,32 +83,40 @@ class Encoders:
         return bool(digest) and self._config.encode_at != "workers" and bool(self._ready(digest))
 
     async def encode(
-        self, prepared: PreparedPrompt, items: Sequence[PlacedFeature], digest: str, timeline: StageTimeline
+        self,
+        prepared: PreparedPrompt,
+        items: Sequence[PlacedFeature],
+        digest: str,
+        record: RequestRecord,
+        *,
+        trace_headers: dict[str, str] | None = None,
     ) -> frozenset[str]:
         """Have these items of a prompt encoded, those for which that is best. Return the hashes of those whose
         embeddings are in the arena now.
 
         The request's scope holds their tensors. Raises nothing; if it is cancelled, encoders stop working for it.
         """
-        started = time.perf_counter()
         distinct = {placed.feature.mm_hash: placed for placed in items}
-        outcomes = await gather_or_cancel(
-            [
-                self._flights.do(mm_hash, lambda placed=placed: self._encode(prepared, placed, digest))  # type: ignore[misc]  # mypy cannot infer its type
-                for mm_hash, placed in distinct.items()
-            ]
-        )
-        if set(outcomes) - {"worker"}:
-            timeline.add("encode", time.perf_counter() - started)
+
+        async def encode(mm_hash: str, placed: PlacedFeature) -> EncodeOutcome:
+            started = time.perf_counter()
+            work = partial(self._encode, prepared, placed, digest, trace_headers)
+            if (outcome := await self._flights.do(mm_hash, work)) != "worker":
+                record.encoded(mm_hash, started)
+            return outcome
+
+        outcomes = await gather_or_cancel([encode(*each) for each in distinct.items()])
         return frozenset(mm_hash for mm_hash, outcome in zip(distinct, outcomes, strict=True) if outcome == "encoded")
 
-    async def _encode(self, prepared: PreparedPrompt, placed: PlacedFeature, digest: str) -> EncodeOutcome:
+    async def _encode(
+        self, prepared: PreparedPrompt, placed: PlacedFeature, digest: str, trace_headers: dict[str, str] | None
+    ) -> EncodeOutcome:
         item = NewItem(placed.placeholder.num_embeds, self._num_bytes(placed, digest))
         link = self._choose(item, digest)
         outcome: EncodeOutcome = "worker"
         if link is not None:
             with self._queued(link, self._costs.encode_ms(item)):
-                outcome = await self._send(link, prepared, placed)
+                outcome = await self._send(link, prepared, placed, trace_headers)
         self._metrics.count_encoder_request(outcome)
         return outcome
 
@@ -118,11 +129,14 @@ class Encoders:
             number = choose_encoder(item, queues, self._mean_sequences(), self._costs)
         return None if number is None else links[number]
 
-    async def _send(self, link: WorkerLink, prepared: PreparedPrompt, placed: PlacedFeature) -> EncodeOutcome:
+    async def _send(
+        self, link: WorkerLink, prepared: PreparedPrompt, placed: PlacedFeature, trace_headers: dict[str, str] | None
+    ) -> EncodeOutcome:
         """Send an item to an encoder, and wait until it is encoded."""
         mm_hash, client = placed.feature.mm_hash, link.client
         try:
-            remote = link.submit(self._request(link, prepared, placed))
+            request = self._request(link, prepared, placed)
+            remote = link.submit(msgspec.structs.replace(request, trace_headers=trace_headers))
         except MedialaneError as error:
             return _failed(link, error)
         try:

@@ -442,7 +442,8 @@ class Gateway:
             return prepared
         new = [placed for placed in new if placed.feature.mm_hash in hashes]
         scope.timeline.enter("encode")
-        encoded = await self._encoders.encode(prepared, new, digest, scope.timeline)
+        headers = None if scope.trace is None else scope.trace.headers
+        encoded = await self._encoders.encode(prepared, new, digest, scope.record, trace_headers=headers)
         if not encoded:
             return prepared
         features = await prepared.media.with_embeddings(encoded)

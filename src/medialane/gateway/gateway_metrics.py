@@ -16,7 +16,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -37,6 +37,8 @@ GATEWAY_LABEL = "gateway"
 #: Where a gateway answers the others about its requests, and how long they wait for that.
 ASK_PATH = "/operators"
 ASK_TIMEOUT_S = 0.5
+#: A thousand requests have 1.2 MB.
+_MAX_ANSWER_BYTES = 32 << 20
 
 #: Start of a family in the text format: newlines in help texts and label values are escaped.
 _FAMILY = re.compile(rb"^(?=# HELP )", re.MULTILINE)
@@ -69,7 +71,7 @@ class GatewayMetrics:
         self._texts: dict[str, bytes] = {}
         self._up = {str(i): float(i == index) for i in range(len(sockets))}
         #: Answers what other gateways ask by `ask_others`.
-        self.answer_sibling: Callable[[str], bytes] = lambda _path: b"null"
+        self.answer_sibling: Callable[[str], Awaitable[bytes]] = _no_answer
         metrics.watch_gateways(lambda: self._up)
 
     def page(self) -> bytes:
@@ -111,6 +113,8 @@ class GatewayMetrics:
                 aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket), timeout=timeout) as session,
                 session.post(f"http://gateway{ASK_PATH}", data=path.encode(), raise_for_status=True) as response,
             ):
+                if (response.content_length or 0) > _MAX_ANSWER_BYTES:
+                    return None
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             logger.debug("a gateway does not answer: %r", error)
@@ -136,11 +140,15 @@ class GatewayMetrics:
         return web.Response(body=generate_latest(self._own))
 
     async def _answer_sibling(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.answer_sibling((await request.read()).decode()))
+        return web.Response(body=await self.answer_sibling((await request.read()).decode()))
 
     async def _answer_health(self, _request: web.Request) -> web.Response:
         status, body = self._health()
         return web.Response(status=status, body=body)
+
+
+async def _no_answer(_path: str) -> bytes:
+    return b"null"
 
 
 class _Labelled(Collector):

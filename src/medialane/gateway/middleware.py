@@ -28,9 +28,11 @@ from medialane.gateway.error_responses import ErrorSender, error_form, send_erro
 from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
 from medialane.gateway.media_endpoint import MEDIA_PATH
 from medialane.gateway.report import ReportSender
+from medialane.gateway.request_id import HEADER as REQUEST_ID
 from medialane.gateway.request_id import IdentifiedSend, given_id, given_trace, with_id
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
+from medialane.gateway.trace import RequestTracing
 from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
@@ -51,13 +53,20 @@ TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
 REPORT_HEADER = b"x-medialane-report"
 _BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
 
+#: vLLM's own name of a request's id, in its body.
+_REQUEST_ID_MEMBER = b'"request_id"'
+
 #: Methods whose bodies have no meaning; no handler reads them.
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
+
+#: What operators do to look at requests is none of them.
+_NOT_KEPT = ("/medialane/login", "/medialane/logout")
 
 
 class ScopeMiddleware:
     """Opens the request's scope, adds its id and Server-Timing, observes the timeline, closes the scope. With
-    `names_takers`, what is held for a request is recorded with its id; with `logs_requests` its end is logged."""
+    `names_takers`, what is held for a request is recorded with its id; with `logs_requests` its end is logged. Without
+    `tracing`, requests are not traced."""
 
     def __init__(
         self,
@@ -68,8 +77,10 @@ class ScopeMiddleware:
         *,
         names_takers: bool = False,
         logs_requests: bool = False,
+        tracing: RequestTracing | None = None,
     ) -> None:
         self._app = app
+        self._tracing = tracing
         self._metrics = metrics
         self._requests = requests or OpenRequests()
         self._recent = recent or RecentRequests()
@@ -83,17 +94,21 @@ class ScopeMiddleware:
         with self._requests.opened() as request:
             record = request.record
             record.name(given_id(scope))
-            tokens = request_id.set(record.id), trace_id.set(given_trace(scope))
+            tokens = request_id.set(record.id), trace_id.set(self._traced(scope, request))
             if self._names_takers:
                 TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
             watched = _WatchedEnd(receive, IdentifiedSend(send, record.id), request)
-            is_kept = scope["method"] not in _WITHOUT_BODY
+            is_kept = scope["method"] not in _WITHOUT_BODY and not scope["path"].endswith(_NOT_KEPT)
             if is_kept:
                 self._recent.begin(record)
             try:
-                await self._app(with_id(scope, record.id), watched.receive, watched.send)
+                if _header(scope, REQUEST_ID) is not None:  # perhaps an unusable one
+                    scope = with_id(scope, record.id)
+                await self._app(scope, watched.receive, watched.send)
             finally:
                 record.ended(is_disconnected=not watched.is_complete and watched.is_disconnected)
+                if request.trace is not None:
+                    request.trace.end()
                 if is_kept:
                     self._recent.end(record)
                 if scope["method"] == "POST":  # health checks and scrapes are not counted
@@ -104,6 +119,12 @@ class ScopeMiddleware:
                     log_end(scope["method"], scope["path"], record)
                 request_id.reset(tokens[0])
                 trace_id.reset(tokens[1])
+
+    def _traced(self, scope: Scope, request: RequestScope) -> str:
+        """Begin the request's trace, if it has one; return the id of that, or of its client's."""
+        if self._tracing is not None:
+            request.trace = self._tracing.begin(scope, request.record)
+        return given_trace(scope) if request.trace is None else request.trace.trace_id
 
 
 class _WatchedEnd:
@@ -124,7 +145,8 @@ class _WatchedEnd:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._request.record.status = message["status"]
+            if not self.is_disconnected:  # nobody gets what the app still sends
+                self._request.record.status = message["status"]
             timing = self._request.timeline.server_timing().encode()
             message = {**message, "headers": [*message.get("headers", ()), (b"server-timing", timing)]}
         elif message["type"] == "http.response.body" and not self.is_disconnected:
@@ -182,6 +204,8 @@ class IntakeMiddleware:
         else:
             send = ReportSender(send, request.record.report) if request.wants_report else send
             watching = _ending_with_client(receive, request)
+            if _header(scope, REQUEST_ID) is None and _REQUEST_ID_MEMBER not in body:  # which the header would replace
+                scope = with_id(scope, request.record.id)
             scope, receive = _with_length(scope, len(body)), replay(body, receive)
         sender = ErrorSender(send, request, form)
         try:

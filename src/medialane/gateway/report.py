@@ -73,7 +73,7 @@ class Sent(msgspec.Struct, frozen=True):
     movers: tuple[MoverName, ...] = ()
 
 
-def media_report(item: StagedItem, num_tokens: int, *, with_timestamps: bool = True) -> MediaReport:
+def media_report(item: StagedItem, num_tokens: int) -> MediaReport:
     size = item.feature.size
     return MediaReport(
         item.ref.param,
@@ -84,7 +84,7 @@ def media_report(item: StagedItem, num_tokens: int, *, with_timestamps: bool = T
         height=size.height,
         num_frames=size.num_frames,
         num_samples=size.num_samples,
-        timestamps=timestamps(size) if with_timestamps else (),
+        timestamps=timestamps(size),
         num_tokens=num_tokens,
     )
 

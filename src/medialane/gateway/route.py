@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
-from opentelemetry import trace
 
 from medialane.core.block_hash import prompt_block_ids, token_array
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds
-from medialane.core.request import EngineRequest, OutputDelta, RoutingDecision
+from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.stats import RoutingStats, WaitStats
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import EmbeddingOutcome, embedding_outcome, routing_report
@@ -141,7 +140,6 @@ class Routes:
             route.routed.announce(client.reports.announce)
         decision = route.routed.decision
         logger.debug("%s is routed to %s (rank %d): %s", request_id, decision.worker_id, decision.rank, decision)
-        _annotate_span(decision)
 
     def answered(
         self, route: Route, prepared: PreparedPrompt | None, first: OutputDelta
@@ -150,8 +148,6 @@ class Routes:
         Return what the worker did about embeddings, by the mm_hash of the item; empty if it keeps none."""
         num_cached = first.num_cached_tokens
         route.routed.prefilled(num_cached)
-        if num_cached is not None:
-            trace.get_current_span().set_attribute("medialane.routing.engine_cached_tokens", num_cached)
         routed_cached, num_tokens = route.routed.decision.cached_tokens, route.num_prompt_tokens(first)
         self._metrics.count_prompt(num_tokens, routed_cached=routed_cached, engine_cached=num_cached)
         for span in first.placed or (*route.prefix.media, *route.prefix.unplaced_items):
@@ -255,16 +251,6 @@ def _beside(prepared: PreparedPrompt, end: int) -> tuple[MediaSpan, ...]:
 
 def _num_bytes(prepared: PreparedPrompt | None) -> int:
     return sum(placed.feature.nbytes for placed in prepared.features) if prepared is not None else 0
-
-
-def _annotate_span(decision: RoutingDecision) -> None:
-    """Add the decision to the attributes of the current span, if it is recording (the server is instrumented)."""
-    span = trace.get_current_span()
-    if not span.is_recording():
-        return
-    names = ("policy", "reason", "rank", "num_tokens", "cached_tokens", "expected_ms")
-    attributes = {f"medialane.routing.{name}": getattr(decision, name) for name in names}
-    span.set_attributes({"medialane.routing.worker": decision.worker_id, **attributes})
 
 
 def _record(record: DecisionRecord) -> dict[str, object]:

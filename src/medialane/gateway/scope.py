@@ -29,6 +29,7 @@ from medialane.core.media_lease import TENANT
 from medialane.gateway.bodies import BudgetCharge
 from medialane.gateway.references import References
 from medialane.gateway.requests import RequestRecord
+from medialane.gateway.trace import RequestTrace
 
 if TYPE_CHECKING:  # admission defers to scopes
     from medialane.gateway.admission import Preparation, Tenant, TtftExpectation
@@ -63,7 +64,7 @@ class RequestScope:
     """Owns the resources of one request and releases them in reverse order.
 
     `memory` is charged by what is made of its media in this process. `references` are those of intake. `client` is the
-    digest of the API key that came with it, `tenant` whose that is (`--keys`).
+    digest of the API key that came with it, `tenant` whose that is (`--keys`). `trace` is None unless it is traced.
 
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header, `expectation`
     when its first token is expected, if there are limits; `preparation` that of its media, if there are queues.
@@ -86,6 +87,7 @@ class RequestScope:
         self.expectation: TtftExpectation | None = None
         self.preparation: Preparation | None = None
         self.memory: BudgetCharge | None = None
+        self.trace: RequestTrace | None = None
         self._stack = ExitStack()
         self._closed = False
         self._ended_by: MedialaneError | None = None

@@ -364,7 +364,7 @@ class StoreFeatures:
 
 def _preparing_s(timeline: TimelineReport) -> float:
     """Return how long a preparer was busy with the item; 0 if none was."""
-    return timeline.seconds.get("decode", 0.0) + timeline.seconds.get("process", 0.0)
+    return sum(step.seconds for step in timeline.steps if step.stage in ("decode", "process"))
 
 
 def _key(ref: MediaRef, content: str | None, wanted: _Wanted) -> _Key | None:

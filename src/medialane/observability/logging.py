@@ -258,23 +258,25 @@ class PlainFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object in one line. Members that do not apply are omitted; `fields` of the record are added to it."""
+    """An object in one line. Members that do not apply are omitted; `fields` of the record are added to it, or replace
+    others."""
 
     def __init__(self, component: str) -> None:
         super().__init__()
         self._component = component
 
     def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = record.__dict__.get("fields", {})
         line: dict[str, object] = {
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
-            "msg": _bounded(redact(record.getMessage())),
+            "msg": fields.get("msg") or _bounded(redact(record.getMessage())),
             "component": self._component,
         }
         given = {"process": _process(record), "request_id": request_id.get(), "trace_id": trace_id.get()}
         line |= {name: value for name, value in given.items() if value}
-        line |= record.__dict__.get("fields", {})
+        line |= fields
         if record.exc_info:
             line["exception"] = _bounded(redact(self.formatException(record.exc_info)))
         if record.stack_info:

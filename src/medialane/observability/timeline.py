@@ -1,11 +1,12 @@
-"""The timeline of a request: durations of its steps, cache hits and misses, copied bytes."""
+"""The timeline of a request: when its steps were and how long they took, also those of each of its media items in the
+store and its preparers; cache hits and misses, copied bytes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -29,35 +30,64 @@ StepName = Literal[
 LiveStage = Literal[StepName, "prepare", "answer"]
 CacheOutcome = Literal["hit", "miss", "mixed", "none"]
 
+#: Steps that a timeline keeps with their start; those of a beam search, which routes each token, are not all kept.
+MAX_STEPS = 32
+
+
+class Step:
+    """One step: `started_at` by time.perf_counter of this process. `detail` is what its part of the gateway has to say
+    about it."""
+
+    __slots__ = ("detail", "seconds", "stage", "started_at")
+
+    def __init__(self, stage: StepName, started_at: float, seconds: float = 0.0) -> None:
+        self.stage = stage
+        self.started_at = started_at
+        self.seconds = seconds
+        self.detail: object = None
+
+
+class ReportedStep(msgspec.Struct, frozen=True, array_like=True):
+    """A step in another process, which began `ago_s` before the report was made: clocks need not agree."""
+
+    stage: StepName
+    seconds: float
+    ago_s: float
+
 
 class TimelineReport(msgspec.Struct, frozen=True, array_like=True):
-    """A timeline as sent to another process."""
+    """A timeline as sent to another process. `media_bytes` is the size of the encoded item, 0 if it was not needed."""
 
-    seconds: dict[StepName, float] = {}
+    steps: Annotated[tuple[ReportedStep, ...], msgspec.Meta(max_length=MAX_STEPS)] = ()
     num_hits: int = 0
     num_misses: int = 0
     copied_bytes: int = 0
+    media_bytes: int = 0
 
 
 class StageTimeline:
     """Seconds by stage. Items of one request run concurrently: a stage's time is that of its slowest item.
 
-    `num_embeddings` counts items that were found encoded. `current` is the stage that was entered last, at
-    `entered_at`.
+    `num_embeddings` counts items that were found encoded, `media_bytes` is the size of the encoded item, if it is one
+    item's timeline. `current` is the stage that was entered last, at `entered_at`.
     """
 
     def __init__(self) -> None:
         self.started_at = self.entered_at = time.perf_counter()
         self.current: LiveStage = "upload"
         self.seconds: dict[StepName, float] = {}
+        self.steps: list[Step] = []
         self.num_hits = 0
         self.num_misses = 0
         self.num_embeddings = 0
         self.copied_bytes = 0
+        self.media_bytes = 0
 
-    def add(self, stage: StepName, seconds: float) -> None:
-        """Record that one item spent `seconds` in `stage`."""
-        self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
+    def add(self, stage: StepName, seconds: float, started_at: float | None = None) -> None:
+        """Record that one item spent `seconds` in `stage`; without `started_at`, only how long."""
+        if started_at is not None:
+            self._keep(Step(stage, started_at, seconds))
+        self._slowest(stage, seconds)
 
     def enter(self, stage: LiveStage) -> None:
         """Record what is waited for from now on."""
@@ -69,23 +99,38 @@ class StageTimeline:
         return (time.perf_counter() - self.entered_at) * 1000
 
     def report(self) -> TimelineReport:
-        return TimelineReport(self.seconds, self.num_hits, self.num_misses, self.copied_bytes)
+        now = time.perf_counter()
+        steps = tuple(ReportedStep(step.stage, step.seconds, now - step.started_at) for step in self.steps)
+        return TimelineReport(steps, self.num_hits, self.num_misses, self.copied_bytes, self.media_bytes)
 
     def merge(self, report: TimelineReport) -> None:
-        """Add the part of the request that another process has done."""
-        for stage, seconds in report.seconds.items():
-            self.add(stage, seconds)
+        """Add the part of the request that another process has done until now."""
+        now = time.perf_counter()
+        for stage, seconds, ago_s in ((step.stage, step.seconds, step.ago_s) for step in report.steps):
+            self.add(stage, seconds, now - ago_s)
         self.num_hits += report.num_hits
         self.num_misses += report.num_misses
         self.copied_bytes += report.copied_bytes
+        self.media_bytes = report.media_bytes or self.media_bytes
 
     @contextmanager
-    def measure(self, stage: StepName) -> Iterator[None]:
-        self.current, self.entered_at = stage, (started := time.perf_counter())
+    def measure(self, stage: StepName) -> Iterator[Step]:
+        step = Step(stage, time.perf_counter())
+        self.current, self.entered_at = stage, step.started_at
         try:
-            yield
+            yield step
         finally:
-            self.add(stage, time.perf_counter() - started)
+            step.seconds = time.perf_counter() - step.started_at
+            self._keep(step)
+            self._slowest(stage, step.seconds)
+
+    def absorb(self, part: StageTimeline) -> None:
+        """Add what an item has taken, without its steps."""
+        for stage, seconds in part.seconds.items():
+            self._slowest(stage, seconds)
+        self.num_hits += part.num_hits
+        self.num_misses += part.num_misses
+        self.copied_bytes += part.copied_bytes
 
     @property
     def cache(self) -> CacheOutcome:
@@ -102,3 +147,10 @@ class StageTimeline:
         entries.append(f'copied;desc="{self.copied_bytes}"')
         entries.append(f"total;dur={(time.perf_counter() - self.started_at) * 1000:.2f}")
         return ", ".join(entries)
+
+    def _keep(self, step: Step) -> None:
+        if len(self.steps) < MAX_STEPS:
+            self.steps.append(step)
+
+    def _slowest(self, stage: StepName, seconds: float) -> None:
+        self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))

@@ -36,6 +36,7 @@ from medialane.peers.pull_time import longest_hold_s
 from medialane.wire.address import parse_tcp
 from medialane.wire.authentication import Role
 from medialane.wire.listener import Listener
+from medialane.wire.registration import check_version
 from medialane.wire.security import Security
 
 logger = logging.getLogger(__name__)
@@ -137,10 +138,11 @@ class PeerServer:
         hello = await connection.receive(decode_to_source, MAX_HELLO_BYTES)
         if not isinstance(hello, PeerHello):
             raise _unexpected(hello)
-        if hello.version != PEER_VERSION:
-            error = StartupFailed(f"the store speaks version {hello.version}, this one {PEER_VERSION}: same release?")
+        try:
+            check_version(hello.version, PEER_VERSION, ("other host's store", "store"))
+        except StartupFailed as error:
             await connection.send(PeerRefused(to_report(error)))
-            raise ProtocolViolation(error.message)
+            raise ProtocolViolation(error.message) from error
         await connection.send(PeerWelcome(self._arena.id))
         if self._mover is not None:
             self._mover.is_ready()  # if not, it starts now rather than at the first entry

@@ -74,7 +74,7 @@ def enter(given: Mapping[str, str]) -> None:
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """Return the names of variables that distinguish two environments of fork servers, except those that `enter` sets,
     and those that nothing is built from."""
-    ignored = {*_REQUIRED, _TUNABLES, PHASE_FILE, LOG_PROCESS}
+    ignored = {*_REQUIRED, _TUNABLES, PHASE_FILE, LOG_PROCESS, "VLLM_CONFIGURE_LOGGING"}
     return sorted(name for name in {*one, *other} - ignored if one.get(name) != other.get(name))
 
 

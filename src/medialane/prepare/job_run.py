@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -130,8 +131,9 @@ class JobRunner:
         decode_s, process_s = (_plausible(reported, job) for reported in (need.decode_s, need.process_s))
         job.busy_s = decode_s + process_s
         if job.timeline is not None:
-            job.timeline.add("decode", decode_s)
-            job.timeline.add("process", process_s)
+            processing_at = time.perf_counter() - process_s
+            job.timeline.add("decode", decode_s, processing_at - decode_s)
+            job.timeline.add("process", process_s, processing_at)
         _, nbytes = layout(need.specs)
         if nbytes <= OVERLAPPED_BYTES and not preparer.writes_arena:
             await send_next()

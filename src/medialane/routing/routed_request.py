@@ -104,6 +104,10 @@ class RoutedRequest:
         return self._sent.decision
 
     @property
+    def has_begun(self) -> bool:
+        return self._sent is not None
+
+    @property
     def is_sent(self) -> bool:
         return self._is_sent
 

@@ -284,6 +284,7 @@ class Items:
         """Return the encoded bytes. If their header must be checked, a preparer has opened them; bytes that it rejects
         are dropped from the cache."""
         content, lease = await self._encoded(source)
+        source.timeline.media_bytes = lease.value.num_bytes
         try:
             await self._admit(source, lease.value)
             await self._probe(source.ref, lease.value)
@@ -309,6 +310,7 @@ class Items:
                 return LeasedItem(content, lease, is_hit=True)
             encoded = await self._stored(source, content)
             if encoded is not None:
+                timeline.media_bytes = encoded.value.num_bytes
                 # Every waiting request pins the bytes, so they outlive the request that started the shared preparation.
                 with encoded:
                     await self._admit(source, encoded.value)

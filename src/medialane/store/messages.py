@@ -72,11 +72,12 @@ from medialane.core.stats import StoreStats
 from medialane.core.tensor import MAX_TENSORS, ArenaOffer, ArenaRange, TensorDescriptor, TensorSpec
 from medialane.observability.timeline import TimelineReport
 from medialane.prepare.processor import Described
+from medialane.wire.registration import other_version
 
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -472,6 +473,8 @@ def decode_to_store(frame: memoryview) -> ToStore:
     try:
         return _TO_STORE.decode(frame)
     except _UNREADABLE as error:
+        if (version := other_version(frame, "StoreHello", PROTOCOL_VERSION)) is not None:
+            return StoreHello(version=version, client_id="")
         raise ProtocolViolation(f"unreadable message: {error}") from error
 
 

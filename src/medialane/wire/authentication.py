@@ -155,7 +155,7 @@ class Handshake:
         if prefix.startswith(_TLS_RECORDS):
             raise AuthenticationFailed("the peer uses TLS, and --rpc-tls-cert is not set here")
         if prefix.startswith(_MAGIC):
-            raise AuthenticationFailed("the peer has another version of the handshake: same release?")
+            raise AuthenticationFailed("the peer has another version of the handshake: install the same release")
         raise AuthenticationFailed("the peer is not a process of medialane, or of an earlier release")
 
     def _greeted(self, greeting: bytes) -> bytes:

@@ -50,6 +50,7 @@ from medialane.core.kv_events import KvChange
 from medialane.core.metrics import MetricChanges
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import EncoderCard, EngineRequest, ModelCard, OutputDelta, WorkerLoad
+from medialane.wire.registration import other_version
 
 #: Must be equal on both sides; incremented by every incompatible change.
 PROTOCOL_VERSION = 12
@@ -252,6 +253,8 @@ def decode_to_worker(frame: memoryview) -> ToWorker | UnreadableSubmit:
     try:
         return _TO_WORKER.decode(frame)
     except _UNREADABLE as error:
+        if (version := other_version(frame, "Hello", PROTOCOL_VERSION)) is not None:
+            return Hello(version=version, gateway_id="")
         try:
             return _UNREADABLE_SUBMIT.decode(frame)
         except _UNREADABLE:
@@ -263,4 +266,6 @@ def decode_from_worker(frame: memoryview) -> FromWorker:
     try:
         return _FROM_WORKER.decode(frame)
     except _UNREADABLE as error:
+        if (version := other_version(frame, "Join", PROTOCOL_VERSION)) is not None:
+            return Join(version=version, name="", worker_id="", card=ModelCard("", 0, 0, {}))
         raise ProtocolViolation(f"unreadable message: {error}") from error

@@ -1,4 +1,8 @@
-"""The registration of a connection: one side sends a hello, the other a welcome or the reason to refuse it."""
+"""The registration of a connection: one side sends a hello, the other a welcome or the reason to refuse it.
+
+A hello is an array that begins with its kind and the number of its protocol, in every release: whatever else has
+changed, the other side can say which numbers differ (docs/stability.md).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from medialane import __version__
 from medialane.core.errors import MedialaneError, ProtocolViolation, StartupFailed
 from medialane.wire.connection import Connection
 
@@ -54,7 +59,29 @@ class Registration(Generic[W]):
             self._welcome.exception()  # a peer that has connected may be lost before anything waits for this
 
 
+class _Beginning(msgspec.Struct, array_like=True):
+    """Of a hello. Further elements are not looked at."""
+
+    kind: str
+    version: int
+
+
+_BEGINNING = msgspec.msgpack.Decoder(_Beginning)
+
+
+def other_version(frame: memoryview, kind: str, ours: int) -> int | None:
+    """Return the number of another release's protocol if `frame` is its hello, which ours need not be able to read."""
+    try:
+        beginning = _BEGINNING.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return beginning.version if beginning.kind == kind and beginning.version != ours else None
+
+
 def check_version(theirs: int, ours: int, names: tuple[str, str]) -> None:
     """Raise StartupFailed unless the versions of the protocol are equal; `names` are what the peer and we are."""
     if theirs != ours:
-        raise StartupFailed(f"{names[0]} speaks protocol {theirs}, {names[1]} {ours}: same release?")
+        raise StartupFailed(
+            f"the {names[0]} speaks protocol {theirs}, the {names[1]} {ours} (medialane {__version__}):"
+            " install the same release on both"
+        )

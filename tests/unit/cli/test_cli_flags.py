@@ -64,3 +64,8 @@ def test_secret_on_the_command_line_is_refused_with_its_other_places(name):
         load_config(given, environ={})
     assert "0123456789abcdef" not in failed.value.message
     assert f"--{name} " not in parser(["--help-all"]).format_help()
+
+
+def test_no_name_of_a_setting_is_a_negation():
+    """argparse would read `--no-page` of a setting `no-page` as its opposite."""
+    assert not [setting.name for setting in settings() if setting.name.startswith("no-")]

@@ -7,6 +7,7 @@ import pytest
 
 from medialane.cli import gateway_command, worker_command
 from medialane.cli.main import ERROR_PREFIX, main
+from medialane.observability.logging import LogProcess
 from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import BOTH, GROUPS, Seam
 
@@ -21,7 +22,7 @@ def test_start_is_rejected_before_anything_is_loaded(name, monkeypatch, capsys):
     module, flags = COMMANDS[name]
     broken = dataclasses.replace(GROUPS[0], seams=(Seam("no_such_module:name", "read"),), processes=BOTH)
     monkeypatch.setattr(probe, "GROUPS", (broken,))
-    monkeypatch.setattr(module, "configure", lambda _: None)
+    monkeypatch.setattr(module, "configure", lambda config, component: LogProcess(component, config))
     monkeypatch.setattr(module, "check_start", lambda *_: None)
     monkeypatch.setattr(module, "enter_environ", lambda *_, **__: None)
     for heavy in ("medialane.vllm_bridge.frontend.app", "medialane.vllm_bridge.engine.engine"):

@@ -26,6 +26,7 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.media import MediaConfig
+from medialane.observability.logging import LogProcess
 from medialane.peers.nixl.mover import NixlMover
 from medialane.peers.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
@@ -232,7 +233,7 @@ def test_store_runs_with_its_settings_and_vllms_flags(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     calls = []
     monkeypatch.setattr(store_command, "enter_environ", lambda *args, **kwargs: None)
-    monkeypatch.setattr(store_command, "configure", lambda config: None)
+    monkeypatch.setattr(store_command, "configure", lambda config, component: LogProcess(component, config))
     monkeypatch.setattr(store, "run", lambda *args, **_: calls.append(args) or 5)
     words = ["store", str(tmp_path), "--listen", "unix:/run/s.sock", "--store-max-uuids", "7"]
     assert main([*words, "--", "--max-model-len", "8"]) == 5

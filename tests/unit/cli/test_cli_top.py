@@ -55,20 +55,27 @@ def record(name, *refs, error=None):
     return made
 
 
-def state(*endpoints, recent=None, others=(), own_store=None):
-    parts = {"0": own_part(recent or RecentRequests(), WorkerPool([]), Whose("0", 1, 0.0)), **dict.fromkeys(others)}
-    return whole_state(OwnView("1", "some/model", endpoints, {"gpu7/1": (5, 10)}, own_store), parts, "0", Limits())
+async def state(*endpoints, recent=None, others=(), own_store=None):
+    parts = {
+        "0": await own_part(recent or RecentRequests(), WorkerPool([]), Whose("0", 1, 0.0)),
+        **dict.fromkeys(others),
+    }
+    return await whole_state(
+        OwnView("1", "some/model", endpoints, {"gpu7/1": (5, 10)}, own_store), parts, "0", Limits()
+    )
 
 
 @pytest.fixture
-def busy():
+async def busy():
     recent = RecentRequests()
     failed = record("failed", error=InvalidImage("not an image"))
     recent.begin(failed)
     failed.ended(is_disconnected=False)
     recent.end(failed)
     recent.begin(record("running-request", MediaRef("image", "a", url="http://slow.example/x")))
-    return state(endpoint("gpu7/1"), endpoint("gpu7/2", stalled=True), recent=recent, others=["1"], own_store=store())
+    return await state(
+        endpoint("gpu7/1"), endpoint("gpu7/2", stalled=True), recent=recent, others=["1"], own_store=store()
+    )
 
 
 def shown(found, *, width=140, urls=(URL,), max_rows=20):
@@ -79,7 +86,7 @@ def shown(found, *, width=140, urls=(URL,), max_rows=20):
 
 
 @pytest.mark.parametrize("width", [140, 80, 40])
-def test_what_matters_is_shown_at_each_width(busy, width):
+async def test_what_matters_is_shown_at_each_width(busy, width):
     text = shown([busy], width=width)
     for word in (
         "some/model",
@@ -94,22 +101,22 @@ def test_what_matters_is_shown_at_each_width(busy, width):
     assert all(len(line) <= width for line in text.splitlines())
 
 
-def test_names_are_not_read_as_markup(busy):
+async def test_names_are_not_read_as_markup(busy):
     assert "acme [bold]" in shown([busy])
 
 
-def test_idle_server_says_so():
-    text = shown([state()])
+async def test_idle_server_says_so():
+    text = shown([await state()])
     for sentence in ("no requests are running", "no worker has joined", "no errors in the last", "takes no media"):
         assert sentence in text
 
 
-def test_workers_that_do_not_fit_are_counted():
-    text = shown([state(*[endpoint(f"gpu/{n}") for n in range(50)])], max_rows=10)
+async def test_workers_that_do_not_fit_are_counted():
+    text = shown([await state(*[endpoint(f"gpu/{n}") for n in range(50)])], max_rows=10)
     assert "and 45 more: 50 ready in all" in text
 
 
-def test_gateway_that_does_not_answer_is_shown_beside_others(busy):
+async def test_gateway_that_does_not_answer_is_shown_beside_others(busy):
     text = shown([busy, StartupFailed("http://b: connection refused")], urls=(URL, "http://b"))
     assert "connection refused" in text
     assert "gpu7/1" in text

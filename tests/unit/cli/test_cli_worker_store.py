@@ -15,6 +15,7 @@ import pytest
 from medialane.cli import worker_command, worker_store
 from medialane.cli.main import main
 from medialane.config import Config
+from medialane.observability.logging import LogProcess
 from medialane.wire.listener import has_listener
 from waiting import eventually
 
@@ -116,13 +117,13 @@ async def test_store_that_runs_already_is_used(address):
 
 
 def test_store_to_start_needs_an_address(capsys, monkeypatch):
-    monkeypatch.setattr(worker_command, "configure", lambda _: None)
+    monkeypatch.setattr(worker_command, "configure", lambda config, component: LogProcess(component, config))
     assert main(["worker", "model", "--listen", "unix:/tmp/w.sock", "--start-store"]) == 2
     assert "--start-store needs --store" in capsys.readouterr().err
 
 
 def test_embeddings_that_must_be_kept_need_a_store(capsys, monkeypatch):
-    monkeypatch.setattr(worker_command, "configure", lambda _: None)
+    monkeypatch.setattr(worker_command, "configure", lambda config, component: LogProcess(component, config))
     assert main(["worker", "model", "--listen", "unix:/tmp/w.sock", "--encode-cache", "on"]) == 2
     assert "--encode-cache on needs --store" in capsys.readouterr().err
 

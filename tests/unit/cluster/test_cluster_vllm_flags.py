@@ -11,6 +11,7 @@ from medialane.cluster.vllm_flags import (
     has_flag,
     processor_flags,
     take_secrets,
+    untraced_flags,
     warm_flags,
     with_config_file,
 )
@@ -92,6 +93,11 @@ def test_warm_process_gets_no_flag_that_may_have_a_password():
     assert warm_flags([*args, "--otlp-traces-endpoint=http://u:p@h", "--tool-call-parser", "hermes"]) == [
         *("--seed=1", "--tool-call-parser", "hermes")
     ]
+
+
+def test_front_end_of_a_gateway_gets_no_flag_about_vllms_spans():
+    args = ["--seed=1", "--otlp-traces-endpoint", "http://h:4317", "--collect-detailed-traces=all"]
+    assert untraced_flags(args) == warm_flags(args) == ["--seed=1"]
 
 
 #: Flags whose names have such a word, and no secret as value: numbers of tokens, and names of files.

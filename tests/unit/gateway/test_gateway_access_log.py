@@ -211,6 +211,18 @@ async def test_unusable_id_is_replaced_by_one_of_ours(given):
     assert seen == [[exchange.id.encode()]], "vLLM's app makes its ids of it"
 
 
+async def test_id_in_the_body_is_left_to_vllm():
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.extend(name for name, _ in scope["headers"])
+        await answering()(scope, receive, send)
+
+    exchange = await Exchange(app).run(body=b'{"request_id": "theirs", "prompt": "x"}')
+    assert b"x-request-id" not in seen
+    assert exchange.id == exchange.lines[0]["request_id"]
+
+
 @pytest.mark.parametrize(
     ("body", "where"),
     [

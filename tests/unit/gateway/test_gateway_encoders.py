@@ -14,9 +14,9 @@ from medialane.core.media import MediaSize
 from medialane.core.request import OutputDelta
 from medialane.gateway import GatewayConfig
 from medialane.gateway.encoders import Encoders
+from medialane.gateway.requests import RequestRecord
 from medialane.gateway.transports import ShmTransport
 from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import StageTimeline
 from medialane.routing.config import RoutingConfig
 from medialane.routing.encode_choice import EncodeCosts
 
@@ -90,7 +90,7 @@ async def test_nothing_is_remembered_of_an_encoder_that_left(is_late, caplog):
     pool.links = [Link(1, is_late), Link(2, is_late)]
     kept = [weakref.ref(kept) for link in pool.links for kept in (link, link.name, link.client)]
     for _ in range(2):
-        encoded = await encoders.encode(PREPARED, [PLACED], DIGEST, StageTimeline())
+        encoded = await encoders.encode(PREPARED, [PLACED], DIGEST, RequestRecord())
         assert bool(encoded) != is_late
     assert encoders.is_ready(DIGEST) != is_late, "both were late"
     pool.links = []

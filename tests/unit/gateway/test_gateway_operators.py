@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import tempfile
 import time
@@ -24,13 +25,13 @@ from medialane.gateway.error_responses import error_form, send_error
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.operators import OperatorEndpoints, Sessions, own_part, whole_state
-from medialane.gateway.operators.endpoints import MAX_STREAMS, no_others
+from medialane.gateway.operators.endpoints import MAX_STREAMS, RequestList, no_others
 from medialane.gateway.operators.page_files import PageFiles
 from medialane.gateway.operators.part import Whose
 from medialane.gateway.operators.sessions import SESSION_S, is_from_this_machine
-from medialane.gateway.operators.state import Limits, OwnView
+from medialane.gateway.operators.state import Limits, OwnView, State
 from medialane.gateway.report import Sent
-from medialane.gateway.requests import RecentRequests, RequestRecord
+from medialane.gateway.requests import RecentRequests, RequestRecord, RequestView
 from medialane.observability.metrics import Metrics
 
 BEARER = {"authorization": "Bearer admin"}
@@ -70,13 +71,13 @@ class Member:
             interval_s=INTERVAL_S,
         )
 
-    def _part(self, limits):
+    async def _part(self, limits):
         self.num_parts += 1
         whose = Whose(self.index, 1, 0.0)
-        return own_part(self.recent, WorkerPool([]), whose, num_live=limits.live, num_decisions=limits.decisions)
+        return await own_part(self.recent, WorkerPool([]), whose, num_live=limits.live, num_decisions=limits.decisions)
 
-    def _state(self, parts, limits):
-        return whole_state(OwnView("1", "m", [], {}, None), parts, self.index, limits)
+    async def _state(self, parts, limits):
+        return await whole_state(OwnView("1", "m", [], {}, None), parts, self.index, limits)
 
     async def _refresh(self):
         pass
@@ -412,13 +413,13 @@ def worker(name, *, ready=True, **load):
     return Endpoint(name, name, ready=ready, load=WorkerLoad(**load), num_in_flight=0, card=card, same_host=True)
 
 
-def test_a_thousand_workers_are_listed_by_need_and_counted():
+async def test_a_thousand_workers_are_listed_by_need_and_counted():
     endpoints = [worker(f"host{n // 8}/{n % 8}", num_running=n % 8) for n in range(1000)]
     endpoints[500] = worker("host62/4", ready=False)
-    parts = {"0": own_part(RecentRequests(), WorkerPool([]), Whose("0", 1, 0.0))}
+    parts = {"0": await own_part(RecentRequests(), WorkerPool([]), Whose("0", 1, 0.0))}
     own = OwnView("1", "m", endpoints, {}, None)
     started = time.process_time()
-    encoded = msgspec.json.encode(whole_state(own, parts, "0", Limits(workers=100)))
+    encoded = msgspec.json.encode(await whole_state(own, parts, "0", Limits(workers=100)))
     seconds = time.process_time() - started
     state = json.loads(encoded)
     assert (state["workers"]["num"], state["workers"]["states"]) == (1000, {"ready": 999, "lost": 1})
@@ -426,3 +427,12 @@ def test_a_thousand_workers_are_listed_by_need_and_counted():
     assert state["workers"]["listed"][0]["name"] == "host62/4"
     assert len(encoded) < 200_000
     assert seconds < 0.2  # once a second; 20 ms where nothing else runs
+
+
+def test_documentation_has_each_field():
+    page = (Path(__file__).parents[3] / "docs" / "state.md").read_text()
+    documents = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL)]
+    state, listed, request = documents
+    state["live"]["listed"], listed["requests"] = [request], [request]
+    for document, kind in ((state, State), (listed, RequestList), (request, RequestView)):
+        assert json.loads(msgspec.json.encode(msgspec.convert(document, kind))) == document

@@ -36,6 +36,27 @@ def staged(ref, **more):
     return StagedItem(ref, Feature(ref.modality, HASH, b"", (), MediaSize(width=640, height=480)), None, **more)
 
 
+def test_items_have_their_own_steps_which_count_for_their_request():
+    request = record(image())
+    with request.finding(image()) as timeline, timeline.measure("fetch"):
+        timeline.num_misses += 1
+    (item,) = request.items.values()
+    assert [step.stage for step in item.timeline.steps] == ["fetch"]
+    assert (request.timeline.steps, request.timeline.num_misses) == ([], 1)
+    assert request.timeline.seconds.keys() == {"fetch"}
+    assert request.timeline.started_at <= item.started_at <= item.timeline.steps[0].started_at <= item.ended_at
+    item.mm_hash = HASH
+    request.encoded(HASH, time.perf_counter())
+    assert [step.stage for step in item.timeline.steps] == ["fetch", "encode"]
+
+
+def test_failed_item_has_the_code_of_its_error():
+    request = record(image())
+    with pytest.raises(InvalidImage), request.finding(image()):
+        raise InvalidImage("no image")
+    assert [item.error for item in request.items.values()] == [InvalidImage.code]
+
+
 def test_request_shows_what_it_waits_for():
     request = record(image(), image("b", url=SECRET_URL))
     first, second = request.items.values()
@@ -104,12 +125,17 @@ def test_attempts_name_their_workers_and_how_they_ended():
     first, second = RoutingDecision("w0", "idle", num_tokens=9), RoutingDecision("w1", "idle", num_tokens=9)
     request.sending(Sent(first, SHM))
     request.sending(Sent(first, SHM))
-    request.attempt_failed(first, "worker_lost")
+    request.attempt_failed("w0", 0, SHM, "worker_lost")
+    request.attempt_failed("w9", 0, SHM, "worker_draining")  # nothing was sent there
     request.sending(Sent(second, SHM))
     delta = OutputDelta("r", [CompletionDelta(0, "a", [1, 2])], num_cached_tokens=8)
     request.answered(delta, 9, {})
     view = request.view(is_full=True)
-    assert [(each.worker, each.error) for each in view.attempts] == [("w0", "worker_lost"), ("w1", "")]
+    assert [(each.worker, each.error) for each in view.attempts] == [
+        ("w0", "worker_lost"),
+        ("w9", "worker_draining"),
+        ("w1", ""),
+    ]
     assert (view.worker, view.prompt_tokens, view.cached_tokens, view.stage) == ("w1", 9, 8, "answer")
     assert view.decision.worker == "w1"
     assert view.ttft_ms >= 0

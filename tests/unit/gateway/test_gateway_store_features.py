@@ -18,7 +18,7 @@ from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize
 from medialane.core.tensor import ArenaRange
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
-from medialane.observability.timeline import StageTimeline, TimelineReport
+from medialane.observability.timeline import ReportedStep, StageTimeline, TimelineReport
 from medialane.store.client import ConnectionLost
 from medialane.store.messages import (
     AliasResolved,
@@ -46,7 +46,7 @@ DATA = picture()
 
 
 def found(**changed):
-    fields = {"feature": FEATURE, "timeline": TimelineReport({"decode": 0.5}, 1, 0, 100)} | changed
+    fields = {"feature": FEATURE, "timeline": TimelineReport((ReportedStep("decode", 0.5, 0.6),), 1, 0, 100)} | changed
     return ItemFound(7, 1, ENTRY, "hash", True, **fields)
 
 

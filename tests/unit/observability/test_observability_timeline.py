@@ -1,11 +1,12 @@
 """Timings of a request."""
 
 import re
+import time
 
 import msgspec
 import pytest
 
-from medialane.observability.timeline import StageTimeline, TimelineReport
+from medialane.observability.timeline import MAX_STEPS, StageTimeline, TimelineReport
 
 
 def test_stage_of_concurrent_items_takes_as_long_as_its_longest():
@@ -33,17 +34,31 @@ def test_cache_outcome(num_hits, num_misses, outcome):
 
 def test_part_done_by_another_process_is_added():
     timeline, other = StageTimeline(), StageTimeline()
+    now = time.perf_counter()
     for one, seconds in ((timeline, 0.2), (other, 0.5)):
-        one.add("decode", seconds)
+        one.add("decode", seconds, now - 1)
     timeline.add("fetch", 0.3)
-    other.add("fetch", 0.1)
-    other.add("process", 0.4)
+    other.add("fetch", 0.1, now - 2)
+    other.add("process", 0.4, now - 0.5)
     timeline.num_hits, timeline.copied_bytes = 1, 10
     other.num_hits, other.num_misses, other.copied_bytes = 2, 3, 5
     report = msgspec.msgpack.decode(msgspec.msgpack.encode(other.report()), type=TimelineReport)
     timeline.merge(report)
     assert timeline.seconds == {"decode": 0.5, "fetch": 0.3, "process": 0.4}
     assert (timeline.num_hits, timeline.num_misses, timeline.copied_bytes) == (3, 3, 15)
+    starts = {(step.stage, step.seconds): now - step.started_at for step in timeline.steps}
+    assert starts == pytest.approx(
+        {("decode", 0.2): 1, ("decode", 0.5): 1, ("fetch", 0.1): 2, ("process", 0.4): 0.5}, abs=0.1
+    )
+
+
+def test_steps_of_a_long_request_are_not_all_kept():
+    timeline = StageTimeline()
+    for _ in range(2 * MAX_STEPS):
+        with timeline.measure("route"):
+            pass
+    assert len(timeline.steps) == MAX_STEPS
+    assert len(timeline.report().steps) == MAX_STEPS
 
 
 def test_empty_report_changes_nothing():

@@ -96,7 +96,7 @@ def test_metadata_name_the_pages_of_the_repository(tmp_path):
 def test_description_has_no_broken_links_without_a_repository(tmp_path):
     found = metadata(tmp_path, "")
     assert found.get_all("Project-URL") is None
-    assert "| API |" in found.get_payload()
+    assert "| API, " in found.get_payload()
     assert all(link.startswith("https://") for link in links(found.get_payload()))
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 import trustme
-from peer_world import MIB, Host, ScriptedSource, connect, opening, pattern, send_bytes
+from peer_world import AUTHENTICATION, MIB, Host, ScriptedSource, connect, opening, pattern, send_bytes
 
 from certificates import tls_settings
 from medialane.arena import ENTRY_HEADER_BYTES, describe
@@ -28,16 +28,19 @@ from medialane.core.media import EncodedMedia, MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import ArenaRange, TensorSpec
 from medialane.peers import Pulls, StillWriting, peer_server, peers, pulls
+from medialane.peers.peer_connection import PeerConnection
 from medialane.peers.peer_messages import (
     CloseEntry,
     EntryClosed,
     EntryOpened,
     OpenEntry,
+    PeerHello,
     SendPayload,
     decode_from_source,
     decode_to_source,
 )
 from medialane.wire.config import RpcConfig
+from medialane.wire.dial import dial
 from waiting import eventually
 
 
@@ -654,3 +657,12 @@ async def test_store_that_stops_ends_its_connections_and_holds(source):
     with pytest.raises(TransferFailed):
         await peer.receive(decode_from_source)
     peer.abort()
+
+
+async def test_store_of_another_release_is_refused_by_its_number(source):
+    peer = PeerConnection()
+    await dial(source.address, peer, AUTHENTICATION)
+    await peer.send(PeerHello("0" * 32, version=99))
+    refused = await peer.receive(decode_from_source)
+    assert "other host's store speaks protocol 99" in refused.error.message
+    assert "same release" in refused.error.message

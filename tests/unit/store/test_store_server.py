@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 
+import msgspec
 import pytest
 from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
@@ -13,7 +14,7 @@ from medialane.core.errors import ArenaFull, HandoverFailed, ProtocolViolation, 
 from medialane.core.taker import TAKER
 from medialane.store.client import StoreClient
 from medialane.store.holds import StoreEntries
-from medialane.store.messages import FindItem, HeldEntry, ItemFound, Release, StoreHello
+from medialane.store.messages import FindItem, HeldEntry, ItemFound, Release, StoreHello, decode_to_store
 from waiting import eventually
 
 
@@ -211,10 +212,15 @@ async def test_calls_wait_for_a_store_that_restarts_and_fail_after_the_deadline(
 async def test_socket_is_private_and_a_client_of_another_release_is_refused(world):
     path = world.address.removeprefix("unix:")
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    with pytest.raises(StartupFailed, match="same release"):
+    with pytest.raises(StartupFailed, match=r"the client speaks protocol 0, the store \d+ .*same release"):
         await StoreClient.connect(
             world.address, StoreHello(version=0, client_id="x"), RPC, holds={}, on_passed=list, on_reclaim=list
         )
+
+
+def test_client_of_a_release_with_another_hello_is_known_by_its_number():
+    hello = msgspec.msgpack.encode(["StoreHello", 99, 7])
+    assert decode_to_store(memoryview(hello)).version == 99
 
 
 async def test_release_of_what_is_not_held_ends_only_that_connection(world):

@@ -12,9 +12,9 @@ from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
 from medialane.wire.authentication import Role
 from medialane.wire.config import RpcConfig
 from medialane.wire.dial import dial
-from medialane.wire.framing import append_frame
+from medialane.wire.framing import FrameReader, append_frame
 from medialane.wire.pending import MAX_PENDING
-from medialane.wire.protocol import Hello, Join, Refused, Welcome
+from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Join, Refused, Welcome, decode_to_worker
 from medialane.wire.security import Security
 from medialane.worker.gateway_link.server import RpcServer
 from waiting import eventually
@@ -117,7 +117,7 @@ async def test_second_connection_to_a_gateway_is_refused_while_the_first_is_open
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"version": 0}, "speaks protocol 0"),
+        ({"version": 0}, rf"the worker speaks protocol 0, the gateway {PROTOCOL_VERSION} \(medialane .*same release"),
         ({"name": ""}, "name"),
         ({"name": "a\nb"}, "name"),
         ({"name": "ä"}, "name"),
@@ -159,6 +159,7 @@ class Peer(asyncio.Protocol):
 
     def __init__(self):
         self.closed = asyncio.Event()
+        self.received = b""
 
     @classmethod
     async def connect(cls, address, config=CONFIG):
@@ -168,6 +169,9 @@ class Peer(asyncio.Protocol):
 
     def connection_made(self, transport):
         self._transport = transport
+
+    def data_received(self, data):
+        self.received += data
 
     def connection_lost(self, error):
         self.closed.set()
@@ -197,6 +201,16 @@ async def test_peer_that_does_not_join_is_disconnected(gateway, sent):
     peer = await Peer.connect(gateway.address)
     peer.send(sent)
     assert await peer.is_disconnected()
+    assert not gateway.joins
+
+
+async def test_worker_of_a_release_with_another_join_is_refused_by_its_number(gateway):
+    peer = await Peer.connect(gateway.address)
+    peer.send(frame(["Join", 99, {"name": "w"}, "new"]))
+    assert await peer.is_disconnected()
+    frames = FrameReader(1 << 20)
+    frames.receive(peer.received)
+    assert "the worker speaks protocol 99" in decode_to_worker(frames.next_frame()).error.message
     assert not gateway.joins
 
 

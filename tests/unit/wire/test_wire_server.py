@@ -6,6 +6,7 @@ import os
 import pytest
 from rpc_requests import engine_request, raw_frame, tokens_of
 
+from medialane import __version__
 from medialane.core.errors import (
     GenerationFailed,
     NoWorkerReady,
@@ -15,7 +16,7 @@ from medialane.core.errors import (
 from medialane.testing.fake_handler import FakeHandler
 from medialane.wire.config import RpcConfig
 from medialane.wire.pending import MAX_PENDING
-from medialane.wire.protocol import Hello, Welcome
+from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Refused, Welcome
 from medialane.worker.gateway_link.session import MAX_HELLO_BYTES
 from waiting import DEADLINE_S, eventually
 
@@ -66,8 +67,23 @@ async def test_reconnection_is_rejected_while_requests_are_unreleased(net):
 
 async def test_other_protocol_version_is_rejected(net):
     await net.serve(FakeHandler())
-    with pytest.raises(StartupFailed, match="protocol 99"):
+    with pytest.raises(StartupFailed) as refused:
         await net.connect(version=99)
+    assert refused.value.message == (
+        f"the gateway speaks protocol 99, the worker {PROTOCOL_VERSION} (medialane {__version__}):"
+        " install the same release on both"
+    )
+
+
+@pytest.mark.parametrize("rest", [[], [None, 7], [{"gateway": "g"}, [], [], "new"]])
+async def test_gateway_of_a_release_with_another_hello_is_refused_by_its_number(net, raw, rest):
+    """Whatever the rest of the message is: its beginning stays (docs/stability.md)."""
+    await net.serve(FakeHandler())
+    gateway = await raw(hello=False)
+    gateway.write(raw_frame(["Hello", 99, *rest]))
+    refused = await gateway.next(Refused)
+    assert "the gateway speaks protocol 99" in refused.error.message
+    assert await gateway.is_disconnected()
 
 
 async def test_handler_failure_at_registration_gives_a_generic_error(net, caplog):

@@ -39,8 +39,13 @@ class Phase(msgspec.Struct, frozen=True):
 
 def enter_phase(name: str) -> None:
     """Log and report that this process enters a phase."""
-    logger.info("%s", name)
-    report_phase(Phase(name))
+    show_phase(Phase(name))
+
+
+def show_phase(phase: Phase) -> None:
+    """Log and report the phase of this process, or how far it has come in it."""
+    logger.info("%s", phase)
+    report_phase(phase)
 
 
 def report_phase(phase: Phase) -> None:

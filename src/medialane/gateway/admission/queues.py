@@ -130,14 +130,16 @@ class Queues:
         return min(config.queue_timeout_s, left_s - own_ms / 1000 - config.queue_target_s)
 
     async def _admitted(self, queue: AdmissionQueue, request: QueuedRequest, scope: RequestScope) -> Ticket:
-        seconds, started = scope.timeline.seconds.get("admission", 0.0), time.perf_counter()
+        timeline = scope.timeline
+        before_s = timeline.seconds.get("admission", 0.0)
         try:
-            return await queue.admit(request)
+            with timeline.measure("admission") as step:
+                return await queue.admit(request)
         except (QueueFull, QueueTimeout) as error:
             self._metrics.count_refused(request.tenant, error.code)
             raise
         finally:
-            scope.timeline.add("admission", seconds + time.perf_counter() - started)
+            timeline.add("admission", before_s + step.seconds)  # one that was sent back has waited before
 
     def _have_engines_room(self, unsent_ms: float) -> bool:
         """By the expected wait, as far as it is certain, and by concurrency."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import parse_qsl, quote
 
 import msgspec
@@ -44,6 +44,9 @@ _WRONG_KEY_S = 0.3
 _MAX_LOGIN_BYTES = 8192
 
 
+V = TypeVar("V")
+
+
 class Login(msgspec.Struct):
     key: Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -72,8 +75,8 @@ class OperatorEndpoints:
         index: str,
         recent: RecentRequests,
         *,
-        own_part: Callable[[Limits], Part],
-        state: Callable[[Mapping[str, Part | None], Limits], State],
+        own_part: Callable[[Limits], Awaitable[Part]],
+        state: Callable[[Mapping[str, Part | None], Limits], Awaitable[State]],
         refresh: Callable[[], Awaitable[None]],
         begin_session: Callable[[str, Scope], str | None],
         end_session: Callable[[Scope], str],
@@ -107,12 +110,12 @@ class OperatorEndpoints:
             f"POST {LOGOUT_PATH}": _Endpoint(self._log_out),
         }
 
-    def answer_sibling(self, path: str) -> bytes:
+    async def answer_sibling(self, path: str) -> bytes:
         """Answer what another gateway asks by `AskOthers`. Raises MedialaneError."""
         what, _, query = path.partition("?")
         fields = _fields(query)
         if what == "part":
-            return msgspec.json.encode(self._own_part(_limits(fields)))
+            return msgspec.json.encode(await self._own_part(_limits(fields)))
         if what == "requests":
             return msgspec.json.encode(RequestList(self._own_requests(*_wanted(fields))))
         record = self._recent.find(fields.get("id", ""))
@@ -129,17 +132,17 @@ class OperatorEndpoints:
         wanted, limit = _wanted(_fields(query))
         listed, missing = self._own_requests(wanted, limit), []
         for index, answer in (await self._ask_others(f"requests?{query}")).items():
-            if answer is None:
+            if (theirs := _decoded(answer, RequestList)) is None:
                 missing.append(index)
             else:
-                listed += msgspec.json.decode(answer, type=RequestList).requests
+                listed += theirs.requests
         listed.sort(key=lambda view: (view.stage is not None, view.received_at), reverse=True)
         await _send_json(send, msgspec.json.encode(RequestList(listed[:limit], missing)))
 
     async def _send_request(self, scope: Scope, _receive: Receive, send: Send) -> None:
         request_id = scope["path_params"]["id"]
         path = f"request?id={quote(request_id, safe='')}"
-        if (found := self.answer_sibling(path)) == b"null":
+        if (found := await self.answer_sibling(path)) == b"null":
             others = (await self._ask_others(path)).values()
             found = next((answer for answer in others if answer not in (None, b"null")), None) or b"null"
         if found == b"null":
@@ -178,10 +181,11 @@ class OperatorEndpoints:
             if now - made_at < self._interval_s * 0.9:
                 return document
             others, _ = await asyncio.gather(self._ask_others(f"part?{_query(limits)}"), self._refresh())
-            parts: dict[str, Part | None] = {self._index: self._own_part(limits)}
-            for index, answer in others.items():
-                parts[index] = None if answer is None else msgspec.json.decode(answer, type=Part)
-            document = msgspec.json.encode(self._state(dict(sorted(parts.items())), limits))
+            parts: dict[str, Part | None] = {self._index: await self._own_part(limits)}
+            parts |= {index: _decoded(answer, Part) for index, answer in others.items()}
+            in_order = {index: parts[index] for index in sorted(parts, key=int)}
+            await asyncio.sleep(0)
+            document = msgspec.json.encode(await self._state(in_order, limits))
             self._documents = {
                 known: made for known, made in self._documents.items() if now - made[0] < self._interval_s
             }
@@ -239,6 +243,14 @@ async def _disconnect_of(receive: Receive) -> AsyncIterator[asyncio.Event]:
     finally:
         watching.cancel()
         await asyncio.wait([watching])
+
+
+def _decoded(answer: bytes | None, kind: type[V]) -> V | None:
+    """Return what another gateway has answered; None for nothing, and for what one of another version says."""
+    try:
+        return None if answer is None else msgspec.json.decode(answer, type=kind)
+    except msgspec.DecodeError:
+        return None
 
 
 async def _body(receive: Receive) -> bytes:

@@ -5,6 +5,7 @@ Made when someone looks, and never otherwise. The gateway that is asked adds up 
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
@@ -20,6 +21,8 @@ from medialane.gateway.workers import WorkerPool
 WINDOW_S = 60.0
 #: Groups by one name that a part has.
 MAX_GROUPS = 200
+#: Requests or workers that are added up in an iteration of the event loop: about 2 ms.
+_PIECES = 200
 #: Tenants named for an error.
 _MAX_TENANTS = 8
 
@@ -101,16 +104,20 @@ class Whose(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
 
 
-def own_part(
+async def own_part(
     recent: RecentRequests, workers: WorkerPool, whose: Whose, *, num_live: int = 50, num_decisions: int = 20
 ) -> Part:
-    """Return the part of this gateway, with at most so many requests that run and decisions."""
+    """Return the part of this gateway, with at most so many requests that run and decisions. A thousand requests take
+    10 ms: in between, the event loop goes on."""
     sums = _Sums()
     live = recent.live
-    for record in live:
+    for number, record in enumerate(live, 1):
         sums.add_live(record)
-    for record in recent.ended_within(WINDOW_S):
+        await let_others_run(number)
+    for number, record in enumerate(list(recent.ended_within(WINDOW_S)), 1):
         sums.add_ended(record)
+        await let_others_run(number)
+    await asyncio.sleep(0)
     return Part(
         index=whose.index,
         pid=whose.pid,
@@ -182,7 +189,7 @@ class _Sums:
 
     def _add_attempts(self, record: RequestRecord) -> None:
         for attempt in record.attempts:
-            if (group := _group(self.workers, attempt.sent.decision.worker_id)) is not None:
+            if (group := _group(self.workers, attempt.worker)) is not None:
                 group.requests += 1
                 group.failed += bool(attempt.error)
         if record.first_token_ms is not None and (group := _group(self.workers, record.worker or "")) is not None:
@@ -201,6 +208,12 @@ class _Sums:
         group.failed += is_failed and item.outcome is None
         if item.outcome != "hit" and (seconds := item.timeline.seconds.get("fetch")) is not None:
             group.waits.count(seconds * 1000)
+
+
+async def let_others_run(number: int) -> None:
+    """Wait for an iteration of the event loop after so many pieces of work."""
+    if number % _PIECES == 0:
+        await asyncio.sleep(0)
 
 
 def _group(groups: dict[str, Group], name: str) -> Group | None:

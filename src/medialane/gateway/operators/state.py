@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ import msgspec
 
 from medialane.core.request import Endpoint, WorkerRole, WorkerState
 from medialane.core.stats import StoreStats
-from medialane.gateway.operators.part import WINDOW_S, ErrorSample, Group, LiveStageCount, Part
+from medialane.gateway.operators.part import WINDOW_S, ErrorSample, Group, LiveStageCount, Part, let_others_run
 from medialane.gateway.requests import RequestView
 from medialane.gateway.requests.rates import Series, series
 
@@ -204,14 +205,19 @@ class OwnView(NamedTuple):
     store: StoreView | None
 
 
-def whole_state(
+async def whole_state(
     own: OwnView, parts: Mapping[str, Part | None], asked: str, limits: Limits, *, now: float | None = None
 ) -> State:
     """Return the state of the server. `parts` are those of all gateways of the port, None of those that are down."""
     now = time.time() if now is None else now
     known = [part for part in parts.values() if part is not None]
     by_worker = _sum_groups(part.by_worker for part in known)
-    views = [_worker(endpoint, own, known, by_worker.get(endpoint.worker_id, Group())) for endpoint in own.endpoints]
+    await asyncio.sleep(0)
+    views = []
+    for number, endpoint in enumerate(own.endpoints, 1):
+        views.append(_worker(endpoint, own, known, by_worker.get(endpoint.worker_id, Group())))
+        await let_others_run(number)
+    await asyncio.sleep(0)
     return State(
         time=round(now, 3),
         version=own.version,

@@ -11,6 +11,7 @@ const MUCH = 3;
 /** Items that are not cached, of a tenant's, and of all that are not. */
 const MOSTLY_NEW = 0.8, MUCH_WORK = 0.1;
 const MOST = 5;
+const PAUSED_LATELY_S = 120;
 
 const median = (values) => [...values].sort((a, b) => a - b)[Math.floor((values.length - 1) / 2)] ?? null;
 const others = (all, one, value) => median(all.filter((each) => each !== one && value(each) !== null).map(value));
@@ -32,12 +33,16 @@ function gateways({gateways: all, workers}) {
   ];
 }
 
-/** Whether a worker gives no first tokens although others do. */
+/** Whether a worker does not respond: it is reported so, or a first token is long overdue and nothing that is seen of its
+ * requests goes on (`silent_ms`, as the page has watched it). */
 export function isStuck(worker, listed) {
   if (worker.state === 'stalled' || worker.state === 'lost') return true;
-  if (worker.oldest_ms === null || worker.oldest_ms < LONG_MS) return false;
-  const elsewhere = others(listed, worker, (each) => each.first_token_p50_ms) ?? worker.first_token_p50_ms ?? 0;
-  return worker.oldest_ms > MUCH * Math.max(elsewhere, worker.first_token_p50_ms ?? 0);
+  return isOverdue(worker, listed) && (worker.silent_ms ?? 0) >= LONG_MS;
+}
+
+function isOverdue(worker, listed) {
+  const elsewhere = others(listed, worker, (each) => each.first_token_p50_ms) ?? 0;
+  return worker.oldest_ms !== null && worker.oldest_ms >= LONG_MS && worker.oldest_ms > MUCH * Math.max(elsewhere, worker.first_token_p50_ms ?? 0);
 }
 
 function workers({workers: {num, listed}, time}, pauses) {
@@ -56,20 +61,28 @@ function workers({workers: {num, listed}, time}, pauses) {
 
 const times = (number) => (number === 1 ? 'once' : `${number} times`);
 
+/** How long it has not responded; null: unknown. */
+export const silence = (worker) => (worker.state === 'ready' ? worker.silent_ms : worker.oldest_ms) ?? null;
+
 function stuckText(worker) {
   const waiting = worker.in_flight ? `: ${plural(worker.in_flight, 'request')} wait${worker.in_flight === 1 ? 's' : ''} there` : '';
   if (worker.state === 'lost') return `is lost${waiting}`;
-  return `${worker.state === 'stalled' ? 'is stalled' : 'does not respond'}${worker.oldest_ms === null ? '' : `, for ${ms(worker.oldest_ms)}`}${waiting}`;
+  return `${worker.state === 'stalled' ? 'is stalled' : 'does not respond'}${silence(worker) === null ? '' : `, for ${ms(silence(worker))}`}${waiting}`;
 }
 
 function slow(worker, listed, past, time) {
   const typical = others(listed, worker, (each) => each.first_token_p95_ms);
-  const mine = worker.first_token_p95_ms;
-  if (mine === null || worker.requests < ENOUGH || mine < LONG_MS || mine < MUCH * (typical ?? 0)) return null;
-  const elsewhere = typical === null ? '' : `, other workers ${ms(typical)}`;
-  const rest = worker.first_token_p50_ms < mine / MUCH ? `, though half of its first tokens come within ${ms(worker.first_token_p50_ms)}` : '';
-  const why = past.length ? `. It stops for ${ms(1000 * median(past.map((pause) => pause.seconds)))} at a time: ${times(past.length)} so far, last ${ago(time - past.at(-1).at)}` : '';
-  return {level: 'amber', subject: worker.name, filter: {worker: worker.name, slow: true}, text: `is slow: p95 to the first token ${ms(mine)}${elsewhere}${rest}${why}`};
+  const {first_token_p50_ms: usual, first_token_p95_ms: mine} = worker;
+  const why = past.length ? `It stops for ${ms(1000 * median(past.map((pause) => pause.seconds)))} at a time: ${times(past.length)} so far, last ${ago(time - past.at(-1).at)}` : '';
+  const found = {level: 'amber', subject: worker.name, filter: {worker: worker.name}};
+  if (mine !== null && worker.requests >= ENOUGH && mine >= LONG_MS && mine >= MUCH * (typical ?? 0)) {
+    const elsewhere = typical === null ? '' : `, other workers ${ms(typical)}`;
+    const rest = usual < mine / MUCH ? `, though half of its first tokens come within ${ms(usual)}` : '';
+    return {...found, filter: {worker: worker.name, slow: true}, text: `is slow: p95 to the first token ${ms(mine)}${elsewhere}${rest}${why && `. ${why}`}`};
+  }
+  if (past.length && time - past.at(-1).at < PAUSED_LATELY_S) return {...found, text: `did not respond a while ago. ${why}`};
+  if (isOverdue(worker, listed)) return {...found, text: `is slow: a request has waited ${ms(worker.oldest_ms)} for its first token there`};
+  return null;
 }
 
 function store({store: found}) {

@@ -2,7 +2,7 @@
 // one drawing a second, of at most some dozens of rows in each section.
 
 import {Chart, ago, bytes, count, find, head, list, make, mark, meter, ms, nameWorkers, percent, plural, say, shortName, show, size, write} from './draw.js';
-import {findings, isStuck} from './findings.js';
+import {findings, isStuck, silence} from './findings.js';
 import * as requests from './requests.js';
 import {CELLS, LANES, PART, PARTS, cellOf, spent} from './stages.js';
 
@@ -11,30 +11,41 @@ const MOST_WORKERS = 8, MOST_DECISIONS = 6, MOST_PROBLEMS = 6, MOST_HOSTS = 5, M
 /** From so many workers on there is a map of those that need attention first. */
 const MAP_FROM = 9;
 const STALE_S = 4, RETRY_S = [0.5, 1, 2, 3], DETAIL_S = 1, POLL_S = 2, DRAW_S = 1;
-const LONG_MS = 1000;
+const LONG_MS = 1000, ANSWER_MS = 5000, MOST_PAUSES = 50;
 /** Requests that are asked for; more where only the page can tell which are wanted. */
 const ASKED = 60, SEARCHED = 400;
 
 /** `latest` are the requests last asked for, `state` the state last drawn, `next` the one last received. */
-const page = {state: null, next: null, latest: [], isPaused: false, source: null, heardAt: 0, retries: 0, isGone: false};
-/** Times in which workers gave no first token: name -> [{at, seconds}], seconds null while it lasts. */
+const page = {state: null, next: null, latest: [], isPaused: false, source: null, turn: 0, heardAt: 0, retries: 0, isGone: false};
+/** Times in which workers did not respond: name -> [{at, seconds}], seconds null while it lasts. */
 const pauses = new Map();
+/** What was seen last of each worker's requests: name -> {at, marks}. */
+const progress = new Map();
 
 // ---- connection
+
+/** Ask the gateway: {status, body}. The status is 0 if it is gone, the body null if it is no JSON. */
+async function ask(path, options = {}) {
+  let status = 0;
+  try {
+    const answer = await fetch(path, {cache: 'no-store', signal: AbortSignal.timeout(ANSWER_MS), ...options});
+    status = answer.status;
+    return {status, body: status === 204 ? null : await answer.json()};
+  } catch {
+    return {status, body: null};
+  }
+}
+
+const reason = ({status, body}) => body?.error?.message ?? (status ? `The gateway answers ${status}.` : 'The gateway does not answer.');
 
 async function connect() {
   clearTimeout(page.timer);
   page.source?.close();
-  let answer;
-  try {
-    answer = await fetch('state', {cache: 'no-store', signal: AbortSignal.timeout(5000)});
-  } catch {
-    return retry();
-  }
+  const answer = await ask('state');
   if (answer.status === 401) return askForKey('');
-  if (answer.status === 403 || answer.status === 404) return showFirst(await reason(answer));
-  if (!answer.ok) return retry();
-  received(await answer.json());
+  if (answer.status === 403 || answer.status === 404) return showFirst(reason(answer));
+  if (answer.status !== 200 || !answer.body) return retry();
+  received(answer.body);
   askForRequests();
   const source = page.source = new EventSource('state/stream');
   source.addEventListener('state', (event) => {
@@ -56,6 +67,7 @@ function received(state) {
   page.isGone = false;
   page.heardAt = performance.now();
   page.next = state;
+  watchProgress(state);
   watchPauses(state);
   if (!page.state) draw();
 }
@@ -63,20 +75,23 @@ function received(state) {
 /** Ask for the latest requests that pass the filter, once and then again and again. */
 async function askForRequests() {
   clearTimeout(page.asking);
+  const turn = ++page.turn;
+  if (document.hidden) {
+    page.asking = setTimeout(askForRequests, 1000 * POLL_S);
+    return;
+  }
   const wanted = requests.filters();
   const query = new URLSearchParams({limit: wanted.text ? SEARCHED : ASKED});
   for (const name of ['model', 'tenant', 'worker', 'modality']) if (wanted[name]) query.set(name, wanted[name]);
   if (wanted.slow) query.set('slow', requests.SLOW_MS);
   if (wanted.failed) query.set('failed', true);
   if (!requests.isFiltered()) query.set('live', false); // the state has those that run
-  try {
-    const answer = await fetch(`requests?${query}`, {cache: 'no-store', signal: AbortSignal.timeout(5000)});
-    if (answer.ok) {
-      page.latest = (await answer.json()).requests;
-      if (page.state && !page.isPaused) drawRequests();
-    }
-  } catch { /* the stream notices that the gateway is gone */ }
+  const {status, body} = await ask(`requests?${query}`);
+  if (turn !== page.turn) return; // the filter has changed since
   if (!page.isGone) page.asking = setTimeout(askForRequests, 1000 * POLL_S);
+  if (status !== 200 || !body) return; // if the gateway is gone, the stream notices it
+  page.latest = body.requests;
+  if (page.state && !page.isPaused) drawRequests();
 }
 
 // ---- login
@@ -102,25 +117,13 @@ function askForKey(message) {
   find('#key').focus();
 }
 
-async function reason(answer) {
-  try {
-    return (await answer.json()).error.message;
-  } catch {
-    return `The gateway answers ${answer.status}.`;
-  }
-}
-
 find('#login').addEventListener('submit', async (event) => {
   event.preventDefault();
-  let answer;
-  try {
-    answer = await fetch('login', {method: 'POST', headers: {'content-type': 'application/json'}, body: JSON.stringify({key: find('#key').value})});
-  } catch {
-    return askForKey('The gateway does not answer.');
-  }
-  if (!answer.ok) {
+  const body = JSON.stringify({key: find('#key').value});
+  const answer = await ask('login', {method: 'POST', headers: {'content-type': 'application/json'}, body});
+  if (answer.status !== 204) {
     find('#key').select();
-    return askForKey(answer.status === 401 ? 'This is not the admin key.' : await reason(answer));
+    return askForKey(answer.status === 401 ? 'This is not the admin key.' : reason(answer));
   }
   find('#key').value = '';
   show(find('#logout'), true);
@@ -130,9 +133,7 @@ find('#login').addEventListener('submit', async (event) => {
 
 find('#logout').addEventListener('click', async () => {
   help.close();
-  try {
-    await fetch('logout', {method: 'POST'});
-  } catch { /* the gateway is gone: it is asked again below */ }
+  await ask('logout', {method: 'POST'});
   page.source?.close();
   connect();
 });
@@ -140,7 +141,7 @@ find('#logout').addEventListener('click', async () => {
 // ---- drawing
 
 setInterval(() => {
-  if (page.next !== page.state && !page.isPaused) draw();
+  if (page.next !== page.state && !page.isPaused && !document.hidden) draw();
   showLink();
 }, 1000 * DRAW_S);
 
@@ -176,13 +177,27 @@ function drawHeader() {
 /** Workers of the gateway's host may have any names, which are taken for those of hosts. */
 const numHosts = (hosts) => hosts.filter((host) => !host.own).length + 1;
 
-/** Remember when workers gave no first token: they may be well again when someone looks. */
+/** Note since when nothing has changed of a worker's requests that are listed: no token, no end. New ones say nothing. */
+function watchProgress({workers: {listed}, live, time}) {
+  const now = new Map(listed.map((worker) => [worker.name, new Map()]));
+  for (const view of live.listed) now.get(view.worker)?.set(requests.keyOf(view), `${view.stage} ${view.generated_tokens}`);
+  for (const worker of listed) {
+    const before = progress.get(worker.name);
+    const marks = now.get(worker.name);
+    const isSilent = before?.marks.size && [...before.marks].every(([key, mark]) => marks.get(key) === mark);
+    const at = isSilent ? before.at : time;
+    progress.set(worker.name, {at, marks});
+    worker.silent_ms = marks.size ? 1000 * (time - at) : 0;
+  }
+}
+
+/** Remember when workers did not respond: they may be well again when someone looks. */
 function watchPauses({workers: {listed}, time}) {
   for (const worker of listed) {
     const known = pauses.get(worker.name) ?? [];
     const last = known.at(-1);
     const isStopped = isStuck(worker, listed);
-    if (isStopped && last?.seconds !== null) pauses.set(worker.name, [...known, {at: time - (worker.oldest_ms ?? 0) / 1000, seconds: null}].slice(-50));
+    if (isStopped && last?.seconds !== null) pauses.set(worker.name, [...known, {at: time - (silence(worker) ?? 0) / 1000, seconds: null}].slice(-MOST_PAUSES));
     else if (!isStopped && last?.seconds === null) last.seconds = time - last.at;
   }
 }
@@ -323,7 +338,7 @@ function fillWorker(row, worker) {
   const isStopped = isStuck(worker, page.state.workers.listed);
   write(name, shortName(worker.name));
   say(name, worker.host ? `${worker.name} on ${worker.host}` : worker.name);
-  const text = isStopped && worker.oldest_ms !== null ? `${worker.state === 'ready' ? 'silent' : worker.state} ${ms(worker.oldest_ms)}` : worker.state;
+  const text = isStopped && silence(worker) !== null ? `${worker.state === 'ready' ? 'silent' : worker.state} ${ms(silence(worker))}` : worker.state;
   write(state, text);
   mark(state, `cut ${isStopped ? 'bad' : worker.state === 'ready' ? 'muted' : 'trouble'}`);
   write(first, ms(worker.first_token_p95_ms));
@@ -510,12 +525,12 @@ let detailTimer = null;
 document.addEventListener('opened', follow);
 find('#detail-close').addEventListener('click', close);
 
+const whole = (id) => ask(`requests/${encodeURIComponent(id)}`);
+
 /** Open a request of which only the id is known. */
 async function openRequest(id) {
-  try {
-    const answer = await fetch(`requests/${encodeURIComponent(id)}`, {cache: 'no-store', signal: AbortSignal.timeout(5000)});
-    if (answer.ok) requests.openDetail(await answer.json());
-  } catch { /* the gateway is gone: the heading says it */ }
+  const {status, body} = await whole(id);
+  if (status === 200 && body) requests.openDetail(body);
 }
 
 /** Ask for the whole request, again and again while it runs. */
@@ -523,16 +538,10 @@ async function follow() {
   clearTimeout(detailTimer);
   const view = requests.shownRequest();
   if (!view) return;
-  let isLive = true;
-  try {
-    const answer = await fetch(`requests/${encodeURIComponent(view.id)}`, {cache: 'no-store', signal: AbortSignal.timeout(5000)});
-    if (answer.ok) {
-      const whole = await answer.json();
-      requests.drawDetail(whole);
-      isLive = Boolean(whole.stage);
-    } else isLive = answer.status !== 404;
-  } catch { /* the gateway is gone: the heading says it */ }
-  if (isLive && requests.shownRequest() === view) detailTimer = setTimeout(follow, 1000 * DETAIL_S);
+  const {status, body} = await whole(view.id);
+  if (requests.shownRequest() !== view) return;
+  if (status !== 404 && (body?.stage || status !== 200)) detailTimer = setTimeout(follow, 1000 * DETAIL_S);
+  if (status === 200 && body) requests.drawDetail(body);
 }
 
 function close() {

@@ -42,7 +42,7 @@ class RequestFilter(msgspec.Struct, frozen=True):
             _contains(record.model, self.model)
             and _contains(record.tenant, self.tenant)
             and self._wants_items(record)
-            and (not self.worker or any(self.worker in each.sent.decision.worker_id for each in record.attempts))
+            and (not self.worker or any(self.worker in each.worker for each in record.attempts))
             and (self.slow_ms is None or waited_ms(record) >= self.slow_ms)
             and (not self.failed or record.error is not None)
             and (self.live is None or self.live == (record.ended_at is None))

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from medialane.core.errors import ErrorReport
+from medialane.core.errors import ErrorReport, MedialaneError
 from medialane.core.feature import StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import OutputDelta, RoutingDecision
@@ -28,7 +28,8 @@ from medialane.gateway.report import (
     request_report,
     routing_report,
 )
-from medialane.observability.timeline import LiveStage, StageTimeline
+from medialane.gateway.transports import TransferPath
+from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline
 
 #: Digits of a hash that are shown: they tell items apart, and find no content.
 HASH_DIGITS = 8
@@ -114,7 +115,8 @@ class RequestView(msgspec.Struct, frozen=True):
 
 
 class ItemRecord:
-    """What is known of one item. `timeline` has the times of what has ended, `live` those of what has not."""
+    """What is known of one item. `timeline` has the times of what has ended, `live` those of what has not. Between
+    `started_at` and `ended_at` (perf_counter) it was found or made; `error` is the code with which that failed."""
 
     def __init__(self, ref: MediaRef) -> None:
         self.param = ref.param
@@ -124,6 +126,8 @@ class ItemRecord:
         self.num_bytes = len(ref.data or b"")
         self.timeline = StageTimeline()
         self.live: StageTimeline | None = None
+        self.started_at = self.ended_at = 0.0
+        self.error = ""
         #: How long it was asked for, or prepared for another request.
         self.shared_ms = 0.0
         self.outcome: ItemOutcome | None = None
@@ -133,11 +137,19 @@ class ItemRecord:
         self.feature_bytes = 0
         self.size = MediaSize()
 
-    def prepared(self, item: StagedItem, report: MediaReport) -> None:
+    def found(self, timeline: StageTimeline, shared_ms: float) -> None:
+        """Add the times of having found or made it, or of having failed to."""
+        self.live, self.started_at = None, self.started_at or timeline.started_at
+        self.ended_at, self.shared_ms = time.perf_counter(), shared_ms
+        self.num_bytes = self.num_bytes or timeline.media_bytes
+        self.timeline.absorb(timeline)
+        self.timeline.steps += timeline.steps[: MAX_STEPS - len(self.timeline.steps)]
+
+    def prepared(self, item: StagedItem, num_tokens: int) -> None:
         """Record how the item was found."""
-        self.mm_hash, self.num_tokens = report.mm_hash, report.num_tokens
-        self.feature_bytes = item.feature.nbytes
-        self.size = msgspec.structs.replace(item.feature.size, metadata=b"")
+        feature = item.feature
+        self.mm_hash, self.num_tokens, self.feature_bytes = feature.mm_hash, num_tokens, feature.nbytes
+        self.size = msgspec.structs.replace(feature.size, metadata=b"") if feature.size.metadata else feature.size
         if item.is_hit is None:
             self.outcome = "sent"
         elif item.is_hit:
@@ -167,16 +179,19 @@ class ItemRecord:
 
 
 class Attempt:
-    """One time that a prompt was sent to a worker. `error` is the code with which it ended; empty if it answered."""
+    """One time that a prompt was to be sent to a worker. `decision` is None if it was not; `error` is the code with
+    which the attempt ended, empty if it was answered."""
 
-    def __init__(self, sent: Sent) -> None:
-        self.sent = sent
+    def __init__(self, worker: str, rank: int, path: TransferPath | None) -> None:
+        self.worker = worker
+        self.rank = rank
+        self.path = path
+        self.decision: RoutingDecision | None = None
         self.error = ""
 
     def view(self) -> AttemptView:
-        decision, path = self.sent.decision, self.sent.path
-        stage, transport = ("", "") if path is None else (path.stage.name, path.transport.name)
-        return AttemptView(decision.worker_id, decision.rank, stage, transport, self.error)
+        stage, transport = ("", "") if self.path is None else (self.path.stage.name, self.path.transport.name)
+        return AttemptView(self.worker, self.rank, stage, transport, self.error)
 
 
 class RequestRecord:
@@ -230,34 +245,46 @@ class RequestRecord:
             item.live = timeline
         try:
             yield timeline
+        except MedialaneError as error:
+            if item is not None:
+                item.error = error.code
+            raise
         finally:
-            report = timeline.report()
             shared_ms = timeline.current_ms if timeline.current == "prepare" and not _is_prepared(timeline) else 0.0
-            self.timeline.merge(report)
+            self.timeline.absorb(timeline)
             self._shared_ms = max(self._shared_ms, shared_ms)
             if item is not None:
-                item.live = None
-                item.timeline.merge(report)
-                item.shared_ms = shared_ms
+                item.found(timeline, shared_ms)
 
     def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
-        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it."""
+        """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. Those that
+        are `is_reported` are in the report of the answer."""
         for item, count in zip(items, num_tokens or [0] * len(items), strict=True):
-            report = media_report(item, count, with_timestamps=is_reported)
-            if is_reported or len(self.reports) < MAX_ITEMS:
-                self.reports += (report,)
+            if is_reported:
+                self.reports += (media_report(item, count),)
             if (record := self.items.get(item.ref.param)) is not None:
-                record.prepared(item, report)
+                record.prepared(item, count)
+
+    def encoded(self, mm_hash: str, started_at: float) -> None:
+        """Record that an encoder has had an item since then."""
+        now = time.perf_counter()
+        self.timeline.add("encode", now - started_at)
+        for item in self.items.values():
+            if item.mm_hash == mm_hash:
+                item.timeline.add("encode", now - started_at, started_at)
+                item.ended_at = now
 
     def sending(self, sent: Sent) -> None:
         """Record how and where a prompt is sent. The last call counts: earlier attempts have failed. But of several
         prompts (documents that are scored) one with media counts."""
         if sent.path is not None or self.sent is None or self.sent.path is None:
             self.sent = sent
-        if (attempt := self._attempt(sent.decision)) is not None:
-            attempt.sent = sent
-        elif len(self.attempts) < MAX_ITEMS:
-            self.attempts.append(Attempt(sent))
+        decision = sent.decision
+        for attempt in reversed(self.attempts):
+            if not attempt.error and attempt.decision is decision:
+                attempt.path = sent.path
+                return
+        self._add_attempt(decision.worker_id, decision.rank, sent.path).decision = decision
 
     def sent_at(self, seconds: float) -> None:
         """Record when the last attempt was sent (perf_counter): of an answer that is not streamed, nothing else is
@@ -265,10 +292,20 @@ class RequestRecord:
         self._sent_at = seconds
         self.timeline.enter("prefill" if self.streams else "answer")
 
-    def attempt_failed(self, decision: RoutingDecision, code: str) -> None:
-        """Record that what was sent by this decision has failed."""
-        if (attempt := self._attempt(decision)) is not None:
-            attempt.error = code
+    def attempt_failed(self, worker: str, rank: int, path: TransferPath | None, code: str) -> None:
+        """Record that a prompt was not sent to this worker, or not answered there."""
+        attempt = self._open_attempt(worker, rank) or self._add_attempt(worker, rank, path)
+        attempt.error = code
+
+    def sent_back(self, worker: str, rank: int) -> None:
+        """Forget an attempt: the worker had other gateways' requests first, and the prompt waits again."""
+        if (attempt := self._open_attempt(worker, rank)) is not None:
+            self.attempts.remove(attempt)
+
+    def _open_attempt(self, worker: str, rank: int) -> Attempt | None:
+        """Return the last attempt there that has not failed."""
+        at_worker = (each for each in reversed(self.attempts) if (each.worker, each.rank) == (worker, rank))
+        return next((attempt for attempt in at_worker if not attempt.error), None)
 
     def answered(self, first: OutputDelta, num_prompt_tokens: int, outcomes: Mapping[str, EmbeddingOutcome]) -> None:
         """Record the first output of a prompt: how many of its tokens the engine had in its KV cache, what it did about
@@ -338,7 +375,7 @@ class RequestRecord:
 
     @property
     def worker(self) -> str | None:
-        return self.attempts[-1].sent.decision.worker_id if self.attempts else None
+        return self.attempts[-1].worker if self.attempts else None
 
     @property
     def ttft_ms(self) -> float | None:
@@ -358,12 +395,11 @@ class RequestRecord:
             return now
         return min(now, self._sent_at + times.queue_s + times.prefill_s)
 
-    def _attempt(self, decision: RoutingDecision) -> Attempt | None:
-        """Return the attempt that was made by this decision and has not failed."""
-        for attempt in reversed(self.attempts):
-            if attempt.sent.decision is decision and not attempt.error:
-                return attempt
-        return None
+    def _add_attempt(self, worker: str, rank: int, path: TransferPath | None) -> Attempt:
+        attempt = Attempt(worker, rank, path)
+        if len(self.attempts) < MAX_ITEMS:
+            self.attempts.append(attempt)
+        return attempt
 
     def view(self, gateway: str = "0", *, is_full: bool = False) -> RequestView:
         """Return what operators see; if it `is_full`, with the routing decision."""

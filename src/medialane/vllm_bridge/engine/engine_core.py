@@ -15,7 +15,7 @@ from msgspec.structs import astuple
 
 from medialane.core.errors import InvalidFeature
 from medialane.core.process.parent_death import signal_on_parent_death
-from medialane.core.process.phase import Phase, enter_phase, report_phase
+from medialane.core.process.phase import Phase, enter_phase, show_phase
 from medialane.vllm_bridge.encoder_cache.embedding_connector import EmbeddingConnector
 from medialane.vllm_bridge.encoder_cache.encoder_measure import measure
 from medialane.vllm_bridge.items.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
@@ -66,9 +66,9 @@ def report_phases() -> None:
     """Report what the engine does until it is ready, in this process or one forked from it: its log has it in words,
     and only some. Idempotent."""
     watch(
-        loading=lambda number, total: report_phase(Phase("loading the weights", number, total)),
-        profiling=lambda what: report_phase(Phase(f"profiling{what and f' the largest {what}'}", remedy=_REMEDY)),
-        compiling=lambda: report_phase(Phase("compiling", remedy=_COMPILE_REMEDY)),
+        loading=lambda number, total: show_phase(Phase("loading the weights", number, total)),
+        profiling=lambda what: show_phase(Phase(f"profiling{what and f' the largest {what}'}", remedy=_REMEDY)),
+        compiling=lambda: show_phase(Phase("compiling", remedy=_COMPILE_REMEDY)),
         warming_up=lambda: enter_phase("warming up"),
     )
 

@@ -108,6 +108,12 @@ class Frontend:
         return bool(self.config.scheduler_config.policy == "priority")
 
     @property
+    def served_model(self) -> str:
+        """The first name under which clients know the model."""
+        served = self.config.model_config.served_model_name
+        return str(served[0] if isinstance(served, list) else served)
+
+    @property
     def takes_media(self) -> bool:
         return self.profile is not None
 
