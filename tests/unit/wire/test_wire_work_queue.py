@@ -86,7 +86,7 @@ async def test_room_is_not_kept_for_long_nor_for_a_gateway_that_is_gone(gateways
     await refused(second, placed("b", 20.0))
     remote.abort()
     await eventually(lambda: handler.num_active == 0)
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.02)  # time: that for which room is kept
     remote = await accepted(handler, first, placed("c", 20.0))
     await refused(third, placed("d", 20.0))
     await third.close()
