@@ -25,6 +25,7 @@ from medialane.vllm_bridge.engine import kv_events
 from medialane.vllm_bridge.items import features, sent_tensors
 from medialane.vllm_bridge.items.arena_decoder import WireItem
 from medialane.wire import protocol as rpc
+from medialane.wire import registration
 
 #: By the name with which a decoder is made in `src`.
 MESSAGES = {
@@ -42,6 +43,7 @@ MESSAGES = {
     "ToWorker": rpc.ToWorker,
     "FromWorker": rpc.FromWorker,
     "UnreadableSubmit": rpc.UnreadableSubmit,
+    "Beginning": registration.Beginning,
     "ToMover": nixl.ToMover,
     "FromMover": nixl.FromMover,
     "Offer": Offer,

@@ -59,14 +59,14 @@ class Registration(Generic[W]):
             self._welcome.exception()  # a peer that has connected may be lost before anything waits for this
 
 
-class _Beginning(msgspec.Struct, array_like=True):
+class Beginning(msgspec.Struct, array_like=True):
     """Of a hello. Further elements are not looked at."""
 
     kind: str
     version: int
 
 
-_BEGINNING = msgspec.msgpack.Decoder(_Beginning)
+_BEGINNING = msgspec.msgpack.Decoder(Beginning)
 
 
 def other_version(frame: memoryview, kind: str, ours: int) -> int | None:

@@ -24,8 +24,9 @@ def placed(request_id, max_queue_ms, *, work_ms=100.0, rank=None):
 async def gateways(net):
     """Three gateways of a worker whose answers begin when `handler.delay_s` has passed."""
     handler = FakeHandler([1], delay_s=HOUR_S)
-    await net.serve(handler)
+    server = await net.serve(handler)
     clients = [await net.connect(gateway_id=str(number)) for number in range(3)]
+    handler.num_gateways = lambda: server.num_gateways
     return handler, clients
 
 
@@ -91,6 +92,7 @@ async def test_room_is_not_kept_for_long_nor_for_a_gateway_that_is_gone(gateways
     await refused(third, placed("d", 20.0))
     await third.close()
     await second.close()
+    await eventually(lambda: handler.num_gateways() == 1)
     remote.abort()
     await eventually(lambda: handler.num_active == 0)
     await accepted(handler, first, placed("e", 20.0))
