@@ -36,6 +36,11 @@ async def accepted(handler, client, request):
     return remote
 
 
+async def ended(client, remote):
+    remote.abort()
+    await eventually(lambda: len(client.requests) == 0)  # released
+
+
 async def refused(client, request):
     with pytest.raises(WorkerQueued):
         await tokens_of(client.requests.submit(request))
@@ -55,8 +60,7 @@ async def test_request_behind_a_longer_queue_than_its_gateway_knew_of_is_sent_ba
 async def test_work_counts_until_its_request_ends(gateways):
     handler, (first, second, _) = gateways
     remote = await accepted(handler, first, placed("a", 20.0))
-    remote.abort()
-    await eventually(lambda: handler.num_active == 0)
+    await ended(first, remote)
     await accepted(handler, second, placed("b", 20.0))
 
 
@@ -75,8 +79,7 @@ async def test_gateway_that_was_refused_is_next(gateways):
     remote = await accepted(handler, first, placed("a", 20.0))
     await refused(second, placed("b", 20.0))
     await refused(third, placed("c", 20.0))
-    remote.abort()
-    await eventually(lambda: handler.num_active == 0)
+    await ended(first, remote)
     await refused(first, placed("d", 20.0))
     await accepted(handler, second, placed("e", 20.0))
 
@@ -85,16 +88,14 @@ async def test_room_is_not_kept_for_long_nor_for_a_gateway_that_is_gone(gateways
     handler, (first, second, third) = gateways
     remote = await accepted(handler, first, placed("a", 20.0))
     await refused(second, placed("b", 20.0))
-    remote.abort()
-    await eventually(lambda: handler.num_active == 0)
+    await ended(first, remote)
     await asyncio.sleep(0.02)  # time: longer than room is kept
     remote = await accepted(handler, first, placed("c", 20.0))
     await refused(third, placed("d", 20.0))
     await third.close()
     await second.close()
     await eventually(lambda: handler.num_gateways() == 1)
-    remote.abort()
-    await eventually(lambda: handler.num_active == 0)
+    await ended(first, remote)
     await accepted(handler, first, placed("e", 20.0))
 
 
