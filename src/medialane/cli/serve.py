@@ -270,7 +270,8 @@ def announce(config: Config, model: str, vllm_args: Sequence[str], *, needs_key:
     workers = _counted(config.cluster.num_workers, "worker")
     if config.cluster.num_encoders:
         workers += f" and {_counted(config.cluster.num_encoders, 'encoder')}"
-    return f"\nmedialane serves {body['model']} with {workers} at {url}/v1\n\n  {command}\n\nCtrl-C stops it."
+    page = f"\n\nWhat it does: {url}/medialane/" if config.gateway.page else ""
+    return f"\nmedialane serves {body['model']} with {workers} at {url}/v1\n\n  {command}{page}\n\nCtrl-C stops it."
 
 
 def _counted(number: int, noun: str) -> str:

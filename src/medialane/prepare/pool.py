@@ -327,7 +327,7 @@ class PreparerPool:
         forkserver = self._forkserver = await self._forkservers.take()
         try:
             self._on_loaded()
-            self._progress(f"starting {self._preparers.num_wanted} preparers")
+            self._progress("starting the preparers")
             ready = partial(self._note_ready, forkserver, started)
             failed = partial(_fail_start, started, StartupFailed("a preparer failed to start; see its log"))
             async with asyncio.TaskGroup() as slots:
