@@ -174,9 +174,10 @@ async def test_root_path_gets_nobody_around_the_key(app, path, root):
         assert (await client.get(f"{root}/health")).status_code != 401
 
 
-async def test_body_of_401_is_plain_vllms(client):
+async def test_body_of_401_is_plain_vllms_with_the_requests_id(client):
     response = await client.post("/v1/chat/completions", json={})
-    assert (response.status_code, response.content) == (401, b'{"error":"Unauthorized"}')
+    assert response.status_code == 401
+    assert response.json() == {"error": "Unauthorized", "request_id": response.headers["x-request-id"]}
     assert response.headers["content-type"] == "application/json"
 
 
