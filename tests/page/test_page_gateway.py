@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.whole, pytest.mark.timeout(180), pytest.mark.asyncio(l
 
 ROWS = "[...document.querySelectorAll('#request-rows .row:not(.head)')]"
 #: Of a gateway that imports vLLM, on a busy machine.
+#: Until a gateway that has just started has prepared its first media.
+FIRST_S = 60
 RESTART_S = 120
 
 
@@ -32,7 +34,7 @@ async def test_it_follows_requests_and_shows_each_in_full(site: Site, origin: Or
     await log_in(tab, site)
     assert "Nothing stands out" in await tab.text("#findings")
     async with Load(site, origin, speed=2).running():
-        await tab.until(f"{ROWS}.some((row) => !row.view.stage) && {ROWS}.some((row) => row.view.stage)")
+        await tab.until(f"{ROWS}.some((row) => !row.view.stage) && {ROWS}.some((row) => row.view.stage)", FIRST_S)
         await tab.evaluate("text = document.querySelector('#request-rows').innerText, null")
         await tab.until("document.querySelector('#request-rows').innerText !== text")
         await tab.until("document.querySelectorAll('#decision-rows .row').length > 1")
