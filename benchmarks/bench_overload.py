@@ -175,8 +175,7 @@ async def _uncontrolled(bench: Bench, session: aiohttp.ClientSession) -> None:
     async with _workers(bench.host, "plain") as worker, _gateways(bench, session, worker, number=number) as setup:
         first = Setup(setup.urls[:1], setup.pids)
         total = CLIENTS_PER_WORKER * NUM_WORKERS
-        await bench.clients.closed_loop(first.urls[0], number=total, seconds=bench.warm_s)  # first requests are slow
-        measured = await bench.clients.closed_loop(first.urls[0], number=total, seconds=CAPACITY_S)
+        measured = await bench.clients.closed_loop(first.urls[0], number=total, warm_s=CAPACITY_S, seconds=CAPACITY_S)
         bench.capacity, max_tokens = measured.requests, round(LIMIT_S * measured.tokens / NUM_WORKERS)
         print(f"  capacity: {bench.capacity:.1f} requests/s; {CAPS} {max_tokens}", flush=True)
         for mode, settings in ((NO_CONTROL, ()), (VLLM_CAPS, (CAPS, str(max_tokens)))):
@@ -294,8 +293,9 @@ async def _real(model: str, folder: Path, clients: Clients) -> list[Row]:
         log = folder / f"serve-{len(rows)}.log"
         async with medialane_server(model, log, settings=("--workers", "1", *settings)) as server:
             if not rate:
-                await clients.closed_loop(server.base_url, number=CLIENTS_PER_WORKER, seconds=CAPACITY_S)
-                measured = await clients.closed_loop(server.base_url, number=CLIENTS_PER_WORKER, seconds=CAPACITY_S)
+                measured = await clients.closed_loop(
+                    server.base_url, number=CLIENTS_PER_WORKER, warm_s=CAPACITY_S, seconds=CAPACITY_S
+                )
                 rate = measured.requests
             else:
                 learned = Flow(MIX, steadily(0.7 * rate))

@@ -148,9 +148,11 @@ class Clients:
         """Send all flows for `warm_s + seconds`; return the answers to those of the latter, by flow."""
         return await asyncio.gather(*(self._send(urls, flow, warm_s, seconds) for flow in flows))
 
-    async def closed_loop(self, url: str, *, number: int, seconds: float) -> Capacity:
-        """Measure so many clients that ask without a pause. Raises RuntimeError for an error."""
-        ends_s, num_done, num_tokens = time.perf_counter() + seconds, 0, 0
+    async def closed_loop(self, url: str, *, number: int, warm_s: float, seconds: float) -> Capacity:
+        """Measure so many clients that ask without a pause: what ends within `seconds` after `warm_s`, whenever it began.
+        Raises RuntimeError for an error."""
+        begins_s = time.perf_counter() + warm_s
+        ends_s, num_done, num_tokens = begins_s + seconds, 0, 0
 
         async def client() -> None:
             nonlocal num_done, num_tokens
@@ -159,7 +161,7 @@ class Clients:
                 await stream.read(self._session, url, self._bodies.make(self._bodies.draw(MIX)))
                 if stream.error:
                     raise RuntimeError(f"{stream.status} {stream.error}")
-                if stream.ended_s < ends_s:
+                if begins_s <= stream.ended_s < ends_s:
                     num_done, num_tokens = num_done + 1, num_tokens + stream.num_prompt_tokens
 
         await asyncio.gather(*(client() for _ in range(number)))
