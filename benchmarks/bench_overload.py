@@ -214,7 +214,7 @@ class _Workers:
     """A process of simulated workers, which can be restarted with other settings."""
 
     def __init__(self, host: Host, name: str) -> None:
-        self.sockets = [host.folder / f"{name}-{number}.sock" for number in range(NUM_WORKERS)]
+        self.sockets = [host.folder / f"{name}-worker-{number}.sock" for number in range(NUM_WORKERS)]
         self._host = host
         self.name = name
         self._process = self._start(())
@@ -235,7 +235,7 @@ class _Workers:
             await self._process.listens_at(path)
 
     def _start(self, settings: Sequence[str]) -> Process:
-        listen = f"unix:{self._host.folder}/{self.name}-{{}}.sock"
+        listen = f"unix:{self._host.folder}/{self.name}-worker-{{}}.sock"
         command = self._host.worker_command(listen, (*WORKER, *settings))
         return Process(command, self._host.folder / f"{self.name}.log")
 
@@ -272,10 +272,10 @@ def _all_pids(host: Host, workers: _Workers, gateway_pids: Sequence[int]) -> lis
 
 
 async def _until_ready(session: aiohttp.ClientSession, urls: Sequence[str]) -> None:
-    """Wait until each gateway is connected to all workers."""
+    """Wait until each gateway is connected to all workers; any of them shows it for all."""
     async with asyncio.timeout(60):
         for url in urls:
-            while await _num_connected(session, url) < NUM_WORKERS:  # noqa: ASYNC110 - polls
+            while await _num_connected(session, url) < NUM_WORKERS * len(urls):  # noqa: ASYNC110 - polls
                 await asyncio.sleep(0.1)
 
 

@@ -149,8 +149,8 @@ class Clients:
         return await asyncio.gather(*(self._send(urls, flow, warm_s, seconds) for flow in flows))
 
     async def closed_loop(self, url: str, *, number: int, warm_s: float, seconds: float) -> Capacity:
-        """Measure so many clients that ask without a pause: what ends within `seconds` after `warm_s`, whenever it began.
-        Raises RuntimeError for an error."""
+        """Measure so many clients that ask without a pause: what ends within `seconds` after `warm_s`, whenever it
+        began. Raises RuntimeError for an error."""
         begins_s = time.perf_counter() + warm_s
         ends_s, num_done, num_tokens = begins_s + seconds, 0, 0
 
