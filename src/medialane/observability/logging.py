@@ -157,7 +157,8 @@ class _Repetition:
     __slots__ = ("interval_s", "next_at", "num_left_out", "record", "since")
 
     def __init__(self, record: logging.LogRecord, now: float) -> None:
-        self.record = record
+        text = _TRACEBACKS.formatException(record.exc_info) if record.exc_info else record.exc_text
+        self.record = _kept(record, text)
         self.num_left_out = 0
         self.interval_s = _FIRST_INTERVAL_S
         self.since, self.next_at = now, now + self.interval_s
@@ -173,6 +174,17 @@ class _Repetition:
         counted = copy(record)
         counted.msg, counted.args = f"{record.getMessage()} ({number} more in the last {seconds:.0f} s)", ()
         return counted
+
+
+_TRACEBACKS = logging.Formatter()
+
+
+def _kept(record: logging.LogRecord, exc_text: str | None) -> logging.LogRecord:
+    """Return the record without references to what is logged: the frames of a traceback have all of their variables,
+    in a preparer the item that it has decoded."""
+    kept = copy(record)
+    kept.msg, kept.args, kept.exc_info, kept.exc_text = record.getMessage(), (), None, exc_text
+    return kept
 
 
 class RepetitionLimit:
@@ -203,7 +215,7 @@ class RepetitionLimit:
             self._lines[key] = _Repetition(record, now)
             self._num_of_place[place] += 1
             return [*due, record]
-        line.record = record
+        line.record = _kept(record, line.record.exc_text)
         if now < line.next_at:
             line.num_left_out += 1
             return due
@@ -279,6 +291,8 @@ class JsonFormatter(logging.Formatter):
         line |= fields
         if record.exc_info:
             line["exception"] = _bounded(redact(self.formatException(record.exc_info)))
+        elif record.exc_text:
+            line["exception"] = _bounded(redact(record.exc_text))
         if record.stack_info:
             line["stack"] = _bounded(redact(record.stack_info))
         return msgspec.json.encode(line).decode()
