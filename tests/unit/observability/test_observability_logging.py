@@ -1,3 +1,4 @@
+import gc
 import io
 import json
 import logging
@@ -5,6 +6,7 @@ import os
 import re
 import sys
 import warnings
+import weakref
 from functools import partial
 
 import pytest
@@ -14,6 +16,7 @@ from medialane.observability.logging import (
     JsonFormatter,
     LimitedHandler,
     LoggingConfig,
+    RepetitionLimit,
     as_text,
     configure,
     configure_child,
@@ -307,3 +310,26 @@ def test_line_of_json_is_shown_as_text():
     assert text[0].endswith(" ERROR medialane.x: failed")
     assert text[-1] == "ValueError: no"
     assert as_text("plain") == ["plain"]
+
+
+def test_lines_that_may_recur_hold_nothing_that_was_logged():
+    """A traceback's frames have what a preparer has decoded."""
+
+    class Decoded:
+        pass
+
+    def fail(decoded):
+        raise MemoryError(decoded)
+
+    limit, held = RepetitionLimit(), []
+    for number in range(2):
+        decoded = Decoded()
+        held.append(weakref.ref(decoded))
+        try:
+            fail(decoded)
+        except MemoryError:
+            record = logging.LogRecord("a", logging.ERROR, "a.py", 1, "failed: %s", (decoded,), sys.exc_info())
+            limit.admit(record, float(number))
+        del decoded, record
+    gc.collect()
+    assert [each() for each in held] == [None, None]
