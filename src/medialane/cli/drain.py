@@ -14,7 +14,8 @@ import aiohttp
 import msgspec
 
 from medialane.cli.gateway_state import read_state
-from medialane.config import ServerConfig, load_config
+from medialane.cli.gateway_url import add_insecure, base_url, default_url
+from medialane.config import load_config
 from medialane.core.errors import StartupFailed
 from medialane.core.http_failure import describe_failure
 from medialane.gateway.access import admin_key
@@ -49,8 +50,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    server = ServerConfig()
-    url = f"http://{server.host}:{server.port}"
+    url = default_url()
     parser.add_argument("workers", metavar="WORKER", nargs="*", help="name of a worker or encoder")
     parser.add_argument("--all", action="store_true", help="all workers and encoders that are connected")
     parser.add_argument("--gateway", metavar="URL", default=url, help=f"base URL of a gateway (default {url})")
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-wait", action="store_true", help="do not wait until it is ready again (one worker only)")
     parser.add_argument(f"--{_KEY_FILE}", metavar="FILE", help="file with the admin key of the gateway")
-    parser.add_argument("--insecure", action="store_true", help="do not verify the gateway's certificate")
+    add_insecure(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,7 +132,7 @@ class _Gateway:
     @classmethod
     @asynccontextmanager
     async def connected(cls, url: str, *, key: str, verify: bool) -> AsyncIterator[_Gateway]:
-        url = url.rstrip("/").removesuffix("/v1")
+        url = base_url(url)
         # One of several gateways that stops must not hold connections of ours: each request has one of its own.
         connector = aiohttp.TCPConnector(ssl=verify, force_close=True)
         timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)

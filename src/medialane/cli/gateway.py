@@ -99,7 +99,7 @@ class _Components:
     is_stopping: Callable[[], bool]
 
 
-class _Door(NamedTuple):
+class _Listening(NamedTuple):
     """Whether only this machine reaches the server, and whether it stops."""
 
     is_local: bool
@@ -155,8 +155,8 @@ async def serve(
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stopped_by_signals())
         tasks = EssentialTasks(stop.asked)
-        door = _Door(is_local(sock), stop.asked.is_set)
-        starting = _start(config, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, door=door)
+        listening = _Listening(is_local(sock), stop.asked.is_set)
+        starting = _start(config, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, listening=listening)
         started = await unless_set(stop.asked, starting)
         if started is not None:
             frontend, app, group, give_up = started
@@ -190,7 +190,7 @@ async def _start(
     addresses: GatewayAddresses,
     stack: AsyncExitStack,
     tasks: EssentialTasks,
-    door: _Door,
+    listening: _Listening,
 ) -> tuple[Frontend, Any, GatewayMetrics | None, Callable[[], None]]:
     """Create all components, owned by `stack`; return vLLM's front end, the ASGI app that it serves, the gateways that
     share its port, and what ends all requests with an error."""
@@ -198,7 +198,7 @@ async def _start(
     enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, untraced_flags(vllm_args), config.gateway.api_keys)
     counts = _counts(addresses)
-    keys = AccessKeys.load(config.gateway, frontend.api_keys, counts, is_local=door.is_local)
+    keys = AccessKeys.load(config.gateway, frontend.api_keys, counts, is_local=listening.is_local)
     shared = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
     gateway_config = fit_stage(shared, frontend)
     await asyncio.to_thread(warm_up)
@@ -229,7 +229,7 @@ async def _start(
         recent=RecentRequests(),
         counts=counts,
         tracing=_tracing(frontend, vllm_args, stack),
-        is_stopping=door.is_stopping,
+        is_stopping=listening.is_stopping,
     )
     gateway = _gateway(components)
     stack.callback(gateway.close)

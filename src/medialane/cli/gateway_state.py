@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from medialane.cli.gateway_url import base_url
 from medialane.core.errors import StartupFailed
 from medialane.core.http_failure import describe_failure
 from medialane.gateway.operators.state import worker_host
@@ -118,9 +119,7 @@ class _Health(msgspec.Struct):
 async def read_state(url: str, *, key: str = "", verify: bool = True) -> GatewayState:
     """Ask the gateway at a base URL, with the `key` of its metrics; `verify` its certificate, if it has one. Raises
     StartupFailed."""
-    url = url.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000")
+    url = base_url(url)
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     connector = aiohttp.TCPConnector(ssl=verify)
     headers = {"Authorization": f"Bearer {key}"} if key else {}

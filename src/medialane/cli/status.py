@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from medialane.cli.gateway_state import GatewayState, read_state
+from medialane.cli.gateway_url import add_gateways, gateway_urls
 from medialane.cli.store_state import hold_line, read_store
-from medialane.config import ServerConfig, load_config
+from medialane.config import load_config
 from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
 from medialane.gateway.access import metrics_key
@@ -41,21 +42,11 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    server = ServerConfig()
-    url = f"http://{server.host}:{server.port}"
-    parser.add_argument(
-        "--gateway",
-        metavar="URL",
-        action="append",
-        dest="gateways",
-        help=f"base URL of a gateway (default {url}); repeatable, for gateways of several hosts",
-    )
-    parser.set_defaults(default_gateway=url)
+    add_gateways(parser)
     parser.add_argument("--store", metavar="ADDRESS", help="of this host's store instead: its unix socket, unix:/path")
     for name in _KEY_FILES:
         parser.add_argument(f"--{name}", metavar="FILE", help="file with the key that the gateway's /metrics need")
     parser.add_argument("--json", action="store_true", help="print JSON: an object, or a list if --gateway is repeated")
-    parser.add_argument("--insecure", action="store_true", help="do not verify the gateway's certificate")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.store is not None:
         parse_unix(args.store, "--store")
         return asyncio.run(_store(args.store))
-    urls = args.gateways or [args.default_gateway]
+    urls = gateway_urls(args)
     files = {name: file for name in _KEY_FILES if (file := vars(args)[name.replace("-", "_")]) is not None}
     key = metrics_key(load_config(files).gateway)
     states = asyncio.run(_read(urls, key=key, verify=not args.insecure))

@@ -16,7 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from medialane.config import ServerConfig, load_config
+from medialane.cli.gateway_url import add_gateways, base_url, gateway_urls
+from medialane.config import load_config
 from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
 from medialane.core.http_failure import describe_failure
@@ -49,28 +50,18 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    server = ServerConfig()
-    url = f"http://{server.host}:{server.port}"
-    parser.add_argument(
-        "--gateway",
-        metavar="URL",
-        action="append",
-        dest="gateways",
-        help=f"base URL of a gateway (default {url}); repeatable, for gateways of several hosts",
-    )
-    parser.set_defaults(default_gateway=url)
+    add_gateways(parser)
     parser.add_argument("--admin-key-file", metavar="FILE", help="file with the admin key of the gateways")
     parser.add_argument("--once", action="store_true", help="print the state once")
     parser.add_argument("--json", action="store_true", help="with --once: as JSON, a list if --gateway is repeated")
     parser.add_argument("--interval", metavar="SECONDS", type=_interval, default=1.0, help="between two looks (1)")
-    parser.add_argument("--insecure", action="store_true", help="do not verify the gateway's certificate")
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises StartupFailed if the only gateway does not answer."""
     if args.json and not args.once:
         raise StartupFailed("--json needs --once")
-    urls = [_base_url(url) for url in args.gateways or [args.default_gateway]]
+    urls = [base_url(url) for url in gateway_urls(args)]
     files = {} if args.admin_key_file is None else {"admin-key-file": args.admin_key_file}
     key = operator_key(load_config(files).gateway)
     if args.once:
@@ -377,13 +368,6 @@ def _ms(ms: float | None) -> str:
     if ms is None:
         return "-"
     return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
-
-
-def _base_url(url: str) -> str:
-    url = url.rstrip("/").removesuffix("/v1").removesuffix("/medialane")
-    if not url.startswith(("http://", "https://")):
-        raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000")
-    return url
 
 
 def _interval(text: str) -> float:

@@ -21,13 +21,20 @@ def placed(request_id, max_queue_ms, *, work_ms=100.0, rank=None):
 
 
 @pytest.fixture
-async def gateways(net):
-    """Three gateways of a worker whose answers begin when `handler.delay_s` has passed."""
-    handler = FakeHandler([1], delay_s=HOUR_S)
-    server = await net.serve(handler)
-    clients = [await net.connect(gateway_id=str(number)) for number in range(3)]
-    handler.num_gateways = lambda: server.num_gateways
-    return handler, clients
+def handler():
+    """Of a worker whose answers do not begin."""
+    return FakeHandler([1], delay_s=HOUR_S)
+
+
+@pytest.fixture
+async def server(net, handler):
+    return await net.serve(handler)
+
+
+@pytest.fixture
+async def gateways(net, server):
+    """Three gateways of the worker."""
+    return [await net.connect(gateway_id=str(number)) for number in range(3)]
 
 
 async def accepted(handler, client, request):
@@ -46,8 +53,8 @@ async def refused(client, request):
         await tokens_of(client.requests.submit(request))
 
 
-async def test_request_behind_a_longer_queue_than_its_gateway_knew_of_is_sent_back(gateways):
-    handler, (first, second, third) = gateways
+async def test_request_behind_a_longer_queue_than_its_gateway_knew_of_is_sent_back(handler, gateways):
+    first, second, third = gateways
     await accepted(handler, first, placed("a", 20.0))
     await refused(second, placed("b", 99.0))
     await accepted(handler, second, placed("c", 100.0))
@@ -57,8 +64,8 @@ async def test_request_behind_a_longer_queue_than_its_gateway_knew_of_is_sent_ba
     await accepted(handler, third, placed("other rank", 0.0, rank=1))
 
 
-async def test_work_counts_until_its_request_ends(gateways):
-    handler, (first, second, _) = gateways
+async def test_work_counts_until_its_request_ends(handler, gateways):
+    first, second, _ = gateways
     remote = await accepted(handler, first, placed("a", 20.0))
     await ended(first, remote)
     await accepted(handler, second, placed("b", 20.0))
@@ -73,9 +80,9 @@ async def test_work_counts_until_its_request_has_output(net):
     await accepted(handler, second, placed("b", 20.0))
 
 
-async def test_gateway_that_was_refused_is_next(gateways):
+async def test_gateway_that_was_refused_is_next(handler, gateways):
     """Though the one whose request has ended asks first."""
-    handler, (first, second, third) = gateways
+    first, second, third = gateways
     remote = await accepted(handler, first, placed("a", 20.0))
     await refused(second, placed("b", 20.0))
     await refused(third, placed("c", 20.0))
@@ -84,8 +91,8 @@ async def test_gateway_that_was_refused_is_next(gateways):
     await accepted(handler, second, placed("e", 20.0))
 
 
-async def test_room_is_not_kept_for_long_nor_for_a_gateway_that_is_gone(gateways):
-    handler, (first, second, third) = gateways
+async def test_room_is_not_kept_for_long_nor_for_a_gateway_that_is_gone(handler, server, gateways):
+    first, second, third = gateways
     remote = await accepted(handler, first, placed("a", 20.0))
     await refused(second, placed("b", 20.0))
     await ended(first, remote)
@@ -94,7 +101,7 @@ async def test_room_is_not_kept_for_long_nor_for_a_gateway_that_is_gone(gateways
     await refused(third, placed("d", 20.0))
     await third.close()
     await second.close()
-    await eventually(lambda: handler.num_gateways() == 1)
+    await eventually(lambda: server.num_gateways == 1)
     await ended(first, remote)
     await accepted(handler, first, placed("e", 20.0))
 

@@ -44,10 +44,6 @@ class Cost(msgspec.Struct, frozen=True):
     def engine_ms(self) -> float:
         return self.encode_ms + self.prefill_ms
 
-    @property
-    def total_ms(self) -> float:
-        return self.prepare_ms + self.encode_ms + self.prefill_ms
-
 
 #: The router's estimate of a queue, as a sample of which the same rate is assumed as of requests' own work.
 _QUEUE_PRIOR_MS: Final = 100.0
@@ -198,11 +194,6 @@ class CostForecast:
             self._stats, self._reported_at, self._sent_ms = stats, self._clock(), 0.0
         sent_ms = self._sent_ms * self._num_gateways() / max(1, stats.num_alive)
         return max(0.0, stats.queue_s * 1000 + sent_ms - (self._clock() - self._reported_at) * 1000)
-
-    def expected_ttft_ms(self, cost: Cost) -> float:
-        """Return in how many ms a request of this cost would have its first token at the best worker."""
-        prepared_ms = self.preparer_wait_ms() + cost.prepare_ms if cost.prepare_ms else 0.0
-        return prepared_ms + self.least_wait_ms() + cost.engine_ms
 
     def sent_to_preparer(self, preparing_ms: float) -> None:
         """Count an item that is about to be prepared."""

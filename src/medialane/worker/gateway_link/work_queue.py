@@ -31,10 +31,9 @@ class _Rank:
 
 
 class WorkQueue:
-    """Of all gateways of one worker; one event loop. `clock` is in seconds."""
+    """Of all gateways of one worker; one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
 
     def enter(self, request: EngineRequest, gateway: object) -> Callable[[], None]:
@@ -53,7 +52,7 @@ class WorkQueue:
 
         def leave() -> None:
             if rank.work.pop(key, None) is not None:
-                rank.left_at = self._clock()
+                rank.left_at = time.monotonic()
 
         return leave
 
@@ -64,7 +63,7 @@ class WorkQueue:
 
     def _is_kept(self, rank: _Rank, gateway: object) -> bool:
         """Return whether room is kept for another gateway. One that has not used it in time waits like any other."""
-        if self._clock() - rank.left_at < _KEPT_S:
+        if time.monotonic() - rank.left_at < _KEPT_S:
             return next(iter(rank.refused), gateway) is not gateway
         while rank.refused and (first := next(iter(rank.refused))) is not gateway:
             del rank.refused[first]

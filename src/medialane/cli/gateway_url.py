@@ -1,0 +1,42 @@
+"""The flags by which commands find gateways that run."""
+
+from __future__ import annotations
+
+import argparse
+
+from medialane.config import ServerConfig
+from medialane.core.errors import StartupFailed
+
+
+def default_url() -> str:
+    """Return the base URL of a gateway with default settings."""
+    server = ServerConfig()
+    return f"http://{server.host}:{server.port}"
+
+
+def add_gateways(parser: argparse.ArgumentParser) -> None:
+    """Add --gateway, which may be given for each of several hosts, and --insecure; `gateway_urls` reads the former."""
+    parser.add_argument(
+        "--gateway",
+        metavar="URL",
+        action="append",
+        dest="gateways",
+        help=f"base URL of a gateway (default {default_url()}); repeatable, for gateways of several hosts",
+    )
+    add_insecure(parser)
+
+
+def add_insecure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--insecure", action="store_true", help="do not verify the gateway's certificate")
+
+
+def gateway_urls(args: argparse.Namespace) -> list[str]:
+    return args.gateways or [default_url()]
+
+
+def base_url(url: str) -> str:
+    """Return the URL of a gateway's root, of that or of its /v1 or /medialane. Raises StartupFailed."""
+    url = url.rstrip("/").removesuffix("/v1").removesuffix("/medialane")
+    if not url.startswith(("http://", "https://")):
+        raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000")
+    return url
