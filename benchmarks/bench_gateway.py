@@ -11,7 +11,8 @@ CPU times compare like with like; `tokens/event` shows it. The servers alternate
 over the turns, ratios those of turns in the same round. CPU is user and system time of each process, per request or
 per token.
 
-A traced gateway exports the spans of a tenth of its requests by OTLP.
+A traced gateway exports the spans of a tenth of its requests by OTLP; an observed one does, too, has its page open, and
+logs its requests (`observers`).
 
 Two gateways need cores for themselves, the worker and the client: with three or fewer cores, throughput is not judged.
 """
@@ -25,12 +26,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 
@@ -47,6 +46,7 @@ from medialane.testing.simulated.config import SimulatedConfig
 from medialane.testing.simulated.engine import SimulatedEngine
 from medialane.testing.simulated.sequence import SimulatedParams
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, build_tiny_model, cache_folder
+from observers import SAMPLED, start_observers
 
 ABOUT = "requests/s and tokens/s of 1 and 2 gateways and of vLLM's API server over simulated engines, CPU of each"
 
@@ -58,13 +58,8 @@ TURN_S = 120.0
 #: With fewer cores, two gateways share them with the worker and the client.
 MIN_CORES = 4
 
-VLLM, ONE, TWO, TRACED = "vLLM's API server", "1 gateway", "2 gateways", "1 traced gateway"
-#: A tenth of the requests.
-SAMPLED = {
-    "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-    "OTEL_TRACES_SAMPLER_ARG": "0.1",
-    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-}
+VLLM, ONE, TWO = "vLLM's API server", "1 gateway", "2 gateways"
+TRACED, OBSERVED = "1 traced gateway", "1 observed gateway"
 REQUESTS, TOKENS = "requests", "tokens"
 
 
@@ -172,13 +167,19 @@ async def _setups(model: str) -> AsyncIterator[list[Setup]]:
             server = [str(Path(__file__).with_name("simulated_api_server.py")), model]
             starting = {VLLM: [_server(stack, folder / "api-server.log", command=server, flags=FLAGS)]}
             workers = {}
-            traces = ("--otlp-traces-endpoint", stack.enter_context(_collector()))
-            for place, (name, number, own) in enumerate(((ONE, 1, ()), (TWO, 2, ()), (TRACED, 1, traces))):
+            observers = stack.enter_context(start_observers(is_on=True))
+            gateways: tuple[tuple[str, int, Sequence[str], Sequence[str]], ...] = (
+                (ONE, 1, (), ()),
+                (TWO, 2, (), ()),
+                (TRACED, 1, (), observers.flags),
+                (OBSERVED, 1, observers.settings, observers.flags),
+            )
+            for place, (name, number, settings, own) in enumerate(gateways):
                 address = f"unix:{folder}/worker-{place}"
                 workers[name] = stack.enter_context(_worker(model, address, folder / f"worker-{place}.log"))
                 command, flags = (
                     ["-m", "medialane", "gateway", model],
-                    ["--worker", address, "--store", "none", "--", *FLAGS, *own],
+                    ["--worker", address, "--store", "none", *settings, "--", *FLAGS, *own],
                 )
                 starting[name] = [
                     _server(stack, folder / f"gateway-{place}-{n}.log", command=command, flags=flags)
@@ -186,6 +187,7 @@ async def _setups(model: str) -> AsyncIterator[list[Setup]]:
                 ]
             async with asyncio.TaskGroup() as tasks:
                 started = {name: [tasks.create_task(one) for one in each] for name, each in starting.items()}
+            stack.enter_context(observers.watching(started[OBSERVED][0].result()[0]))
             yield [
                 Setup(
                     name,
@@ -203,26 +205,6 @@ async def _server(stack: AsyncExitStack, log: Path, *, command: Sequence[str], f
         server_process(log.stem, command, flags, model=command[-1], environ=_environ(), log=log)
     )
     return found.base_url, found.process_id
-
-
-@contextmanager
-def _collector() -> Iterator[str]:
-    """Accept spans, unread; return the URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces"
-        server.shutdown()
 
 
 @contextmanager
@@ -289,6 +271,12 @@ def _report(turns: Turns, engine_us: float) -> Report:
         Bar(
             "tokens/s per gateway core / vLLM's API server core",
             ratio(TOKENS, ONE, VLLM, "per_core_s"),
+            0.9,
+            "at least",
+        ),
+        Bar(
+            "observed: tokens/s per gateway core / vLLM's API server core",
+            ratio(TOKENS, OBSERVED, VLLM, "per_core_s"),
             0.9,
             "at least",
         ),

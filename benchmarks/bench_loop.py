@@ -30,6 +30,7 @@ from medialane.arena import ArenaConfig
 from medialane.config import Config, process_environ
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
+from observers import LOGGING, Observers, start_observers
 
 ABOUT = "event-loop lag of the gateway during 50 concurrent requests with 10 MB data URLs"
 
@@ -54,13 +55,19 @@ def run(options: Options) -> Report:
     model = str(build_tiny_model(cache_folder(process_environ())))
     config = Config(arena=ArenaConfig(size_bytes=1 << 30))
     niceness = os.nice(0)
-    with tempfile.TemporaryDirectory(prefix="medialane-bench-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="medialane-bench-") as folder,
+        start_observers(is_on=options.observed) as observers,
+    ):
         peers = Peers.in_folder(folder)
-        with gateway_process(model, peers, config=config, flags=FLAGS, alongside=watch) as gateway:
+        if options.observed:
+            config = msgspec.structs.replace(config, logging=LOGGING)
+            os.environ.update(observers.environ)
+        with gateway_process(model, peers, config=config, flags=[*FLAGS, *observers.flags], alongside=watch) as gateway:
             os.nice(19 - niceness)
             num_requests = QUICK_NUM_REQUESTS if options.quick else NUM_REQUESTS
-            phases = uvloop.run(_load(model, peers, gateway.url, num_requests=num_requests, config=config))
-            return _report(phases, gateway.end())
+            load = _load(model, peers, gateway.url, num_requests=num_requests, config=config, observers=observers)
+            return _report(uvloop.run(load), gateway.end())
 
 
 async def watch(lags: Lags) -> None:
@@ -78,21 +85,24 @@ def _waited_ns(schedstat: int) -> int:
     return int(os.pread(schedstat, 100, 0).split()[1])
 
 
-async def _load(model: str, peers: Peers, url: str, *, num_requests: int, config: Config) -> dict[str, tuple[int, int]]:
+async def _load(
+    model: str, peers: Peers, url: str, *, num_requests: int, config: Config, observers: Observers
+) -> dict[str, tuple[int, int]]:
     """Send all requests, twice. Returns the start and end of each phase."""
     phases = {}
     encoded = pybase64.b64encode(sample_jpeg(0, WIDTH, HEIGHT, quality=QUALITY)[2:])
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with worker(peers, config), aiohttp.ClientSession(connector=connector) as session:
         await until_ready(session, url)
-        started = time.perf_counter_ns()
-        await asyncio.sleep(IDLE_S)
-        phases["idle"] = (started, time.perf_counter_ns())
-        await _send_all(session, url, model=model, encoded=encoded, numbers=range(-CONCURRENCY, 0))  # warm-up
-        for phase in ("new images", "the same again"):
+        with observers.watching(url):
             started = time.perf_counter_ns()
-            await _send_all(session, url, model=model, encoded=encoded, numbers=range(num_requests))
-            phases[phase] = (started, time.perf_counter_ns())
+            await asyncio.sleep(IDLE_S)
+            phases["idle"] = (started, time.perf_counter_ns())
+            await _send_all(session, url, model=model, encoded=encoded, numbers=range(-CONCURRENCY, 0))  # warm-up
+            for phase in ("new images", "the same again"):
+                started = time.perf_counter_ns()
+                await _send_all(session, url, model=model, encoded=encoded, numbers=range(num_requests))
+                phases[phase] = (started, time.perf_counter_ns())
     return phases
 
 

@@ -50,7 +50,7 @@ def run(options: Options) -> Report:
 async def _run(options: Options) -> Report:
     model = str(build_tiny_model(cache_folder(os.environ)))
     report = Report(NAME)
-    async with both_servers(model) as servers:
+    async with both_servers(model, observed=options.observed) as servers:
         for case in CASES:
             await _measure(report, case, servers=servers, model=model, options=options)
     return report

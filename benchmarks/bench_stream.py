@@ -114,7 +114,7 @@ def run(options: Options) -> Report:
 async def _run(options: Options) -> Report:
     model = str(build_tiny_model(cache_folder(os.environ)))
     report = Report(NAME)
-    async with both_servers(model) as (ours, theirs):
+    async with both_servers(model, observed=options.observed) as (ours, theirs):
         for server in (ours, theirs):
             await _turn(server, Case("image", 64, 4, streamed=True), model)
         for case in CASES:

@@ -29,6 +29,7 @@ from medialane.config import Config, enter_environ
 from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.tensor import TensorDescriptor
+from medialane.observability import logging
 from medialane.store import StoreEntries, StoreLink
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
 from medialane.wire.config import RpcConfig
@@ -150,6 +151,8 @@ def run_gateway(
     storing.start()
     enter_environ(config, "gateway", model, flags, on_gpu=False, own=gateway_command._OWN)
     tune_process()
+    if config.logging.access:
+        logging.configure(config.logging, open(os.devnull, "w"), component="gateway")  # noqa: SIM115 - until the end
     try:
         with bind_http("127.0.0.1", 0) as sock:
             pipe.send(sock.getsockname()[1])

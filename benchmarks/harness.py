@@ -39,13 +39,15 @@ class Options:
     """Options of all benchmarks. `quick` runs fewer rounds: a smoke test, whose figures are not meaningful.
 
     `num_requests` is for benchmarks that send many: None is the benchmark's default. `other` is the folder of another
-    checkout, for benchmarks that compare with one.
+    checkout, for benchmarks that compare with one. `observed`: our servers have what watches them in production
+    (`observers`), for benchmarks that have such servers.
     """
 
     quick: bool = False
     rounds: int | None = None
     num_requests: int | None = None
     other: Path | None = None
+    observed: bool = False
 
 
 @dataclass

@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import observers
 from load import process_tree
 from medialane.check.server_process import ServerProcess, plain_vllm, server_process
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS
@@ -52,13 +53,13 @@ async def settle() -> None:
 
 
 @asynccontextmanager
-async def both_servers(model: str) -> AsyncIterator[tuple[Server, Server]]:
+async def both_servers(model: str, *, observed: bool = False) -> AsyncIterator[tuple[Server, Server]]:
     """medialane, then plain vLLM, serving `model`."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder)
         async with (
             plain_server(model, log / "plain.log") as plain,
-            medialane_server(model, log / "medialane.log") as ours,
+            medialane_server(model, log / "medialane.log", observed=observed) as ours,
         ):
             yield ours, plain
 
@@ -72,14 +73,23 @@ async def plain_server(model: str, log: Path) -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def medialane_server(
-    model: str, log: Path, *, sources: Path | None = None, settings: Sequence[str] = ("--workers", "1")
+    model: str,
+    log: Path,
+    *,
+    sources: Path | None = None,
+    settings: Sequence[str] = ("--workers", "1"),
+    observed: bool = False,
 ) -> AsyncIterator[Server]:
     """`medialane serve`, by default of the installed package, otherwise of the sources in this folder."""
-    environ = clean_environ() | ({} if sources is None else {"PYTHONPATH": str(sources)})
-    command = ["-m", "medialane", "serve", model, *settings]
-    flags = ["--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS]
-    async with server_process("medialane", command, flags, model=model, environ=environ, log=log, stop_s=60) as process:
-        yield server_of("medialane", process)
+    with observers.start_observers(is_on=observed) as watchers:
+        environ = clean_environ() | dict(watchers.environ) | ({} if sources is None else {"PYTHONPATH": str(sources)})
+        command = ["-m", "medialane", "serve", model, *settings, *watchers.settings]
+        flags = ["--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS, *watchers.flags]
+        async with server_process(
+            "medialane", command, flags, model=model, environ=environ, log=log, stop_s=60
+        ) as process:
+            with watchers.watching(process.base_url):
+                yield server_of("medialane", process)
 
 
 @asynccontextmanager

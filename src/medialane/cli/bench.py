@@ -40,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="start: another checkout, to compare with (default: commit 4f951fe)",
     )
+    parser.add_argument(
+        "--observed",
+        action="store_true",
+        help="serve, stream, loop: our servers with the page open, a log of requests and a tenth of the traces",
+    )
     parser.add_argument("--requests", type=int, metavar="N", help="soak: how many requests (default: 100000)")
 
 
@@ -51,7 +56,13 @@ def run(args: argparse.Namespace) -> int:
     own = {"VLLM_API_KEY": "", "MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}
     enter_environ(Config(), None, str(FOLDER), (), on_gpu=on_gpu, own=own)
     return run_benchmarks(
-        FOLDER, args.name, json=args.json, quick=args.quick, num_requests=args.requests, other=args.other
+        FOLDER,
+        args.name,
+        json=args.json,
+        quick=args.quick,
+        num_requests=args.requests,
+        other=args.other,
+        observed=args.observed,
     )
 
 
@@ -68,6 +79,7 @@ def run_benchmarks(
     quick: bool,
     num_requests: int | None = None,
     other: Path | None = None,
+    observed: bool = False,
 ) -> int:
     """Like `run`, for the benchmarks of `folder`. The JSON file is written after each, so that no result is lost."""
     wanted = _wanted(folder, name)
@@ -84,7 +96,8 @@ def run_benchmarks(
     reports: list[Any] = []
     for benchmark in wanted:
         print(f"running {benchmark}: {_load(benchmark).ABOUT}", flush=True)
-        report = _load(benchmark).run(harness.Options(quick=quick, num_requests=num_requests, other=other))
+        options = harness.Options(quick=quick, num_requests=num_requests, other=other, observed=observed)
+        report = _load(benchmark).run(options)
         print(harness.show(report), flush=True)
         reports.append(report)
         if json is not None:
