@@ -27,3 +27,13 @@ async def test_per_item_options_are_equivalent_to_request_options(ours, plain):
     own = chat(text("Look at"), video(92, num_frames=4))
     right = await plain.succeed(asked)
     assert (await ours.succeed(own)).ids == (await ours.succeed(asked)).ids == right.ids
+
+
+async def test_error_says_what_was_done_until_then(ours):
+    broken = {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,AAAA"}}
+    failed = await ours.post({**chat(text("Look at"), broken), "medialane": {"report": True}})
+    report = failed.json["medialane"]
+    assert failed.status == 400
+    assert report["request_id"] == failed.json["error"]["request_id"]
+    assert report["times_ms"]["intake"] > 0
+    assert "routing" not in report

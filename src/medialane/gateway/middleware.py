@@ -194,7 +194,7 @@ class IntakeMiddleware:
             body = await self._extract(incoming, declared, charge, content_type) if is_read_here else None
         except MedialaneError as error:
             request.fail(error)
-            await send_error(send, error, form)
+            await send_error(_reporting(send, request), error, form)
             return
         watching: AbstractContextManager[None] = nullcontext()
         if not is_read_here:
@@ -202,7 +202,7 @@ class IntakeMiddleware:
         elif body is None:
             return
         else:
-            send = ReportSender(send, request.record.report) if request.wants_report else send
+            send = _reporting(send, request)
             watching = _ending_with_client(receive, request)
             if _header(scope, REQUEST_ID) is None and _REQUEST_ID_MEMBER not in body:  # which the header would replace
                 scope = with_id(scope, request.record.id)
@@ -274,6 +274,11 @@ def _ending_with_client(receive: Receive, request: RequestScope) -> Iterator[Non
         yield
     finally:
         watching.cancel()
+
+
+def _reporting(send: Send, request: RequestScope) -> Send:
+    """Return a `send` that adds the report to the answer, if the client requests one."""
+    return ReportSender(send, request.record.report) if request.wants_report else send
 
 
 def _recording_errors(receive: Receive, request: RequestScope) -> Receive:

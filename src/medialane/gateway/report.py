@@ -195,7 +195,7 @@ class _SampledFrames(msgspec.Struct):
 
 
 class ReportSender:
-    """An ASGI `send` that adds a report to a response, if its status is 200 and its body JSON or SSE.
+    """An ASGI `send` that adds a report to a response or an error, if its body is JSON or SSE.
 
     `report` returns the report's JSON; it is called once, at the end of the response.
     """
@@ -231,7 +231,7 @@ class ReportSender:
 def _splice_for(start: Message, report: Callable[[], bytes]) -> JsonSplice | StreamSplice | None:
     headers = {k.lower(): v for k, v in start.get("headers", ())}
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if start["status"] != 200 or b"content-encoding" in headers:
+    if b"content-encoding" in headers:
         return None
     if kind == b"application/json":
         return JsonSplice(report)
