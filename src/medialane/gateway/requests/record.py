@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -236,25 +235,14 @@ class RequestRecord:
         self.num_items = len(refs)
         self.items = {ref.param: ItemRecord(ref) for ref in refs[:MAX_ITEMS]}
 
-    @contextmanager
-    def finding(self, ref: MediaRef) -> Iterator[StageTimeline]:
+    def finding(self, ref: MediaRef) -> _Finding:
         """Record that an item is looked up or made during the block. Its times are added to those of the request."""
-        item, timeline = self.items.get(ref.param), StageTimeline()
-        timeline.enter("fetch")
-        if item is not None:
-            item.live = timeline
-        try:
-            yield timeline
-        except MedialaneError as error:
-            if item is not None:
-                item.error = error.code
-            raise
-        finally:
-            shared_ms = timeline.current_ms if timeline.current == "prepare" and not _is_prepared(timeline) else 0.0
-            self.timeline.absorb(timeline)
-            self._shared_ms = max(self._shared_ms, shared_ms)
-            if item is not None:
-                item.found(timeline, shared_ms)
+        return _Finding(self, self.items.get(ref.param))
+
+    def found(self, timeline: StageTimeline, shared_ms: float) -> None:
+        """Add the times of having found or made an item."""
+        self.timeline.absorb(timeline)
+        self._shared_ms = max(self._shared_ms, shared_ms)
 
     def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
         """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. Those that
@@ -433,6 +421,31 @@ class RequestRecord:
         if self.first_token_at is not None:
             stages["answer"] = round(((self.ended_at or time.perf_counter()) - self.first_token_at) * 1000, 1)
         return stages
+
+
+class _Finding:
+    """The block of `RequestRecord.finding`. Not a generator, which would double its cost."""
+
+    def __init__(self, request: RequestRecord, item: ItemRecord | None) -> None:
+        self._request = request
+        self._item = item
+        self._timeline = StageTimeline()
+        self._timeline.enter("fetch")
+
+    def __enter__(self) -> StageTimeline:
+        if self._item is not None:
+            self._item.live = self._timeline
+        return self._timeline
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        timeline, item = self._timeline, self._item
+        is_shared = timeline.current == "prepare" and not _is_prepared(timeline)
+        shared_ms = timeline.current_ms if is_shared else 0.0
+        self._request.found(timeline, shared_ms)
+        if item is not None:
+            item.found(timeline, shared_ms)
+            if isinstance(error, MedialaneError):
+                item.error = error.code
 
 
 def stages_ms(timeline: StageTimeline, live: StageTimeline | None, shared_ms: float) -> dict[str, float]:
