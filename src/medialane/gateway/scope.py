@@ -8,10 +8,11 @@ disconnected.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
@@ -114,24 +115,21 @@ class RequestScope:
         else:
             self._stack.callback(callback)
 
-    @asynccontextmanager
-    async def connected(self) -> AsyncIterator[None]:
+    def connected(self) -> AbstractAsyncContextManager[None]:
         """End the waits of the block, for other processes or for a place, when the client disconnects, or the request
         is given up: raises ClientDisconnected, or that error. Many of vLLM's handlers do not listen for the former."""
+        return _Connected(self)
+
+    def wait_begins(self, wait: asyncio.Timeout) -> None:
+        """End `wait` once the request ends. Raises its error if it has ended."""
         if self._ended_by is not None:
             raise _again(self._ended_by)
-        until = asyncio.timeout(None)
-        try:
-            async with until:
-                self._waits.add(until)
-                try:
-                    yield
-                finally:
-                    self._waits.discard(until)
-        except TimeoutError:
-            if until.expired() and self._ended_by is not None:
-                raise _again(self._ended_by) from None
-            raise
+        self._waits.add(wait)
+
+    def wait_ended(self, wait: asyncio.Timeout) -> MedialaneError | None:
+        """Return the error with which the request has ended meanwhile."""
+        self._waits.discard(wait)
+        return None if self._ended_by is None else _again(self._ended_by)
 
     def disconnect(self) -> None:
         """The client has gone: end every wait for the request, and release everything, although the app still runs."""
@@ -174,6 +172,29 @@ class RequestScope:
             self._closed = True
             self.extracted = ExtractedMedia()
             self._stack.close()
+
+
+class _Connected:
+    """The block of `RequestScope.connected`; a request has several. Not a generator, which would double its cost."""
+
+    def __init__(self, scope: RequestScope) -> None:
+        self._scope = scope
+        self._until = asyncio.timeout(None)
+
+    async def __aenter__(self) -> None:
+        self._scope.wait_begins(self._until)
+        await self._until.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended_by = self._scope.wait_ended(self._until)
+        try:
+            await self._until.__aexit__(kind, error, trace)
+        except TimeoutError:
+            if ended_by is None:
+                raise
+            raise ended_by from None
 
 
 _CURRENT: ContextVar[RequestScope] = ContextVar("medialane_request_scope")
