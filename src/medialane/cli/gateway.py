@@ -484,7 +484,7 @@ async def _app(
                 fairness=components.fairness,
             ),
         ],
-        pages={"/medialane/decisions": gateway.routes.decisions},
+        pages={"/medialane/decisions": operators.decisions},
         actions=actions,
         endpoints=endpoints,
         health=lambda: health().response(),

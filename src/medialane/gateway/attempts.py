@@ -223,7 +223,7 @@ class Sender:
         self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
         if call.admitted is not None:
             call.admitted.ticket.sent()
-        call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]))
+        call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]), is_sent=is_sent)
 
     @while_connected
     async def drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
@@ -342,7 +342,8 @@ class Attempts:
             timeline.add("first_token", now - self._sent_at)
         self._learn(first, now - self._sent_at)
         outcomes = self._sender.routes.answered(call.route, call.prepared, first)
-        call.scope.record.answered(first, call.route.num_prompt_tokens(first), outcomes)
+        decision = call.route.routed.decision
+        call.scope.record.answered(first, decision, call.route.num_prompt_tokens(first), outcomes)
         self._sender.metrics.count_copied(first.movers)
 
     def _count(self, delta: OutputDelta) -> None:
