@@ -157,7 +157,7 @@ class Sender:
 
     def reroute(self, call: Call, excluded: frozenset[str]) -> Call:
         """Return the same call at a worker that is not `excluded`. Raises NoWorkerReady."""
-        call.route.routed.release()
+        call.scope.release(call.route.routed.release)
         again = self.route(call.request, call.prepared, call.scope, excluded=excluded)
         return call._replace(route=again.route, paths=again.paths, admitted=None)
 
@@ -169,7 +169,7 @@ class Sender:
         link, is_planned = call.route.link, isinstance(error, WorkerDraining)
         client, gone = link.client, (*call.lost, link.name)
         lost = call.lost if is_planned else gone
-        call.route.routed.release()
+        call.scope.release(call.route.routed.release)
         if len(lost) > self.config.migration_limit:
             raise error
         give_up_at = time.monotonic() + self.config.migration_timeout_s
@@ -297,7 +297,7 @@ class Attempts:
                     await self._try_again(error)
                 finally:
                     if remote is not None:
-                        remote.abort()
+                        self.call.scope.release(remote.abort)
         finally:
             self._end_turn()
 

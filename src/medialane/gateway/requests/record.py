@@ -289,6 +289,7 @@ class RequestRecord:
 
     def sent_back(self, worker: str, rank: int) -> None:
         """Forget an attempt: the worker had other gateways' requests first, and the prompt waits again."""
+        self.timeline.wait_again()
         if (attempt := self._open_attempt(worker, rank)) is not None:
             self.attempts.remove(attempt)
 
