@@ -156,10 +156,10 @@ class StoreFeatures:
             return DescribeItem(call_id, asked, options, num_bytes, size)
 
         reply = cast("ItemDescribed", await self._ask(ref, describe, timeline, budget, num_bytes, "encoded"))
-        if reply.header is None:
+        if (described := reply.described) is None:
             return None
         key = self.key(ref, options, content=reply.content_hash)
-        return reply.content_hash, Feature(ref.modality, key, reply.header, (), reply.item_size)
+        return reply.content_hash, Feature(ref.modality, key, described.header, (), described.size)
 
     async def _looked_at(
         self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget
