@@ -93,10 +93,11 @@ def _request(
         with record.finding(ref):
             pass
     record.prepared(_ITEMS[: len(refs)], (99, 99)[: len(refs)], is_reported=False)
-    record.sending(sent or _SENT)
+    sent = sent or _SENT
+    record.sending(sent)
     record.sent_at(time.perf_counter())
     if ends:
-        record.answered(_DELTA, 99, {})
+        record.answered(_DELTA, sent.decision, 99, {})
         record.status = 200
         record.ended(is_disconnected=False)
         recent.end(record)

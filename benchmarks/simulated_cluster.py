@@ -263,7 +263,7 @@ class _Gateway:
     def __init__(self, cluster: SimulatedCluster, config: RoutingConfig, number: int, seed: int) -> None:
         clock = cluster.loop.time
         self.host = cluster.host(number)
-        self.router = Router(config, clock=clock, wall_clock=clock, seed=seed)
+        self.router = Router(config, clock=clock, seed=seed)
         self._cluster = cluster
         self._links: dict[str, tuple[_Link, _Worker]] = {}
         pool = cast("Any", self)  # of WorkerPool, Routes uses only `listen`

@@ -221,7 +221,6 @@ OVERVIEW: Rows = {
             "Media items / s",
             "Images, videos and audios of requests that have had a first token.",
             rate(ITEMS),
-            "short",
         ),
         stat(
             "Media cache hits",
@@ -318,7 +317,6 @@ OVERVIEW: Rows = {
                 (rate("vllm:prompt_tokens_total"), "input tokens"),
                 (rate("vllm:generation_tokens_total"), "output tokens"),
             ],
-            "short",
         ),
         graph(
             "HTTP responses by status",
@@ -417,7 +415,6 @@ MEDIA: Rows = {
             "Items by modality",
             "Items of requests that have had a first token; *cached*: all tokens were in the KV cache.",
             [(rate(ITEMS, by="modality, outcome"), "{{modality}} {{outcome}}")],
-            "short",
             stacked=True,
         ),
         graph(

@@ -66,6 +66,7 @@ def family_renderer():
     @cache
     def of(name):
         from tiny_families import CHECKED, DEPENDENT, PREPARED
+        from vllm.model_executor.models import registry
         from vllm.renderers import renderer_from_config
 
         from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
@@ -74,7 +75,10 @@ def family_renderer():
         family = (CHECKED | PREPARED | DEPENDENT)[name]
         folder = family.build(cache_folder(os.environ))
         args = parse_vllm_args(str(folder), [*family.flags, "--mm-processor-cache-gb=0"])
-        made.append(renderer_from_config(create_frontend_config(args)))
+        with pytest.MonkeyPatch.context() as patch:
+            # The first time on a machine: in a process of its own, for the sake of CUDA, it takes 10 s of a core.
+            patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+            made.append(renderer_from_config(create_frontend_config(args)))
         processor_of(made[-1])  # its modalities are ours from now on
         return made[-1]
 

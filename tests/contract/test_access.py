@@ -215,8 +215,8 @@ async def test_endpoint_that_is_not_supported_says_so(app, client, path):
 
 
 @pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
-async def test_request_is_found_among_the_decisions_by_the_id_of_its_response(server):
-    """docs/api.md says how: the ids in decisions are those with which vLLM's app calls `generate`."""
+async def test_id_of_a_response_is_in_the_ids_of_its_prompts(server):
+    """Those with which vLLM's app calls `generate`, and which the log has."""
     chat = (await server.chat()).json()
     completion = (await server.client.post("/v1/completions", json={"model": server.model, "prompt": "x"})).json()
     response = (await server.client.post("/v1/responses", json={"model": server.model, "input": "x"})).json()

@@ -27,8 +27,6 @@ _TEXTS = ("content", "reasoning", "reasoning_content")
 #: Of those that are asked together some are at the other worker, whose turn is next. On a busy machine answers may end
 #: before the kill, in particular the last ones, which have a worker for themselves.
 _MOST_ROUNDS = 6
-#: Of a request's engine requests, after its own id: completions' have a number, and so have responses'.
-_SUFFIXES = ("", "-0", "-1", "-2", "_0")
 
 
 class Asked(NamedTuple):
@@ -96,17 +94,14 @@ async def _streamed(one: Asked, is_in_middle: asyncio.Event) -> Answer:
 
 
 async def _has_lost_its_worker(client: OpenAiHttp, answer: Answer) -> bool:
-    """Whether it was sent to two workers, or has ended with the error that says so."""
-    first, *_ = answer.events or [answer.json]
+    """Whether one of its attempts, or all of it, has ended with the error that says so."""
     if answer.events and (error := answer.events[-1].get("error")):
         return error["code"] == "worker_lost"
-    named = (first, first.get("response"), first.get("message"))  # of all APIs
-    (request_id,) = [found["id"] for found in named if found and "id" in found]
-    own = {hashlib.sha256(f"{request_id}{suffix}".encode()).hexdigest() for suffix in _SUFFIXES}
+    own = hashlib.sha256(answer.headers["x-request-id"].encode()).hexdigest()
     decisions = (await client.get("/medialane/decisions?limit=256")).json["decisions"]
-    chosen = [(found["request_id_sha256"], found["worker"]) for found in decisions if found["request_id_sha256"] in own]
-    assert chosen, f"no decision of {request_id}"
-    return len(set(chosen)) > len({request for request, _ in chosen})
+    errors = [found["error"] for found in decisions if found["request_id_sha256"] == own]
+    assert errors, "no decision of the request"
+    return "worker_lost" in errors
 
 
 def num_tokens_of(event: dict[str, Any]) -> int:

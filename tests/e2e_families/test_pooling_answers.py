@@ -127,9 +127,7 @@ async def test_requests_of_a_killed_worker_are_answered_by_the_other(servers):
     asked = [asyncio.create_task(servers.ask(servers.ours.base_url, "/pooling", body)) for _ in range(8)]
 
     async def waits():
-        return any(
-            d["worker"] == latest["worker"] and d["number"] > latest["number"] for d in await servers.decisions(8)
-        )
+        return any(d["worker"] == latest["worker"] and d["time"] > latest["time"] for d in await servers.decisions(8))
 
     await eventually(waits)
     os.kill(pid, signal.SIGKILL)

@@ -44,12 +44,12 @@ async def parts(arena, preparers):
 
 
 async def answer(parts, seed, suffix=()):
-    """Answer a prompt; return the record of its routing decision."""
+    """Answer a prompt; return the record of its attempt."""
     tokens = [seed * 1000 + number for number in range(NUM_TOKENS)] + list(suffix)
     params = msgspec.msgpack.encode({"max_tokens": 1, "output_kind": 1})
-    with open_scope():
+    with open_scope() as scope:
         await parts.generate(EngineRequest(f"r{seed}", ExpandedPrompt(tokens), params), None)
-    return parts.router.decisions(1)[0]
+    return scope.record.attempts[-1]
 
 
 async def test_prompts_return_to_the_worker_that_caches_them_at_its_block_size(parts):
@@ -62,6 +62,6 @@ async def test_prompts_return_to_the_worker_that_caches_them_at_its_block_size(p
     for seed in range(6):
         found = await answer(parts, seed, suffix=range(900_000, 900_100))
         assert found.decision.worker_id == first[seed].decision.worker_id
-        assert found.decision.cached_tokens == NUM_TOKENS // used[seed] * used[seed] == found.reported_cached_tokens
+        assert found.decision.cached_tokens == NUM_TOKENS // used[seed] * used[seed] == found.engine_cached_tokens
     counts = parts.router.predictions
     assert (counts.num_unexplained, counts.num_fewer) == (0, 0)

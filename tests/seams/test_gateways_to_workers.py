@@ -36,16 +36,16 @@ class Host:
 
     async def start(self, number, wanted, prepared=None):
         """Send a request by a gateway, at which it stays without a token; return its task and the worker's address."""
-        gateway = self.gateways[number]
-        before = len(gateway.router.decisions())
+        gateway, records = self.gateways[number], []
 
         async def answer():
-            with open_scope():
+            with open_scope() as scope:
+                records.append(scope.record)
                 return await gateway.generate(wanted, prepared)
 
         task = asyncio.create_task(answer())
-        await eventually(lambda: len(gateway.router.decisions()) > before)
-        return task, gateway.router.decisions(1)[0].decision.worker_id
+        await eventually(lambda: records and records[0].attempts)
+        return task, records[0].attempts[0].worker
 
 
 def text(seed, token_s=LONG_S):

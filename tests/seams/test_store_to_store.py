@@ -9,7 +9,6 @@ import tempfile
 from contextlib import AsyncExitStack
 from functools import partial
 
-import msgspec
 import pytest
 from gateway_parts import FakeWorker, Parts, png, prompt
 from host_store import HostStore
@@ -149,18 +148,14 @@ async def test_request_counts_at_its_worker_before_its_pull_is_granted(
 
     monkeypatch.setattr(StoreGrants, "grant", slowly)
     async with parts_for(arena, preparers, [await other_host.worker()], stage=stage) as parts:
-
-        def decisions():
-            found = msgspec.json.decode(parts.gateway.routes.decisions({}))["decisions"]
-            return [decision["sent"] for decision in found]
-
-        with open_scope():
+        with open_scope() as scope:
             answering = asyncio.create_task(parts.answer(prompt(png())))
             await reached.wait()
-            assert decisions() == [False]
+            assert [attempt.is_sent for attempt in scope.record.attempts] == [False]
+            assert parts.router.mean_sequences == 1
             granted.set()
             await answering
-            assert decisions() == [True]
+            assert [attempt.is_sent for attempt in scope.record.attempts] == [True]
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

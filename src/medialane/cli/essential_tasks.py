@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -33,9 +32,7 @@ class EssentialTasks:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._closing = True
         for task in self._tasks:
             task.cancel()

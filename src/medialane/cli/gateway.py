@@ -61,7 +61,8 @@ from medialane.gateway.sent_media import SentMedia
 from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_link.join_server import JoinServer
-from medialane.observability.metrics import Memory, Metrics
+from medialane.observability.collectors import Memory
+from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
 from medialane.routing import Router
 from medialane.routing.encode_choice import EncodeCosts
@@ -484,7 +485,7 @@ async def _app(
                 fairness=components.fairness,
             ),
         ],
-        pages={"/medialane/decisions": gateway.routes.decisions},
+        pages={"/medialane/decisions": operators.decisions},
         actions=actions,
         endpoints=endpoints,
         health=lambda: health().response(),

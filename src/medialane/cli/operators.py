@@ -11,6 +11,7 @@ from typing import Any
 import medialane
 from medialane.gateway import AccessKeys, GatewayMetrics, Health, WorkerPool
 from medialane.gateway.operators import OperatorEndpoints, Part, State, own_part, whole_state
+from medialane.gateway.operators.decisions import decisions_page
 from medialane.gateway.operators.endpoints import no_others
 from medialane.gateway.operators.page_files import PageFiles
 from medialane.gateway.operators.part import Whose
@@ -66,6 +67,10 @@ class Operators:
         if group is not None:
             group.answer_sibling = endpoints.answer_sibling
         return {**endpoints.routes, **PageFiles().routes}
+
+    def decisions(self, query: Mapping[str, str]) -> bytes:
+        """Return the last routing decisions with their reasons as JSON, newest first. Raises InvalidRequest."""
+        return decisions_page(self._recent, self._index, query)
 
     async def _part(self, limits: Limits) -> Part:
         health = self._health()

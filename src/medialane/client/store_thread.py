@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from medialane.core.errors import (
@@ -55,9 +54,7 @@ class StoreThread:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def hold(self, hashes: Sequence[str]) -> dict[str, Feature]:

@@ -157,7 +157,7 @@ class Sender:
 
     def reroute(self, call: Call, excluded: frozenset[str]) -> Call:
         """Return the same call at a worker that is not `excluded`. Raises NoWorkerReady."""
-        call.route.routed.release()
+        call.scope.release(call.route.routed.release)
         again = self.route(call.request, call.prepared, call.scope, excluded=excluded)
         return call._replace(route=again.route, paths=again.paths, admitted=None)
 
@@ -169,7 +169,7 @@ class Sender:
         link, is_planned = call.route.link, isinstance(error, WorkerDraining)
         client, gone = link.client, (*call.lost, link.name)
         lost = call.lost if is_planned else gone
-        call.route.routed.release()
+        call.scope.release(call.route.routed.release)
         if len(lost) > self.config.migration_limit:
             raise error
         give_up_at = time.monotonic() + self.config.migration_timeout_s
@@ -223,7 +223,7 @@ class Sender:
         self.routes.begin(call.route, call.request.request_id, is_sent=is_sent)
         if call.admitted is not None:
             call.admitted.ticket.sent()
-        call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]))
+        call.scope.record.sending(Sent(call.route.routed.decision, call.paths[0]), is_sent=is_sent)
 
     @while_connected
     async def drop_embeddings(self, prepared: PreparedPrompt | None) -> bool:
@@ -297,7 +297,7 @@ class Attempts:
                     await self._try_again(error)
                 finally:
                     if remote is not None:
-                        remote.abort()
+                        self.call.scope.release(remote.abort)
         finally:
             self._end_turn()
 
@@ -342,7 +342,8 @@ class Attempts:
             timeline.add("first_token", now - self._sent_at)
         self._learn(first, now - self._sent_at)
         outcomes = self._sender.routes.answered(call.route, call.prepared, first)
-        call.scope.record.answered(first, call.route.num_prompt_tokens(first), outcomes)
+        decision = call.route.routed.decision
+        call.scope.record.answered(first, decision, call.route.num_prompt_tokens(first), outcomes)
         self._sender.metrics.count_copied(first.movers)
 
     def _count(self, delta: OutputDelta) -> None:

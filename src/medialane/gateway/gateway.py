@@ -386,8 +386,9 @@ class Gateway:
             return call
 
         async def again() -> Call:
-            routed.release()
+            scope.release(routed.release)
             ticket.put_back()
+            scope.release(ticket.sent)
             return await self._admitted_call(request, prepared, scope, block_ids, continuable=continuable)
 
         return call._replace(admitted=Admitted(ticket, self.queues.place(ticket, work, queued_ms), again))

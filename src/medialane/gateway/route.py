@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -12,17 +11,16 @@ from typing import NamedTuple
 import msgspec
 
 from medialane.core.block_hash import prompt_block_ids, token_array
-from medialane.core.errors import InvalidRequest
 from medialane.core.feature import MediaSpan, PlacedFeature, PreparedPrompt
 from medialane.core.kv_events import BlockIds
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.core.stats import RoutingStats, WaitStats
 from medialane.gateway.expansions import Expansions, Item
-from medialane.gateway.report import EmbeddingOutcome, embedding_outcome, routing_report
+from medialane.gateway.report import EmbeddingOutcome, embedding_outcome
 from medialane.gateway.routed_worker import RoutedWorker
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.observability.metrics import Metrics
-from medialane.routing import DecisionRecord, RoutedRequest, Router, RoutingRequest
+from medialane.routing import RoutedRequest, Router, RoutingRequest
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +124,6 @@ class Routes:
             lora=request.lora_name,
             session_id=request.session_id,
             rank=request.data_parallel_rank,
-            request_id=request.request_id,
             excluded=excluded,
         )
 
@@ -167,15 +164,6 @@ class Routes:
                 saved_s = span.num_embeds * self._router.config.encoder_ms_per_token / 1000
                 self._metrics.count_saved_encoding(span.embedding_bytes, saved_s)
         return outcomes
-
-    def decisions(self, query: Mapping[str, str]) -> bytes:
-        """Return the last routing decisions with their reasons as JSON, newest first. Raises InvalidRequest."""
-        limit = query.get("limit", "100")
-        if not limit.isdecimal() or not limit.isascii() or int(limit[:9]) < 1:
-            raise InvalidRequest("limit must be a whole number of at least 1", param="limit")
-        return msgspec.json.encode(
-            {"decisions": [_record(record) for record in self._router.decisions(int(limit[:9]))]}
-        )
 
     def stats(self) -> RoutingStats:
         index, counts = self._router.index, self._router.predictions
@@ -251,15 +239,3 @@ def _beside(prepared: PreparedPrompt, end: int) -> tuple[MediaSpan, ...]:
 
 def _num_bytes(prepared: PreparedPrompt | None) -> int:
     return sum(placed.feature.nbytes for placed in prepared.features) if prepared is not None else 0
-
-
-def _record(record: DecisionRecord) -> dict[str, object]:
-    return {
-        "number": record.number,
-        "time": record.time_s,
-        "request_id_sha256": hashlib.sha256(record.request_id.encode()).hexdigest(),  # an id fetches its response
-        "sent": record.is_sent,
-        "policy": record.decision.policy,
-        **msgspec.structs.asdict(routing_report(record.decision, record.reported_cached_tokens)),
-        "first_token_ms": None if record.first_token_ms is None else round(record.first_token_ms, 2),
-    }

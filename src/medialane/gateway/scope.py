@@ -89,7 +89,7 @@ class RequestScope:
         self.preparation: Preparation | None = None
         self.memory: BudgetCharge | None = None
         self.trace: RequestTrace | None = None
-        self._stack = ExitStack()
+        self._deferred: list[Callable[[], None]] = []
         self._closed = False
         self._ended_by: MedialaneError | None = None
         self._waits: set[asyncio.Timeout] = set()
@@ -113,7 +113,16 @@ class RequestScope:
         if self._closed:
             callback()
         else:
-            self._stack.callback(callback)
+            self._deferred.append(callback)
+
+    def release(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, which was deferred, now and not when the scope closes: of many attempts only the last holds
+        anything."""
+        for at in reversed(range(len(self._deferred))):
+            if self._deferred[at] == callback:
+                del self._deferred[at]
+                break
+        callback()
 
     def connected(self) -> AbstractAsyncContextManager[None]:
         """End the waits of the block, for other processes or for a place, when the client disconnects, or the request
@@ -171,7 +180,10 @@ class RequestScope:
         if not self._closed:
             self._closed = True
             self.extracted = ExtractedMedia()
-            self._stack.close()
+            deferred, self._deferred = self._deferred, []
+            with ExitStack() as stack:
+                for callback in deferred:
+                    stack.callback(callback)
 
 
 class _Connected:

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.workers import WorkerPool
-from medialane.observability.metrics import Memory
+from medialane.observability.collectors import Memory
 from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM

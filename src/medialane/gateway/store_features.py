@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
-from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from medialane.arena import ENTRY_HEADER_BYTES, layout
@@ -48,10 +47,6 @@ from medialane.store.messages import (
 
 #: Bytes copied per iteration of the event loop, about 100 us.
 _PIECE_BYTES = 512 * 1024
-
-#: Kept descriptions, of which a header is no longer than this: a few hundred bytes are usual.
-_MAX_DESCRIBED = 4096
-_MAX_DESCRIBED_BYTES = 16 * 1024
 
 V = TypeVar("V")
 
@@ -92,7 +87,6 @@ class StoreFeatures:
         self._digest = processor_digest
         self._fairness = fairness
         self._holds: HoldCache[_Key, ItemFound] = HoldCache(link, retention_s=retention_s)
-        self._described: LRUCache[object, Described | None] = LRUCache(_MAX_DESCRIBED)
 
     async def resolve(self, ref: MediaRef) -> MediaRef:
         """Return `ref`, with the content and options of its alias if it has nothing else. Raises UnknownMediaUuid."""
@@ -157,23 +151,15 @@ class StoreFeatures:
         """
         asked, num_bytes, size = await self._looked_at(ref, timeline, budget)
         options = merged_options(options, ref.options)
-        content, known = asked.content or "", (ref.modality, size, options)
-        if size is None or known not in self._described:
 
-            def describe(call_id: int) -> DescribeItem:
-                return DescribeItem(call_id, asked, options, num_bytes, size)
+        def describe(call_id: int) -> DescribeItem:
+            return DescribeItem(call_id, asked, options, num_bytes, size)
 
-            reply = cast("ItemDescribed", await self._ask(ref, describe, timeline, budget, num_bytes, "encoded"))
-            header, content, known = reply.header, reply.content_hash, (ref.modality, reply.size, options)
-            described = None if header is None else Described(header, reply.item_size)
-            if len(header or b"") + len(reply.size.metadata) + len(options) <= _MAX_DESCRIBED_BYTES:
-                self._described[known] = described
-        else:
-            described = self._described[known]
-        if described is None:
+        reply = cast("ItemDescribed", await self._ask(ref, describe, timeline, budget, num_bytes, "encoded"))
+        if (described := reply.described) is None:
             return None
-        key = self.key(ref, options, content=content)
-        return content, Feature(ref.modality, key, described.header, (), described.size)
+        key = self.key(ref, options, content=reply.content_hash)
+        return reply.content_hash, Feature(ref.modality, key, described.header, (), described.size)
 
     async def _looked_at(
         self, ref: MediaRef, timeline: StageTimeline, budget: ImageBudget

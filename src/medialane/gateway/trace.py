@@ -5,7 +5,8 @@
       medialane.item                one per media item
         medialane.fetch, .decode, .process, .encode
       medialane.admission, .assemble, .route
-      medialane.attempt             CLIENT; one per worker and transfer path that was tried, linked to the one before
+      medialane.attempt             CLIENT; one per worker and transfer path that was tried, linked to the one before.
+                                    One that its worker sends back (WorkerQueued) goes on when it is sent again
         medialane.handover
         llm_request                 the worker's own, by vLLM
 
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry.trace import Link, SpanContext, SpanKind
 
-from medialane.core.errors import MedialaneError
+from medialane.core.errors import MedialaneError, WorkerQueued
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.gateway.requests.record import HASH_DIGITS, ItemRecord, RequestRecord
 from medialane.observability.timeline import Step
@@ -73,11 +74,17 @@ class RequestTracing:
 
 
 class AttemptTrace:
-    """One request to one worker. `headers` make its spans children of this one."""
+    """One request to one worker, since `started_at` (ns), after that `before` has failed. `headers` make its spans
+    children of this one."""
 
-    def __init__(self, context: SpanContext, routed: RoutedRequest) -> None:
+    def __init__(self, context: SpanContext, started_at: int, before: AttemptTrace | None) -> None:
         self.context = context
-        self.routed = routed
+        self.started_at = started_at
+        self.links = () if before is None else (Link(before.context),)
+        self.attributes: Attributes = {}
+        self.routed: RoutedRequest | None = None
+        self.num_sent_back = 0
+        self.error = ""
         self.headers = context_headers(context)
         self.num_cached_tokens: int | None = None
         self.finish_reasons: list[str] = []
@@ -108,8 +115,10 @@ class RequestTrace:
         self._is_sampled = self._root.is_recording() and self._context.trace_flags.sampled
         self.headers = context_headers(self._context)
         self._attempts: list[AttemptTrace] = []
-        #: The last one that failed for each request of vLLM's app, of which this may have several.
+        #: The last one that failed for each request of vLLM's app, of which this may have several, and the one that was
+        #: sent back.
         self._failed: dict[str, AttemptTrace] = {}
+        self._sent_back: dict[str, AttemptTrace] = {}
 
     @property
     def trace_id(self) -> str:
@@ -127,40 +136,57 @@ class RequestTrace:
     ) -> Iterator[AttemptTrace | None]:
         """Trace what the block sends to a worker; None if that has no span of its own."""
         self._model = request.lora_name or self._model
-        if not self._is_sampled or len(self._attempts) == _MAX_ATTEMPTS:
+        attempt = self._sent_back.pop(request.request_id, None) or self._new_attempt(request)
+        if attempt is None:
             yield None
             return
-        start, error_code = self._now, ""
-        before = self._failed.get(request.request_id)
-        attempt = AttemptTrace(self._tracing.child(self._context), routed)
-        self._attempts.append(attempt)
+        attempt.routed, attempt.error = routed, ""
+        attempt.attributes |= {"medialane.worker": worker, "gen_ai.request.id": request.request_id}
+        if path is not None:
+            attempt.attributes |= {"medialane.stage": path.stage.name, "medialane.transport": path.transport.name}
         try:
             yield attempt
         except MedialaneError as error:
-            error_code, self._failed[request.request_id] = error.code, attempt
+            attempt.error = error.code
+            ended = self._sent_back if isinstance(error, WorkerQueued) else self._failed
+            ended[request.request_id] = attempt
             raise
         finally:
-            attributes = {"medialane.worker": worker, "gen_ai.request.id": request.request_id}
-            if path is not None:
-                attributes |= {"medialane.stage": path.stage.name, "medialane.transport": path.transport.name}
-            self._tracing.add(
-                "medialane.attempt",
-                attempt.context,
-                self._context,
-                (start, self._now),
-                attributes=attributes,
-                kind=SpanKind.CLIENT,
-                links=() if before is None else (Link(before.context),),
-                error=error_code,
-            )
+            if request.request_id in self._sent_back:
+                attempt.num_sent_back += 1
+                attempt.attributes["medialane.sent_back"] = attempt.num_sent_back
+            else:
+                self._add(attempt)
+
+    def _new_attempt(self, request: EngineRequest) -> AttemptTrace | None:
+        if not self._is_sampled or len(self._attempts) == _MAX_ATTEMPTS:
+            return None
+        before = self._failed.get(request.request_id)
+        attempt = AttemptTrace(self._tracing.child(self._context), self._now, before)
+        self._attempts.append(attempt)
+        return attempt
+
+    def _add(self, attempt: AttemptTrace) -> None:
+        self._tracing.add(
+            "medialane.attempt",
+            attempt.context,
+            self._context,
+            (attempt.started_at, self._now),
+            attributes=attempt.attributes,
+            kind=SpanKind.CLIENT,
+            links=attempt.links,
+            error=attempt.error,
+        )
 
     def end(self) -> None:
         """Make all other spans of the record, which has ended, and end the root."""
         root, record = self._root, self._record
         if self._is_sampled:
+            for attempt in self._sent_back.values():
+                self._add(attempt)
             for step in record.timeline.steps:
-                attempt = step.detail if isinstance(step.detail, AttemptTrace) else None
-                self._step(step, self._context if attempt is None else attempt.context, self._routing(step))
+                parent = step.detail.context if isinstance(step.detail, AttemptTrace) else self._context
+                self._step(step, parent, self._routing(step))
             for item in record.items.values():
                 if item.ended_at:
                     self._item(item)

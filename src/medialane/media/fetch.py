@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from aiohttp.abc import AbstractResolver
@@ -50,9 +49,7 @@ class Fetcher:
         self._files = LocalFiles(self._config.allowed_local_media_path)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._files.close()
         await self._http.close()
 

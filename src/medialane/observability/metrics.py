@@ -8,32 +8,30 @@ functions are not thread-safe: vLLM's app collects on the event loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from medialane.core.process.memory import ProcessKind
-from medialane.core.request import WORKER_STATES, Endpoint
-from medialane.core.stats import (
-    ArenaStats,
-    EmbeddingStats,
-    LearnedCost,
-    MediaLeaseStats,
-    PoolStats,
-    PullStats,
-    QueueStats,
-    RoutingStats,
-    StoreStats,
-    WaitStats,
+from medialane.core.request import Endpoint
+from medialane.core.stats import LearnedCost, QueueStats, RoutingStats, StoreStats, WaitStats
+from medialane.observability.collectors import (
+    Memory,
+    connection_metrics,
+    cost_metrics,
+    gauge,
+    memory_metric,
+    queue_metrics,
+    routing_metrics,
+    store_metrics,
+    wait_metrics,
+    worker_metrics,
 )
 from medialane.observability.timeline import StageTimeline
 from medialane.observability.worker_metrics import MetricMirror, collect
-
-#: Labels, and bytes by kind of process.
-Memory = tuple[Mapping[str, str], Mapping[ProcessKind, int]]
 
 _STAGE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _ROUTING_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01)
@@ -249,24 +247,24 @@ class Metrics:
 
     def watch_routing(self, read: Callable[[], RoutingStats]) -> None:
         """Expose the router's state, read on each scrape."""
-        self._watch(self.registry, lambda: _routing(read()))
+        self._watch(self.registry, lambda: routing_metrics(read()))
 
     def watch_costs(self, read: Callable[[], Iterable[LearnedCost]], factor: Callable[[], float]) -> None:
         """Expose what was learned of the costs of requests, and the factor of expected waits; read on each scrape."""
-        self._watch(self.registry, lambda: _costs(read(), factor()))
+        self._watch(self.registry, lambda: cost_metrics(read(), factor()))
 
     def watch_predictions(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Expose of which modalities headers follow from the size of the media, read on each scrape."""
         text = "1 for a modality of which the tokens of an item are known from the size of its media"
-        self._watch(self.registry, lambda: iter([_gauge("medialane_headers_predicted", text, "modality", read())]))
+        self._watch(self.registry, lambda: iter([gauge("medialane_headers_predicted", text, "modality", read())]))
 
     def watch_queues(self, read: Callable[[], Mapping[str, QueueStats]]) -> None:
         """Expose the requests that wait in this gateway, by what they wait for; read on each scrape."""
-        self._watch(self.registry, lambda: _queues(read()))
+        self._watch(self.registry, lambda: queue_metrics(read()))
 
     def watch_waits(self, read: Callable[[], WaitStats]) -> None:
         """Expose how long requests are expected to wait for engines, read on each scrape."""
-        self._watch(self.registry, lambda: _waits(read()))
+        self._watch(self.registry, lambda: wait_metrics(read()))
 
     def watch_store(self, read: Callable[[], StoreStats | None]) -> None:
         """Expose the state of the host's store, read on each scrape; nothing while there is none."""
@@ -274,8 +272,8 @@ class Metrics:
 
     def watch_workers(self, read: Callable[[], Iterable[Endpoint]]) -> None:
         """Expose the state of the workers, read on each scrape."""
-        self._watch(self.registry, lambda: _connections(list(read())))
-        self._watch(self.host, lambda: _workers(list(read())))
+        self._watch(self.registry, lambda: connection_metrics(list(read())))
+        self._watch(self.host, lambda: worker_metrics(list(read())))
 
     def watch_engines(self, read: Callable[[], Mapping[str, MetricMirror]]) -> None:
         """Expose vLLM's metrics of each worker's engine, read on each scrape."""
@@ -294,7 +292,7 @@ class Metrics:
     def watch_gateways(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Expose which gateways of the host respond, by index."""
         text = "1 for a gateway that has responded to this scrape, 0 for one whose last values are exposed"
-        self._watch(self.host, lambda: iter([_gauge("medialane_gateway_up", text, "gateway", read())]))
+        self._watch(self.host, lambda: iter([gauge("medialane_gateway_up", text, "gateway", read())]))
 
     def close(self) -> None:
         """Unregister all collectors. Idempotent."""
@@ -308,48 +306,6 @@ class Metrics:
         self._collectors.append((registry, watched))
 
 
-def _queues(queues: Mapping[str, QueueStats]) -> Iterator[Metric]:
-    text = "Requests that wait in this gateway to be sent to an engine, or for their media to be prepared"
-    numbers: dict[str, float] = {name: stats.num_requests for name, stats in queues.items()}
-    yield _gauge("medialane_queue_requests", text, "queue", numbers)
-    text = (
-        "In which time all requests that wait in this gateway are expected to have been sent, by the pace of the last"
-        " ones: 0 until one had to wait"
-    )
-    expected = {name: stats.expected_s for name, stats in queues.items()}
-    yield _gauge("medialane_queue_seconds", text, "queue", expected)
-    text = "How long the oldest request that waits in this gateway has waited"
-    yield _gauge("medialane_queue_oldest_seconds", text, "queue", {n: stats.oldest_s for n, stats in queues.items()})
-
-
-def _waits(waits: WaitStats) -> Iterator[Metric]:
-    text = (
-        "In which time a worker's engine is expected to have begun all requests that wait there, those of other"
-        " gateways included. Left out: the request's own prefill, and what waits in gateways"
-    )
-    yield _gauge("medialane_worker_wait_seconds", text, "worker", waits.workers_s)
-    text = (
-        "How long a request without media that arrives now is expected to wait: in this gateway's queue, if there is"
-        " one, and at the worker with the shortest queue. Missing while no worker accepts requests"
-    )
-    yield GaugeMetricFamily("medialane_expected_wait_seconds", text, value=waits.expected_s)
-
-
-def _costs(learned: Iterable[LearnedCost], factor: float) -> Iterator[Metric]:
-    text = "By how much a kind of work takes longer than assumed (--routing-*; of preparers 20 ms an item and MB)"
-    rates = GaugeMetricFamily("medialane_learned_cost", text, labels=("of", "name", "work"))
-    text = "1 if enough measured times agree with what was learned, so that requests may be refused by it"
-    certain = GaugeMetricFamily("medialane_learned_cost_certain", text, labels=("of", "name"))
-    for cost in learned:
-        for work, rate in cost.rates.items():
-            rates.add_metric((cost.of, cost.name, work), rate)
-        certain.add_metric((cost.of, cost.name), cost.is_certain)
-    yield rates
-    yield certain
-    text = "By which expected waits are multiplied, as requests broke their limit of the time to first token"
-    yield GaugeMetricFamily("medialane_ttft_factor", text, value=factor)
-
-
 class _Watched(Collector):
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self._collect = collect
@@ -360,196 +316,3 @@ class _Watched(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._collect()
-
-
-def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
-    """Add one sample for each value of the family's label."""
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
-
-
-def memory_metric(memory: Iterable[Memory]) -> Metric:
-    """Return the memory of processes."""
-    text = (
-        "Memory by kind of process: proportional set size, in which a page that n processes share counts 1/n. Without"
-        " shared memory (medialane_arena_bytes), page tables, and the process of `medialane serve`"
-    )
-    family = Metric("medialane_process_memory_bytes", text, "gauge")
-    for labels, sizes in memory:
-        for kind, num_bytes in sizes.items():
-            family.add_sample(family.name, {"kind": kind, **labels}, num_bytes)
-    return family
-
-
-def store_metrics(stats: StoreStats | None) -> Iterator[Metric]:
-    """Yield the series of a host's store; none without one."""
-    if stats is not None:
-        yield from _arena(stats.arena)
-        yield from _preparers(stats.preparers)
-        yield from _pulls(stats.pulls)
-        yield from _embeddings(stats.embeddings)
-        yield from _leases(stats.leases)
-
-
-def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _filled(GaugeMetricFamily(name, text, labels=[label]), values)
-
-
-def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    return _filled(CounterMetricFamily(name, text, labels=[label]), values)
-
-
-def _pulls(stats: PullStats) -> Iterator[Metric]:
-    yield _counter("medialane_store_pulls", "Entries copied from other hosts' stores", "mover", stats.num_pulls)
-    yield _counter(
-        "medialane_store_pulled_bytes", "Bytes of entries copied from other hosts' stores", "mover", stats.num_bytes
-    )
-    yield _counter(
-        "medialane_store_failed_pulls", "Copies from other hosts' stores that have failed", "mover", stats.num_failed
-    )
-    text = "Ranges that a failed copy may still write to, and that are not reused before it has ended"
-    yield GaugeMetricFamily("medialane_store_quarantined_ranges", text, value=stats.num_quarantined)
-
-
-def _embeddings(stats: EmbeddingStats) -> Iterator[Metric]:
-    calls: dict[str, float] = {
-        "found": stats.num_found,
-        "filled": stats.num_filled,
-        "dropped": stats.num_dropped,
-        "waited": stats.num_waited,
-    }
-    text = (
-        "Embeddings (encoder outputs) found in shared memory, filled by an engine, dropped as no engine wrote them; and"
-        " searches that waited for another engine"
-    )
-    yield _counter("medialane_store_embeddings", text, "outcome", calls)
-    ranges: dict[str, float] = {"reserved": stats.num_writing, "revoked": stats.num_revoking}
-    text = "Ranges for embeddings: reserved for an engine; revoked, and freed when a process no longer writes there"
-    yield _gauge("medialane_store_embedding_ranges", text, "state", ranges)
-
-
-def _leases(stats: MediaLeaseStats) -> Iterator[Metric]:
-    text = "Media that clients have sent once, and that are kept for them until their leases end"
-    yield GaugeMetricFamily("medialane_store_leased_media", text, value=stats.num_leases)
-    sizes: dict[str, float] = {"leased": stats.num_bytes, "limit": stats.max_bytes}
-    text = "Bytes of media that are kept for clients, uploads included, and how many there may be (--media-lease-share)"
-    yield _gauge("medialane_store_leased_bytes", text, "kind", sizes)
-
-
-def _arena(stats: ArenaStats) -> Iterator[Metric]:
-    kinds: dict[str, float] = {
-        "size": stats.size_bytes,
-        "free": stats.free_bytes,
-        "writing": stats.writing_bytes,
-        "cached": stats.published_bytes - stats.pinned_bytes,
-        "pinned": stats.pinned_bytes,
-    }
-    yield _gauge(
-        "medialane_arena_bytes",
-        "Shared memory by state: size is the total, cached may be evicted, pinned is held by leases",
-        "kind",
-        kinds,
-    )
-    media: dict[str, float] = {
-        "encoded": stats.encoded_bytes,
-        "decoded": stats.decoded_bytes,
-        "processed": stats.processed_bytes,
-        "embedded": stats.embedded_bytes,
-    }
-    yield _gauge("medialane_arena_media_bytes", "Shared memory in use by kind of entry", "kind", media)
-    yield GaugeMetricFamily("medialane_arena_entries", "Entries in shared memory", value=stats.num_entries)
-    yield GaugeMetricFamily("medialane_arena_leases", "Leases on entries that are held", value=stats.num_leases)
-    yield CounterMetricFamily("medialane_arena_evictions", "Evicted cache entries", value=stats.num_evictions)
-
-
-def _preparers(stats: PoolStats) -> Iterator[Metric]:
-    states: dict[str, float] = {"alive": stats.num_alive, "busy": stats.num_busy}
-    yield _gauge("medialane_preparers", "Preparer processes", "state", states)
-    yield GaugeMetricFamily("medialane_preparer_queue", "Items waiting for a preparer", value=stats.num_queued)
-    text = (
-        "Expected time of the waiting items in preparers, divided by the number of preparers. Left out: what is being"
-        " fetched, and items in preparation"
-    )
-    yield GaugeMetricFamily("medialane_preparer_queue_seconds", text, value=stats.queue_s)
-    yield CounterMetricFamily(
-        "medialane_preparer_restarts", "Preparers restarted after a crash or kill", value=stats.num_restarts
-    )
-    jobs: dict[str, float] = {"done": stats.num_done, "failed": stats.num_failed}
-    yield _counter("medialane_preparer_jobs", "Preparation jobs by outcome", "outcome", jobs)
-
-
-def _routing(stats: RoutingStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "medialane_routing_blocks", "Distinct KV blocks in the router's index", value=stats.num_blocks
-    )
-    yield GaugeMetricFamily(
-        "medialane_routing_entries",
-        "KV blocks in the router's index, summed over workers",
-        value=stats.num_entries,
-    )
-    yield GaugeMetricFamily(
-        "medialane_routing_encoder_items",
-        "Media items predicted to be in encoder caches",
-        value=stats.num_encoder_items,
-    )
-    text = "Prompts with fewer cached tokens than predicted, or whose blocks were never reported as stored"
-    missed = {"fewer_cached": stats.num_unexplained, "never_stored": stats.num_never_stored}
-    yield _counter("medialane_routing_missed_predictions", text, "kind", missed)
-    text = "Routing decisions whose request was cancelled, failed or rerouted before it was sent"
-    yield CounterMetricFamily("medialane_routing_unsent_decisions", text, value=stats.num_unsent)
-    text = "Age of a worker's latest KV event when the worker reported it"
-    yield _gauge("medialane_kv_event_lag_seconds", text, "worker", stats.event_lag_s)
-    text = "Gaps in a worker's KV events that required a snapshot, since the worker was last connected"
-    yield _counter("medialane_kv_event_gaps", text, "worker", stats.num_event_gaps)
-
-
-def _connections(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
-    connected: dict[str, float] = {e.worker_id: float(e.ready) for e in endpoints}
-    yield _gauge("medialane_worker_connected", "1 for a worker that this gateway is connected to", "worker", connected)
-    in_flight: dict[str, float] = {e.worker_id: e.num_in_flight for e in endpoints}
-    yield _gauge("medialane_worker_in_flight", "Requests of this gateway in flight at a worker", "worker", in_flight)
-    text = "1 for how media reach a connected worker: shm, pull (by the store of its host), inline"
-    paths = GaugeMetricFamily("medialane_worker_transport", text, labels=["worker", "transport"])
-    for endpoint in endpoints:
-        if endpoint.ready:
-            paths.add_metric([endpoint.worker_id, _transport(endpoint)], 1.0)
-    yield paths
-
-
-def _transport(endpoint: Endpoint) -> str:
-    return "shm" if endpoint.same_host else "pull" if endpoint.can_pull else "inline"
-
-
-def _workers(endpoints: Sequence[Endpoint]) -> Iterator[Metric]:
-    state = GaugeMetricFamily("medialane_worker_state", "1 for the state a worker is in", labels=["worker", "state"])
-    for endpoint in endpoints:
-        for name in WORKER_STATES:
-            state.add_metric([endpoint.worker_id, name], float(endpoint.state == name))
-    yield state
-    role = GaugeMetricFamily("medialane_worker_role", "1 for the role of a worker", labels=["worker", "role"])
-    for endpoint in endpoints:
-        role.add_metric([endpoint.worker_id, endpoint.role], 1.0)
-    yield role
-    text = "1 for a worker that keeps its encoder's outputs, 0 and the reason for another"
-    kept = GaugeMetricFamily("medialane_worker_keeps_embeddings", text, labels=["worker", "reason"])
-    for endpoint in endpoints:
-        if endpoint.card is not None:
-            is_kept = endpoint.card.encoder is not None
-            kept.add_metric([endpoint.worker_id, endpoint.card.no_embeddings], float(is_kept))
-    yield kept
-    running: dict[str, float] = {e.worker_id: e.load.num_running for e in endpoints}
-    waiting: dict[str, float] = {e.worker_id: e.load.num_waiting for e in endpoints}
-    usage = {e.worker_id: e.load.kv_usage for e in endpoints}
-    yield _gauge(
-        "medialane_worker_running", "Requests running in a worker's engine, as it has last reported", "worker", running
-    )
-    yield _gauge(
-        "medialane_worker_waiting", "Requests waiting in a worker's engine, as it has last reported", "worker", waiting
-    )
-    yield _gauge(
-        "medialane_worker_kv_usage_ratio",
-        "KV-cache utilisation of a worker, 0 to 1, as it has last reported",
-        "worker",
-        usage,
-    )

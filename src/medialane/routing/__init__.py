@@ -2,7 +2,6 @@
 
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import EngineWork
-from medialane.routing.decisions import DecisionRecord
 from medialane.routing.prediction import PredictionCounts
 from medialane.routing.request import RoutingRequest
 from medialane.routing.reservation import AnnouncedReservation
@@ -11,7 +10,6 @@ from medialane.routing.router import Router
 
 __all__ = [
     "AnnouncedReservation",
-    "DecisionRecord",
     "EngineWork",
     "PredictionCounts",
     "RoutedRequest",

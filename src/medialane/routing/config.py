@@ -63,8 +63,6 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """how long a prompt in flight counts as cached at its worker without KV events that confirm it"""
     store_grace_s: PositiveFloat = field(default=10.0, name="routing-store-grace")
     """how long after the first token the KV events of a prompt may arrive"""
-    num_decisions: PositiveInt = field(default=256, name="routing-decisions")
-    """routing decisions that are kept for /medialane/decisions"""
 
     def validate(self) -> None:
         """Raise StartupFailed naming the invalid setting."""

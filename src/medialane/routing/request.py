@@ -16,7 +16,6 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     worker has. `media` are in the order of their offsets. `handover_bytes` is the size of its media if sent to a worker
     on another host. `lora` is the adapter's name, `model` the model that the worker must serve, `rank` the
     data-parallel rank that the client requested (None: any). `excluded` are workers that must not be chosen.
-    `request_id` identifies the request in decision records.
     """
 
     block_ids: dict[int, BlockIds]
@@ -27,7 +26,6 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     model: str | None = None
     session_id: str | None = None
     rank: int | None = None
-    request_id: str = ""
     excluded: frozenset[str] = frozenset()
 
     def blocks_at(self, card: ModelCard | None) -> tuple[int, BlockIds]:

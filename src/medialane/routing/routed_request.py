@@ -1,4 +1,4 @@
-"""A request from the router's choice until its release, and the record of the decision."""
+"""A request from the router's choice until its release."""
 
 from __future__ import annotations
 
@@ -13,59 +13,42 @@ from medialane.core.request import Alternative, RoutingDecision
 from medialane.core.retry_after import Places
 from medialane.routing.config import PolicyName
 from medialane.routing.cost import CostModel, EngineWork, ScoringInput, SlotCost
-from medialane.routing.decisions import Decisions
 from medialane.routing.policies import Choice
 from medialane.routing.reservation import Reservation, SlotState
 from medialane.routing.slots import Slot, WorkerRank
 
 
 class SentRequest(NamedTuple):
-    """A request that was sent: the decision, the number of its record, and its reservation (None: the slot had
-    left)."""
+    """A request that was sent: the decision, and its reservation (None: the slot had left)."""
 
     decision: RoutingDecision
-    record: int
     reservation: Reservation | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RouterState:
-    """State shared by the router and its requests. `sessions` has the worker of each session's last request; `clock` is
-    monotonic, `wall_clock` since the epoch, in seconds."""
+    """State shared by the router and its requests. `sessions` has the worker of each session's last request;
+    `num_unsent` are the decisions whose request ended without having been sent."""
 
     policy: PolicyName
     costs: CostModel
     slots: SlotState
-    decisions: Decisions
     sessions: TTLCache[str, WorkerRank]
     places: Places
-    clock: Callable[[], float]
-    wall_clock: Callable[[], float]
+    num_unsent: int = 0
 
-    def begin(
-        self, scoring_input: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool, queued_ms: float | None
-    ) -> SentRequest:
-        """Record a choice, and count the request at its slot."""
+    def begin(self, scoring_input: ScoringInput, choice: Choice, slot: Slot, queued_ms: float | None) -> SentRequest:
+        """Explain a choice, and count the request at its slot."""
         request = scoring_input.request
-        terms, decision, record = self.record(scoring_input, choice, slot, is_sent=is_sent)
+        terms = self.costs.terms(scoring_input, slot, choice.tokens)
+        decision = _explain(scoring_input, choice, slot, terms, policy=self.policy)
         if request.session_id is not None:
             self.sessions[request.session_id] = slot.place
         if not self.slots.slots.is_current(slot):
-            return SentRequest(decision, record, None)
+            return SentRequest(decision, None)
         work_ms = terms.work_ms if queued_ms is None else queued_ms
         reservation = self.slots.reserve(slot, request, terms, is_reported=choice.is_reported, work_ms=work_ms)
-        return SentRequest(decision, record, reservation)
-
-    def record(
-        self, scoring_input: ScoringInput, choice: Choice, slot: Slot, *, is_sent: bool
-    ) -> tuple[SlotCost, RoutingDecision, int]:
-        """Record a choice. Returns its cost and reason, and the number of the record."""
-        terms = self.costs.terms(scoring_input, slot, choice.tokens)
-        decision = _explain(scoring_input, choice, slot, terms, policy=self.policy)
-        number = self.decisions.add(
-            scoring_input.request.request_id, decision, time_s=self.wall_clock(), is_sent=is_sent
-        )
-        return terms, decision, number
+        return SentRequest(decision, reservation)
 
 
 class RoutedRequest:
@@ -77,17 +60,14 @@ class RoutedRequest:
     reported yet count as pending.
 
     The request's scope must call `release`. All three methods are idempotent and may be called after the slot has left;
-    without `begin`, or after `release`, they only record that the request was not sent.
+    without `begin`, or after `release`, they only count that the request was not sent.
     """
 
-    def __init__(
-        self, state: RouterState, scoring_input: ScoringInput, choice: Choice, slot: Slot, *, picked_at: float
-    ) -> None:
+    def __init__(self, state: RouterState, scoring_input: ScoringInput, choice: Choice, slot: Slot) -> None:
         self.slot = slot.number
         self.worker_id, self.rank = slot.place
         self.num_ranks = slot.num_ranks
         self._state = state
-        self._picked_at = picked_at
         self._pending: tuple[ScoringInput, Choice, Slot] | None = (scoring_input, choice, slot)
         self._sent: SentRequest | None = None
         self._is_sent = self._is_released = False
@@ -120,17 +100,15 @@ class RoutedRequest:
         return self.work
 
     def begin(self, *, is_sent: bool = True) -> bool:
-        """Record the choice and count the request at its slot, the first time, which returns True. With `is_sent` False
-        it is about to be sent: call this again once it was."""
+        """Count the request at its slot, the first time, which returns True. With `is_sent` False it is about to be
+        sent: call this again once it was."""
+        is_first = self._pending is not None
         if self._pending is not None:
-            self._sent = self._state.begin(*self._pending, is_sent=is_sent, queued_ms=self.queued_ms)
-            self._pending, self._is_sent = None, is_sent
+            self._sent = self._state.begin(*self._pending, self.queued_ms)
+            self._pending = None
             self._state.places.take(self)
-            return True
-        if self._sent is not None and is_sent and not self._is_sent:
-            self._is_sent = True
-            self._state.decisions.sent(self._sent.record)
-        return False
+        self._is_sent |= is_sent and self._sent is not None
+        return is_first
 
     def announce(self, send: Callable[[PendingWork], Callable[[bool], None]]) -> None:
         """See `Reservation.announce`. To be called right after `begin`."""
@@ -139,15 +117,8 @@ class RoutedRequest:
 
     def prefilled(self, num_cached_tokens: int | None) -> None:
         """Record the first token; `num_cached_tokens` were KV-cache hits (None: the engine does not report them)."""
-        sent = self._sent
-        if sent is None or sent.reservation is None or not sent.reservation.is_queued:
-            return
-        sent.reservation.prefilled(num_cached_tokens)
-        self._state.decisions.prefilled(
-            sent.record,
-            reported_cached_tokens=num_cached_tokens,
-            first_token_ms=(self._state.clock() - self._picked_at) * 1000,
-        )
+        if self._sent is not None and self._sent.reservation is not None and self._sent.reservation.is_queued:
+            self._sent.reservation.prefilled(num_cached_tokens)
 
     def release(self) -> None:
         """Release what the request holds; it has finished, failed or been aborted."""
@@ -155,11 +126,8 @@ class RoutedRequest:
             return
         self._is_released = True
         self._state.places.free(self)
-        if not self._is_sent:
-            self._state.decisions.num_unsent += 1
-        if self._pending is not None:
-            self._state.record(*self._pending, is_sent=False)
-            self._pending = None
+        self._state.num_unsent += not self._is_sent
+        self._pending = None
         if self._sent is not None and self._sent.reservation is not None:
             self._sent.reservation.release()
 

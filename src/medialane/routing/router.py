@@ -24,7 +24,6 @@ from medialane.core.retry_after import Places
 from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
-from medialane.routing.decisions import DecisionRecord, Decisions
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.pending_blocks import PendingBlocks
 from medialane.routing.policies import policy
@@ -40,15 +39,13 @@ _BLOCK_SIZE: Final = 16
 
 
 class Router:
-    """`clock` is monotonic, `wall_clock` returns the time since the epoch, both in seconds; `seed` is for policies that
-    sample."""
+    """`clock` is monotonic, in seconds; `seed` is for policies that sample."""
 
     def __init__(
         self,
         config: RoutingConfig | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         seed: int | None = None,
     ) -> None:
         config = config or RoutingConfig()
@@ -58,7 +55,6 @@ class Router:
         self._slots = SlotTable(config)
         self._caches = EncoderCaches()
         self._predictions = PredictionMonitor(grace_s=config.store_grace_s, clock=clock)
-        self._decisions = Decisions(config.num_decisions)
         self._sessions: TTLCache[str, WorkerRank] = TTLCache(config.max_sessions, config.session_ttl_s, clock)
         self._places = Places(clock=clock)
         costs = CostModel(config)
@@ -66,11 +62,8 @@ class Router:
             policy=config.router,
             costs=costs,
             slots=SlotState(self._slots, self.index, self._pending, self._caches, self._predictions),
-            decisions=self._decisions,
             sessions=self._sessions,
             places=self._places,
-            clock=clock,
-            wall_clock=wall_clock,
         )
         self._policy = policy(
             config.router, costs=costs, slots=self._slots, index=self.index, pending=self._pending, seed=seed
@@ -126,11 +119,7 @@ class Router:
     @property
     def num_unsent(self) -> int:
         """Decisions whose request ended without having been sent."""
-        return self._decisions.num_unsent
-
-    def decisions(self, count: int | None = None) -> list[DecisionRecord]:
-        """Return the last decisions, newest first; at most `count`."""
-        return self._decisions.last(count)
+        return self._state.num_unsent
 
     def join(self, endpoint: Endpoint) -> int:
         """Add a worker, or one rank of it, and return its slot, which holds no blocks yet. Slot numbers are reused.
@@ -203,9 +192,7 @@ class Router:
         )
         self._pending.expire()
         choice = self._policy.choose(scoring_input)
-        return RoutedRequest(
-            self._state, scoring_input, choice, self._slots[choice.slot], picked_at=self._state.clock()
-        )
+        return RoutedRequest(self._state, scoring_input, choice, self._slots[choice.slot])
 
     def new_items(self, request: RoutingRequest) -> frozenset[str]:
         """Return the hashes of the items that every worker would have to encode: without embedding, in no worker's

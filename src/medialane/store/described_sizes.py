@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
 from cachetools import LRUCache
 
@@ -24,15 +23,6 @@ _ENTRY_BYTES = 512
 
 #: Longer options are a client's, and are not kept.
 _MAX_OPTIONS_BYTES = 256
-
-
-class DescribedItem(NamedTuple):
-    """The item's content hash, the size of its media as decoded, and what all items of that size have in common; None
-    if their headers also depend on their content."""
-
-    content_hash: str
-    size: MediaSize
-    described: Described | None
 
 
 class DescribedSizes:

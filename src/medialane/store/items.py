@@ -37,7 +37,7 @@ from medialane.observability.timeline import StageTimeline
 from medialane.prepare import PreparerPool
 from medialane.prepare.processor import Described
 from medialane.store.aliases import Aliases
-from medialane.store.described_sizes import DescribedItem, DescribedSizes
+from medialane.store.described_sizes import DescribedSizes
 from medialane.store.embeddings import Embeddings
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.known_features import FeatureSource, KnownFeatures
@@ -183,17 +183,16 @@ class Items:
         timeline: StageTimeline,
         upload: Upload | None = None,
         admit: Admit | None = None,
-    ) -> DescribedItem:
-        """Return what is known of `ref`, processed with these options, from the `size` of its media, which is measured
-        if it is not given. Nothing is processed but a blank of that size, and no alias is bound. Raises what `find`
-        raises."""
+    ) -> tuple[str, Described | None]:
+        """Return the content hash of `ref`, and what is known of it, processed with these options, from the `size` of
+        its media, which is measured if it is not given: None if its header also depends on its content. Nothing is
+        processed but a blank of that size, and no alias is bound. Raises what `find` raises."""
         source = _Source(ref, timeline, upload, admit)
         with naming(ref):
             content = ref.content or ""
             if size is None:
                 content, size = await self._measured(source)
-            described = await self._sizes.describe(ref.modality, size, merged_options(options, ref.options))
-            return DescribedItem(content, size, described)
+            return content, await self._sizes.describe(ref.modality, size, merged_options(options, ref.options))
 
     async def _measured(self, source: _Source) -> tuple[str, MediaSize]:
         content = await self._content(source, need_data=False)

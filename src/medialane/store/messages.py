@@ -64,7 +64,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from medialane.core.errors import ErrorReport, ProtocolViolation
-from medialane.core.feature import MAX_HEADER_BYTES, Feature, Header
+from medialane.core.feature import MAX_HEADER_BYTES, Feature
 from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize, Modality
 from medialane.core.media_lease import LeasedMedia
 from medialane.core.remote_entry import Copied, RemoteEntry
@@ -77,7 +77,7 @@ from medialane.wire.registration import other_version
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -227,14 +227,11 @@ class DescribeItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ItemDescribed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The `size` of the media as decoded, and the header and size of the processed item (`prepare.Described`). There is
-    no header if it also depends on the content."""
+    """What is known of the processed item without its content; None if its header also depends on that."""
 
     call_id: int
     content_hash: str
-    size: MediaSize
-    header: Header | None = None
-    item_size: MediaSize = MediaSize()
+    described: Described | None
 
 
 class ResolveAlias(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -360,10 +360,7 @@ class StoreSession:
             upload=self._upload(call),
             admit=partial(self._admit, call.call_id),
         )
-        content, size, described = await self._with_memory(describe)
-        if described is None:
-            return ItemDescribed(call.call_id, content, size)
-        return ItemDescribed(call.call_id, content, size, described.header, described.size)
+        return ItemDescribed(call.call_id, *await self._with_memory(describe))
 
     def _upload(self, call: FindItem | DescribeItem) -> Upload | None:
         return None if call.num_bytes is None else partial(self._receive, call.call_id, call.ref, call.num_bytes)

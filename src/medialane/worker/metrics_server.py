@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 
 from medialane.core.errors import StartupFailed
 from medialane.core.stats import StoreStats
-from medialane.observability.metrics import Memory, memory_metric, store_metrics
+from medialane.observability.collectors import Memory, memory_metric, store_metrics
 from medialane.worker.config import WorkerConfig
 from medialane.worker.engine import Engine
 from medialane.worker.gateway_link.server import RpcServer

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import re
 import socket
@@ -17,14 +18,15 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route, Router
 
-from medialane.core.errors import InvalidImage, MedialaneError, to_report
+from medialane.core.errors import InvalidImage, InvalidRequest, MedialaneError, to_report
 from medialane.core.media import MediaRef
-from medialane.core.request import Endpoint, ModelCard, RoutingDecision, WorkerLoad
+from medialane.core.request import Endpoint, ModelCard, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, GatewayMetrics, ScopeMiddleware, WorkerPool
 from medialane.gateway.error_responses import error_form, send_error
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.operators import OperatorEndpoints, Sessions, own_part, whole_state
+from medialane.gateway.operators.decisions import decisions_page
 from medialane.gateway.operators.endpoints import MAX_STREAMS, RequestList, no_others
 from medialane.gateway.operators.page_files import PageFiles
 from medialane.gateway.operators.part import Whose
@@ -160,6 +162,35 @@ async def test_state_adds_up_what_requests_do():
     assert state["rates"]["values"]["requests"][-1] + state["rates"]["values"]["requests"][-2] == 2
     assert [decision["request"] for decision in state["decisions"]] == ["done"]
     assert "secret" not in json.dumps(state)
+
+
+def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests_id():
+    """Whoever has an id may fetch its response from vLLM's response store."""
+    member, tried = Member(), record("resp_secret", worker="w0")
+    tried.attempt_failed("w0", 0, None, "worker_lost")
+    decision = RoutingDecision("w1", "longest cached prefix", num_tokens=9)
+    tried.sending(Sent(decision), is_sent=False)
+    member.live(tried)
+    page = decisions_page(member.recent, "0", {"limit": "2"})
+    assert b"resp_secret" not in page
+    about, failed = json.loads(page)["decisions"]
+    assert about["request_id_sha256"] == failed["request_id_sha256"] == hashlib.sha256(b"resp_secret").hexdigest()
+    assert (about["worker"], about["reason"], about["sent"]) == ("w1", "longest cached prefix", False)
+    assert (failed["worker"], failed["error"], failed["sent"]) == ("w0", "worker_lost", True)
+    assert about["first_token_ms"] is failed["first_token_ms"] is None
+    tried.sending(Sent(decision))
+    tried.sent_at(time.perf_counter())
+    tried.answered(OutputDelta("r", [], num_cached_tokens=8), decision, 9, {})
+    (answered,) = json.loads(decisions_page(member.recent, "0", {"limit": "1"}))["decisions"]
+    assert (answered["sent"], answered["engine_cached_tokens"]) == (True, 8)
+    assert answered["first_token_ms"] >= 0
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "1.5", "many", "\u0661"])
+def test_non_numeric_decision_limit_is_rejected_by_name(limit):
+    with pytest.raises(InvalidRequest) as raised:
+        decisions_page(RecentRequests(), "0", {"limit": limit})
+    assert raised.value.param == "limit"
 
 
 async def test_request_is_found_with_its_decision():

@@ -274,10 +274,9 @@ def test_scope_reports_items_in_request_order():
         scope.record.received(refs, model="m", streams=False)
         scope.record.prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9], is_reported=True)
         scope.record.prepared([item(refs[0], "h1")], is_reported=True)
-        scope.record.sending(
-            report.Sent(RoutingDecision("w0", "idle"), TransferPath(STAGES["features"], PullTransport(None)))
-        )
-        scope.record.answered(OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp")), 20, {})
+        decision = RoutingDecision("w0", "idle")
+        scope.record.sending(report.Sent(decision, TransferPath(STAGES["features"], PullTransport(None))))
+        scope.record.answered(OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp")), decision, 20, {})
         scope.timeline.add("decode", 0.0123456)
         scope.timeline.copied_bytes = 5
         found = msgspec.json.decode(scope.record.report())
@@ -318,7 +317,8 @@ def test_report_says_what_was_done_about_each_embedding():
     with open_scope() as scope:
         scope.extracted = ExtractedMedia(tuple(refs), wants_report=True)
         scope.record.prepared([item(ref, f"h{ref.param}") for ref in refs], is_reported=True)
-        scope.record.answered(OutputDelta("r", [], num_cached_tokens=0), 9, {"ha": "loaded", "hb": "encoded"})
+        first, decision = OutputDelta("r", [], num_cached_tokens=0), RoutingDecision("w0", "idle")
+        scope.record.answered(first, decision, 9, {"ha": "loaded", "hb": "encoded"})
         found = msgspec.json.decode(scope.record.report())
     assert [each.get("embedding") for each in found["items"]] == ["loaded", "encoded", None]
 

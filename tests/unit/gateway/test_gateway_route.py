@@ -1,6 +1,5 @@
 """What the gateway reports to the router about workers and requests."""
 
-import hashlib
 from types import SimpleNamespace
 
 import msgspec
@@ -8,7 +7,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from medialane.core.block_hash import prompt_block_ids
-from medialane.core.errors import InvalidRequest
 from medialane.core.feature import Embedding, Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.kv_events import KvChange
 from medialane.core.media import MediaRef, MediaSize
@@ -87,11 +85,10 @@ def test_concurrent_new_images_share_a_worker_before_their_position_is_known(mak
 def test_request_is_counted_once_at_its_worker_when_sent(make_routes):
     routes = make_routes(link_to("w0"))
     route = routes.choose(*left_to_worker(0))
-    assert routes.decisions({}) == b'{"decisions":[]}'
     for _ in range(2):
         routes.begin(route, "r0")
-    (decision,) = msgspec.json.decode(routes.decisions({}))["decisions"]
-    assert (decision["worker"], decision["reason"]) == ("w0", "the only candidate")
+    decision = route.routed.decision
+    assert (decision.worker_id, decision.reason) == ("w0", "the only candidate")
     assert routes.stats().num_encoder_items == 1
 
 
@@ -178,27 +175,14 @@ def test_lag_of_events_does_not_depend_on_the_clock_of_the_workers_host(make_rou
     assert routes.stats().event_lag_s == {"w0": 0.25}
 
 
-def test_choice_that_was_never_sent_is_listed_as_such(make_routes):
+def test_choice_that_was_never_sent_is_counted(make_routes):
     routes = make_routes(link_to("w0"))
     for number in range(2):
         route = routes.choose(*left_to_worker(number))
         if number:
             routes.begin(route, f"r{number}")
         route.routed.release()
-    decisions = msgspec.json.decode(routes.decisions({}))["decisions"]
-    ids = [hashlib.sha256(name).hexdigest() for name in (b"r1", b"r0")]
-    assert [(found["request_id_sha256"], found["sent"]) for found in decisions] == list(
-        zip(ids, (True, False), strict=True)
-    )
     assert routes.stats().num_unsent == 1
-
-
-def test_decisions_do_not_contain_request_ids(make_routes):
-    """With an id, anyone with a key can fetch the response from vLLM's response store."""
-    routes = make_routes(link_to("w0"))
-    request, prepared = left_to_worker(0)
-    routes.begin(routes.choose(msgspec.structs.replace(request, request_id="resp_secret"), prepared), "resp_secret")
-    assert b"resp_secret" not in routes.decisions({})
 
 
 def test_load_of_a_rank_counts_only_at_that_rank(make_routes):
@@ -212,13 +196,6 @@ def test_load_of_a_rank_counts_only_at_that_rank(make_routes):
         link.reports.reported(loads)
         request, prepared = left_to_worker(busy)
         assert routes.choose(request, prepared).data_parallel_rank == 1 - busy
-
-
-@pytest.mark.parametrize("limit", ["0", "-1", "1.5", "many", "\u0661"])
-def test_non_numeric_decision_limit_is_rejected_by_name(make_routes, limit):
-    with pytest.raises(InvalidRequest) as raised:
-        make_routes(link_to("w0")).decisions({"limit": limit})
-    assert raised.value.param == "limit"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,18 @@ def test_resources_are_released_once_in_reverse_order():
     assert log == ["c", "b", "a"]
 
 
+def test_resource_that_is_released_early_is_not_released_again():
+    log, early = [], []
+    with open_scope() as scope:
+        resources = [Resource(log, name) for name in "abc"]
+        for resource in resources:
+            scope.defer(resource.release)
+        scope.release(resources[1].release)
+        early += log
+        scope.release(Resource(log, "d").release)
+    assert (early, log) == (["b"], ["b", "d", "c", "a"])
+
+
 def test_late_resource_is_released_immediately():
     log = []
     with open_scope() as scope:

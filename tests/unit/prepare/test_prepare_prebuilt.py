@@ -138,7 +138,7 @@ def test_without_a_built_processor_no_process_is_forked():
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_forty_preparers_leave_nothing_behind(arena, kind):
+async def test_twenty_preparers_leave_nothing_behind(arena, kind):
     pool = make_pool(arena, CONFIG, num_preparers=2, max_jobs_per_preparer=1)
     async with running(pool, partial(fork, kind)):
         await eventually(lambda: pool.spare_pid is not None)
@@ -152,11 +152,11 @@ async def test_forty_preparers_leave_nothing_behind(arena, kind):
             return open_files("self"), open_files(server), private_kib(server)
 
         pids = set()
-        for number in range(20):
+        for number in range(10):
             await prepare(pool, arena, number)
         before = await state()
-        number = 20
-        while len(pids) < 40:  # a preparer is replaced after a job, once its successor is ready
+        number = 10
+        while len(pids) < 20:  # a preparer is replaced after a job, once its successor is ready
             await prepare(pool, arena, number)
             number += 1
             pids.update(pool.preparer_pids)

@@ -15,7 +15,6 @@ def test_defaults_are_valid():
         ("temperature_ms", -1.0),
         ("max_in_flight", -1),
         ("session_ttl_s", 0.0),
-        ("num_decisions", 0),
         ("kv_pressure_threshold", 1.0),
         ("over_capacity_ms", float("nan")),
     ],

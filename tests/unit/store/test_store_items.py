@@ -432,15 +432,14 @@ async def test_item_with_an_embedding_does_not_count_as_a_use_of_its_feature(wor
 async def test_item_of_a_known_size_is_described_without_its_bytes(world):
     size = MediaSize(80, 30)
     for _ in range(2):
-        assert await world.describe(sent(), size=size) == (content_hash(DATA), size, Described(b"header", size))
+        assert await world.describe(sent(), size=size) == (content_hash(DATA), Described(b"header", size))
     assert (world.uploads, world.pool.measured, world.pool.blanks) == (0, [], [(size, b"{}")])
 
 
 async def test_item_of_an_unknown_size_is_measured_once_and_not_processed(world):
     for _ in range(2):
-        content, size, described = await world.describe(sent(), upload=world.uploading(sent()))
-    assert (content, size) == (content_hash(DATA), MediaSize(60, 40))
-    assert described == Described(b"header", size)
+        found = await world.describe(sent(), upload=world.uploading(sent()))
+    assert found == (content_hash(DATA), Described(b"header", MediaSize(60, 40)))
     assert (world.uploads, len(world.pool.measured), len(world.pool.blanks)) == (1, 1, 1)
     assert not world.pool.prepared
     assert world.arena.stats().num_leases == 0
@@ -453,9 +452,9 @@ async def test_image_of_a_url_is_counted_before_it_is_measured(world):
 
 
 async def test_item_is_not_described_if_its_header_has_content_or_its_blank_is_refused(world):
-    assert (await world.describe(sent(), BY_CONTENT, MediaSize(60, 40))).described is None
+    assert (await world.describe(sent(), BY_CONTENT, MediaSize(60, 40)))[1] is None
     world.pool.error = InvalidImage("too small for the processor")
-    assert (await world.describe(sent(), size=MediaSize(1, 1))).described is None
+    assert (await world.describe(sent(), size=MediaSize(1, 1)))[1] is None
 
 
 async def test_concurrent_items_of_one_size_share_a_blank(world):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from medialane.core.request import WorkerState
-from medialane.gateway.report import routing_report
+from medialane.gateway.operators.decisions import newest_decisions
 from medialane.gateway.requests import ItemRecord, RecentRequests, RequestRecord, RequestView
 from medialane.gateway.requests.rates import Step, Waits
 from medialane.gateway.workers import WorkerPool
@@ -140,7 +140,7 @@ async def own_part(
         by_tenant=sums.tenants,
         by_origin=sums.origins,
         errors=_samples(recent.errors()),
-        decisions=_decisions(recent.newest_sent(num_decisions), whose.index),
+        decisions=newest_decisions(recent, whose.index, num_decisions),
     )
 
 
@@ -244,18 +244,3 @@ def _samples(failed: Iterable[RequestRecord]) -> dict[str, ErrorSample]:
         )
         for code, record in last.items()
     }
-
-
-def _decisions(records: Iterable[RequestRecord], gateway: str) -> list[dict[str, object]]:
-    return [
-        {
-            "request": record.id,
-            "gateway": gateway,
-            "time": round(record.received_at, 3),
-            "policy": sent.decision.policy,
-            **msgspec.structs.asdict(routing_report(sent.decision, record.engine_cached_tokens)),
-            "first_token_ms": None if record.first_token_ms is None else round(record.first_token_ms, 2),
-        }
-        for record in records
-        if (sent := record.sent) is not None
-    ]

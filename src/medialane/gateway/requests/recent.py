@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import msgspec
 
@@ -104,10 +104,6 @@ class RecentRequests:
         """Yield those of the last seconds that are kept, newest first."""
         since = time.perf_counter() - seconds
         return takewhile(lambda record: (record.ended_at or 0.0) > since, reversed(self._last))
-
-    def newest_sent(self, number: int) -> Iterator[RequestRecord]:
-        """Yield the newest that were sent to a worker."""
-        return islice((record for record in self.newest(RequestFilter()) if record.sent is not None), number)
 
     def _ended(self, wanted: RequestFilter) -> Iterable[RequestRecord]:
         if wanted.failed:

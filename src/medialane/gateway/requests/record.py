@@ -178,15 +178,20 @@ class ItemRecord:
 
 
 class Attempt:
-    """One time that a prompt was to be sent to a worker. `decision` is None if it was not; `error` is the code with
-    which the attempt ended, empty if it was answered."""
+    """One time that a prompt was to be sent to a worker. `decision` is None if that failed early; `error` is the code
+    with which the attempt ended, empty if it was answered; what the engine had cached, and the time to the first token,
+    are None until it was."""
 
     def __init__(self, worker: str, rank: int, path: TransferPath | None) -> None:
         self.worker = worker
         self.rank = rank
         self.path = path
+        self.chosen_at = time.time()
         self.decision: RoutingDecision | None = None
+        self.is_sent = False
         self.error = ""
+        self.engine_cached_tokens: int | None = None
+        self.first_token_ms: float | None = None
 
     def view(self) -> AttemptView:
         stage, transport = ("", "") if self.path is None else (self.path.stage.name, self.path.transport.name)
@@ -262,17 +267,14 @@ class RequestRecord:
                 item.timeline.add("encode", now - started_at, started_at)
                 item.ended_at = now
 
-    def sending(self, sent: Sent) -> None:
-        """Record how and where a prompt is sent. The last call counts: earlier attempts have failed. But of several
-        prompts (documents that are scored) one with media counts."""
+    def sending(self, sent: Sent, *, is_sent: bool = True) -> None:
+        """Record how and where a prompt is sent, or is about to be. The last call counts: earlier attempts have failed.
+        But of several prompts (documents that are scored) one with media counts."""
         if sent.path is not None or self.sent is None or self.sent.path is None:
             self.sent = sent
         decision = sent.decision
-        for attempt in reversed(self.attempts):
-            if not attempt.error and attempt.decision is decision:
-                attempt.path = sent.path
-                return
-        self._add_attempt(decision.worker_id, decision.rank, sent.path).decision = decision
+        attempt = self._attempt_of(decision) or self._add_attempt(decision.worker_id, decision.rank, sent.path)
+        attempt.decision, attempt.path, attempt.is_sent = decision, sent.path, is_sent
 
     def sent_at(self, seconds: float) -> None:
         """Record when the last attempt was sent (perf_counter): of an answer that is not streamed, nothing else is
@@ -287,6 +289,7 @@ class RequestRecord:
 
     def sent_back(self, worker: str, rank: int) -> None:
         """Forget an attempt: the worker had other gateways' requests first, and the prompt waits again."""
+        self.timeline.wait_again()
         if (attempt := self._open_attempt(worker, rank)) is not None:
             self.attempts.remove(attempt)
 
@@ -295,12 +298,26 @@ class RequestRecord:
         at_worker = (each for each in reversed(self.attempts) if (each.worker, each.rank) == (worker, rank))
         return next((attempt for attempt in at_worker if not attempt.error), None)
 
-    def answered(self, first: OutputDelta, num_prompt_tokens: int, outcomes: Mapping[str, EmbeddingOutcome]) -> None:
-        """Record the first output of a prompt: how many of its tokens the engine had in its KV cache, what it did about
-        embeddings, by the mm_hash of the item, and by what the store of the worker's host has copied media."""
+    def _attempt_of(self, decision: RoutingDecision) -> Attempt | None:
+        tried = (each for each in reversed(self.attempts) if each.decision is decision)
+        return next((attempt for attempt in tried if not attempt.error), None)
+
+    def answered(
+        self,
+        first: OutputDelta,
+        decision: RoutingDecision,
+        num_prompt_tokens: int,
+        outcomes: Mapping[str, EmbeddingOutcome],
+    ) -> None:
+        """Record the first output of a prompt, which was sent by this decision: how many of its tokens the engine had
+        in its KV cache, what it did about embeddings, by the mm_hash of the item, and by what the store of the worker's
+        host has copied media."""
+        first_token_at = self._first_token_at(first)
+        first_token_ms = (first_token_at - self._sent_at) * 1000
         if self.first_token_at is None:
-            self.first_token_at = self._first_token_at(first)
-            self.first_token_ms = (self.first_token_at - self._sent_at) * 1000
+            self.first_token_at, self.first_token_ms = first_token_at, first_token_ms
+        if (attempt := self._attempt_of(decision)) is not None:
+            attempt.engine_cached_tokens, attempt.first_token_ms = first.num_cached_tokens, round(first_token_ms, 2)
         if self.timeline.current != "answer":
             self.timeline.enter("answer")
         self.engine_cached_tokens = first.num_cached_tokens
