@@ -103,7 +103,7 @@ def test_api_page_names_every_endpoint_of_ours():
 
 
 def test_stability_page_has_the_numbers_of_the_protocols():
-    text = (ROOT / "docs/stability.md").read_text()
+    text = (ROOT / "docs/reference/stability.md").read_text()
     rows = dict(
         re.findall(r"^\| (gateway and worker|store and .*?) \| (\d+) \|", text.replace(", whoever connects", ""), re.M)
     )
@@ -131,7 +131,7 @@ def test_configuration_page_lists_every_benchmark():
 
 
 def test_glossary_has_each_term_once():
-    terms = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)[1:]
+    terms = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs/concepts/glossary.md").read_text(), re.MULTILINE)[1:]
     assert len(terms) > 40
     assert len(set(terms)) == len(terms)
 
