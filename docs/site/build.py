@@ -96,6 +96,7 @@ def build(folder: Path) -> Path:
     copy([CONFIG], folder)
     config = folder / CONFIG.relative_to(ROOT)
     copy(pages, config.parent / "pages")
+    shutil.copy(CONFIG.with_name("style.css"), config.parent / "pages")
     program = [Path(sys.executable).with_name("zensical"), "build", "--strict", "--config-file", config]
     if subprocess.run(program, timeout=120).returncode:  # noqa: S603 - constant
         sys.exit("the site was not built: see above")
