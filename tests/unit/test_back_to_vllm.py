@@ -1,4 +1,4 @@
-"""docs/guides/back-to-vllm.md: what it names exists on both sides, and nothing of `medialane serve --help` is missing."""
+"""docs/guides/back-to-vllm.md: all names exist on both sides, and none of `medialane serve --help` is missing."""
 
 import argparse
 import re

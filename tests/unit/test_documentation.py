@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import models_page
@@ -13,6 +15,8 @@ import pytest
 
 import setting_reference
 from medialane.cli.bench import names
+from medialane.cli.main import COMMANDS
+from medialane.cluster.vllm_flags import flag_table
 from medialane.config import settings
 from medialane.core.errors import (
     AlreadyJoined,
@@ -67,6 +71,29 @@ def test_links_of_a_page_resolve(page):
 def test_settings_named_in_a_page_exist(page):
     known = {setting.name for setting in settings()} | {"media-io-kwargs"}  # the latter is vLLM's
     assert set(_OWN_FLAG.findall(page.read_text())) <= known
+
+
+def _flags() -> set[str]:
+    """Those of our commands, and vLLM's."""
+    found = set(flag_table()["flags"]) | {f"--{setting.name}" for setting in settings()}
+    for command in COMMANDS.values():
+        parser = argparse.ArgumentParser()
+        import_module(f"medialane.cli.{command.module}").add_arguments(parser)
+        found |= {flag for action in parser._actions for flag in action.option_strings}  # noqa: SLF001 - argparse's only list
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs/faq.md", *(ROOT / "docs/guides").glob("*.md")], ids=lambda page: page.name
+)
+def test_flags_named_in_a_guide_exist(page):
+    """But for those of others, in the first column of a comparison."""
+    theirs, ours = "", page.read_text()
+    if page.name.startswith(("from-", "llm-d")):
+        theirs = "\n".join(re.findall(r"^\|(.*?)\|", ours, re.MULTILINE))
+        ours = re.sub(r"^\|.*?\|", "|", ours, flags=re.MULTILINE)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![a-z0-9-])", ours))
+    assert named - _flags() <= {"--ipc", "--shm-size", "--version"} | set(re.findall(r"--[a-z-]+", theirs))
 
 
 #: Between processes, and of commands.
