@@ -13,7 +13,11 @@ pytestmark = [pytest.mark.vllm]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "ten-minutes.md").read_text()
-BLOCKS = re.findall(r"^```\n(.*?)^```", PAGE.partition("\n## Ask\n")[2], re.MULTILINE | re.DOTALL)
+#: The server's address and model are those of the test.
+BLOCKS = [
+    re.sub(r"^URL=.* MODEL=.*\n", "", block)
+    for block in re.findall(r"^```\n(.*?)^```", PAGE.partition("\n## Ask\n")[2], re.MULTILINE | re.DOTALL)
+]
 
 
 async def run(script, serve):
@@ -37,7 +41,7 @@ async def test_first_ten_minutes(serve):
     first, headers, report, look = BLOCKS
     asked = await run(first, serve)
     assert json.loads(asked)["choices"][0]["message"]["content"]
-    function = first.rpartition("\nask")[0] + "\n"
+    function = first.rpartition("\nask\n")[0] + "\n"
     timing = await run(function + headers, serve)
     assert "x-request-id" in timing.lower()
     assert not re.search(r"\b(fetch|decode|process);", timing), "the image is found in shared memory"
