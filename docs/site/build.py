@@ -76,11 +76,12 @@ def check_navigation(pages: set[Path]) -> None:
 
 def _line(page: str) -> str:
     """A page in llms.txt: its title, and its first sentence, or what it is about."""
-    title, _, text = (ROOT / page).read_text().removeprefix("# ").partition("\n")
-    paragraph = _MARKUP.sub(r"\1", " ".join(text.strip().partition("\n\n")[0].split()))
-    if paragraph.startswith("#"):
-        paragraph = ", ".join(re.findall(r"^## (.+)$", _FENCE.sub("", text), re.MULTILINE))
-    return f"- [{title}]({page}): {re.split(r'(?<=[.:;]) ', paragraph)[0].strip(' :;')}\n"
+    title, _, text = _FENCE.sub("", (ROOT / page).read_text()).removeprefix("# ").partition("\n")
+    paragraph = " ".join(text.strip().partition("\n\n")[0].split()).removeprefix("**What you get:** ")
+    if paragraph.startswith(("#", "* ")):
+        paragraph = ", ".join(re.findall(r"^(?:##|\* \*\*) ?(.+?)(?:\.\*\*.*)?$", text, re.MULTILINE))
+    sentence = re.split(r"(?<=[.;]) ", _MARKUP.sub(r"\1", paragraph))[0]
+    return f"- [{title}]({page}): {sentence.strip(' :;')}\n"
 
 
 def llms_txt() -> str:
