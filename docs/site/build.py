@@ -78,8 +78,8 @@ def _line(page: str) -> str:
     """A page in llms.txt: its title, and its first sentence, or what it is about."""
     title, _, text = _FENCE.sub("", (ROOT / page).read_text()).removeprefix("# ").partition("\n")
     paragraph = " ".join(text.strip().partition("\n\n")[0].split()).removeprefix("**What you get:** ")
-    if paragraph.startswith(("#", "* ")):
-        paragraph = ", ".join(re.findall(r"^(?:##|\* \*\*) ?(.+?)(?:\.\*\*.*)?$", text, re.MULTILINE))
+    if paragraph.startswith("## "):
+        paragraph = ", ".join(re.findall(r"^## (.+)$", text, re.MULTILINE))
     sentence = re.split(r"(?<=[.;]) ", _MARKUP.sub(r"\1", paragraph))[0]
     return f"- [{title}]({page}): {sentence.strip(' :;')}\n"
 
