@@ -78,11 +78,11 @@ PROGRAMS = {
     "python3": "makes an environment, prints JSON",
     "pip": "its files exist; test_startup_wheels.py installs what is built",
     "base64 cut grep mkdir mv openssl sha256sum": "the system's",
-    "docker": "not run, for want of a daemon: test_charts.py lints the Dockerfile and checks compose.yaml",
-    "helm kubectl": "not run, for want of a cluster: test_charts.py renders the chart and validates the manifests",
+    "docker": "not run, needs a daemon: test_charts.py lints the Dockerfile and checks compose.yaml",
+    "helm kubectl": "not run, needs a cluster: test_charts.py renders the chart and validates the manifests",
     "ray": "not run, as it starts daemons: tests/e2e/test_e2e_ray.py has a cluster of its own",
     "systemctl useradd install": "not run, as they change the machine: test_charts.py verifies the units",
-    "rsync": "not run, for want of other hosts",
+    "rsync": "not run, needs other hosts",
 }
 _KNOWN = {name for names in PROGRAMS for name in names.split()}
 #: Commands that are not there are recorded: all of them, since there is no PATH.
