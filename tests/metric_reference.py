@@ -1,4 +1,4 @@
-"""Write the tables of docs/metrics.md again, from what the code exposes: python tests/metric_reference.py
+"""Write the tables of docs/reference/metrics.md again, from what the code exposes: python tests/metric_reference.py
 
 A gateway's metrics are made with everything that it can watch, and each counter is counted once, so that every family
 has its labels.
@@ -33,7 +33,7 @@ from medialane.observability.timeline import StageTimeline
 from medialane.worker.metrics_server import WorkerStatus
 
 ROOT = Path(__file__).parents[1]
-PAGE, DEPLOY = ROOT / "docs" / "metrics.md", ROOT / "deploy"
+PAGE, DEPLOY = ROOT / "docs" / "reference" / "metrics.md", ROOT / "deploy"
 _HEAD = "| name | type | labels | unit | what it is |\n|---|---|---|---|---|\n"
 _UNITS = {"seconds": "seconds", "bytes": "bytes", "ratio": "0 to 1", "max": "seconds", "tokens": "tokens"}
 
@@ -142,7 +142,7 @@ def with_tables(page: str) -> str:
         begin, end = f"<!-- {name}: tests/metric_reference.py -->\n", f"<!-- end of {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         page, number = pattern.subn((begin + table + end).replace("\\", r"\\"), page)
-        assert number == 1, f"docs/metrics.md has {number} places for the table {name}"
+        assert number == 1, f"docs/reference/metrics.md has {number} places for the table {name}"
     return page
 
 

@@ -1,4 +1,4 @@
-"""Write docs/settings.md again, from the definitions of the settings: python tests/setting_reference.py"""
+"""Write docs/reference/settings.md again, from the definitions of the settings: python tests/setting_reference.py"""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from medialane.cli.flags import TITLES, default_text
 from medialane.config import Setting, settings
 
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 
 _TOP = """\
 # Settings
 
 Every setting of medialane, written by `python tests/setting_reference.py` from the definitions of `--help-all`.
-[Configuration](configuration.md) explains the important ones, and where a value is given: as flag, as `MEDIALANE_...`
-(the name in capitals, with `_`), as key of a TOML file. What may change in them: [Stability](stability.md).
+[Configuration](../configuration.md) explains the important ones, and where a value is given: as flag, as
+`MEDIALANE_...` (the name in capitals, with `_`), as key of a TOML file. What may change: [Stability](stability.md).
 """
 
 #: Modules of the commands that have settings by sections.

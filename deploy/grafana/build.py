@@ -24,7 +24,7 @@ ONE_SOURCE = """\
 right here if one source has them: one gateway port (with `--gateways N` any of them covers all), **not** the gateways
 of several hosts that share workers, and **not** the workers' `--metrics-port` as well.
 `deploy/prometheus/scrape.yaml` shows how to drop the rest. *Gateway*: what clients wait for. *Worker*: vLLM's own
-times, which begin when the worker gets the prepared request. Each metric: `docs/metrics.md`; alerts:
+times, which begin when the worker gets the prepared request. Each metric: `docs/reference/metrics.md`; alerts:
 `docs/runbook.md`."""
 
 _METRIC = re.compile(r"\b(?:vllm:|medialane_|http_|process_)\w+|\bup\b")

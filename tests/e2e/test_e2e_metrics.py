@@ -20,7 +20,7 @@ from waiting import eventually
 pytestmark = pytest.mark.vllm
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-METRICS_PAGE = DEPLOY.parent / "docs" / "metrics.md"
+METRICS_PAGE = DEPLOY.parent / "docs" / "reference" / "metrics.md"
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
 #: Begins what a panel's description says of queries that have no data under every load.

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(BROWSER_S))
-        if shutil.which(PROGRAM) is None:
+        if "browser" in item.fixturenames and shutil.which(PROGRAM) is None:
             item.add_marker(pytest.mark.skip(reason="Chromium is not installed: apt-get install chromium"))
 
 

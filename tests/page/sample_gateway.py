@@ -1,6 +1,6 @@
 """A gateway that only has the page and its API, with made-up requests: `Scene` says how many and what is wrong.
 
-For what no test machine can run: a thousand workers, 500 requests a second. It answers as docs/state.md says.
+For what no test machine can run: a thousand workers, 500 requests a second. It answers as docs/reference/state.md says.
 """
 
 from __future__ import annotations

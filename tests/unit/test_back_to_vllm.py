@@ -1,4 +1,4 @@
-"""docs/back-to-vllm.md: what it names exists on both sides, and nothing of `medialane serve --help` is missing."""
+"""docs/guides/back-to-vllm.md: all names exist on both sides, and none of `medialane serve --help` is missing."""
 
 import argparse
 import re
@@ -12,7 +12,7 @@ from medialane.cli import serve
 from medialane.cluster.vllm_flags import flag_table
 from medialane.config import settings
 
-PAGE = (Path(__file__).parents[2] / "docs" / "back-to-vllm.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "back-to-vllm.md").read_text()
 ROWS = re.findall(r"^\| (`--.+?) \| (.+) \|$", PAGE, re.MULTILINE)
 COMMANDS = [shlex.split(line) for line in re.findall(r"^(?:medialane|vllm) serve .*$", PAGE, re.MULTILINE)]
 _FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import models_page
@@ -13,6 +15,8 @@ import pytest
 
 import setting_reference
 from medialane.cli.bench import names
+from medialane.cli.main import COMMANDS
+from medialane.cluster.vllm_flags import flag_table
 from medialane.config import settings
 from medialane.core.errors import (
     AlreadyJoined,
@@ -69,6 +73,29 @@ def test_settings_named_in_a_page_exist(page):
     assert set(_OWN_FLAG.findall(page.read_text())) <= known
 
 
+def _flags() -> set[str]:
+    """Those of our commands, and vLLM's."""
+    found = set(flag_table()["flags"]) | {f"--{setting.name}" for setting in settings()}
+    for command in COMMANDS.values():
+        parser = argparse.ArgumentParser()
+        import_module(f"medialane.cli.{command.module}").add_arguments(parser)
+        found |= {flag for action in parser._actions for flag in action.option_strings}  # noqa: SLF001 - argparse's only list
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs/faq.md", *(ROOT / "docs/guides").glob("*.md")], ids=lambda page: page.name
+)
+def test_flags_named_in_a_guide_exist(page):
+    """But for those of others, in the first column of a comparison."""
+    theirs, ours = "", page.read_text()
+    if page.name.startswith(("from-", "llm-d")):
+        theirs = "\n".join(re.findall(r"^\|(.*?)\|", ours, re.MULTILINE))
+        ours = re.sub(r"^\|.*?\|", "|", ours, flags=re.MULTILINE)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![a-z0-9-])", ours))
+    assert named - _flags() <= {"--ipc", "--shm-size", "--version"} | set(re.findall(r"--[a-z-]+", theirs))
+
+
 #: Between processes, and of commands.
 _INTERNAL = (
     HandoverFailed,
@@ -103,7 +130,7 @@ def test_api_page_names_every_endpoint_of_ours():
 
 
 def test_stability_page_has_the_numbers_of_the_protocols():
-    text = (ROOT / "docs/stability.md").read_text()
+    text = (ROOT / "docs/reference/stability.md").read_text()
     rows = dict(
         re.findall(r"^\| (gateway and worker|store and .*?) \| (\d+) \|", text.replace(", whoever connects", ""), re.M)
     )
@@ -131,7 +158,7 @@ def test_configuration_page_lists_every_benchmark():
 
 
 def test_glossary_has_each_term_once():
-    terms = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)[1:]
+    terms = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs/concepts/glossary.md").read_text(), re.MULTILINE)[1:]
     assert len(terms) > 40
     assert len(set(terms)) == len(terms)
 

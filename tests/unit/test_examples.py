@@ -1,20 +1,29 @@
-"""The examples: commands and settings by our parser, and what their pages say to type."""
+"""Commands, settings and data of all pages: bash runs what they say to type, with a recorder instead of the programs,
+and each command is then checked by what would read it. Those of the first ten minutes are also run as they are, by
+tests/e2e/test_e2e_documentation.py.
+"""
 
+import ast
 import importlib
 import re
-import shlex
+import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import pytest
 import trustme
+import yaml
 
 from certificates import tls_settings
+from medialane.cli import serve
 from medialane.cli.main import COMMANDS, parse_words
 from medialane.cluster.local import check_join, check_join_listen
 from medialane.cluster.ray import remote_workers
 from medialane.cluster.ray.remote_workers import Nodes, with_join_addresses, worker_specs
+from medialane.cluster.vllm_flags import flag_table
 from medialane.config import load_config
+from medialane.gateway.admission.keys_file import read_keys
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -59,16 +68,153 @@ def test_settings_for_ray_are_ours(tmp_path, monkeypatch):
     assert {spec.environ["MEDIALANE_JOIN"] for spec in specs} == {"10.0.0.1:7100,10.0.0.2:7100"}
 
 
-def commands(path):
-    lines = [line for block in re.findall(r"```\n(.*?)```", path.read_text(), re.DOTALL) for line in block.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("medialane ")]
+#: The programs of the pages' commands, and what else tests them.
+PROGRAMS = {
+    "medialane": "parsed here; tests of each command",
+    "vllm": "test_back_to_vllm.py compares its flags",
+    "make": "its targets exist",
+    "curl": "its paths are endpoints",
+    "python": "its scripts exist",
+    "python3": "makes an environment, prints JSON",
+    "pip": "its files exist; test_startup_wheels.py installs what is built",
+    "base64 cut grep mkdir mv openssl sha256sum": "the system's",
+    "docker": "not run, needs a daemon: test_charts.py lints the Dockerfile and checks compose.yaml",
+    "helm kubectl": "not run, needs a cluster: test_charts.py renders the chart and validates the manifests",
+    "ray": "not run, as it starts daemons: tests/e2e/test_e2e_ray.py has a cluster of its own",
+    "systemctl useradd install": "not run, as they change the machine: test_charts.py verifies the units",
+    "rsync": "not run, needs other hosts",
+}
+_KNOWN = {name for names in PROGRAMS for name in names.split()}
+#: Commands that are not there are recorded: all of them, since there is no PATH.
+_RECORDER = """
+PATH=/nonexistent LOG=$PWD/.recorded
+command_not_found_handle() { printf '%s\\0' "$@" $'\\n' >> "$LOG"; }
+cd() { :; }
+"""
+#: Where a script writes, and what it would load into the shell.
+_ELSEWHERE = ((r"/etc/medialane", "."), (r"[\w./]*/bin/(pip|medialane)\b", r"\1"), (r"\. \S+/bin/activate", "true"))
+ALL_PAGES = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
+each_page = pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 
 
-def test_commands_for_ray_are_ours():
-    parsed = []
-    for _, name, *rest in commands(EXAMPLES / "ray" / "README.md"):
-        module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
-        parsed.append(parse_words(name, COMMANDS[name], module.add_arguments, rest))
-    certs, serve, _status = parsed
+def blocks(page, *languages):
+    """The fenced blocks of a page in these languages; '' for those without one."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for language, block in found if language in languages]
+
+
+def is_script(block, page):
+    line = next(line for line in block.removeprefix("$ ").splitlines() if not line.startswith("#"))
+    first = re.split(r"[ (]", line, maxsplit=1)[0].rpartition("/")[2]
+    is_function = bool(first) and f"\n{first}() {{" in page.read_text()
+    return first in _KNOWN | {"cd", "export", "umask"} or is_function or bool(re.match(r"\w+=\S|\(umask", line))
+
+
+def script(page):
+    """What a page says to type, without what it prints: lines of JSON, and behind a prompt all that is not indented."""
+    lines = []
+    for block in [block for block in blocks(page, "", "console") if is_script(block, page)]:
+        prompted = block.startswith("$ ")
+        shown = [line for line in block.splitlines() if not prompted or line.startswith(("$ ", "    "))]
+        lines += [line.removeprefix("$ ") for line in shown if not line.startswith('{"')]
+    text = "\n".join(lines)
+    for pattern, place in _ELSEWHERE:
+        text = re.sub(pattern, place, text)
+    return text
+
+
+def commands(page, folder):
+    """The commands of a page, as bash would call them: lists of words."""
+    done = subprocess.run(
+        ["bash", "-c", f"{_RECORDER}{script(page)}\n"], cwd=folder, capture_output=True, text=True, timeout=10
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    recorded = folder / ".recorded"
+    words = recorded.read_text().split("\0") if recorded.exists() else []
+    ends = [index for index, word in enumerate(words) if word == "\n"]
+    return [words[begin + 1 : end] for begin, end in pairwise([-1, *ends])]
+
+
+def parsed(words):
+    """A command of ours and its settings, by our parser."""
+    name, *rest = words[1:]
+    module = importlib.import_module(f"medialane.cli.{COMMANDS[name].module}")
+    return parse_words(name, COMMANDS[name], module.add_arguments, rest)
+
+
+def endpoints():
+    rows = re.findall(r"^\| (`/.+?) \| (?:vLLM|medialane) \|", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    return {path for row in rows for path in re.findall(r"`(/[^`]*)`", row)}
+
+
+def check_medialane(words):
+    if words[1] != "--version":
+        unknown = {word.partition("=")[0] for word in parsed(words).vllm_args if word.startswith("--")}
+        assert unknown <= flag_table()["flags"].keys()
+
+
+def check_make(words):
+    assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def check_curl(words):
+    (url,) = [word for word in words if re.match(r"(http://)?[\w.]+(:\d+)?/", word)]
+    assert re.sub(r"\?.*", "", "/" + url.removeprefix("http://").partition("/")[2]) in endpoints()
+    bodies = [words[index + 1] for index, word in enumerate(words) if word == "-d"]
+    assert all(body.startswith("@") or msgspec.json.decode(body) for body in bodies)
+
+
+def check_python(words):
+    assert list(ROOT.rglob(words[1]))
+
+
+CHECKS = {"medialane": check_medialane, "make": check_make, "curl": check_curl, "python": check_python}
+
+
+@each_page
+def test_commands_of_a_page(page, tmp_path):
+    for words in commands(page, tmp_path):
+        program = words[0].rpartition("/")[2]
+        assert program in _KNOWN, f"{words}: what tests it? See PROGRAMS"
+        CHECKS.get(program, bool)(words)
+        files = [
+            word for word in words if re.match(r"(\./)?(benchmarks|deploy|docs|examples|packages|requirements)/", word)
+        ]
+        assert all((ROOT / path).exists() for path in files), words
+
+
+@each_page
+def test_data_of_a_page_can_be_read(page):
+    for block in blocks(page, "json"):
+        for text in block.splitlines() if "\n{" in block else [block]:
+            msgspec.json.decode(text.replace("...", "0") if "[..." in text else text)
+    for block in blocks(page, "yaml"):
+        assert list(yaml.safe_load_all(block))
+    for block in blocks(page, "python"):
+        compile(block, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_files_of_settings_of_the_pages_are_ours(tmp_path):
+    found = [block for page in ALL_PAGES for block in blocks(page, "toml")]
+    assert found
+    for text in found:
+        path = tmp_path / "settings.toml"
+        path.write_text(re.sub(r"/etc/medialane|/var/log/medialane", str(tmp_path), text))
+        load_config(file=str(path), environ={}, sections=serve.SECTIONS)
+
+
+def test_guide_for_one_host_makes_the_files_of_its_settings(tmp_path):
+    page = ROOT / "docs" / "guides" / "one-host.md"
+    secrets = script(page).partition("medialane")[0]
+    subprocess.run(["bash", "-euo", "pipefail", "-c", secrets], cwd=tmp_path, check=True, timeout=10)
+    (tenant,) = read_keys(str(tmp_path / "keys")).values()
+    assert tenant.concurrency == 200
+    for name in ("keys", "admin-key"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_commands_for_ray_are_ours(tmp_path):
+    found = commands(EXAMPLES / "ray" / "README.md", tmp_path)
+    certs, serve, _status = [parsed(words) for words in found if words[0] == "medialane"]
     assert certs.hosts == ["10.0.0.1", "10.0.0.2"]
     assert serve.config == "serve.toml"

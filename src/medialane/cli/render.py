@@ -48,7 +48,7 @@ examples:
   curl localhost:8000/v1/chat/completions/render -H 'Content-Type: application/json' \\
       -d '{"model": "./model", "messages": [{"role": "user", "content": "hello"}]}'
 
-For llm-d's router: docs/render-service.md."""
+For llm-d's router: docs/guides/llm-d.md."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -45,7 +45,7 @@ The exit status is 0 if all gateways answered, else 2.
 examples:
   medialane top
   medialane top --gateway http://10.0.0.1:8000 --gateway http://10.0.0.2:8000 --admin-key-file admin.key
-  medialane top --once --json | jq .workers.states    # see docs/state.md"""
+  medialane top --once --json | jq .workers.states    # see docs/reference/state.md"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

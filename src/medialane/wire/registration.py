@@ -1,7 +1,7 @@
 """The registration of a connection: one side sends a hello, the other a welcome or the reason to refuse it.
 
 A hello is an array that begins with its kind and the number of its protocol, in every release: whatever else has
-changed, the other side can say which numbers differ (docs/stability.md).
+changed, the other side can say which numbers differ (docs/reference/stability.md).
 """
 
 from __future__ import annotations

@@ -464,7 +464,7 @@ async def test_a_thousand_workers_are_listed_by_need_and_counted():
 
 
 def test_documentation_has_each_field():
-    page = (Path(__file__).parents[3] / "docs" / "state.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "state.md").read_text()
     documents = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL)]
     state, listed, request = documents
     state["live"]["listed"], listed["requests"] = [request], [request]

@@ -77,7 +77,7 @@ async def test_other_protocol_version_is_rejected(net):
 
 @pytest.mark.parametrize("rest", [[], [None, 7], [{"gateway": "g"}, [], [], "new"]])
 async def test_gateway_of_a_release_with_another_hello_is_refused_by_its_number(net, raw, rest):
-    """Whatever the rest of the message is: its beginning stays (docs/stability.md)."""
+    """Whatever the rest of the message is: its beginning stays (docs/reference/stability.md)."""
     await net.serve(FakeHandler())
     gateway = await raw(hello=False)
     gateway.write(raw_frame(["Hello", 99, *rest]))

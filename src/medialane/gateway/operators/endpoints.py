@@ -1,4 +1,5 @@
-"""The JSON API of the page and of `medialane top`, its event stream, the login, and the page's files (docs/state.md).
+"""The JSON API of the page and of `medialane top`, its event stream, the login, and the page's files
+(docs/reference/state.md).
 
 Theory of operation. A gateway that is asked makes its own part, and gets those of its siblings over their sockets. All
 who watch at a gateway share one document a second: with nobody there, nothing is made. `access` has decided before who

@@ -1,4 +1,4 @@
-"""The state of a server as operators see it (docs/state.md), added up from the parts of its gateways."""
+"""The state of a server as operators see it (docs/reference/state.md), added up from the parts of its gateways."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class ErrorView(msgspec.Struct, frozen=True):
 
 
 class RequestView(msgspec.Struct, frozen=True):
-    """A request as operators see it. `stage` is what it waits for, None once it has ended. See docs/state.md."""
+    """A request as operators see it (docs/reference/state.md). `stage` is what it waits for, None once it has ended."""
 
     id: str
     gateway: str
