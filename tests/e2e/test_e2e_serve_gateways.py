@@ -1,6 +1,6 @@
 """The command line `serve --gateways 2 --workers 2` with TLS and keys, as a user gives it, over simulated workers: what
-is killed, and what is restarted under load: all workers by `medialane drain --all`, both gateways and the store by
-SIGTERM, and no request is lost."""
+is killed, and what is restarted under load: all workers by `medialane workers drain --all`, both gateways and the store
+by SIGTERM, and no request is lost."""
 
 import asyncio
 import json
@@ -256,7 +256,17 @@ async def test_workers_are_restarted_under_load_and_no_request_is_lost(served):
     load.start(short=4, long=2)
     await eventually(lambda: len(load.answers) == 6, "all have been answered", 60)
     draining = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "medialane", "drain", "--all", "--gateway", served.client.base_url, "--insecure"),
+        *(
+            sys.executable,
+            "-m",
+            "medialane",
+            "workers",
+            "drain",
+            "--all",
+            "--gateway",
+            served.client.base_url,
+            "--insecure",
+        ),
         env={**os.environ, "MEDIALANE_ADMIN_KEY": ADMIN},
         stdout=asyncio.subprocess.PIPE,
     )

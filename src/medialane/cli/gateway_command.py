@@ -19,6 +19,7 @@ from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 from medialane.vllm_bridge.seams import probe
 from medialane.wire.address import parse_named, parse_unix
+from medialane.wire.listener import check_listen
 from medialane.wire.security import check_address
 
 logger = logging.getLogger(__name__)
@@ -107,8 +108,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_addresses(config: Config, args: argparse.Namespace) -> None:
     """Raise StartupFailed for addresses that are missing, malformed, or cannot be used."""
-    if not (args.workers or config.gateway.join_listen or config.gateway.render_only):
-        raise StartupFailed("a gateway needs workers: --worker ADDRESS, or --join-listen for workers that join")
+    gateway = config.gateway
+    if not (args.workers or gateway.join_listen or gateway.workers_file or gateway.render_only):
+        raise StartupFailed(
+            "a gateway needs workers: --worker ADDRESS, --join-listen for workers that join, or --workers-file for "
+            "those that are added"
+        )
     if args.store is None:
         raise StartupFailed(
             f"a gateway needs --store unix:/path, the media store of its host (medialane store), or --store {NO_STORE} "
@@ -118,6 +123,7 @@ def _check_addresses(config: Config, args: argparse.Namespace) -> None:
         parse_unix(args.store, "--store")
     _check_workers(args.workers, config)
     if args.gateway_sockets:  # of `medialane serve`, which has checked the others
+        check_listen(f"unix:{args.gateway_sockets[args.gateway_index or 0]}", "--gateway-socket", config.rpc)
         return
     if args.listen_fd is None:
         check_port(config.server.host, config.server.port)

@@ -28,6 +28,7 @@ from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value
 from medialane.config import Config, SectionName, load_config, process_environ
 from medialane.core.errors import StartupFailed
+from medialane.core.process.systemd import show_ready, show_stopping, watched
 from medialane.core.process.title import set_title
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
@@ -211,7 +212,9 @@ async def _serve(
         if starting.done():
             starting.result()
             announce_start()
-            await asyncio.wait((stopped, supervised), return_when=asyncio.FIRST_COMPLETED)
+            show_ready("serving")
+            async with watched():
+                await asyncio.wait((stopped, supervised), return_when=asyncio.FIRST_COMPLETED)
             if supervised.done():
                 supervised.result()
     finally:
@@ -245,6 +248,7 @@ class _Stop:
             self.impatient = True
             self._supervisor.kill()
         else:
+            show_stopping()
             print("\nstopping (interrupt again to kill)", file=sys.stderr, flush=True)
         self.asked.set()
 

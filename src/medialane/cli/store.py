@@ -36,6 +36,7 @@ from medialane.core.process.memory import MemoryUse, ProcessKind
 from medialane.core.process.owner_lock import has_one_owner
 from medialane.core.process.phase import READY, enter_phase
 from medialane.core.process.stop import stopped_by_signals
+from medialane.core.process.systemd import watched
 from medialane.core.process.title import WARM, has_title
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
@@ -116,7 +117,8 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], address: s
             if takes_media is False:
                 logger.warning("this model takes no media: it needs no media store")
                 return NOT_NEEDED
-            await stop.asked.wait()
+            async with watched():
+                await stop.asked.wait()
             await first_of(store.drain(), stop.at_once.wait(), asyncio.sleep(config.stop.drain_timeout_s))
             # `serve` starts the next store, or removes the arena when it ends itself; workers with a store do neither.
             if config.arena.keep or has_one_owner(serve_lock(address)):

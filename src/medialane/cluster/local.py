@@ -169,6 +169,7 @@ def process_specs(
     """Return the specifications of the warm process, the store, the workers, the encoders and the gateways, with their
     sockets in `folder`, but for `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`.
     With `config.cluster.ray` there are no workers here, and the gateways let them join. Raises StartupFailed."""
+    config = _with_workers_file(config, folder)
     engines = _engines(config)
     placements = (
         place_engines(hardware, vllm_args, engines, single_gpu=config.cluster.single_gpu, environ=environ)
@@ -265,6 +266,12 @@ def process_specs(
     num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
     gateways = [gateway] if num_gateways == 1 else _sharing(gateway, folder, num_gateways=num_gateways)
     return [*first, store, *workers, *gateways]
+
+
+def _with_workers_file(config: Config, folder: Path) -> Config:
+    """Return the configuration with a file that gateways keep changes of their workers in, while this run lasts."""
+    path = config.gateway.workers_file or str(folder / "workers.json")
+    return msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, workers_file=path))
 
 
 def store_path(folder: Path) -> Path:

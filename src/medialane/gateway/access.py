@@ -8,8 +8,8 @@ listed needs the admin key if there is one, else an API key: what an upgrade or 
     open      OPEN                                          none is needed
     metrics   METRICS                                       --metrics-key, --admin-key; without the former, none needed
     client    CLIENT, CLIENT_PREFIXES; no route (404, 405)  --api-key, --admin-key; without the former, none needed
-    operator  OPERATOR: shows everybody's requests          --admin-key, a session (`operators.sessions`); without it
-                                                            none is needed on this machine, and none suffices elsewhere
+    operator  OPERATOR: shows everybody's requests, or      --admin-key, a session (`operators.sessions`); without it
+              changes the server                            none is needed on this machine, and none suffices elsewhere
     login     LOGIN                                         none is needed
     admin     all others                                    --admin-key; without it those of --api-key
 
@@ -55,9 +55,12 @@ if TYPE_CHECKING:  # types only: starlette is installed with vLLM
 #: Returns the path, with its parameters, of the route that would serve a request; None if there is none.
 RouteOf = Callable[["Scope"], str | None]
 
-OPEN = frozenset({"/health", "/ping", "/version"})
+OPEN = frozenset({"/health", "/ready", "/live", "/ping", "/version"})
 OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
-OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH})
+#: A worker that is added gets clients' prompts.
+WORKER_PATH = "/medialane/workers/{name:path}"
+RELOAD_PATH = "/medialane/reload"
+OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, WORKER_PATH, RELOAD_PATH})
 LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
 METRICS = "/metrics"
 CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
@@ -78,8 +81,8 @@ _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 
 #: Where no key suffices.
 _OPERATOR_DENIED = PermissionDenied(
-    "this shows all clients' requests: without an admin key (--admin-key-file, MEDIALANE_ADMIN_KEY) only programs on"
-    " this machine may read it, at a server that listens on 127.0.0.1"
+    "this shows all clients' requests, or changes the server: without an admin key (--admin-key-file,"
+    " MEDIALANE_ADMIN_KEY) only programs on this machine may ask for it, at a server that listens on 127.0.0.1"
 )
 
 

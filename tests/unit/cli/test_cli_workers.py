@@ -1,4 +1,4 @@
-"""`medialane drain` against a server with the administrative interface of a gateway."""
+"""`medialane workers` against a server with the administrative interface of a gateway."""
 
 import asyncio
 from urllib.parse import unquote
@@ -8,10 +8,10 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from medialane.cli import drain as command
+from medialane.cli import workers as command
 from medialane.cli.main import main
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.gateway.administration import WorkerInfo
+from medialane.gateway.worker_control import WorkerInfo
 from medialane.observability.metrics import Metrics
 
 NAMES = ("node1/0", "node1/1")
@@ -91,7 +91,7 @@ async def serve(monkeypatch):
 
 
 async def drain(*words):
-    return await asyncio.to_thread(main, ["drain", *words])
+    return await asyncio.to_thread(main, ["workers", "drain", *words])
 
 
 async def test_worker_is_drained_and_awaited(serve, capsys):
