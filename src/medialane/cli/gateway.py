@@ -19,7 +19,9 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
+from medialane.cli.gateway_reload import GatewayReload
 from medialane.cli.operators import Operators, is_local
+from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import Config, process_environ
@@ -143,7 +145,12 @@ def prebuild(model: str, vllm_args: Sequence[str]) -> None:
 
 
 def run(
-    config: Config, model: str, vllm_args: Sequence[str], addresses: GatewayAddresses, *, listen_fd: int | None = None
+    reloading: Reloading,
+    model: str,
+    vllm_args: Sequence[str],
+    addresses: GatewayAddresses,
+    *,
+    listen_fd: int | None = None,
 ) -> int:
     """Serve until SIGINT or SIGTERM (0), or until an essential task has ended (EXIT_FAILED), on the inherited socket
     `listen_fd` if given.
@@ -151,8 +158,9 @@ def run(
     Raises StartupFailed.
     """
     tune_process()
+    config = reloading.config
     with bind_http(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd) as sock:
-        return uvloop.run(serve(config, model, vllm_args, addresses=addresses, sock=sock))
+        return uvloop.run(serve(reloading, model, vllm_args, addresses=addresses, sock=sock))
 
 
 def inherited(listen_fd: int) -> socket.socket:
@@ -167,14 +175,18 @@ def inherited(listen_fd: int) -> socket.socket:
 
 
 async def serve(
-    config: Config, model: str, vllm_args: Sequence[str], *, addresses: GatewayAddresses, sock: socket.socket
+    reloading: Reloading, model: str, vllm_args: Sequence[str], *, addresses: GatewayAddresses, sock: socket.socket
 ) -> int:
     """Implement `run` on a bound socket, in the main thread's event loop."""
+    config = reloading.config
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stopped_by_signals())
         tasks = EssentialTasks(stop.asked)
         listening = _Listening(is_local(sock), stop.asked.is_set)
-        starting = _start(config, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, listening=listening)
+        await stack.enter_async_context(reloaded_by_hangup(reloading.reload))
+        starting = _start(
+            reloading, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, listening=listening
+        )
         started = await unless_set(stop.asked, starting)
         if started is not None:
             if started.group is not None:
@@ -219,7 +231,7 @@ async def _serve_http(config: Config, started: _Started, sock: socket.socket, st
 
 
 async def _start(
-    config: Config,
+    reloading: Reloading,
     model: str,
     vllm_args: Sequence[str],
     *,
@@ -229,13 +241,17 @@ async def _start(
     listening: _Listening,
 ) -> _Started:
     """Create all components, owned by `stack`."""
+    config = reloading.config
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, untraced_flags(vllm_args), config.gateway.api_keys)
     counts = _counts(addresses)
     keys = AccessKeys.load(config.gateway, frontend.api_keys, counts, is_local=listening.is_local)
-    shared = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
-    gateway_config = fit_stage(shared, frontend)
+
+    def share(of_port: GatewayConfig) -> GatewayConfig:
+        return of_port.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
+
+    gateway_config = msgspec.structs.replace(fit_stage(share(config.gateway), frontend))  # a struct of its own
     await asyncio.to_thread(warm_up)
     fairness, metrics = LoopFairness(), Metrics(host=CollectorRegistry() if addresses.gateways else None)
     stack.callback(fairness.close)
@@ -288,7 +304,10 @@ async def _start(
         model_tasks = (await links.first_card()).tasks
     enter_phase("preparing the HTTP server")
     # Before workers are connected: it may take longer than they wait for a heartbeat.
-    app, group = await _app(components, gateway, addresses, model_tasks)
+    make_reload = partial(
+        GatewayReload, reloading, own=gateway_config, share=share, gateway=gateway, keys=keys, frontend=frontend
+    )
+    app, group = await _app(components, gateway, addresses, model_tasks, make_reload=make_reload)
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
     return _Started(frontend, app, group, partial(_give_up, components), components.health)
@@ -443,7 +462,12 @@ def _plain_hashes(components: _Components, features: StoreFeatures) -> PlainHash
 
 
 async def _app(
-    components: _Components, gateway: Gateway, addresses: GatewayAddresses, model_tasks: tuple[str, ...] | None
+    components: _Components,
+    gateway: Gateway,
+    addresses: GatewayAddresses,
+    model_tasks: tuple[str, ...] | None,
+    *,
+    make_reload: Callable[..., GatewayReload],
 ) -> tuple[Any, GatewayMetrics | None]:
     """Build vLLM's app around the gateway, and register the metrics of all components."""
     metrics, links = components.metrics, components.links
@@ -481,21 +505,24 @@ async def _app(
             group.refresh() if group is not None else memory.refresh(SCRAPE_TIMEOUT_S),
         )
 
+    ask_others = no_others if group is None else group.ask_others
+    reload = make_reload(ask_others=ask_others)
     control = WorkerControl(
         links,
         configured=addresses.configured,
         file=components.changed_workers,
         rpc=components.config.rpc,
-        ask_others=no_others if group is None else group.ask_others,
+        ask_others=ask_others,
         index=str(addresses.gateway_index),
     )
     if group is not None:
-        group.answers.update(control.answers)
+        group.answers.update({**control.answers, **reload.answers})
     actions: dict[str, Action] = {
         "GET /medialane/workers": control.listed,
         "POST /medialane/workers/{name:path}/drain": control.drain,
         "PUT /medialane/workers/{name:path}": control.add,
         "DELETE /medialane/workers/{name:path}": control.remove,
+        "POST /medialane/reload": reload.asked,
     }
     if components.config.media.allow_rdma:
         actions["POST /medialane/publish"] = gateway.publish_images

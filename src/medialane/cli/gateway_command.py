@@ -6,11 +6,12 @@ import argparse
 import logging
 from collections.abc import Mapping, Sequence
 
-from medialane.cli.flags import PROTECTION, add_settings, given_settings
+from medialane.cli.flags import PROTECTION, add_settings
+from medialane.cli.reloading import Reloading, add_source
 from medialane.cluster.local import check_join_listen, check_port
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
-from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
+from medialane.config import Config, SectionName, enter_environ, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import enter_phase
 from medialane.core.process.title import set_title
@@ -78,13 +79,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
     parser.add_argument("--gateway-socket", action="append", dest="gateway_sockets", help=argparse.SUPPRESS)
     parser.add_argument("--gateway-index", type=int, help=argparse.SUPPRESS)
+    add_source(parser)
     add_settings(parser, SECTIONS, common=_COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("gateway" if args.gateway_index is None else f"gateway {args.gateway_index}", args.argv)
-    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
+    reloading = Reloading.of("gateway", args, SECTIONS)
+    config = reloading.config
     log = configure(
         config.logging, component=f"gateway{'' if args.gateway_index is None else f'-{args.gateway_index}'}"
     )
@@ -103,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     addresses = gateway.GatewayAddresses(
         args.workers, _store(args.store), args.gateway_sockets or (), args.gateway_index or 0
     )
-    return gateway.run(config, args.model, args.vllm_args, addresses, listen_fd=args.listen_fd)
+    return gateway.run(reloading, args.model, args.vllm_args, addresses, listen_fd=args.listen_fd)
 
 
 def _check_addresses(config: Config, args: argparse.Namespace) -> None:

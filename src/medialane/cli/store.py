@@ -20,6 +20,7 @@ import uvloop
 from medialane import __version__
 from medialane.arena import KEPT, LINEAGE_BYTES, Arena, HoldLog, Lineage, NamesArea, reap
 from medialane.cli.essential_tasks import unless_set
+from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.cli.store_replace import replace, serve_lock
 from medialane.cli.store_state import hold_line
 from medialane.cli.tuning import tune_process
@@ -95,14 +96,19 @@ def _preparer_environ(
     return allowed | ({"HF_HUB_OFFLINE": "1"} if repositories(model, vllm_args, environ) else {})
 
 
-def run(config: Config, model: str, vllm_args: Sequence[str], address: str, *, replaces: bool = False) -> int:
+def run(reloading: Reloading, model: str, vllm_args: Sequence[str], address: str, *, replaces: bool = False) -> int:
     """Serve until SIGINT or SIGTERM (0), or until it turns out that the model takes no media (NOT_NEEDED). If it
     `replaces` the store at the address, that exits first.
 
     Raises StartupFailed.
     """
     tune_process()
-    return uvloop.run(serve(config, model, vllm_args, address, replaces=replaces))
+
+    async def served() -> int:
+        async with reloaded_by_hangup(reloading.reload):
+            return await serve(reloading.config, model, vllm_args, address, replaces=replaces)
+
+    return uvloop.run(served())
 
 
 async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str, *, replaces: bool = False) -> int:

@@ -112,10 +112,10 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-@dataclass(frozen=True)
+@dataclass
 class AccessKeys:
     """The digests of all keys of each purpose; keys themselves are not kept. `is_local` is whether the server listens
-    on loopback only."""
+    on loopback only. Only `read_again` changes them."""
 
     api: Sequence[bytes] = field(default=(), repr=False)
     tenants: Tenants | None = None
@@ -136,13 +136,28 @@ class AccessKeys:
         if config.keys and (api_keys := tuple(api_keys)):
             raise StartupFailed("--keys and API keys (--api-key, MEDIALANE_API_KEYS, VLLM_API_KEY) are both set")
         tenants = Tenants(config.keys, counts) if config.keys else None
-        api = [_digest(key.encode()) for key in api_keys]
+        keys = AccessKeys([_digest(key.encode()) for key in api_keys], tenants, is_local=is_local)
+        use, _ = keys.read_again(config)
+        use()
+        return keys
+
+    def read_again(self, config: GatewayConfig) -> tuple[Callable[[], None], Sequence[str]]:
+        """Read the files of keys; return what uses them, and their flags. Raises StartupFailed."""
         admin, metrics = (list(map(_digest, keys)) for keys in (_admin_keys(config), _metrics_keys(config)))
-        if set(admin) & {*api, *metrics}:
+        if set(admin) & {*self.api, *metrics}:
             raise StartupFailed("the admin key (--admin-key-file) must differ from --api-key and --metrics-key-file")
-        if tenants is not None and any(map(tenants.of, (*admin, *metrics))):
+        use_tenants = None if self.tenants is None else self.tenants.read_again()
+        if self.tenants is not None and any(map(self.tenants.of, (*admin, *metrics))):
             raise StartupFailed("the admin key and the metrics key must differ from the keys of --keys")
-        return AccessKeys(api, tenants, admin, metrics, is_local)
+
+        def use() -> None:
+            self.admin, self.metrics = admin, metrics
+            if use_tenants is not None:
+                use_tenants()
+
+        given = {"--keys": config.keys, "--admin-key-file": config.admin_key_file}
+        given["--metrics-key-file"] = config.metrics_key_file
+        return use, [flag for flag, path in given.items() if path]
 
     def is_open(self, kind: Kind) -> bool:
         """Return whether a route of this kind needs no key."""

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from medialane.core.errors import ConcurrencyLimitExceeded, RateLimitExceeded, StartupFailed
 from medialane.core.retry_after import Places, retry_after
@@ -119,6 +120,10 @@ class Tenants:
             return
         self._use(tenants)
         logger.info("%s %s was read again: %d tenants", SETTING, self._path, len(self._tenants))
+
+    def read_again(self) -> Callable[[], None]:
+        """Read the file; return what uses it. Raises StartupFailed."""
+        return partial(self._use, read_keys(self._path))
 
     def _use(self, by_digest: Mapping[bytes, TenantLimits]) -> None:
         limits = {each.name: each for each in by_digest.values()}
