@@ -103,9 +103,9 @@ class Reloading:
                 for config in (self._running, self._known):
                     take_over(config, loaded, change.changed)
                 use_files()
-                set_level(self._running.logging)
         change = SettingsChange(change.changed, change.needs_restart, list(files))
-        logger.info("settings were read again: %s", change)
+        logger.warning("settings were read again: %s", change)
+        set_level(self._running.logging)
         return change
 
 

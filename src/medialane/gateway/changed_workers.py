@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from medialane.core.errors import StartupFailed
+from medialane.core.process.owner_lock import locked
 
 
 class ChangedWorkers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,20 +59,9 @@ class ChangedWorkersFile:
             self._kept = change(self._kept)
             return
         try:
-            with _locked(self._path.with_name(f"{self._path.name}.lock")):
+            with locked(self._path.with_name(f"{self._path.name}.lock")):
                 unfinished = self._path.with_name(f"{self._path.name}.new")
                 unfinished.write_bytes(msgspec.json.encode(change(self.read())))
                 unfinished.replace(self._path)
         except OSError as error:
             raise StartupFailed(f"--workers-file {self._path}: {error.strerror}") from error
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of all gateways, which each has for a few milliseconds. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 
 import msgspec
 
@@ -348,6 +349,8 @@ class WorkerPool:
         self._changes = asyncio.Event()
         #: While `run` runs: the tasks of the links with an address.
         self._group: asyncio.TaskGroup | None = None
+        #: Of what outlives the request by which an operator adds a worker.
+        self._context = copy_context()
         self._running: dict[str, asyncio.Task[None]] = {}
         for link in links:
             self._watch(link)
@@ -445,7 +448,8 @@ class WorkerPool:
 
     async def connect(self, name: str, address: str) -> RpcClient:
         """Connect to a worker that is to be added: `add` or `leave` it. Raises the reason why it cannot be."""
-        client = await self._link(name, address).connect()
+        connecting = self._link(name, address).connect()
+        client = await asyncio.create_task(connecting, name=f"adding {name}", context=self._context.copy())
         try:
             check_same_model(self._processor, client.welcome.card.processor)
             if self._card is not None and client.welcome.card.model != self._card.model:
@@ -486,7 +490,8 @@ class WorkerPool:
     def _run(self, link: WorkerLink, client: RpcClient | None = None) -> None:
         if self._group is None:
             return
-        task = self._running[link.name] = self._group.create_task(link.run(client), name=f"worker link {link.name}")
+        running, name = link.run(client), f"worker link {link.name}"
+        task = self._running[link.name] = self._group.create_task(running, name=name, context=self._context.copy())
 
         def ended(_task: object) -> None:
             if client is not None:
