@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
@@ -17,6 +18,9 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.gateway_metrics import AskOthers
 from medialane.vllm_bridge.frontend.app import Frontend
 
+logger = logging.getLogger(__name__)
+
+#: What gateways of a port ask each other.
 RELOAD = "reload"
 
 
@@ -65,7 +69,8 @@ class GatewayReload:
     async def _answer(self, _path: str) -> bytes:
         try:
             return msgspec.json.encode(await self._reloading.reload())
-        except MedialaneError:
+        except MedialaneError as error:
+            logger.error("no setting was changed: %s", error.message)
             return b"null"
 
     async def _prepare(self, loaded: Config) -> tuple[Callable[[], None], Sequence[str]]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -51,6 +51,8 @@ from medialane.wire.private_file import read_private
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from medialane.gateway.admission.keys_file import TenantLimits
 
 #: Returns the path, with its parameters, of the route that would serve a request; None if there is none.
 RouteOf = Callable[["Scope"], str | None]
@@ -146,14 +148,14 @@ class AccessKeys:
         admin, metrics = (list(map(_digest, keys)) for keys in (_admin_keys(config), _metrics_keys(config)))
         if set(admin) & {*self.api, *metrics}:
             raise StartupFailed("the admin key (--admin-key-file) must differ from --api-key and --metrics-key-file")
-        use_tenants = None if self.tenants is None else self.tenants.read_again()
-        if self.tenants is not None and any(map(self.tenants.of, (*admin, *metrics))):
+        tenants: Mapping[bytes, TenantLimits] = {} if self.tenants is None else self.tenants.read()
+        if tenants.keys() & {*admin, *metrics}:
             raise StartupFailed("the admin key and the metrics key must differ from the keys of --keys")
 
         def use() -> None:
             self.admin, self.metrics = admin, metrics
-            if use_tenants is not None:
-                use_tenants()
+            if self.tenants is not None:
+                self.tenants.use(tenants)
 
         given = {"--keys": config.keys, "--admin-key-file": config.admin_key_file}
         given["--metrics-key-file"] = config.metrics_key_file

@@ -18,6 +18,7 @@ from medialane.core.errors import InvalidRequest, MedialaneError, NoWorkerReady,
 from medialane.core.request import WorkerRole, WorkerState
 from medialane.gateway.changed_workers import ChangedWorkers, ChangedWorkersFile
 from medialane.gateway.gateway_metrics import AskOthers, no_others
+from medialane.gateway.worker_link.client import RpcClient
 from medialane.gateway.workers import WorkerLink, WorkerPool
 from medialane.wire.address import parse_named
 from medialane.wire.config import RpcConfig
@@ -105,9 +106,12 @@ class WorkerControl:
             except MedialaneError as error:
                 reason = f"worker {name} is not added: {address}: {error.message}"
                 raise InvalidRequest(reason, param="address") from error
-            self._workers.add(name, address, client)
-            logger.info("an operator has added worker %s at %s", name, address)
-            await self._changed(lambda changed: changed.with_added(name, address, self._configured))
+            try:
+                await self._change(lambda changed: changed.with_added(name, address, self._configured), {name: client})
+            except BaseException:
+                client.leave()
+                raise
+            logger.warning("an operator has added worker %s at %s", name, address)
             return msgspec.json.encode(self._info(self._workers.links[name]))
 
     async def remove(self, parameters: Mapping[str, str]) -> bytes:
@@ -123,27 +127,34 @@ class WorkerControl:
                     "them to other workers",
                     param="name",
                 )
-            self._workers.remove(link.name)
-            logger.info("an operator has removed worker %s", link.name)
-            await self._changed(lambda changed: changed.with_removed(link.name, self._configured))
+            await self._change(lambda changed: changed.with_removed(link.name, self._configured))
+            logger.warning("an operator has removed worker %s", link.name)
             return msgspec.json.encode(info)
 
-    async def _changed(self, change: Callable[[ChangedWorkers], ChangedWorkers]) -> None:
+    async def _change(
+        self, change: Callable[[ChangedWorkers], ChangedWorkers], clients: Mapping[str, RpcClient] | None = None
+    ) -> None:
+        """Change the file, and have all gateways follow it. Raises StartupFailed if it cannot be written."""
         await asyncio.to_thread(self._file.change, change)
+        await self._have_workers_of_file(clients or {})
         for index, answer in (await self._ask_others(FOLLOW)).items():
             if answer is None:
                 logger.warning("gateway %s has not followed a change of workers: it does when it starts again", index)
 
     async def _follow(self, _path: str) -> bytes:
-        """Have the workers of the file, which another gateway has written."""
-        changed = await asyncio.to_thread(self._file.read)
-        wanted = changed.applied_to(self._configured)
-        for name in [name for name, link in self._workers.links.items() if link.address and name not in wanted]:
+        """Another gateway has written the file."""
+        await self._have_workers_of_file({})
+        return b"true"
+
+    async def _have_workers_of_file(self, clients: Mapping[str, RpcClient]) -> None:
+        """Have the workers of the file and no others, but those that join; `clients` are connections to new ones."""
+        wanted = (await asyncio.to_thread(self._file.read)).applied_to(self._configured)
+        links = self._workers.links
+        for name in [name for name, link in links.items() if link.address and link.address != wanted.get(name)]:
             self._workers.remove(name)
         for name, address in wanted.items():
-            if name not in self._workers.links:
-                self._workers.add(name, address)
-        return b"true"
+            if name not in links or links[name].is_leaving:
+                self._workers.add(name, address, clients.get(name))
 
     async def _answer_connected(self, _path: str) -> bytes:
         return msgspec.json.encode(sorted(self._connected()))

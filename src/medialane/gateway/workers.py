@@ -351,7 +351,7 @@ class WorkerPool:
         self._group: asyncio.TaskGroup | None = None
         #: Of what outlives the request by which an operator adds a worker.
         self._context = copy_context()
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[WorkerLink, asyncio.Task[None]] = {}
         for link in links:
             self._watch(link)
 
@@ -465,17 +465,14 @@ class WorkerPool:
         link.listener = self._listener
         self._watch(link)
         self.links[name] = link
-        if self._group is not None:
-            self._run(link, client)
+        self._run(link, client)
 
     def remove(self, name: str) -> None:
         """Forget a worker with an address; one that drains, when it has stopped. Its requests go on at others."""
-        link, running = self.links[name], self._running.get(name)
+        link = self.links[name]
         link.is_leaving = True
-        if running is None:
+        if link.state != "draining":
             self._drop(link)
-        elif link.state != "draining":
-            running.cancel()
 
     def is_joined(self, name: str) -> bool:
         """Return whether this is the name of a worker that has joined."""
@@ -491,7 +488,7 @@ class WorkerPool:
         if self._group is None:
             return
         running, name = link.run(client), f"worker link {link.name}"
-        task = self._running[link.name] = self._group.create_task(running, name=name, context=self._context.copy())
+        task = self._running[link] = self._group.create_task(running, name=name, context=self._context.copy())
 
         def ended(_task: object) -> None:
             if client is not None:
@@ -502,11 +499,13 @@ class WorkerPool:
         task.add_done_callback(ended)
 
     def _drop(self, link: WorkerLink) -> None:
-        self._running.pop(link.name, None)
-        if self.links.get(link.name) is link:
+        """Forget a link, and end its task. Idempotent."""
+        if (running := self._running.pop(link, None)) is not None:
+            running.cancel()
+        if self.links.get(link.name) is link:  # it may have a successor
             del self.links[link.name]
             link.forget()
-        self._changed()
+            self._changed()
 
     async def serve_joined(self, join: Join, client: RpcClient) -> None:
         """Use a worker that has connected, until it is lost. Raises the reason to refuse it."""

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 from medialane.core.errors import ConcurrencyLimitExceeded, RateLimitExceeded, StartupFailed
 from medialane.core.retry_after import Places, retry_after
@@ -94,7 +93,7 @@ class Tenants:
         self._by_digest: Mapping[bytes, Tenant] = {}
         #: Called with the name of each tenant that the file does not have any more.
         self.on_removed: Callable[[str], None] = lambda _: None
-        self._use(read_keys(path))
+        self.use(read_keys(path))
 
     def of(self, digest: bytes) -> Tenant | None:
         """Return the tenant whose key has this digest. How long that takes does not depend on how much of a digest is
@@ -118,14 +117,14 @@ class Tenants:
         except StartupFailed as error:
             logger.error("the new file of %s is not used, the one before is: %s", SETTING, error.message)
             return
-        self._use(tenants)
+        self.use(tenants)
         logger.info("%s %s was read again: %d tenants", SETTING, self._path, len(self._tenants))
 
-    def read_again(self) -> Callable[[], None]:
-        """Read the file; return what uses it. Raises StartupFailed."""
-        return partial(self._use, read_keys(self._path))
+    def read(self) -> Mapping[bytes, TenantLimits]:
+        """Return what the file says, for `use`. Raises StartupFailed."""
+        return read_keys(self._path)
 
-    def _use(self, by_digest: Mapping[bytes, TenantLimits]) -> None:
+    def use(self, by_digest: Mapping[bytes, TenantLimits]) -> None:
         limits = {each.name: each for each in by_digest.values()}
         self._counts.assign(limits)
         for name in self._tenants.keys() - limits.keys():
