@@ -20,8 +20,9 @@ _REQUEST_TIMEOUT_S = 30.0
 _KEY_FILE = "admin-key-file"
 
 KEY_HELP = """\
-A gateway with --admin-key-file needs that key, from the same file or from MEDIALANE_ADMIN_KEY. Without an admin key,
-only programs on the gateway's machine may change anything, if it listens on 127.0.0.1."""
+A gateway with --admin-key-file needs that key, from the same file or from MEDIALANE_ADMIN_KEY. One with only API keys
+needs one of those (MEDIALANE_API_KEYS) to list and drain; what adds, removes or reloads is then only for programs on
+the gateway's machine, if it listens on 127.0.0.1."""
 
 
 class GatewayNotAnswering(StartupFailed, code="gateway_not_answering"):

@@ -36,8 +36,13 @@ _GATEWAY: Final = frozenset({
 #: Of those, what has parts of the gateway that exist only if it is not 0.
 _ON_OR_OFF: Final = frozenset({"gateway-ttft-limit", "gateway-queue-requests"})
 
-#: What may change while processes run, by the command.
-LIVE: Final[Mapping[str, frozenset[str]]] = {"gateway": _LOG | _GATEWAY, "store": _LOG, "worker": _LOG, "serve": _LOG}
+#: What may change while processes run, by the command. `serve` has the processes that it has started do it.
+LIVE: Final[Mapping[str, frozenset[str]]] = {
+    "serve": _LOG | _GATEWAY,
+    "gateway": _LOG | _GATEWAY,
+    "store": _LOG,
+    "worker": _LOG,
+}
 
 
 class SettingsSource(msgspec.Struct, frozen=True):
@@ -107,14 +112,17 @@ class ReloadAnswer(msgspec.Struct, frozen=True):
 
 def change_of(running: Config, loaded: Config, live: frozenset[str], sections: Iterable[SectionName]) -> SettingsChange:
     """Return what differs in these sections between the settings that a process has and those of its source; `live` may
-    change while it runs."""
+    change while it runs. What another process changes is left out."""
     changed: list[str] = []
     needs_restart: list[str] = []
     for setting in _differing(running, loaded, sections):
         is_live = setting.name in live
         if setting.name in _ON_OR_OFF:
             is_live = is_live and bool(_value(running, setting)) and bool(_value(loaded, setting))
-        (changed if is_live else needs_restart).append(setting.flag)
+        if is_live:
+            changed.append(setting.flag)
+        elif setting.name in live or setting.name not in LIVE["serve"]:
+            needs_restart.append(setting.flag)
     return SettingsChange(changed, needs_restart)
 
 

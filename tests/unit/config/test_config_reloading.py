@@ -35,6 +35,14 @@ def test_changed_settings_are_told_from_those_that_need_a_restart(file):
     assert str(found).endswith("needs a restart: --arena-size")
 
 
+def test_setting_that_only_gateways_use_needs_no_restart_of_a_store(file):
+    source = source_of(file)
+    running = source.load()
+    file.write_text('gateway-max-tools = 3\narena-size = "64MiB"\nlog-level = "debug"')
+    found = change_of(running, source.load(), LIVE["store"], SECTIONS)
+    assert (found.changed, found.needs_restart) == (["--log-level"], ["--arena-size"])
+
+
 def test_values_are_taken_over_by_all_who_have_the_section(file):
     source = source_of(file)
     running = source.load()
