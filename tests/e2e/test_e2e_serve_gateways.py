@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -52,6 +53,19 @@ class Served:
         self.process, self.client, self.store = process, client, None
         self.settings, self.key, self.chain = folder / "settings.toml", folder / "key.pem", folder / "cert.pem"
         self._authority = authority
+        #: As systemd's, which gets what the process reports.
+        self.manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.manager.bind(str(folder / "notify"))
+        self.manager.setblocking(False)
+        self._reports = []
+
+    def reports(self, line):
+        """How often this was reported so far."""
+        while True:
+            try:
+                self._reports += self.manager.recv(4096).decode().split("\n")
+            except BlockingIOError:
+                return self._reports.count(line)
 
     def renew_certificate(self):
         """Returns it."""
@@ -141,15 +155,17 @@ def serving(tiny_model, vllm_environ, tmp_path_factory):
     metrics_key.write_text(METRICS)
     flags = [*FLAGS, "--metrics-key-file", str(metrics_key)]
     log = tmp_path_factory.mktemp("gateways") / "serve.log"
-    secrets = {"VLLM_API_KEY": CLIENT, "MEDIALANE_ADMIN_KEY": ADMIN}
+    own = {"VLLM_API_KEY": CLIENT, "MEDIALANE_ADMIN_KEY": ADMIN, "MEDIALANE_CONFIG": str(served.settings)}
+    own["NOTIFY_SOCKET"] = str(folder / "notify")
     process = launch(
         [sys.executable, str(PROGRAM), str(tiny_model), "--port", str(port), *flags, "--", *TINY_MODEL_FLAGS, *tls],
-        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime), "MEDIALANE_CONFIG": str(served.settings), **secrets},
+        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime), **own},
         log=log,
     )
     served.process = MedialaneProcess(process, port, str(tiny_model), log)
     yield served
     served.process.stop()
+    served.manager.close()
     assert not list(runtime.iterdir())
     shutil.rmtree(folder)
 
@@ -265,12 +281,14 @@ async def test_settings_are_read_again_by_all_gateways_and_a_bad_file_changes_no
     assert (status, "no setting was changed: --gateway-max-text-bytes must be at least 1" in output) == (2, True)
     assert await refused() == [True] * 6
     served.settings.write_text("")
+    assert served.reports("READY=1") == 1  # of the supervisor alone
     served.process.process.send_signal(signal.SIGHUP)
 
     async def are_as_before():
         return not any(await refused())
 
     await eventually(are_as_before, "the settings are as before", 20, more=served.process.tail)
+    assert (served.reports("RELOADING=1"), served.reports("READY=1")) == (1, 2)
 
 
 async def test_worker_is_removed_and_added_under_load_and_no_request_is_lost(served):
@@ -373,5 +391,6 @@ async def test_stop_leaves_nothing(served):
     everyone, arenas = descendants(served.process.pid), served.process.arenas()
     assert arenas
     assert served.process.stop() == 0, served.process.tail()
+    assert served.reports("STOPPING=1") == 1
     await eventually(lambda: not any(map(is_alive, everyone)), "everyone has ended", 10, more=lambda: everyone)
     assert not [path for path in arenas if path.exists()]
