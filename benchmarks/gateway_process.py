@@ -24,6 +24,7 @@ import uvloop
 
 from local_store import store_link
 from medialane.cli import gateway, gateway_command, store
+from medialane.cli.reloading import Reloading
 from medialane.cli.tuning import tune_process
 from medialane.config import Config, enter_environ
 from medialane.core.process.parent_death import signal_on_parent_death
@@ -167,7 +168,7 @@ def run_store(config: Config, model: str, flags: Sequence[str], address: str) ->
     """Main function of the store process, like `medialane store`. Stops with the gateway, however that ends."""
     signal_on_parent_death(signal.SIGTERM, parent_pid=os.getppid())
     enter_environ(config, "store", model, flags, on_gpu=False)
-    store.run(config, model, flags, address)
+    store.run(Reloading("store", config), model, flags, address)
 
 
 async def _serve(
@@ -181,9 +182,8 @@ async def _serve(
 ) -> list[Any]:
     noted: list[Any] = []
     watching = asyncio.create_task(alongside(noted)) if alongside is not None else None
-    await gateway.serve(
-        config, model, flags, addresses=gateway.GatewayAddresses(list(peers.workers), peers.store), sock=sock
-    )
+    addresses = gateway.GatewayAddresses(list(peers.workers), peers.store)
+    await gateway.serve(Reloading("gateway", config), model, flags, addresses=addresses, sock=sock)
     if watching is not None:
         watching.cancel()
     return noted

@@ -40,6 +40,12 @@ Description={description}
 {unit}After=network-online.target
 
 [Service]
+# It says when it is ready, reloads and stops, and that it lives (sd_notify). With systemd 253 or newer, a drop-in may
+# have notify-reload instead, without ExecReload.
+Type=notify
+{notify}WatchdogSec=60
+TimeoutStartSec={start}
+ExecReload=/bin/kill -HUP $MAINPID
 User=medialane
 EnvironmentFile=/etc/medialane/medialane.env
 LoadCredential=rpc-secret:/etc/medialane/rpc-secret
@@ -84,6 +90,7 @@ UNITS: dict[str, dict[str, Any]] = {
         "RuntimeDirectoryPreserve=yes\n",
         "restart": 5,
         "more": ["--start-store"],
+        "notify": "# Its engine's processes say how far they have loaded the model.\nNotifyAccess=all\n",
     },
 }
 #: In medialane.env, or a default of medialane.
@@ -136,10 +143,13 @@ def unit(name: str) -> str:
     deployment, container = part["of"]
     source = {"gateway": "gateway", "worker": "workers"}[deployment]
     pod = yaml.safe_load(template("--show-only", f"templates/{source}.yaml", *VALUES))["spec"]["template"]["spec"]
-    (args,) = [each["args"] for each in pod["containers"] if each["name"] == container]
+    (found,) = [each for each in pod["containers"] if each["name"] == container]
+    probe = found["startupProbe"]
     return _UNIT.format(
+        notify=part.get("notify", ""),
+        start=probe["periodSeconds"] * probe["failureThreshold"],
         **{key: part[key] for key in ("description", "unit", "service", "restart")},
-        command=" ".join(command(args, part.get("more", ()))),
+        command=" ".join(command(found["args"], part.get("more", ()))),
         stop=pod["terminationGracePeriodSeconds"],
     )
 

@@ -1,4 +1,4 @@
-"""Both workers of `serve` are restarted by `medialane drain --all` while clients stream, and nothing is lost."""
+"""Both workers of `serve` are restarted by `workers drain --all` while clients stream, and nothing is lost."""
 
 import asyncio
 import sys
@@ -30,7 +30,18 @@ async def test_rolling_restart_under_load_loses_nothing(ours):
 
     clients = [asyncio.create_task(client(number)) for number in range(len(bodies))]
     draining = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "medialane", "drain", "--all", "--gateway", ours.base_url, "--timeout", str(RESTART_S)),
+        *(
+            sys.executable,
+            "-m",
+            "medialane",
+            "workers",
+            "drain",
+            "--all",
+            "--gateway",
+            ours.base_url,
+            "--timeout",
+            str(RESTART_S),
+        ),
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await draining.communicate()

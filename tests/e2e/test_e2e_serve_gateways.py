@@ -1,12 +1,13 @@
 """The command line `serve --gateways 2 --workers 2` with TLS and keys, as a user gives it, over simulated workers: what
-is killed, and what is restarted under load: all workers by `medialane drain --all`, both gateways and the store by
-SIGTERM, and no request is lost."""
+is killed, and what is restarted under load: all workers by `medialane workers drain --all`, both gateways and the store
+by SIGTERM, and no request is lost."""
 
 import asyncio
 import json
 import os
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import aiohttp
 import pytest
 import trustme
 from medialane_process import START_S, MedialaneProcess, free_port, launch
-from openai_http import OpenAiHttp, both_gateways_answer, chat, picture
+from openai_http import OpenAiHttp, both_gateways_answer, chat, picture, text
 from process_tree import command_of, descendants, is_alive
 from steady_load import SteadyLoad
 
@@ -48,8 +49,40 @@ FLAGS = (
 class Served:
     """The command's process, a client of the shared port and, during a test, a connection to the store."""
 
-    def __init__(self, process, client):
+    def __init__(self, process, client, folder, authority):
         self.process, self.client, self.store = process, client, None
+        self.settings, self.key, self.chain = folder / "settings.toml", folder / "key.pem", folder / "cert.pem"
+        self._authority = authority
+        #: As systemd's, which gets what the process reports.
+        self.manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.manager.bind(str(folder / "notify"))
+        self.manager.setblocking(False)
+        self._reports = []
+
+    def reports(self, line):
+        """How often this was reported so far."""
+        while True:
+            try:
+                self._reports += self.manager.recv(4096).decode().split("\n")
+            except BlockingIOError:
+                return self._reports.count(line)
+
+    def renew_certificate(self):
+        """Returns it."""
+        certificate = self._authority.issue_cert("127.0.0.1")
+        certificate.private_key_pem.write_to_path(self.key)
+        certificate.cert_chain_pems[0].write_to_path(self.chain)
+        return certificate.cert_chain_pems[0].bytes().decode()
+
+    async def shown_certificate(self):
+        return await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", self.process.port))
+
+    async def command(self, *words):
+        """Run a command of an operator; returns its status and output."""
+        argv = [sys.executable, "-m", "medialane", *words, "--gateway", self.client.base_url, "--insecure"]
+        environ = {**os.environ, "MEDIALANE_ADMIN_KEY": ADMIN}
+        done = await asyncio.to_thread(subprocess.run, argv, env=environ, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout + done.stderr
 
     def pid(self, command):
         (found,) = [pid for pid in descendants(self.process.pid) if command in command_of(pid)]
@@ -108,27 +141,31 @@ class Served:
 def serving(tiny_model, vllm_environ, tmp_path_factory):
     folder = Path(tempfile.mkdtemp(prefix="ml-e2e-", dir="/tmp"))  # a short path, for sockets
     authority, port = trustme.CA(), free_port()
-    certificate, trust = authority.issue_cert("127.0.0.1"), ssl.create_default_context()
+    trust = ssl.create_default_context()
     authority.configure_trust(trust)
-    key, chain = folder / "key.pem", folder / "cert.pem"
-    certificate.private_key_pem.write_to_path(key)
-    certificate.cert_chain_pems[0].write_to_path(chain)
+    client = OpenAiHttp(f"https://127.0.0.1:{port}", str(tiny_model), trust=trust, api_key=ADMIN)
+    served = Served(None, client, folder, authority)
+    served.renew_certificate()
+    served.settings.touch()
     runtime = folder / "run"
     runtime.mkdir()
-    tls = ["--ssl-keyfile", str(key), "--ssl-certfile", str(chain)]
+    tls = ["--ssl-keyfile", str(served.key), "--ssl-certfile", str(served.chain)]
     metrics_key = folder / "metrics.key"
     metrics_key.touch(0o600)
     metrics_key.write_text(METRICS)
     flags = [*FLAGS, "--metrics-key-file", str(metrics_key)]
     log = tmp_path_factory.mktemp("gateways") / "serve.log"
+    own = {"VLLM_API_KEY": CLIENT, "MEDIALANE_ADMIN_KEY": ADMIN, "MEDIALANE_CONFIG": str(served.settings)}
+    own["NOTIFY_SOCKET"] = str(folder / "notify")
     process = launch(
         [sys.executable, str(PROGRAM), str(tiny_model), "--port", str(port), *flags, "--", *TINY_MODEL_FLAGS, *tls],
-        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime), "VLLM_API_KEY": CLIENT, "MEDIALANE_ADMIN_KEY": ADMIN},
+        environ={**vllm_environ, "XDG_RUNTIME_DIR": str(runtime), **own},
         log=log,
     )
-    found = MedialaneProcess(process, port, str(tiny_model), log)
-    yield Served(found, OpenAiHttp(f"https://127.0.0.1:{port}", str(tiny_model), trust=trust, api_key=ADMIN))
-    found.stop()
+    served.process = MedialaneProcess(process, port, str(tiny_model), log)
+    yield served
+    served.process.stop()
+    served.manager.close()
     assert not list(runtime.iterdir())
     shutil.rmtree(folder)
 
@@ -220,6 +257,63 @@ async def test_any_gateway_shows_the_requests_of_both(served):
     await eventually(lambda: served.idle(), "nothing is held or running", 30)
 
 
+async def test_settings_are_read_again_by_all_gateways_and_a_bad_file_changes_nothing(served):
+    async def refused():
+        """Those of several requests that are too large, each at any of the gateways."""
+        answers = [await served.client.post(chat(text("x" * 3000), max_tokens=1)) for _ in range(6)]
+        return [answer.status == 413 for answer in answers]
+
+    served.settings.write_text('gateway-max-text-bytes = "2KiB"\nkeep-arena = true')
+    renewed = served.renew_certificate()
+    status, output = await served.command("reload")
+    assert (status, output.splitlines()) == (
+        0,
+        [
+            "changed: --gateway-max-text-bytes",
+            "files read again: --metrics-key-file, --ssl-certfile",
+            "needs a restart: --keep-arena",
+        ],
+    )
+    assert await refused() == [True] * 6
+    assert {await served.shown_certificate() for _ in range(4)} == {renewed}
+    served.settings.write_text("gateway-max-text-bytes = 0")
+    status, output = await served.command("reload")
+    assert (status, "no setting was changed: --gateway-max-text-bytes must be at least 1" in output) == (2, True)
+    assert await refused() == [True] * 6
+    served.settings.write_text("")
+    assert served.reports("READY=1") == 1  # of the supervisor alone
+    served.process.process.send_signal(signal.SIGHUP)
+
+    async def are_as_before():
+        return not any(await refused())
+
+    await eventually(are_as_before, "the settings are as before", 20, more=served.process.tail)
+    assert (served.reports("RELOADING=1"), served.reports("READY=1")) == (1, 2)
+
+
+async def test_worker_is_removed_and_added_under_load_and_no_request_is_lost(served):
+    load = SteadyLoad(served.client)
+    load.start(short=2, long=2)
+    await eventually(lambda: len(load.answers) == 4, "all have been answered", 60)
+
+    async def workers():
+        status, output = await served.command("workers", "list", "--json")
+        assert status == 0, output
+        return json.loads(output)
+
+    busy = max(await workers(), key=lambda worker: worker["num_requests"])
+    status, output = await served.command("workers", "remove", busy["name"])
+    assert (status, "drain it first" in output) == (2, True), output
+    status, output = await served.command("workers", "remove", busy["name"], "--force")
+    assert status == 0, output
+    assert busy["name"] not in {worker["name"] for worker in await workers()}
+    status, output = await served.command("workers", "add", f"{busy['name']}={busy['address']}")
+    assert (status, output) == (0, f"{busy['name']}: added, a worker at {busy['address']}\n")
+    assert [worker["unreachable_from"] for worker in await workers()] == [[], []]
+    await load.stop()
+    load.check()
+
+
 async def test_killed_gateway_costs_its_own_requests_only_and_comes_back_on_the_same_port(served):
     assert await served.both_are_up()
     await both_gateways_answer(served.client)
@@ -256,7 +350,17 @@ async def test_workers_are_restarted_under_load_and_no_request_is_lost(served):
     load.start(short=4, long=2)
     await eventually(lambda: len(load.answers) == 6, "all have been answered", 60)
     draining = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "medialane", "drain", "--all", "--gateway", served.client.base_url, "--insecure"),
+        *(
+            sys.executable,
+            "-m",
+            "medialane",
+            "workers",
+            "drain",
+            "--all",
+            "--gateway",
+            served.client.base_url,
+            "--insecure",
+        ),
         env={**os.environ, "MEDIALANE_ADMIN_KEY": ADMIN},
         stdout=asyncio.subprocess.PIPE,
     )
@@ -287,5 +391,6 @@ async def test_stop_leaves_nothing(served):
     everyone, arenas = descendants(served.process.pid), served.process.arenas()
     assert arenas
     assert served.process.stop() == 0, served.process.tail()
+    assert served.reports("STOPPING=1") == 1
     await eventually(lambda: not any(map(is_alive, everyone)), "everyone has ended", 10, more=lambda: everyone)
     assert not [path for path in arenas if path.exists()]

@@ -31,7 +31,7 @@ class Gateway:
         self.address = await self.server.serve(self.address)
         return self
 
-    def _link(self, name):
+    def _link(self, name, _address=""):
         return WorkerLink(name, self.hello, rpc=RPC, config=self.config, metrics=self.metrics)
 
     @property

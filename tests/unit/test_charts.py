@@ -218,7 +218,7 @@ def test_commands_of_the_containers_are_ours(objects, tmp_path):
 
 
 def test_probes_and_mounts_name_what_exists(objects):
-    known = {"gateway": {"/version", "/health"}, "worker": {"/health", "/ready"}}
+    known = {name: {"/live", "/ready"} for name in ("gateway", "worker")}
     for (component, name), container in containers(objects).items():
         ports = {port["name"] for port in container.get("ports", ())}
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):

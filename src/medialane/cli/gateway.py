@@ -19,7 +19,9 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware import Middleware
 
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
+from medialane.cli.gateway_reload import GatewayReload
 from medialane.cli.operators import Operators, is_local
+from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import Config, process_environ
@@ -28,7 +30,8 @@ from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.process.memory import MemoryUse
 from medialane.core.process.phase import enter_phase
-from medialane.core.process.stop import stopped_by_signals
+from medialane.core.process.stop import Stop, stopped_by_signals
+from medialane.core.process.systemd import show_ready, watched
 from medialane.core.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.gateway import (
     AccessKeys,
@@ -45,10 +48,11 @@ from medialane.gateway import (
     WorkerScrape,
     health_of,
 )
-from medialane.gateway.administration import WorkerControl
 from medialane.gateway.admission import SharedCounts
+from medialane.gateway.changed_workers import ChangedWorkersFile
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
+from medialane.gateway.gateway_metrics import no_others
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake import warm_up
@@ -60,6 +64,7 @@ from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.gateway.sent_media import SentMedia
 from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
+from medialane.gateway.worker_control import WorkerControl
 from medialane.gateway.worker_link.join_server import JoinServer
 from medialane.observability.collectors import Memory
 from medialane.observability.metrics import Metrics
@@ -90,6 +95,7 @@ class _Components:
     keys: AccessKeys
     store: StoreLink
     links: WorkerPool
+    changed_workers: ChangedWorkersFile
     router: Router
     fairness: LoopFairness
     metrics: Metrics
@@ -98,6 +104,15 @@ class _Components:
     counts: SharedCounts
     tracing: RequestTracing | None
     is_stopping: Callable[[], bool]
+
+    @property
+    def media_store(self) -> StoreLink | None:
+        """None for a text-only model."""
+        return self.store if self.frontend.takes_media else None
+
+    def health(self) -> Health:
+        needed = None if self.gateway_config.render_only else self.links
+        return health_of(needed, [] if self.media_store is None else [self.media_store.problem])
 
 
 class _Listening(NamedTuple):
@@ -117,6 +132,11 @@ class GatewayAddresses(NamedTuple):
     gateways: Sequence[str] = ()
     gateway_index: int = 0
 
+    @property
+    def configured(self) -> dict[str, str]:
+        """The addresses of the workers by name."""
+        return dict(parse_named(each, "--worker") for each in self.workers)
+
 
 def prebuild(model: str, vllm_args: Sequence[str]) -> None:
     """In the process that gateways are forked from: build what those for this model and these flags start with. No
@@ -126,7 +146,12 @@ def prebuild(model: str, vllm_args: Sequence[str]) -> None:
 
 
 def run(
-    config: Config, model: str, vllm_args: Sequence[str], addresses: GatewayAddresses, *, listen_fd: int | None = None
+    reloading: Reloading,
+    model: str,
+    vllm_args: Sequence[str],
+    addresses: GatewayAddresses,
+    *,
+    listen_fd: int | None = None,
 ) -> int:
     """Serve until SIGINT or SIGTERM (0), or until an essential task has ended (EXIT_FAILED), on the inherited socket
     `listen_fd` if given.
@@ -134,8 +159,9 @@ def run(
     Raises StartupFailed.
     """
     tune_process()
+    config = reloading.config
     with bind_http(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd) as sock:
-        return uvloop.run(serve(config, model, vllm_args, addresses=addresses, sock=sock))
+        return uvloop.run(serve(reloading, model, vllm_args, addresses=addresses, sock=sock))
 
 
 def inherited(listen_fd: int) -> socket.socket:
@@ -150,41 +176,63 @@ def inherited(listen_fd: int) -> socket.socket:
 
 
 async def serve(
-    config: Config, model: str, vllm_args: Sequence[str], *, addresses: GatewayAddresses, sock: socket.socket
+    reloading: Reloading, model: str, vllm_args: Sequence[str], *, addresses: GatewayAddresses, sock: socket.socket
 ) -> int:
     """Implement `run` on a bound socket, in the main thread's event loop."""
+    config = reloading.config
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stopped_by_signals())
         tasks = EssentialTasks(stop.asked)
         listening = _Listening(is_local(sock), stop.asked.is_set)
-        starting = _start(config, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, listening=listening)
+        await stack.enter_async_context(reloaded_by_hangup(reloading.reload))
+        starting = _start(
+            reloading, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, listening=listening
+        )
         started = await unless_set(stop.asked, starting)
         if started is not None:
-            frontend, app, group, give_up = started
-            if group is not None:
+            if started.group is not None:
                 sock.listen(socket.SOMAXCONN)  # ready means that connections are accepted
-                await stack.enter_async_context(group.endpoint())
-            bounds = http_bounds(config.gateway, max_headers=frontend.max_headers)
-            server_of = partial(BoundedServer, bounds=bounds)
-            drain_s = config.stop.drain_timeout_s
-            if not config.gateway.render_only:
-                enter_phase("waiting for workers")
-            await frontend.serve(
-                app,
-                sock,
-                stop,
-                drain_timeout_s=drain_s,
-                give_up=give_up,
-                server_of=server_of,
-                logs_requests=not config.logging.access,
-            )
+                await stack.enter_async_context(started.group.endpoint())
+            await _serve_http(config, started, sock, stop)
             if not stop.asked.is_set():
                 tasks.fail("the HTTP server")
     return EXIT_FAILED if tasks.failed else 0
 
 
+class _Started(NamedTuple):
+    """vLLM's front end, the ASGI app that it serves, the gateways that share its port, what ends all requests with an
+    error, and the gateway's health."""
+
+    frontend: Frontend
+    app: Any
+    group: GatewayMetrics | None
+    give_up: Callable[[], None]
+    health: Callable[[], Health]
+
+
+async def _serve_http(config: Config, started: _Started, sock: socket.socket, stop: Stop) -> None:
+    if not config.gateway.render_only:
+        enter_phase("waiting for workers")
+    frontend = started.frontend
+    server_of = partial(
+        BoundedServer,
+        bounds=http_bounds(config.gateway, max_headers=frontend.max_headers),
+        on_listening=lambda: show_ready(str(started.health())),
+    )
+    async with watched(lambda: "stopping" if stop.asked.is_set() else str(started.health())):
+        await frontend.serve(
+            started.app,
+            sock,
+            stop,
+            drain_timeout_s=config.stop.drain_timeout_s,
+            give_up=started.give_up,
+            server_of=server_of,
+            logs_requests=not config.logging.access,
+        )
+
+
 async def _start(
-    config: Config,
+    reloading: Reloading,
     model: str,
     vllm_args: Sequence[str],
     *,
@@ -192,16 +240,19 @@ async def _start(
     stack: AsyncExitStack,
     tasks: EssentialTasks,
     listening: _Listening,
-) -> tuple[Frontend, Any, GatewayMetrics | None, Callable[[], None]]:
-    """Create all components, owned by `stack`; return vLLM's front end, the ASGI app that it serves, the gateways that
-    share its port, and what ends all requests with an error."""
+) -> _Started:
+    """Create all components, owned by `stack`."""
+    config = reloading.config
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, untraced_flags(vllm_args), config.gateway.api_keys)
     counts = _counts(addresses)
     keys = AccessKeys.load(config.gateway, frontend.api_keys, counts, is_local=listening.is_local)
-    shared = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
-    gateway_config = fit_stage(shared, frontend)
+
+    def share(of_port: GatewayConfig) -> GatewayConfig:
+        return of_port.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
+
+    gateway_config = msgspec.structs.replace(fit_stage(share(config.gateway), frontend))  # a struct of its own
     await asyncio.to_thread(warm_up)
     fairness, metrics = LoopFairness(), Metrics(host=CollectorRegistry() if addresses.gateways else None)
     stack.callback(fairness.close)
@@ -215,7 +266,8 @@ async def _start(
         scraped="gateway",
         names_takers=config.store.debug_holds,
     )
-    links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics)
+    changed = ChangedWorkersFile(config.gateway.workers_file)
+    links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics, changed=changed)
     components = _Components(
         config=config,
         gateway_config=gateway_config,
@@ -223,6 +275,7 @@ async def _start(
         keys=keys,
         store=store,
         links=links,
+        changed_workers=changed,
         router=Router(config.routing),
         fairness=fairness,
         metrics=metrics,
@@ -251,10 +304,14 @@ async def _start(
         await _connect_to_workers(components, addresses, stack, tasks)
         model_tasks = (await links.first_card()).tasks
     enter_phase("preparing the HTTP server")
-    app = await _app(components, gateway, addresses, model_tasks)  # may take longer than a worker waits for a heartbeat
+    # Before workers are connected: it may take longer than they wait for a heartbeat.
+    make_reload = partial(
+        GatewayReload, reloading, own=gateway_config, share=share, gateway=gateway, keys=keys, frontend=frontend
+    )
+    app, group = await _app(components, gateway, addresses, model_tasks, make_reload=make_reload)
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
-    return frontend, *app, partial(_give_up, components)
+    return _Started(frontend, app, group, partial(_give_up, components), components.health)
 
 
 def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack) -> RequestTracing | None:
@@ -326,7 +383,13 @@ def fit_stage(config: GatewayConfig, frontend: Frontend) -> GatewayConfig:
 
 
 def _links(
-    config: Config, frontend: Frontend, *, store: StoreLink, addresses: GatewayAddresses, metrics: Metrics
+    config: Config,
+    frontend: Frontend,
+    *,
+    store: StoreLink,
+    addresses: GatewayAddresses,
+    metrics: Metrics,
+    changed: ChangedWorkersFile,
 ) -> WorkerPool:
     processor = frontend.processor_settings
     hello = Hello(
@@ -335,7 +398,7 @@ def _links(
         join_ports=[int(address.rpartition(":")[2]) for address in _join_addresses(config.gateway, addresses)],
     )
 
-    def link(name: str, address: str = "") -> WorkerLink:
+    def link(name: str, address: str) -> WorkerLink:
         return WorkerLink(
             name,
             hello,
@@ -348,7 +411,7 @@ def _links(
         )
 
     pool = WorkerPool(
-        [link(*parse_named(each, "--worker")) for each in addresses.workers],
+        [link(name, address) for name, address in changed.read().applied_to(addresses.configured).items()],
         new_link=link,
         processor=processor,
         config=config.gateway,
@@ -400,7 +463,12 @@ def _plain_hashes(components: _Components, features: StoreFeatures) -> PlainHash
 
 
 async def _app(
-    components: _Components, gateway: Gateway, addresses: GatewayAddresses, model_tasks: tuple[str, ...] | None
+    components: _Components,
+    gateway: Gateway,
+    addresses: GatewayAddresses,
+    model_tasks: tuple[str, ...] | None,
+    *,
+    make_reload: Callable[..., GatewayReload],
 ) -> tuple[Any, GatewayMetrics | None]:
     """Build vLLM's app around the gateway, and register the metrics of all components."""
     metrics, links = components.metrics, components.links
@@ -418,12 +486,7 @@ async def _app(
     memory = MemoryUse(lambda: {"gateway": [os.getpid()]})
     metrics.watch_memory(lambda: memory.latest, lambda: _memory(components.store, scrape))
 
-    store = components.store if components.frontend.takes_media else None
-
-    def health() -> Health:
-        needed = None if components.gateway_config.render_only else links
-        return health_of(needed, [] if store is None else [store.problem])
-
+    health = components.health
     group = (
         GatewayMetrics(
             addresses.gateways,
@@ -443,10 +506,24 @@ async def _app(
             group.refresh() if group is not None else memory.refresh(SCRAPE_TIMEOUT_S),
         )
 
-    control = WorkerControl(links)
+    ask_others = no_others if group is None else group.ask_others
+    reload = make_reload(ask_others=ask_others)
+    control = WorkerControl(
+        links,
+        configured=addresses.configured,
+        file=components.changed_workers,
+        rpc=components.config.rpc,
+        ask_others=ask_others,
+        index=str(addresses.gateway_index),
+    )
+    if group is not None:
+        group.answers.update({**control.answers, **reload.answers})
     actions: dict[str, Action] = {
         "GET /medialane/workers": control.listed,
         "POST /medialane/workers/{name:path}/drain": control.drain,
+        "PUT /medialane/workers/{name:path}": control.add,
+        "DELETE /medialane/workers/{name:path}": control.remove,
+        "POST /medialane/reload": reload.asked,
     }
     if components.config.media.allow_rdma:
         actions["POST /medialane/publish"] = gateway.publish_images
@@ -458,7 +535,7 @@ async def _app(
         recent=components.recent,
         workers=links,
         router=components.router,
-        store=store,
+        store=components.media_store,
         health=health,
     )
     endpoints = dict(media.routes) if components.frontend.takes_media else {}
@@ -488,7 +565,11 @@ async def _app(
         pages={"/medialane/decisions": operators.decisions},
         actions=actions,
         endpoints=endpoints,
-        health=lambda: health().response(),
+        probes={
+            "/health": lambda: health().response(),
+            "/ready": lambda: health().readiness(is_stopping=components.is_stopping()),
+            "/live": lambda: (200, b""),
+        },
         tasks=model_tasks,
         render_only=components.gateway_config.render_only,
         render_payload=components.gateway_config.default_payload,

@@ -6,11 +6,12 @@ import argparse
 import logging
 from collections.abc import Mapping, Sequence
 
-from medialane.cli.flags import PROTECTION, add_settings, given_settings
+from medialane.cli.flags import PROTECTION, add_settings
+from medialane.cli.reloading import Reloading, add_source
 from medialane.cluster.local import check_join_listen, check_port
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
-from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
+from medialane.config import Config, SectionName, enter_environ, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import enter_phase
 from medialane.core.process.title import set_title
@@ -19,6 +20,7 @@ from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 from medialane.vllm_bridge.seams import probe
 from medialane.wire.address import parse_named, parse_unix
+from medialane.wire.listener import check_listen
 from medialane.wire.security import check_address
 
 logger = logging.getLogger(__name__)
@@ -77,13 +79,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen-fd", type=int, metavar="FD", help=argparse.SUPPRESS)
     parser.add_argument("--gateway-socket", action="append", dest="gateway_sockets", help=argparse.SUPPRESS)
     parser.add_argument("--gateway-index", type=int, help=argparse.SUPPRESS)
+    add_source(parser)
     add_settings(parser, SECTIONS, common=_COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("gateway" if args.gateway_index is None else f"gateway {args.gateway_index}", args.argv)
-    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
+    reloading = Reloading.of("gateway", args, SECTIONS)
+    config = reloading.config
     log = configure(
         config.logging, component=f"gateway{'' if args.gateway_index is None else f'-{args.gateway_index}'}"
     )
@@ -102,13 +106,17 @@ def run(args: argparse.Namespace) -> int:
     addresses = gateway.GatewayAddresses(
         args.workers, _store(args.store), args.gateway_sockets or (), args.gateway_index or 0
     )
-    return gateway.run(config, args.model, args.vllm_args, addresses, listen_fd=args.listen_fd)
+    return gateway.run(reloading, args.model, args.vllm_args, addresses, listen_fd=args.listen_fd)
 
 
 def _check_addresses(config: Config, args: argparse.Namespace) -> None:
     """Raise StartupFailed for addresses that are missing, malformed, or cannot be used."""
-    if not (args.workers or config.gateway.join_listen or config.gateway.render_only):
-        raise StartupFailed("a gateway needs workers: --worker ADDRESS, or --join-listen for workers that join")
+    gateway = config.gateway
+    if not (args.workers or gateway.join_listen or gateway.workers_file or gateway.render_only):
+        raise StartupFailed(
+            "a gateway needs workers: --worker ADDRESS, --join-listen for workers that join, or --workers-file for "
+            "those that are added"
+        )
     if args.store is None:
         raise StartupFailed(
             f"a gateway needs --store unix:/path, the media store of its host (medialane store), or --store {NO_STORE} "
@@ -118,6 +126,7 @@ def _check_addresses(config: Config, args: argparse.Namespace) -> None:
         parse_unix(args.store, "--store")
     _check_workers(args.workers, config)
     if args.gateway_sockets:  # of `medialane serve`, which has checked the others
+        check_listen(f"unix:{args.gateway_sockets[args.gateway_index or 0]}", "--gateway-socket", config.rpc)
         return
     if args.listen_fd is None:
         check_port(config.server.host, config.server.port)

@@ -61,7 +61,8 @@ COMMANDS = {
     "certs": Command("certs", "make the TLS certificates of several hosts"),
     "top": Command("top", "what requests, workers and caches do, as it happens"),
     "status": Command("status", "what a running gateway is connected to: hosts, workers, store, health"),
-    "drain": Command("drain", "have workers end what they do and stop, one after the other, as for a restart"),
+    "workers": Command("workers", "list, add, drain and remove the workers of running gateways"),
+    "reload": Command("reload", "have running gateways read their settings again, and say what needs a restart"),
     "doctor": Command("doctor", "check this machine for missing requirements", f"[MODEL] {_VLLM}"),
 }
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import medialane
 from medialane.gateway import AccessKeys, GatewayMetrics, Health, WorkerPool
+from medialane.gateway.gateway_metrics import no_others
 from medialane.gateway.operators import OperatorEndpoints, Part, State, own_part, whole_state
 from medialane.gateway.operators.decisions import decisions_page
-from medialane.gateway.operators.endpoints import no_others
 from medialane.gateway.operators.page_files import PageFiles
 from medialane.gateway.operators.part import Whose
 from medialane.gateway.operators.sessions import is_loopback
@@ -65,7 +65,7 @@ class Operators:
             is_stopping=is_stopping,
         )
         if group is not None:
-            group.answer_sibling = endpoints.answer_sibling
+            group.answers.update(endpoints.answers)
         return {**endpoints.routes, **PageFiles().routes}
 
     def decisions(self, query: Mapping[str, str]) -> bytes:

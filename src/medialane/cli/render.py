@@ -9,9 +9,10 @@ import msgspec
 
 from medialane.cli import serve
 from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.reloading import Reloading
 from medialane.cluster import local
 from medialane.cluster.vllm_flags import has_flag
-from medialane.config import Config, SectionName, load_config
+from medialane.config import Config, SectionName
 from medialane.core.errors import StartupFailed
 from medialane.core.process.title import set_title
 from medialane.observability.logging import configure
@@ -66,11 +67,12 @@ def run(args: argparse.Namespace) -> int:
     for name in _OF_WORKERS:
         if name in given:
             raise StartupFailed(f"--{name} is not accepted here: there are no workers (medialane serve)")
-    config = without_workers(load_config(given, file=args.config, sections=SECTIONS))
+    reloading = Reloading.of("serve", args, SECTIONS)
+    config = without_workers(reloading.config)
     configure(config.logging, component="serve")
     if not has_flag(args.vllm_args, _SCALE_OUT):
         args.vllm_args = [*args.vllm_args, _SCALE_OUT]
-    return serve.run_here(config, args)
+    return serve.run_here(config, reloading, args)
 
 
 def without_workers(config: Config) -> Config:

@@ -18,16 +18,18 @@ from typing import TYPE_CHECKING, get_args
 import msgspec
 
 from medialane.arena import reap
-from medialane.cli.flags import PROTECTION, add_settings, given_settings
+from medialane.cli.flags import PROTECTION, add_settings
 from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
+from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup, source_flags
 from medialane.cluster import Supervisor, local
 from medialane.cluster.log_folder import LogFolder
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value
-from medialane.config import Config, SectionName, load_config, process_environ
+from medialane.config import Config, SectionName, process_environ
 from medialane.core.errors import StartupFailed
+from medialane.core.process.systemd import show_ready, show_stopping, watched
 from medialane.core.process.title import set_title
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
@@ -76,20 +78,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT, SIGTERM or SIGHUP; 0 after a clean stop. Raises StartupFailed."""
+    """Serve until SIGINT or SIGTERM, with a terminal SIGHUP; 0 after a clean stop. Raises StartupFailed."""
     set_title("serve", args.argv)
-    config = local.with_port(load_config(given_settings(args), file=args.config, sections=SECTIONS))
+    reloading = Reloading.of("serve", args, SECTIONS)
+    config = local.with_port(reloading.config)
     configure(config.logging, component="serve")
     if config.cluster.ray:
         config = for_ray(config, args.secret_flags, process_environ())
     with _ray(config, args.model) as ray:
-        return run_here(config if ray is None else ray.config, args, ray)
+        return run_here(config if ray is None else ray.config, reloading, args, ray)
 
 
-def run_here(config: Config, args: argparse.Namespace, ray: RayServe | None = None) -> int:
+def run_here(config: Config, reloading: Reloading, args: argparse.Namespace, ray: RayServe | None = None) -> int:
     """Serve with the processes of this configuration, until stopped. Raises StartupFailed."""
     try:
-        return _run(config, args, ray)
+        return _run(config, reloading, args, ray)
     finally:
         reap(config.arena.directory)  # of the last store, which leaves its arena to the next one
 
@@ -114,7 +117,7 @@ def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, s
     return msgspec.structs.replace(config, gateway=gateway)
 
 
-def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
+def _run(config: Config, reloading: Reloading, args: argparse.Namespace, ray: RayServe | None) -> int:
     environ = process_environ()
     check_api_key(config, environ)
     local.check(config, args.model, args.vllm_args, environ)
@@ -125,6 +128,8 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
         closing(local.run_folder(environ)) as folder,
         local.shared_listener(config) as listener,
     ):
+        source = folder.path / "settings.json"
+        reloading.source.write(source)
         specs = local.process_specs(
             config,
             args.model,
@@ -134,6 +139,7 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
             environ=environ,
             listener=listener,
             store_socket=args.store_socket,
+            common_flags=source_flags(str(source)),
         )
         remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
         announcement = announce(config, args.model, args.vllm_args, needs_key=has_api_key(config, environ))
@@ -148,7 +154,7 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
                     return here
                 return ray.supervisor(here, remote, progress, vllm_args=args.vllm_args)
 
-            status = asyncio.run(_serve(make_supervisor, progress, partial(_say, config, announcement)))
+            status = asyncio.run(_serve(make_supervisor, reloading, progress, partial(_say, config, announcement)))
             logs.keep = progress.has_failed
             return status
 
@@ -196,7 +202,10 @@ def _ray(config: Config, model: str) -> Iterator[RayServe | None]:
 
 
 async def _serve(
-    make_supervisor: Callable[[], Supervisor | RemoteSupervisor], progress: Progress, announce_start: Callable[[], None]
+    make_supervisor: Callable[[], Supervisor | RemoteSupervisor],
+    reloading: Reloading,
+    progress: Progress,
+    announce_start: Callable[[], None],
 ) -> int:
     supervisor = make_supervisor()
     stop = _Stop(supervisor)
@@ -211,7 +220,14 @@ async def _serve(
         if starting.done():
             starting.result()
             announce_start()
-            await asyncio.wait((stopped, supervised), return_when=asyncio.FIRST_COMPLETED)
+            show_ready("serving")
+
+            async def reload() -> None:
+                await reloading.reload()  # with an error, no process reads them
+                supervisor.reload()
+
+            async with watched(), reloaded_by_hangup(reload):
+                await asyncio.wait((stopped, supervised), return_when=asyncio.FIRST_COMPLETED)
             if supervised.done():
                 supervised.result()
     finally:
@@ -231,13 +247,14 @@ async def _supervised(supervisor: Supervisor | RemoteSupervisor, starting: async
 
 
 class _Stop:
-    """Signal handling: the first signal requests a graceful stop, the second kills."""
+    """Signal handling: the first signal requests a graceful stop, the second kills. SIGHUP is one if it means that the
+    terminal is gone."""
 
     def __init__(self, supervisor: Supervisor | RemoteSupervisor) -> None:
         self.asked = asyncio.Event()
         self.impatient = False
         self._supervisor = supervisor
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, *(() if hangup_means_reload() else (signal.SIGHUP,))):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
@@ -245,6 +262,7 @@ class _Stop:
             self.impatient = True
             self._supervisor.kill()
         else:
+            show_stopping()
             print("\nstopping (interrupt again to kill)", file=sys.stderr, flush=True)
         self.asked.set()
 

@@ -20,6 +20,7 @@ import uvloop
 from medialane import __version__
 from medialane.arena import KEPT, LINEAGE_BYTES, Arena, HoldLog, Lineage, NamesArea, reap
 from medialane.cli.essential_tasks import unless_set
+from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.cli.store_replace import replace, serve_lock
 from medialane.cli.store_state import hold_line
 from medialane.cli.tuning import tune_process
@@ -36,6 +37,7 @@ from medialane.core.process.memory import MemoryUse, ProcessKind
 from medialane.core.process.owner_lock import has_one_owner
 from medialane.core.process.phase import READY, enter_phase
 from medialane.core.process.stop import stopped_by_signals
+from medialane.core.process.systemd import watched
 from medialane.core.process.title import WARM, has_title
 from medialane.core.stage import prepared_stage
 from medialane.core.stats import StoreStats
@@ -94,14 +96,19 @@ def _preparer_environ(
     return allowed | ({"HF_HUB_OFFLINE": "1"} if repositories(model, vllm_args, environ) else {})
 
 
-def run(config: Config, model: str, vllm_args: Sequence[str], address: str, *, replaces: bool = False) -> int:
+def run(reloading: Reloading, model: str, vllm_args: Sequence[str], address: str, *, replaces: bool = False) -> int:
     """Serve until SIGINT or SIGTERM (0), or until it turns out that the model takes no media (NOT_NEEDED). If it
     `replaces` the store at the address, that exits first.
 
     Raises StartupFailed.
     """
     tune_process()
-    return uvloop.run(serve(config, model, vllm_args, address, replaces=replaces))
+
+    async def served() -> int:
+        async with reloaded_by_hangup(reloading.reload):
+            return await serve(reloading.config, model, vllm_args, address, replaces=replaces)
+
+    return uvloop.run(served())
 
 
 async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str, *, replaces: bool = False) -> int:
@@ -116,7 +123,8 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], address: s
             if takes_media is False:
                 logger.warning("this model takes no media: it needs no media store")
                 return NOT_NEEDED
-            await stop.asked.wait()
+            async with watched():
+                await stop.asked.wait()
             await first_of(store.drain(), stop.at_once.wait(), asyncio.sleep(config.stop.drain_timeout_s))
             # `serve` starts the next store, or removes the arena when it ends itself; workers with a store do neither.
             if config.arena.keep or has_one_owner(serve_lock(address)):

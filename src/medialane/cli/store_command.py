@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 
 from medialane.cli import store
-from medialane.cli.flags import PROTECTION, add_settings, given_settings
+from medialane.cli.flags import PROTECTION, add_settings
+from medialane.cli.reloading import Reloading, add_source
 from medialane.cli.store_replace import check_replace
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
-from medialane.config import SectionName, enter_environ, load_config, process_environ
+from medialane.config import SectionName, enter_environ, process_environ
 from medialane.core.process.title import set_title
 from medialane.observability.logging import configure
 from medialane.wire.address import parse_unix
@@ -54,13 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "gateways and workers connect to this one. Refused, and the other one runs on, if the model or a setting that "
         "decides what is made of media differs",
     )
+    add_source(parser)
     add_settings(parser, SECTIONS, common=_COMMON)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("store", args.argv)
-    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
+    reloading = Reloading.of("store", args, SECTIONS)
+    config = reloading.config
     log = configure(config.logging, component="store")
     parse_unix(args.listen, "--listen")
     if args.replace:
@@ -74,4 +77,4 @@ def run(args: argparse.Namespace) -> int:
     # For the fork server of the preparers, which imports vllm.
     on_gpu = bool(find_hardware(environ).gpus)
     enter_environ(config, "store", args.model, args.vllm_args, on_gpu=on_gpu, own=log.environ())
-    return store.run(config, args.model, args.vllm_args, args.listen, replaces=args.replace)
+    return store.run(reloading, args.model, args.vllm_args, args.listen, replaces=args.replace)

@@ -14,13 +14,14 @@ from typing import NoReturn, get_args
 
 import uvloop
 
-from medialane.cli.flags import PROTECTION, add_settings, given_settings
+from medialane.cli.flags import PROTECTION, add_settings
+from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
 from medialane.cli.worker_store import host_store
 from medialane.cluster.local import check_join, check_metrics_ports
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import ranks_per_worker
-from medialane.config import Config, SectionName, enter_environ, load_config, process_environ
+from medialane.config import Config, SectionName, enter_environ, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import enter_phase
 from medialane.core.process.title import set_title
@@ -81,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " which workers load them; for gateways and workers of the same host (default worker)",
     )
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)  # set by `medialane serve`, for the title
+    add_source(parser)
     add_settings(parser, (*SECTIONS, "arena"), common=_COMMON)
 
 
@@ -88,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title(args.role if args.number is None else f"{args.role} {args.number}", args.argv)
     # The arena's size is a setting of the store: that section is not validated here.
-    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
+    reloading = Reloading.of("worker", args, SECTIONS)
+    config = reloading.config
     log = configure(config.logging, component=args.role if args.number is None else f"{args.role}-{args.number}")
     if args.store is not None:
         parse_unix(args.store, "--store")
@@ -102,18 +105,19 @@ def run(args: argparse.Namespace) -> int:
     if args.role == "encoder":
         _check_encoder(config, args)
     if args.engine == "simulated":
-        return _run_simulated(config, args)
+        return _run_simulated(reloading, args)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     on_gpu = bool(find_hardware(environ).gpus)
     enter_environ(config, "worker", args.model, args.vllm_args, on_gpu=on_gpu, own=log.environ())
     enter_phase("importing vLLM")
     probe.check("worker")
-    return _run_vllm(config, args)
+    return _run_vllm(reloading, args)
 
 
-def _run_vllm(config: Config, args: argparse.Namespace) -> int:
+def _run_vllm(reloading: Reloading, args: argparse.Namespace) -> int:
     """Load the engine, then serve until a signal (0) or until the engine dies."""
+    config = reloading.config
     from medialane.vllm_bridge.engine.engine import build_engine  # vllm reads its environment when it is imported
     from medialane.worker.serve import serve_worker
 
@@ -134,7 +138,10 @@ def _run_vllm(config: Config, args: argparse.Namespace) -> int:
         if engine.takes_media:
             enter_phase("measuring the encoder")
         await engine.learn_encoder()
-        async with _host_arena(config, args if engine.takes_media else None) as host_arena:
+        async with (
+            reloaded_by_hangup(reloading.reload),
+            _host_arena(config, args if engine.takes_media else None) as host_arena,
+        ):
             return await serve_worker(
                 config.worker,
                 config.rpc,
@@ -209,14 +216,15 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _run_simulated(config: Config, args: argparse.Namespace) -> int:
+def _run_simulated(reloading: Reloading, args: argparse.Namespace) -> int:
     """Serve until a signal (0) or until a worker fails."""
+    config = reloading.config
     if args.vllm_args:
         raise StartupFailed("a simulated worker takes no flags of vLLM: its settings begin with --simulated")
     from medialane.testing.simulated.serve import serve_simulated
 
     async def serve() -> int:
-        async with _host_arena(config, args) as host_arena:
+        async with reloaded_by_hangup(reloading.reload), _host_arena(config, args) as host_arena:
             return await serve_simulated(
                 config.simulated,
                 config.worker,

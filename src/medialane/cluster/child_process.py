@@ -100,9 +100,16 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM to the first process only."""
+        self._send(signal.SIGTERM)
+
+    def hang_up(self) -> None:
+        """Send SIGHUP to the first process only."""
+        self._send(signal.SIGHUP)
+
+    def _send(self, number: signal.Signals) -> None:
         if self._process.returncode is None:  # not reaped: the pid cannot have been reused
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the whole group except its resource trackers, which `wait` ends."""

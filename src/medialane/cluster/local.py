@@ -165,10 +165,13 @@ def process_specs(
     environ: Mapping[str, str],
     listener: socket.socket | None = None,
     store_socket: Path | None = None,
+    common_flags: Sequence[str] = (),
 ) -> list[ProcessSpec]:
     """Return the specifications of the warm process, the store, the workers, the encoders and the gateways, with their
     sockets in `folder`, but for `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`.
+    Store, workers and gateways have the `common_flags`.
     With `config.cluster.ray` there are no workers here, and the gateways let them join. Raises StartupFailed."""
+    config = _with_workers_file(config, folder)
     engines = _engines(config)
     placements = (
         place_engines(hardware, vllm_args, engines, single_gpu=config.cluster.single_gpu, environ=environ)
@@ -203,7 +206,7 @@ def process_specs(
     store_socket = store_socket or store_path(folder)
     store = ProcessSpec(
         name="store",
-        argv=_command("store", model, ["--listen", f"unix:{store_socket}"], processor_flags(vllm_args)),
+        argv=_command("store", model, ["--listen", f"unix:{store_socket}", *common_flags], processor_flags(vllm_args)),
         environ=inherited("store"),
         ready=SocketExists(store_socket),
         is_ready_later=True,
@@ -212,6 +215,7 @@ def process_specs(
         after=after,
         warm=forks,
         needs_model=True,
+        reloads=True,
     )
     store_flags = ["--store", f"unix:{store_socket}"]
     names = [f"worker {i}" for i in range(engines.num_workers)] + [f"encoder {i}" for i in range(engines.num_encoders)]
@@ -227,6 +231,7 @@ def process_specs(
                     *("--listen", f"unix:{path}"),
                     *(("--role", "encoder") if i >= engines.num_workers else ()),
                     *store_flags,
+                    *common_flags,
                     *own_flags(config, vllm_args, i, labels[i]),
                     *("--number", name.rpartition(" ")[2]),
                 ],
@@ -238,6 +243,7 @@ def process_specs(
             layer=1,
             stop_timeout_s=config.stop.drain_timeout_s + config.cluster.stop_timeout_s,
             warm=forks,
+            reloads=True,
         )
         for i, (name, path) in enumerate(zip(names, sockets, strict=True))
     ]
@@ -249,7 +255,7 @@ def process_specs(
     ]
     gateway = ProcessSpec(
         name="gateway",
-        argv=_command("gateway", model, [*addresses, *store_flags], vllm_args),
+        argv=_command("gateway", model, [*addresses, *store_flags, *common_flags], vllm_args),
         environ=inherited("gateway"),
         ready=HttpAnswers(f"{base_url(config, vllm_args)}/health"),
         layer=2,
@@ -257,6 +263,7 @@ def process_specs(
         after=after,
         warm=forks,
         needs_model=True,
+        reloads=True,
     )
     first = [] if forks is None else [warm]
     if listener is not None:
@@ -265,6 +272,12 @@ def process_specs(
     num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
     gateways = [gateway] if num_gateways == 1 else _sharing(gateway, folder, num_gateways=num_gateways)
     return [*first, store, *workers, *gateways]
+
+
+def _with_workers_file(config: Config, folder: Path) -> Config:
+    """Return the configuration with a file that gateways keep changes of their workers in, while this run lasts."""
+    path = config.gateway.workers_file or str(folder / "workers.json")
+    return msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, workers_file=path))
 
 
 def store_path(folder: Path) -> Path:

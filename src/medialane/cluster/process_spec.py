@@ -40,6 +40,8 @@ class ProcessSpec:
     Processes of a higher `layer` are stopped first; `after` names a process that must have been ready before this one
     is started for the first time. `not_needed` is what is shown if it exits with that status.
 
+    One that `reloads` reads its settings again on SIGHUP.
+
     With `warm` it is a fork of that process if possible, once that has read the model if it `needs_model`.
     """
 
@@ -55,6 +57,7 @@ class ProcessSpec:
     not_needed: str = "not needed"
     warm: WarmProcess | None = None
     needs_model: bool = False
+    reloads: bool = False
 
 
 @dataclass(frozen=True)

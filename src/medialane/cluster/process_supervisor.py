@@ -137,6 +137,11 @@ class ProcessSupervisor:
             self._context.observer.stopping(self.spec.name)
             await self.process.stop(self.spec.stop_timeout_s)
 
+    def reload(self) -> None:
+        """Have the process read its settings again, if it does, and is ready: before, it would end."""
+        if self.process is not None and self.spec.reloads and self.is_ready.is_set():
+            self.process.hang_up()
+
     def read_log(self) -> None:
         if lines := self._log.read():
             self._context.observer.printed(self.spec.name, lines)

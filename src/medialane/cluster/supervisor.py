@@ -90,6 +90,11 @@ class Supervisor:
             if not self._failure.cancel() and not self._failure.cancelled():
                 self._failure.exception()  # retrieved: the caller of `stop` need not have awaited it
 
+    def reload(self) -> None:
+        """Have the processes that are ready read their settings again, if they do."""
+        for supervisor in self._supervisors.values():
+            supervisor.reload()
+
     def kill(self) -> None:
         """Kill all processes now; `stop` still has to be awaited."""
         self._context.stopping.set()

@@ -24,7 +24,8 @@ from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import VARIABLE as PHASE_FILE
 from medialane.observability.logging import VARIABLE as LOG_PROCESS
 
-_FILE: Final = PREFIX + "CONFIG"
+#: Names the file of settings in the environment.
+FILE: Final = PREFIX + "CONFIG"
 
 
 class _RawValue(NamedTuple):
@@ -46,7 +47,7 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     known = {setting.name: setting for setting in settings()}
-    from_file = _from_file(file or environ.get(_FILE), known)
+    from_file = _from_file(file or environ.get(FILE), known)
     from_flags = {name: _RawValue(value, "--" + name) for name, value in (flags or {}).items()}
     for name, (_, source) in (from_file | from_flags).items():
         if name in known and known[name].is_secret:
@@ -77,7 +78,7 @@ def _from_environ(environ: Mapping[str, str], known: Mapping[str, Setting]) -> d
     by_variable = {setting.variable: name for name, setting in known.items()}
     given = {}
     for variable, value in environ.items():
-        if not variable.startswith(PREFIX) or variable in (_FILE, PHASE_FILE, LOG_PROCESS):
+        if not variable.startswith(PREFIX) or variable in (FILE, PHASE_FILE, LOG_PROCESS):
             continue
         if variable not in by_variable:
             raise StartupFailed(f"unknown environment variable {variable}{_suggestion(variable, by_variable)}")

@@ -8,8 +8,8 @@ listed needs the admin key if there is one, else an API key: what an upgrade or 
     open      OPEN                                          none is needed
     metrics   METRICS                                       --metrics-key, --admin-key; without the former, none needed
     client    CLIENT, CLIENT_PREFIXES; no route (404, 405)  --api-key, --admin-key; without the former, none needed
-    operator  OPERATOR: shows everybody's requests          --admin-key, a session (`operators.sessions`); without it
-                                                            none is needed on this machine, and none suffices elsewhere
+    operator  OPERATOR: shows everybody's requests, or      --admin-key, a session (`operators.sessions`); without it
+              changes the server                            none is needed on this machine, and none suffices elsewhere
     login     LOGIN                                         none is needed
     admin     all others                                    --admin-key; without it those of --api-key
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -52,12 +52,17 @@ from medialane.wire.private_file import read_private
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from medialane.gateway.admission.keys_file import TenantLimits
+
 #: Returns the path, with its parameters, of the route that would serve a request; None if there is none.
 RouteOf = Callable[["Scope"], str | None]
 
-OPEN = frozenset({"/health", "/ping", "/version"})
+OPEN = frozenset({"/health", "/ready", "/live", "/ping", "/version"})
 OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
-OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH})
+#: A worker that is added gets clients' prompts.
+WORKER_PATH = "/medialane/workers/{name:path}"
+RELOAD_PATH = "/medialane/reload"
+OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, WORKER_PATH, RELOAD_PATH})
 LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
 METRICS = "/metrics"
 CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
@@ -78,8 +83,8 @@ _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 
 #: Where no key suffices.
 _OPERATOR_DENIED = PermissionDenied(
-    "this shows all clients' requests: without an admin key (--admin-key-file, MEDIALANE_ADMIN_KEY) only programs on"
-    " this machine may read it, at a server that listens on 127.0.0.1"
+    "this shows all clients' requests, or changes the server: without an admin key (--admin-key-file,"
+    " MEDIALANE_ADMIN_KEY) only programs on this machine may ask for it, at a server that listens on 127.0.0.1"
 )
 
 
@@ -109,10 +114,10 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-@dataclass(frozen=True)
+@dataclass
 class AccessKeys:
     """The digests of all keys of each purpose; keys themselves are not kept. `is_local` is whether the server listens
-    on loopback only."""
+    on loopback only. Only `read_again` changes them."""
 
     api: Sequence[bytes] = field(default=(), repr=False)
     tenants: Tenants | None = None
@@ -133,13 +138,28 @@ class AccessKeys:
         if config.keys and (api_keys := tuple(api_keys)):
             raise StartupFailed("--keys and API keys (--api-key, MEDIALANE_API_KEYS, VLLM_API_KEY) are both set")
         tenants = Tenants(config.keys, counts) if config.keys else None
-        api = [_digest(key.encode()) for key in api_keys]
+        keys = AccessKeys([_digest(key.encode()) for key in api_keys], tenants, is_local=is_local)
+        use, _ = keys.read_again(config)
+        use()
+        return keys
+
+    def read_again(self, config: GatewayConfig) -> tuple[Callable[[], None], Sequence[str]]:
+        """Read the files of keys; return what uses them, and their flags. Raises StartupFailed."""
         admin, metrics = (list(map(_digest, keys)) for keys in (_admin_keys(config), _metrics_keys(config)))
-        if set(admin) & {*api, *metrics}:
+        if set(admin) & {*self.api, *metrics}:
             raise StartupFailed("the admin key (--admin-key-file) must differ from --api-key and --metrics-key-file")
-        if tenants is not None and any(map(tenants.of, (*admin, *metrics))):
+        tenants: Mapping[bytes, TenantLimits] = {} if self.tenants is None else self.tenants.read()
+        if tenants.keys() & {*admin, *metrics}:
             raise StartupFailed("the admin key and the metrics key must differ from the keys of --keys")
-        return AccessKeys(api, tenants, admin, metrics, is_local)
+
+        def use() -> None:
+            self.admin, self.metrics = admin, metrics
+            if self.tenants is not None:
+                self.tenants.use(tenants)
+
+        given = {"--keys": config.keys, "--admin-key-file": config.admin_key_file}
+        given["--metrics-key-file"] = config.metrics_key_file
+        return use, [flag for flag, path in given.items() if path]
 
     def is_open(self, kind: Kind) -> bool:
         """Return whether a route of this kind needs no key."""

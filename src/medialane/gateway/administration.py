@@ -1,5 +1,5 @@
 """Administrative calls to the engines: each is sent to every worker, and complete when all workers have executed it.
-Some also go to the encoders that are connected: a lost one has no state to be changed. And what concerns one worker."""
+Some also go to the encoders that are connected: a lost one has no state to be changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import msgspec
 
 from medialane.core.admin import AddLora, AdminCall, AdminResult, changes_encoder, concerns_encoders
 from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
-from medialane.core.request import WorkerRole, WorkerState
 from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.workers import WorkerLink, WorkerPool
 
@@ -38,46 +37,6 @@ async def administer(workers: WorkerPool, call: AdminCall, *, timeout_s: float) 
             logger.warning("%s at worker %s: %s", type(call).__name__, link.name, error.message)
         raise _error(failed, links)
     return [result for result in results if not isinstance(result, MedialaneError)]
-
-
-class WorkerInfo(msgspec.Struct, frozen=True):
-    """A worker as its operator sees it. `run` is different each time that it is started, and empty while it is not
-    connected; `num_requests` are those of all gateways."""
-
-    name: str
-    role: WorkerRole
-    state: WorkerState
-    run: str
-    num_requests: int
-
-
-class WorkerControl:
-    """What an operator does with single workers."""
-
-    def __init__(self, workers: WorkerPool) -> None:
-        self._workers = workers
-
-    async def listed(self, _parameters: Mapping[str, str]) -> bytes:
-        """Workers and encoders, with their states."""
-        return msgspec.json.encode([_info(link) for link in self._workers.links.values()])
-
-    async def drain(self, parameters: Mapping[str, str]) -> bytes:
-        """Have one worker take no new requests, and stop when its requests have ended or moved to others."""
-        links, name = self._workers.links, parameters["name"]
-        if (link := links.get(name)) is None:
-            known = ", ".join(links) or "none"
-            raise InvalidRequest(f"there is no worker named {name}; the workers are: {known}", param="name")
-        if not link.drain():
-            raise NoWorkerReady(f"worker {name} is not connected", retry_after_s=5)
-        return msgspec.json.encode(_info(link))
-
-
-def _info(link: WorkerLink) -> WorkerInfo:
-    loads = [endpoint.load for endpoint in link.endpoints()]
-    num_requests = sum(load.num_running + load.num_waiting for load in loads)
-    client = link.client
-    run = "" if client is None else client.welcome.worker_id
-    return WorkerInfo(link.name, link.role, link.state, run, num_requests)
 
 
 def _links(workers: WorkerPool, call: AdminCall) -> Sequence[WorkerLink]:

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.scrape import MIN_INTERVAL_S, PATH, TIMEOUT_S
 from medialane.observability.metrics import Metrics
+from medialane.wire.listener import bind_unix
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,15 @@ ASK_PATH = "/operators"
 ASK_TIMEOUT_S = 0.5
 #: A thousand requests have 1.2 MB.
 _MAX_ANSWER_BYTES = 32 << 20
+
+#: Asks the other gateways of a port for a path: their answers by index, None of those that do not answer.
+AskOthers = Callable[[str], Awaitable[Mapping[str, bytes | None]]]
+
+
+async def no_others(_path: str) -> Mapping[str, bytes | None]:
+    """Of a gateway that has its port for itself."""
+    return {}
+
 
 #: Start of a family in the text format: newlines in help texts and label values are escaped.
 _FAMILY = re.compile(rb"^(?=# HELP )", re.MULTILINE)
@@ -70,8 +80,8 @@ class GatewayMetrics:
         #: The latest text of each other gateway, by label.
         self._texts: dict[str, bytes] = {}
         self._up = {str(i): float(i == index) for i in range(len(sockets))}
-        #: Answers what other gateways ask by `ask_others`.
-        self.answer_sibling: Callable[[str], Awaitable[bytes]] = _no_answer
+        #: What other gateways may ask by `ask_others`, by the path before the query.
+        self.answers: dict[str, Callable[[str], Awaitable[bytes]]] = {}
         metrics.watch_gateways(lambda: self._up)
 
     def page(self) -> bytes:
@@ -101,8 +111,7 @@ class GatewayMetrics:
             self._up[label] = 1.0
 
     async def ask_others(self, path: str) -> dict[str, bytes | None]:
-        """Ask the other gateways for what `answer_sibling` returns there; None is from one that does not answer in
-        time."""
+        """Ask the other gateways for what is among their `answers`; None is from one that does not answer in time."""
         answers = await gather_or_cancel([self._ask(socket, path) for socket in self._others.values()])
         return dict(zip(self._others, answers, strict=True))
 
@@ -130,7 +139,7 @@ class GatewayMetrics:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=TIMEOUT_S)
         await runner.setup()
         try:
-            await web.UnixSite(runner, self._socket).start()
+            await web.SockSite(runner, bind_unix(self._socket)).start()
             yield
         finally:
             await runner.cleanup()
@@ -140,15 +149,14 @@ class GatewayMetrics:
         return web.Response(body=generate_latest(self._own))
 
     async def _answer_sibling(self, request: web.Request) -> web.Response:
-        return web.Response(body=await self.answer_sibling((await request.read()).decode()))
+        path = (await request.read()).decode()
+        if (answer := self.answers.get(path.partition("?")[0])) is None:
+            return web.Response(status=404)
+        return web.Response(body=await answer(path))
 
     async def _answer_health(self, _request: web.Request) -> web.Response:
         status, body = self._health()
         return web.Response(status=status, body=body)
-
-
-async def _no_answer(_path: str) -> bytes:
-    return b"null"
 
 
 class _Labelled(Collector):

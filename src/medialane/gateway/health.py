@@ -1,8 +1,9 @@
-"""The response of `/health`.
+"""The responses of `/health` and `/ready`.
 
-200 with an empty body if all is well, like vLLM; 200 with a JSON body if requests are served with reduced capacity or
-features; 503 if no worker is ready. The endpoint is unauthenticated, so it has counts, not addresses: those are in the
-log.
+`/health`: 200 with an empty body if all is well, like vLLM; 200 with a JSON body if requests are served with reduced
+capacity or features; 503 if no worker is ready. `/ready` is whether to send requests here: it also answers 503 while
+the gateway stops. (`/live` answers 200 as long as the event loop runs.) The endpoints are unauthenticated, so they have
+counts, not addresses: those are in the log.
 """
 
 from __future__ import annotations
@@ -22,10 +23,19 @@ class Health(msgspec.Struct, frozen=True):
     status: Literal["ok", "degraded", "unavailable"]
     problems: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return "; ".join([self.status, *self.problems])
+
     def response(self) -> tuple[int, bytes]:
         """Return HTTP status and body."""
         body = b"" if self.status == "ok" else msgspec.json.encode(self)
         return 503 if self.status == "unavailable" else 200, body
+
+    def readiness(self, *, is_stopping: bool) -> tuple[int, bytes]:
+        """Return HTTP status and body of `/ready`."""
+        if is_stopping:
+            return Health("unavailable", ("this gateway is stopping",)).response()
+        return (200, b"") if self.status != "unavailable" else self.response()
 
 
 def health_of(workers: WorkerPool | None, problems: Iterable[str | None] = ()) -> Health:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -24,9 +24,12 @@ _MAX_REFUSING = 64
 
 
 class BoundedServer(uvicorn.Server):
-    """Installs no signal handlers: the process that runs it has its own."""
+    """Installs no signal handlers: the process that runs it has its own. `on_listening` is called when connections are
+    accepted."""
 
-    def __init__(self, config: uvicorn.Config, *, bounds: HttpBounds) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *, bounds: HttpBounds, on_listening: Callable[[], None] = lambda: None
+    ) -> None:
         if not config.loaded:
             config.load()
         config.http_protocol_class = partial(  # type: ignore[assignment]  # a factory
@@ -34,6 +37,7 @@ class BoundedServer(uvicorn.Server):
         )
         super().__init__(config)
         self._bounds = bounds
+        self._on_listening = on_listening
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,10 +46,11 @@ class BoundedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         context = self.config.ssl
         if context is None:
-            return await super().startup(sockets)
-        await super().startup(sockets=[])  # without sockets uvicorn starts no server of the event loop
-        self.servers = [self._acceptor(sockets or [], context)]  # type: ignore[list-item]  # uvicorn only closes it
-        return None
+            await super().startup(sockets)
+        else:
+            await super().startup(sockets=[])  # without sockets uvicorn starts no server of the event loop
+            self.servers = [self._acceptor(sockets or [], context)]  # type: ignore[list-item]  # uvicorn only closes it
+        self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         acceptors = [server for server in self.servers if isinstance(server, Acceptor)]

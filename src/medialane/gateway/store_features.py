@@ -23,6 +23,7 @@ from medialane.core.wave import wave_bytes
 from medialane.gateway.admission import MustWait
 from medialane.gateway.image_budget import ImageBudget
 from medialane.media import MediaConfig, image_size, oriented_size
+from medialane.observability.logging import request_id
 from medialane.observability.timeline import StageTimeline, TimelineReport
 from medialane.prepare.processor import Described, ProcessedItem
 from medialane.store.hold_cache import HoldCache, StoreHold
@@ -153,7 +154,7 @@ class StoreFeatures:
         options = merged_options(options, ref.options)
 
         def describe(call_id: int) -> DescribeItem:
-            return DescribeItem(call_id, asked, options, num_bytes, size)
+            return DescribeItem(call_id, asked, options, num_bytes, size, request_id=request_id.get())
 
         reply = cast("ItemDescribed", await self._ask(ref, describe, timeline, budget, num_bytes, "encoded"))
         if (described := reply.described) is None:
@@ -241,7 +242,8 @@ class StoreFeatures:
                     await self._write(data, timeline, question.range, at=offset)
 
         described = Described(item.header, item.size)
-        reply = await self._link.call(lambda call_id: PutFeature(call_id, named, described, item.specs), answer)
+        of = request_id.get()
+        reply = await self._link.call(lambda call_id: PutFeature(call_id, named, described, item.specs, of), answer)
         found = cast("ItemFound", reply)
         hold = self._holds.add(key, found.hold_id, found.range, found)
         return _item(hold, found.feature)
@@ -278,7 +280,8 @@ class StoreFeatures:
         form, options, encoder, refers = wanted
 
         def find(call_id: int) -> FindItem:
-            return FindItem(call_id, asked, form, options, num_bytes, encoder=encoder, refers=refers)
+            of = request_id.get()
+            return FindItem(call_id, asked, form, options, num_bytes, encoder=encoder, refers=refers, request_id=of)
 
         item = cast("ItemFound", await self._ask(ref, find, timeline, budget, num_bytes, form))
         timeline.merge(item.timeline)

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 
 import msgspec
 
@@ -24,6 +25,7 @@ from medialane.core.errors import (
     MedialaneError,
     NoWorkerReady,
     ProtocolViolation,
+    StartupFailed,
     WorkerLost,
     WorkerStalled,
 )
@@ -76,6 +78,8 @@ class WorkerLink:
         self.role: WorkerRole = "worker"
         #: Whether the last connection has ended as planned.
         self.has_drained = False
+        #: Whether it is not to connect again.
+        self.is_leaving = False
         self._reports: ReportListener | None = None  # of the worker that is connected, or was last
         self._in_use = asyncio.Lock()
         self.listener: JoinListener | None = None
@@ -194,15 +198,21 @@ class WorkerLink:
         if self._live is not None and self._reports is not None:
             self._reports.host_changed()
 
-    async def run(self) -> None:
-        """Stay connected until cancelled, whatever fails."""
+    async def connect(self) -> RpcClient:
+        """Connect once, for `run`. Raises like `RpcClient.connect`."""
+        return await RpcClient.connect(self.address, self._hello, self._rpc)
+
+    async def run(self, client: RpcClient | None = None) -> None:
+        """Stay connected until cancelled, whatever fails, at first by `client`; if it is leaving, until the connection
+        is lost."""
         backoff = Backoff(initial_s=self._config.reconnect_initial_s, max_s=self._config.reconnect_max_s)
         loop = asyncio.get_running_loop()
-        while True:
+        while not self.is_leaving:
             started = loop.time()
-            if await self._connect_once() and loop.time() - started >= self._config.reconnect_max_s:
+            given, client = client, None
+            if await self._connect_once(given) and loop.time() - started >= self._config.reconnect_max_s:
                 backoff.reset()  # the connection was stable: reconnect at once
-            else:
+            elif not self.is_leaving:
                 await asyncio.sleep(backoff.next())
 
     async def serve(self, client: RpcClient) -> None:
@@ -228,10 +238,10 @@ class WorkerLink:
     def _live(self) -> ConnectedWorker | None:
         return self._worker if self._worker is not None and not self._worker.client.closed.is_set() else None
 
-    async def _connect_once(self) -> bool:
+    async def _connect_once(self, client: RpcClient | None) -> bool:
         """Connect, and wait until the connection is lost. False if there was none or this process failed at it."""
         try:
-            client = await self._connect()
+            client = client or await self._connect()
             if client is None:
                 return False
             await self._serve(client)
@@ -250,7 +260,7 @@ class WorkerLink:
 
     async def _connect(self) -> RpcClient | None:
         try:
-            client = await RpcClient.connect(self.address, self._hello, self._rpc)
+            client = await self.connect()
         except NoWorkerReady:
             return None
         except (WorkerLost, ProtocolViolation) as error:
@@ -314,14 +324,14 @@ def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:
 
 
 class WorkerPool:
-    """All links, by name. `run` keeps those with an address connected. `new_link` makes the link of a worker
-    that joins; its `processor` settings must be compatible with those of the gateway."""
+    """All links, by name. `run` keeps those with an address connected. `new_link` makes the link of a worker that joins
+    (its address is empty) or is added; its `processor` settings must be compatible with those of the gateway."""
 
     def __init__(
         self,
         links: Sequence[WorkerLink],
         *,
-        new_link: Callable[[str], WorkerLink] | None = None,
+        new_link: Callable[[str, str], WorkerLink] | None = None,
         processor: Mapping[str, str] | None = None,
         config: GatewayConfig | None = None,
     ) -> None:
@@ -337,6 +347,11 @@ class WorkerPool:
         self._has_card = asyncio.Event()
         self._outage = Outage()
         self._changes = asyncio.Event()
+        #: While `run` runs: the tasks of the links with an address.
+        self._group: asyncio.TaskGroup | None = None
+        #: Of what outlives the request by which an operator adds a worker.
+        self._context = copy_context()
+        self._running: dict[WorkerLink, asyncio.Task[None]] = {}
         for link in links:
             self._watch(link)
 
@@ -426,10 +441,71 @@ class WorkerPool:
 
     async def run(self) -> None:
         """Keep every link with an address connected until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as self._group:
             for link in self.links.values():
-                tasks.create_task(link.run(), name=f"worker link {link.name}")
-            tasks.create_task(asyncio.Event().wait(), name="workers that join")  # there may be no links yet
+                self._run(link)
+            self._group.create_task(asyncio.Event().wait(), name="workers that join")  # there may be no links yet
+
+    async def connect(self, name: str, address: str) -> RpcClient:
+        """Connect to a worker that is to be added: `add` or `leave` it. Raises the reason why it cannot be."""
+        connecting = self._link(name, address).connect()
+        client = await asyncio.create_task(connecting, name=f"adding {name}", context=self._context.copy())
+        try:
+            check_same_model(self._processor, client.welcome.card.processor)
+            if self._card is not None and client.welcome.card.model != self._card.model:
+                raise StartupFailed(f"it serves {client.welcome.card.model}, and the others {self._card.model}")
+        except StartupFailed:
+            client.leave()
+            raise
+        return client
+
+    def add(self, name: str, address: str, client: RpcClient | None = None) -> None:
+        """Stay connected to a further worker, at first by `client`."""
+        link = self._link(name, address)
+        link.listener = self._listener
+        self._watch(link)
+        self.links[name] = link
+        self._run(link, client)
+
+    def remove(self, name: str) -> None:
+        """Forget a worker with an address; one that drains, when it has stopped. Its requests go on at others."""
+        link = self.links[name]
+        link.is_leaving = True
+        if link.state != "draining":
+            self._drop(link)
+
+    def is_joined(self, name: str) -> bool:
+        """Return whether this is the name of a worker that has joined."""
+        return name in self._joined
+
+    def _link(self, name: str, address: str) -> WorkerLink:
+        """Raises StartupFailed."""
+        if self._new_link is None:
+            raise StartupFailed("this gateway has no further workers")
+        return self._new_link(name, address)
+
+    def _run(self, link: WorkerLink, client: RpcClient | None = None) -> None:
+        if self._group is None:
+            return
+        running, name = link.run(client), f"worker link {link.name}"
+        task = self._running[link] = self._group.create_task(running, name=name, context=self._context.copy())
+
+        def ended(_task: object) -> None:
+            if client is not None:
+                client.leave()  # the task may have been cancelled before its first step
+            if link.is_leaving:
+                self._drop(link)
+
+        task.add_done_callback(ended)
+
+    def _drop(self, link: WorkerLink) -> None:
+        """Forget a link, and end its task. Idempotent."""
+        if (running := self._running.pop(link, None)) is not None:
+            running.cancel()
+        if self.links.get(link.name) is link:  # it may have a successor
+            del self.links[link.name]
+            link.forget()
+            self._changed()
 
     async def serve_joined(self, join: Join, client: RpcClient) -> None:
         """Use a worker that has connected, until it is lost. Raises the reason to refuse it."""
@@ -459,7 +535,7 @@ class WorkerPool:
         elif self._new_link is None or len(self._joined) >= self._config.max_joined_workers:
             raise WorkerLost("the gateway has reached its limit of workers")
         else:
-            link = self.links[join.name] = self._new_link(join.name)
+            link = self.links[join.name] = self._new_link(join.name, "")
             link.listener = self._listener
             self._watch(link)
             self._joined.add(join.name)

@@ -117,7 +117,7 @@ def configure(config: LoggingConfig, stream: TextIO | None = None, *, component:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger("medialane").setLevel(config.level.upper())
+    set_level(config)
     logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO)  # it has a setting of its own
     if config.format == "json":
         sys.stdout = _Lines(_raw(sys.stdout), logging.getLogger("stdout"))
@@ -125,6 +125,11 @@ def configure(config: LoggingConfig, stream: TextIO | None = None, *, component:
         sys.excepthook = _log_uncaught
         logging.captureWarnings(True)
     return LogProcess(component, config)
+
+
+def set_level(config: LoggingConfig) -> None:
+    """Change the level of this process's logging."""
+    logging.getLogger("medialane").setLevel(config.level.upper())
 
 
 def configure_child(component: str = "") -> None:

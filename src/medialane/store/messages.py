@@ -87,6 +87,10 @@ MAX_UPLOAD_S = 86_400.0
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
+#: The id of the HTTP request for which a call is made, for the log. Last in a message, and empty by default: whoever
+#: does not know it is understood, and understands.
+RequestId = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[ -~]*$")]
+
 #: The form of an item: its encoded bytes, the decoder's output, or the processor's (its feature).
 Form = Literal["encoded", "decoded", "processed"]
 
@@ -153,6 +157,7 @@ class FindItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_bytes: int | None = None
     encoder: str = ""
     refers: bool = False
+    request_id: RequestId = ""
 
 
 class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -163,6 +168,7 @@ class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ref: MediaRef
     described: Described
     specs: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    request_id: RequestId = ""
 
     def __post_init__(self) -> None:
         if not (self.ref.is_feature and _KEY.fullmatch(self.ref.content or "")):
@@ -224,6 +230,7 @@ class DescribeItem(msgspec.Struct, frozen=True, array_like=True, tag=True):
     options: bytes = b"{}"
     num_bytes: int | None = None
     size: MediaSize | None = None
+    request_id: RequestId = ""
 
 
 class ItemDescribed(msgspec.Struct, frozen=True, array_like=True, tag=True):

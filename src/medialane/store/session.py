@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -25,6 +26,7 @@ from medialane.core.media_lease import LeasedMedia
 from medialane.core.remote_entry import Copied
 from medialane.core.taker import TAKER
 from medialane.core.tensor import ArenaRange
+from medialane.observability.logging import request_id
 from medialane.observability.timeline import StageTimeline
 from medialane.peers.pulls import Pulls
 from medialane.store.absent_clients import AbsentClients
@@ -260,7 +262,10 @@ class StoreSession:
         if self._taker.call_id == call.call_id:
             TAKER.set(f"{self._name}: {type(call).__name__} for {self._taker.taker}")
         if isinstance(call, LongCall):
-            task = asyncio.get_running_loop().create_task(self._answer(call))
+            context = copy_context()
+            if isinstance(call, FindItem | DescribeItem | PutFeature):
+                context.run(request_id.set, call.request_id)  # for the log
+            task = asyncio.get_running_loop().create_task(self._answer(call), context=context)
             self._tasks[call.call_id] = task
             task.add_done_callback(lambda _: self._tasks.pop(call.call_id, None))
             return

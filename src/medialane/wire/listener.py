@@ -156,6 +156,15 @@ def _bind_all(resolved: Sequence[AddressInfo], security: Security | None = None)
     return sockets
 
 
+def bind_unix(path: str) -> socket.socket:
+    """Bind a unix socket of mode 0600 that does not listen yet. Raises StartupFailed if another process listens there,
+    or it cannot be bound."""
+    try:
+        return _bind_unix(path)
+    except OSError as error:
+        raise StartupFailed(f"cannot listen at unix:{path}: {_reason(error)}") from error
+
+
 def _bind_unix(path: str) -> socket.socket:
     """Bind a unix socket without listening, so that no client connects before its mode is set."""
     if _is_stale(path):

@@ -167,5 +167,6 @@ def _app(page: _Page, status: WorkerStatus) -> web.Application:
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/metrics/", metrics)
     app.router.add_get("/health", probe(status.health_problems))
+    app.router.add_get("/live", probe(status.health_problems))  # an engine that hangs is started again
     app.router.add_get("/ready", probe(status.ready_problems))
     return app

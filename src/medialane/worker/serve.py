@@ -23,6 +23,7 @@ from medialane.core.process.descendants import group_below
 from medialane.core.process.memory import MemoryUse
 from medialane.core.process.phase import enter_phase
 from medialane.core.process.stop import DRAIN_TIMEOUT_S, Stop, stopped_by_signals
+from medialane.core.process.systemd import show_ready, show_stopping, watched
 from medialane.core.tasks import first_of
 from medialane.wire.address import TcpAddress
 from medialane.wire.config import RpcConfig
@@ -93,7 +94,9 @@ async def serve_until(
                 logger.info("worker %s listens at %s", worker.worker_id, listening)
             membership = _membership(worker, server, gateways, config)
             draining = _drained(stop, worker, server, drain_timeout_s)
-            lost = await _is_lost(worker, draining, membership)
+            show_ready("serving")
+            async with watched(lambda: _status(server)):
+                lost = await _is_lost(worker, draining, membership)
     finally:
         if lost:
             await _close(engine, config.stop_timeout_s)
@@ -118,9 +121,14 @@ def _membership(worker: Worker, server: RpcServer, gateways: Sequence[TcpAddress
     return Membership(gateways, partial(server.join, join=join), config=config)
 
 
+def _status(server: RpcServer) -> str:
+    return f"{server.num_gateways} gateways, {server.num_in_flight} requests"
+
+
 async def _drained(stop: Stop, worker: Worker, server: RpcServer, timeout_s: float) -> None:
     """Wait until the worker is to stop, and has drained, or is not to wait any longer."""
     await first_of(stop.asked.wait(), worker.draining.wait())
+    show_stopping()
     worker.drain()
     await first_of(server.drain(), stop.at_once.wait(), asyncio.sleep(timeout_s))
     if num_left := server.num_in_flight:

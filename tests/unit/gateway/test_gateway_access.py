@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import socket
 from pathlib import Path
 
@@ -187,6 +188,47 @@ async def test_keys_are_read_from_private_files(tmp_path):
     file.chmod(0o644)
     with pytest.raises(StartupFailed, match="--admin-key-file"):
         keys(admin_key_file=str(file))
+
+
+async def test_keys_of_changed_files_replace_those_before_all_or_none(tmp_path):
+    admin, metrics = tmp_path / "admin", tmp_path / "metrics"
+    for file in (admin, metrics):
+        file.touch(0o600)
+        file.write_text(f"{file.name} 1")
+    config = GatewayConfig(admin_key_file=str(admin), metrics_key_file=str(metrics))
+    access_keys = AccessKeys.load(config)
+    admin.write_text("admin 2")
+    metrics.write_text("")
+    with pytest.raises(StartupFailed, match="--metrics-key-file"):
+        access_keys.read_again(config)
+    assert await status(access_keys, "/sleep", b"admin 1") == 200
+    metrics.write_text("metrics 2")
+    use, files = access_keys.read_again(config)
+    assert await status(access_keys, "/sleep", b"admin 2") == 401
+    use()
+    assert files == ["--admin-key-file", "--metrics-key-file"]
+    assert [await status(access_keys, "/sleep", key) for key in (b"admin 1", b"admin 2")] == [401, 200]
+    assert [await status(access_keys, "/metrics", key) for key in (b"metrics 1", b"metrics 2")] == [401, 200]
+
+
+def test_tenants_keys_are_read_again_and_may_not_be_the_admin_key(tmp_path):
+    file = tmp_path / "keys"
+    file.touch(0o600)
+
+    def write(*names):
+        hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+        file.write_text("\n".join(f'{{"name": "{name}", "sha256": "{digest}"}}' for name, digest in hashes.items()))
+
+    write("first")
+    config = GatewayConfig(keys=str(file), admin_key="admin")
+    access_keys = AccessKeys.load(config)
+    write("second", "admin")
+    with pytest.raises(StartupFailed, match="must differ from the keys of --keys"):
+        access_keys.read_again(config)
+    write("second")
+    access_keys.read_again(config)[0]()
+    found = [access_keys.is_client(hashlib.sha256(name).digest()) for name in (b"first", b"second")]
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Gateways that share a port: a scrape of one of them covers all."""
 
 import re
+import socket
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from medialane.core.errors import StartupFailed
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.gateway import GatewayMetrics
 from medialane.gateway.gateway_metrics import merge
@@ -132,3 +134,18 @@ def test_merged_samples_stand_under_the_first_header():
     two = b'# HELP b B\n# TYPE b gauge\nb 2.0\n# HELP a_total Help \\n\n# TYPE a_total counter\na_total{g="1"} 3.0\n'
     merged = b'# HELP a_total Help \\n\n# TYPE a_total counter\na_total{g="0"} 1.0\na_total{g="1"} 3.0\n'
     assert merge([one, two, b""]) == merged + b"# HELP b B\n# TYPE b gauge\nb 2.0\n"
+
+
+async def test_socket_of_a_gateway_that_runs_is_not_taken_and_one_of_a_dead_gateway_is(serving):
+    sockets = [member.socket for member in serving]
+    second = Member(sockets, 0, lambda: 0.0)
+    with pytest.raises(StartupFailed, match=r"cannot listen at unix:.*gateway-0\.sock: Address already in use"):
+        async with second.group.endpoint():
+            pass
+    assert (await serving[1].group.ask_others("unknown")) == {"0": None}
+    assert by_gateway(await serving[1].scrape(), "medialane_gateway_up") == {"0": 1, "1": 1}
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(f"{sockets[0]}.dead")
+    third = Member([f"{sockets[0]}.dead", sockets[1]], 0, lambda: 0.0)
+    async with third.group.endpoint():
+        assert by_gateway(await third.scrape(), "medialane_gateway_up") == {"0": 1, "1": 1}

@@ -42,6 +42,19 @@ def test_healthy_response_equals_vllms():
     assert health_of(workers(2, 2)).response() == (200, b"")
 
 
+def test_gateway_is_ready_while_a_worker_is_and_until_it_stops():
+    assert health_of(workers(2, 1)).readiness(is_stopping=False) == (200, b"")
+    status, body = health_of(workers(2, 0)).readiness(is_stopping=False)
+    assert (status, b"0 of 2 workers are ready" in body) == (503, True)
+    status, body = health_of(workers(2, 2)).readiness(is_stopping=True)
+    assert (status, b"stopping" in body) == (503, True)
+
+
+def test_health_in_one_line_names_all_problems():
+    assert str(health_of(workers(2, 2))) == "ok"
+    assert str(health_of(workers(2, 1), ["no store"])) == "degraded; 1 of 2 workers are ready; no store"
+
+
 def test_missing_worker_is_reported_while_others_serve():
     status, body = health_of(workers(3, 1, failing=1)).response()
     assert status == 200

@@ -23,11 +23,12 @@ from medialane.core.media import MediaRef
 from medialane.core.request import Endpoint, ModelCard, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, GatewayMetrics, ScopeMiddleware, WorkerPool
 from medialane.gateway.error_responses import error_form, send_error
+from medialane.gateway.gateway_metrics import no_others
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.operators import OperatorEndpoints, Sessions, own_part, whole_state
 from medialane.gateway.operators.decisions import decisions_page
-from medialane.gateway.operators.endpoints import MAX_STREAMS, RequestList, no_others
+from medialane.gateway.operators.endpoints import MAX_STREAMS, RequestList
 from medialane.gateway.operators.page_files import PageFiles
 from medialane.gateway.operators.part import Whose
 from medialane.gateway.operators.sessions import SESSION_S, is_from_this_machine
@@ -298,7 +299,7 @@ async def siblings():
             members = [Member(str(index), group.ask_others) for index, group in enumerate(groups)]
             endpoints = []
             for group, member in zip(groups, members, strict=True):
-                group.answer_sibling = member.endpoints.answer_sibling
+                group.answers.update(member.endpoints.answers)
                 endpoints.append(await stack.enter_async_context(AsyncExitStack()))
                 await endpoints[-1].enter_async_context(group.endpoint())
             session = await stack.enter_async_context(members[0].serving())

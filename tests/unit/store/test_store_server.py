@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import stat
 
@@ -10,8 +11,16 @@ import msgspec
 import pytest
 from store_world import ITEM_BYTES, RPC, Client, World, pattern, reference
 
-from medialane.core.errors import ArenaFull, HandoverFailed, ProtocolViolation, StartupFailed, StoreUnavailable
+from medialane.core.errors import (
+    ArenaFull,
+    HandoverFailed,
+    MedialaneError,
+    ProtocolViolation,
+    StartupFailed,
+    StoreUnavailable,
+)
 from medialane.core.taker import TAKER
+from medialane.observability.logging import request_id
 from medialane.store.client import StoreClient
 from medialane.store.holds import StoreEntries
 from medialane.store.messages import FindItem, HeldEntry, ItemFound, Release, StoreHello, decode_to_store
@@ -123,6 +132,34 @@ async def test_cancelled_call_leaves_no_hold(world):
             client.release(finding.result())
         world.items.gate.clear()
     await eventually(lambda: world.arena.stats().num_leases == 0 and not client.link.num_held)
+
+
+@pytest.mark.parametrize("given", ["chatcmpl-7", ""])
+async def test_lines_about_a_call_have_the_id_of_its_request(world, monkeypatch, given):
+    async def fail(*_args, **_settings):
+        raise RuntimeError("a bug")
+
+    ids = []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            ids.append((record.getMessage(), request_id.get()))
+
+    client = await world.client()
+    monkeypatch.setattr(world.items, "find", fail)
+    lines = Lines()
+    logging.getLogger("medialane.store.session").addHandler(lines)
+    try:
+        with pytest.raises(MedialaneError, match="internal error"):
+            await client.link.call(lambda call_id: FindItem(call_id, reference("a"), "processed", request_id=given))
+    finally:
+        logging.getLogger("medialane.store.session").removeHandler(lines)
+    assert ids == [("a call has failed", given)]
+
+
+def test_call_of_a_gateway_that_sends_no_id_is_understood():
+    *fields, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(FindItem(1, reference("a"), "processed")))
+    assert decode_to_store(memoryview(msgspec.msgpack.encode(fields))) == FindItem(1, reference("a"), "processed")
 
 
 async def test_draining_store_waits_for_the_calls_that_run_then(world):

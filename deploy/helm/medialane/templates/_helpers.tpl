@@ -124,11 +124,11 @@ volumeMounts:
   ports:
     - {name: metrics-{{ .index }}, containerPort: {{ add 8001 .index }}}
   startupProbe:  # while the model is loaded
-    httpGet: {path: /health, port: metrics-{{ .index }}}
+    httpGet: {path: /live, port: metrics-{{ .index }}}
     periodSeconds: 10
     failureThreshold: {{ div .root.Values.engine.startupSeconds 10 }}
   livenessProbe:
-    httpGet: {path: /health, port: metrics-{{ .index }}}
+    httpGet: {path: /live, port: metrics-{{ .index }}}
     periodSeconds: 10
     timeoutSeconds: 5
     failureThreshold: 12

@@ -80,6 +80,10 @@ class RemoteSupervisor:
                 await asyncio.wait((self._runner,))
             await self._cluster.stop()
 
+    def reload(self) -> None:
+        """As `Supervisor.reload`, for the processes of this host."""
+        self._local.reload()
+
     def kill(self) -> None:
         """Kill all processes now; `stop` still has to be awaited."""
         self._stopping.set()

@@ -34,6 +34,17 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made if there is none; waits for whoever has it. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def has_one_owner(path: str) -> bool:
     """Return whether a process holds the lock of this file for itself, as that of an `OwnedFolder`."""
     descriptor = _open(path)

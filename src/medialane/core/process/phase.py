@@ -1,8 +1,8 @@
 """What a process is doing until it is ready, reported as data to whoever started it.
 
 Who starts a process names a file in its environment (`VARIABLE`). The process and its descendants, vLLM's engine
-processes among them, replace the file with each phase that they enter; the latest one counts. Without the variable
-phases are only logged.
+processes among them, replace the file with each phase that they enter; the latest one counts. systemd, if it has
+started the process, gets them as the status of the service. Without either phases are only logged.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+
+from medialane.core.process.systemd import show_ready, show_status
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ def show_phase(phase: Phase) -> None:
 
 def report_phase(phase: Phase) -> None:
     """Report the phase of this process, or how far it has come in it."""
+    show = show_ready if phase.name == READY else show_status
+    show(str(phase))
     path = os.environ.get(VARIABLE)
     if path:
         PhaseFile(Path(path)).write(phase)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import msgspec
 from msgspec import field
 
+from medialane.core.process.systemd import show_stopping
 from medialane.core.setting import NonNegativeFloat, check_bounds
 
 DRAIN_TIMEOUT_S = 10.0
@@ -20,8 +21,8 @@ class StopConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How gateways, workers, encoders and stores stop."""
 
     drain_timeout_s: NonNegativeFloat = field(default=DRAIN_TIMEOUT_S, name="drain-timeout")
-    """how long a process that is to stop (SIGTERM, `medialane drain`) lets what is running end, taking no new work;
-    then answers of a worker go on at another one, if any is ready, and answers of a gateway end with an error"""
+    """how long a process that is to stop (SIGTERM, `medialane workers drain`) lets what is running end, taking no new
+    work; then answers of a worker go on at another one, if any is ready, and answers of a gateway end with an error"""
 
     def validate(self) -> None:
         check_bounds(self)
@@ -38,6 +39,8 @@ class Stop:
         """Stop; when called again, at once."""
         if self.asked.is_set():
             self.at_once.set()
+        else:
+            show_stopping()
         self.asked.set()
 
 

@@ -11,10 +11,10 @@ from medialane.gateway.scope import RequestScope
 
 
 class Admission:
-    """The admitted requests. One event loop."""
+    """The admitted requests, at most `limit`. One event loop."""
 
     def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit
+        self.limit = limit
         self._admitted: set[RequestScope] = set()
         self._places = Places(clock=clock)
 
@@ -27,7 +27,7 @@ class Admission:
         no free slot."""
         if scope in self._admitted:
             return
-        if len(self._admitted) >= self._limit:
+        if len(self._admitted) >= self.limit:
             message = "too many concurrent requests with media"
             raise PreparersBusy(message, retry_after_s=self._places.promise())
         self._admitted.add(scope)

@@ -93,7 +93,7 @@ class Tenants:
         self._by_digest: Mapping[bytes, Tenant] = {}
         #: Called with the name of each tenant that the file does not have any more.
         self.on_removed: Callable[[str], None] = lambda _: None
-        self._use(read_keys(path))
+        self.use(read_keys(path))
 
     def of(self, digest: bytes) -> Tenant | None:
         """Return the tenant whose key has this digest. How long that takes does not depend on how much of a digest is
@@ -117,10 +117,14 @@ class Tenants:
         except StartupFailed as error:
             logger.error("the new file of %s is not used, the one before is: %s", SETTING, error.message)
             return
-        self._use(tenants)
+        self.use(tenants)
         logger.info("%s %s was read again: %d tenants", SETTING, self._path, len(self._tenants))
 
-    def _use(self, by_digest: Mapping[bytes, TenantLimits]) -> None:
+    def read(self) -> Mapping[bytes, TenantLimits]:
+        """Return what the file says, for `use`. Raises StartupFailed."""
+        return read_keys(self._path)
+
+    def use(self, by_digest: Mapping[bytes, TenantLimits]) -> None:
         limits = {each.name: each for each in by_digest.values()}
         self._counts.assign(limits)
         for name in self._tenants.keys() - limits.keys():

@@ -67,7 +67,7 @@ class TtftLimit:
         self.forecast = forecast
         self.factor = _FIRST_FACTOR
         self.clock = clock
-        self._limit_ms = limit_s * 1000
+        self.limit_s = limit_s
         self._metrics = metrics
         self._raised_at = float("-inf")
         self._learned_at: dict[str, float] = {}
@@ -75,7 +75,7 @@ class TtftLimit:
 
     def expect(self, began_at: float, limit_ms: float | None = None, tenant: str = "") -> TtftExpectation:
         """Return the expectation of a request that began then, with its own limit if it has one."""
-        return TtftExpectation(self, self._limit_ms if limit_ms is None else limit_ms, began_at, tenant)
+        return TtftExpectation(self, self.limit_s * 1000 if limit_ms is None else limit_ms, began_at, tenant)
 
     def refuse(self, expectation: TtftExpectation, own_ms: float) -> TtftLimitExceeded:
         """Return the error of a request that takes `own_ms` besides what it waits for."""

@@ -18,6 +18,7 @@ import msgspec
 
 from medialane.core.errors import InvalidKey, InvalidRequest, NotFound, Unavailable
 from medialane.core.modalities import MODALITIES
+from medialane.gateway.gateway_metrics import AskOthers, no_others
 from medialane.gateway.operators.part import Part
 from medialane.gateway.operators.state import Limits, State
 from medialane.gateway.requests import RecentRequests, RequestFilter, RequestView
@@ -57,14 +58,6 @@ class RequestList(msgspec.Struct):
 
     requests: list[RequestView]
     gateways_missing: list[str] = []
-
-
-#: Asks the other gateways of the port for a path: their answers by index, None of those that do not answer.
-AskOthers = Callable[[str], Awaitable[Mapping[str, bytes | None]]]
-
-
-async def no_others(_path: str) -> Mapping[str, bytes | None]:
-    return {}
 
 
 class OperatorEndpoints:
@@ -111,8 +104,13 @@ class OperatorEndpoints:
             f"POST {LOGOUT_PATH}": _Endpoint(self._log_out),
         }
 
-    async def answer_sibling(self, path: str) -> bytes:
-        """Answer what another gateway asks by `AskOthers`. Raises MedialaneError."""
+    @property
+    def answers(self) -> Mapping[str, Callable[[str], Awaitable[bytes]]]:
+        """What other gateways ask by `AskOthers`."""
+        return dict.fromkeys(("part", "requests", "request"), self._answer)
+
+    async def _answer(self, path: str) -> bytes:
+        """Raises MedialaneError."""
         what, _, query = path.partition("?")
         fields = _fields(query)
         if what == "part":
@@ -143,7 +141,7 @@ class OperatorEndpoints:
     async def _send_request(self, scope: Scope, _receive: Receive, send: Send) -> None:
         request_id = scope["path_params"]["id"]
         path = f"request?id={quote(request_id, safe='')}"
-        if (found := await self.answer_sibling(path)) == b"null":
+        if (found := await self._answer(path)) == b"null":
             others = (await self._ask_others(path)).values()
             found = next((answer for answer in others if answer not in (None, b"null")), None) or b"null"
         if found == b"null":

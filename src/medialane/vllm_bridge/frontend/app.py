@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import uvicorn
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -36,7 +37,7 @@ from medialane.vllm_bridge.frontend import (
 )
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
-from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
+from medialane.vllm_bridge.frontend.http_server import ServerFactory, read_certificate, serve_http
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.frontend.routes import RouteOf, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
@@ -58,10 +59,10 @@ logger = logging.getLogger(__name__)
 #: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
 Page = Callable[[Mapping[str, str]], bytes]
 
-#: Serves a request with JSON, from its scope and the parameters of its path. Raises MedialaneError.
+#: Serves a request with JSON, from its scope and the parameters of its path and query. Raises MedialaneError.
 Action = Callable[[Mapping[str, str]], Awaitable[bytes]]
 
-#: Returns HTTP status and body of `/health`.
+#: Returns HTTP status and body.
 Probe = Callable[[], tuple[int, bytes]]
 
 
@@ -85,6 +86,7 @@ class Frontend:
         self.processor_settings: dict[str, str] = parts.processor_settings
         self.assembler: Assembler = parts.assembler
         self._tasks, self._routes = parts.tasks, parts.routes
+        self._http: uvicorn.Config | None = None
 
     @property
     def model_name(self) -> str:
@@ -144,7 +146,7 @@ class Frontend:
         pages: Mapping[str, Page] | None = None,
         actions: Mapping[str, Action] | None = None,
         endpoints: Mapping[str, ASGIApp] | None = None,
-        health: Probe | None = None,
+        probes: Mapping[str, Probe] | None = None,
         tasks: tuple[str, ...] | None = None,
         render_only: bool = False,
         render_payload: render.Payload = "tensors",
@@ -153,10 +155,10 @@ class Frontend:
         """Build the ASGI app. `outer` wraps everything, including the response to an unhandled exception; `access`
         replaces vLLM's authentication; `inner` runs inside vLLM's own middleware and responds to requests that fail by
         an error recorded in `backend`. `pages` and `actions` are medialane's, by path, and these by method and path
-        ("POST /path/{parameter}"), like `endpoints`, which respond themselves or raise MedialaneError; `health`
-        replaces vLLM's `/health`, which assumes one engine; `tasks` are those of the workers, by default what a model
-        that generates supports. With `render_only` there are none, and calls that need one are refused. For
-        `render_payload` and `fairness` see `render.install`."""
+        ("POST /path/{parameter}"), like `endpoints`, which respond themselves or raise MedialaneError; `probes` are
+        those of health, by path, of which `/health` replaces vLLM's, which assumes one engine; `tasks` are those of the
+        workers, by default what a model that generates supports. With `render_only` there are none, and calls that need
+        one are refused. For `render_payload` and `fairness` see `render.install`."""
         tokenize_without_media(self.renderer)
         if self.profile is not None:
             renderer_hook.install(self.renderer, backend, self.profile)
@@ -178,8 +180,8 @@ class Frontend:
             feature_files.install(app, backend, fairness, self._making(self.profile))
         refuse_unsupported(app, render_only=render_only)
         app.add_api_websocket_route(speech.REALTIME, speech.refuse_realtime)
-        if health is not None:
-            _add_health(app, health)
+        for path, probe in (probes or {}).items():
+            _add_probe(app, path, probe)
         _list_models_while_ready(app, backend)
         app.middleware_stack = outer.cls(app.build_middleware_stack(), *outer.args, **outer.kwargs)
         # With it, a document is scored by the worker that has its query: scores would be lost with that worker.
@@ -230,6 +232,11 @@ class Frontend:
         logs_requests: bool = True,
     ) -> None:
         """See `serve_http`."""
+
+        def made(config: uvicorn.Config) -> uvicorn.Server:
+            self._http = config
+            return server_of(config)
+
         await serve_http(
             app,
             self.args,
@@ -237,9 +244,13 @@ class Frontend:
             stop,
             drain_timeout_s=drain_timeout_s,
             give_up=give_up,
-            server_of=server_of,
+            server_of=made,
             logs_requests=logs_requests,
         )
+
+    def read_certificate(self) -> Callable[[], None] | None:
+        """Read the certificate of HTTP again; return what uses it, None without TLS. Raises StartupFailed."""
+        return None if self._http is None or self._http.ssl is None else read_certificate(self._http)
 
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
@@ -268,19 +279,19 @@ def _page_handler(page: Page) -> RouteHandler:
 
 def _action_handler(action: Action) -> RouteHandler:
     async def respond(request: Request) -> Response:
-        return Response(await action(request.path_params), media_type="application/json")
+        return Response(await action({**request.query_params, **request.path_params}), media_type="application/json")
 
     return respond
 
 
-def _add_health(app: Any, probe: Probe) -> None:
-    """Route GET /health to `probe` ahead of vLLM's route, which stays in the schema and for other methods."""
+def _add_probe(app: Any, path: str, probe: Probe) -> None:
+    """Route GET `path` to `probe`, ahead of a route of vLLM's, which stays in the schema and for other methods."""
 
     async def answer() -> Response:
         status, body = probe()
         return Response(body, status, media_type="application/json" if body else None)
 
-    app.add_api_route("/health", answer, methods=["GET"], include_in_schema=False)
+    app.add_api_route(path, answer, methods=["GET"], include_in_schema=False)
     app.router.routes.insert(0, app.router.routes.pop())
 
 
