@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 _PREFIX = "bench_"
 _ALL = "all"
 #: Takes a quarter of an hour or more, or installs a peer: runs only by name.
-_NOT_IN_ALL = frozenset({"render_start", "sessions", "soak", "start"})
+_NOT_IN_ALL = frozenset({"first_answer", "render_start", "sessions", "soak", "start"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
