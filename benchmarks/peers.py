@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import aiohttp
 
 from harness import REPOSITORY
 from medialane.check.server_process import server_process
@@ -19,6 +22,7 @@ from servers import Server, clean_environ, server_of
 
 REQUIREMENTS = REPOSITORY / "requirements" / "peers.txt"
 INSTALL_S = 600
+READY_S = 60
 
 
 def peer_environment() -> Path:
@@ -60,4 +64,15 @@ async def smg_gateway(environment: Path, workers: Sequence[Server], log: Path) -
     async with server_process(
         "smg", command, [], model="", environ=clean_environ(), log=log, python=str(program)
     ) as process:
+        await _until_healthy(process.base_url.removesuffix("/v1"), len(workers))
         yield server_of("smg", process)
+
+
+async def _until_healthy(url: str, num_workers: int) -> None:
+    """It listens before it knows its workers. Raises TimeoutError."""
+    async with asyncio.timeout(READY_S), aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/readiness") as response:
+                if (await response.json(content_type=None)).get("healthy_workers") == num_workers:
+                    return
+            await asyncio.sleep(0.1)
