@@ -2,7 +2,7 @@
 
 Each round clones the HEAD of this repository, runs `make venv` with empty caches (pip's, vLLM's and our own), then
 `medialane serve` as README.md says for a machine without a GPU, and asks about an image. The clone comes from this disk
-and packages from the index that pip is configured for: `clone` and `download` say more about the network than about us.
+and packages from the index that pip is configured for: `clone` and `install` depend on how near that is.
 The tiny model, built in a second with what is installed, stands for a model that is there. A figure is the median over
 the rounds. It needs 3 GB below TMPDIR.
 """
@@ -24,15 +24,13 @@ from harness import REPOSITORY, Bar, Options, Report, median
 from medialane.check.server_process import server_process
 from start_probe import Client, seconds_until
 
-ABOUT = "git clone to the first image answer, with empty caches: clone, download, install, compile, start, answer"
+ABOUT = "git clone to the first image answer, with empty caches: clone, install, compile, start, answer"
 
 #: Of README.md, for a machine without a GPU.
 FLAGS = ("--max-model-len", "8192", "--enforce-eager", "--limit-mm-per-prompt", '{"image": 4, "video": 0}')
 WORKERS = ("--workers", "2")
 MOST_S = 300.0
 
-#: Lines of `make venv`, and the phase that has ended then.
-_ENDED = {"installing": "download", "compiling": "install"}
 #: What is set for tests and benchmarks, or knows this environment.
 _NOT_FRESH = re.compile("PYTHON|VLLM_|MEDIALANE_|OMP_|MAKE|VIRTUAL_ENV|XDG_CACHE|PIP_CACHE|PIP_NO_CACHE|TORCH")
 
@@ -86,8 +84,8 @@ def _make_venv(clone: Path, environ: Mapping[str, str], phases: Phases) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
-            if (phase := _ENDED.get(line.strip())) is not None:
-                phases.ended(phase)
+            if line.strip() == "compiling":
+                phases.ended("install")
     if process.returncode:
         raise RuntimeError(f"make venv has failed with status {process.returncode}")
     phases.ended("compile")

@@ -1,9 +1,9 @@
 """Installs packages into the environment of this Python, with uv: python requirements/install.py -r FILE ..., as `pip
 install --no-deps`.
 
-uv needs a tenth of pip's CPU time for files with thousands of hashes, and downloads in parallel. It does not read pip's
-configuration, where a user's index, proxy and certificates are, so it is given them. If there is no uv for this machine, or
-it fails, pip is run.
+uv needs a tenth of the CPU time of pip, which parses the index page of each package, and downloads in parallel. It does
+not read pip's configuration, where a user's index, proxy and certificates are, so they are passed on. If there is no uv
+for this machine, or it fails, pip is run.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ def as_variables(listed: str) -> dict[str, str]:
 
 def main(arguments: list[str]) -> int:
     if find_spec("uv"):
-        listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+        config = [sys.executable, "-m", "pip", "config", "list"]
+        listed = subprocess.run(config, capture_output=True, text=True, check=True)
         uv = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, "--no-deps", *arguments]
         # A user's own variables for uv are stronger.
         if subprocess.run(uv, env=as_variables(listed.stdout) | os.environ, check=False).returncode == 0:
             return 0
         print("uv has failed: now pip, which takes minutes", flush=True)
+    # Without --no-compile pip would compile all modules, most of which are never imported.
     pip = ["install", "--disable-pip-version-check", "--progress-bar", "off", "--no-compile", "--no-deps"]
     return subprocess.run([sys.executable, "-m", "pip", *pip, *arguments], check=False).returncode
 
