@@ -126,8 +126,6 @@ install = $(BIN)/python requirements/install.py $(1) 2>&1 | tee -a $(LOG) \
   || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of the output: $(LOG)"; $(if $(2),echo $(2);) exit 1; }
 locked = $(call install,--require-hashes --only-binary :all: -r $(1))
 
-# Modules that every process of medialane imports are compiled once, before many processes import them at the same time, and
-# the native code of the gateway meanwhile.
 $(SERVING): requirements/$(EXTRA).txt requirements/uv.txt pyproject.toml $(shell find packages -type f -not -path '*/__pycache__/*')
 	@echo "medialane: filling .venv with the '$(EXTRA)' extra (some minutes the first time; details: $(LOG))"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"medialane: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}")'
@@ -138,14 +136,16 @@ $(SERVING): requirements/$(EXTRA).txt requirements/uv.txt pyproject.toml $(shell
 	@$(call locked,$<)
 	@$(if $(unhashed-$(EXTRA)),$(call install,$(unhashed-$(EXTRA)),"PyPI has no CPU build of torch: docs/deployment.md#without-a-gpu"))
 	@$(call install,--force-reinstall --no-build-isolation -e . $(packages-$(EXTRA)))
-	@echo "  compiling"
-	@$(BIN)/python -c 'import medialane.gateway.intake.native_json' >> $(LOG) 2>&1 & \
-	  $(BIN)/python -m medialane.vllm_bridge.seams.probe >> $(LOG) 2>&1 || echo "medialane: vLLM is not as expected, see the end of $(LOG)"; wait
 	@touch $@
 
+# Modules that every process of medialane imports are compiled before many processes import them at the same time, and the native
+# code of the gateway meanwhile. `medialane serve` needs no such step: one process imports them, and the others are its forks.
 $(TESTING): $(SERVING) requirements/tests.txt
 	@echo "medialane: adding what tests need (details: $(LOG))"
 	@$(call locked,requirements/tests.txt)
+	@echo "  compiling"
+	@$(BIN)/python -c 'import medialane.gateway.intake.native_json' >> $(LOG) 2>&1 & \
+	  $(BIN)/python -m medialane.vllm_bridge.seams.probe >> $(LOG) 2>&1 || echo "medialane: vLLM is not as expected, see the end of $(LOG)"; wait
 	@touch $@
 
 # Left out on a CPU: torch (see above) and what it needs for CUDA; triton, which only xgrammar asks for, without a use for it;
