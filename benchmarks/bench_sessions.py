@@ -26,7 +26,7 @@ from pathlib import Path
 from conversations import Held, Question, Shape, hold, questions, share_of_same
 from harness import Bar, Options, Report, median
 from medialane.testing.tiny_model import build_tiny_model, cache_folder
-from peers import peer_environment, peer_versions, smg_gateway
+from peers import peer_environment, smg_gateway, smg_version
 from servers import Server, medialane_server, plain_server, settle
 from start_probe import MB, proportional_bytes
 
@@ -70,7 +70,7 @@ def run(options: Options) -> Report:
 async def _run(options: Options, environment: Path) -> Report:
     model = str(build_tiny_model(cache_folder(os.environ)))
     report = Report("sessions")
-    report.notes.append(f"peers: {peer_versions()}")
+    report.notes.append(f"SGLang's gateway: smg {smg_version()}.")
     for threads, own in THREADS.items():
         async with _systems(model, environment, own) as systems:
             for traffic, shape in TRAFFIC.items():

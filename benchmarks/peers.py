@@ -47,10 +47,10 @@ def _install(folder: Path) -> None:
             )
 
 
-def peer_versions() -> dict[str, str]:
-    """Return the versions of what requirements/peers.txt lists and is compared with."""
-    lines = [line.split("==") for line in REQUIREMENTS.read_text().splitlines() if line.startswith("smg==")]
-    return {name: version.split()[0] for name, version in lines}
+def smg_version() -> str:
+    """The version in requirements/peers.txt."""
+    (version,) = (line.split()[0] for line in REQUIREMENTS.read_text().split("smg==")[1:])
+    return version
 
 
 @asynccontextmanager

@@ -9,9 +9,9 @@ for this machine, or it fails, pip is run.
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
+from ast import literal_eval
 from importlib.util import find_spec
 
 #: Settings of pip that uv has under another name, as variables; lists are separated by the second word.
@@ -40,7 +40,7 @@ def as_variables(listed: str) -> dict[str, str]:
             prefix, _, setting = name.rpartition(".")
             if prefix == section and setting in _AS_VARIABLES:
                 variable, separator = _AS_VARIABLES[setting]
-                found[variable] = separator.join(" ".join(shlex.split(quoted)).split())
+                found[variable] = separator.join(literal_eval(quoted).split())
     # As pip does. What is installed is known by its hash.
     return {"UV_INDEX_STRATEGY": "unsafe-best-match", **found}
 
