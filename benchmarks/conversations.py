@@ -4,7 +4,6 @@ clients send it, with the answers that this server has given."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import AsyncIterable, Callable, Iterator, Sequence
@@ -13,13 +12,14 @@ from itertools import cycle
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from load import cpu_seconds, data_url
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.tiny_model import SENTENCES
 
-#: A turn of a user: the parts of a message's content.
-Question = list[dict[str, object]]
+#: The message of a user's turn, encoded once: clients share the cores with the servers.
+Question = msgspec.Raw
 
 _WORDS = " ".join(SENTENCES).split()
 _NUM_WORDS = 20
@@ -76,7 +76,8 @@ def _question(shape: Shape, number: int) -> Question:
         for n in range(shape.num_images)
     ]
     words = random.Random(number).choices(_WORDS, k=_NUM_WORDS)
-    return [*images, {"type": "text", "text": f"{number}: {' '.join(words)}"}]
+    content = [*images, {"type": "text", "text": f"{number}: {' '.join(words)}"}]
+    return msgspec.Raw(msgspec.json.encode({"role": "user", "content": content}))
 
 
 async def hold(
@@ -91,10 +92,10 @@ async def hold(
         before, started = cpu_seconds(pids()), time.perf_counter()
 
         async def user(own: list[Question]) -> list[Reply]:
-            messages: list[dict[str, object]] = []
+            messages: list[object] = []
             replies = []
             for turn, question in enumerate(own):
-                messages.append({"role": "user", "content": question})
+                messages.append(question)
                 body = _body(model, messages, num_tokens)
                 replies.append(await _ask(session, f"{next(servers)}/chat/completions", body, turn))
                 messages.append({"role": "assistant", "content": replies[-1].text})
@@ -104,9 +105,9 @@ async def hold(
         return Held(replies, time.perf_counter() - started, cpu_seconds(pids()) - before)
 
 
-def _body(model: str, messages: list[dict[str, object]], num_tokens: int) -> bytes:
+def _body(model: str, messages: list[object], num_tokens: int) -> bytes:
     options = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 0, "stream": True, "return_token_ids": True}
-    return json.dumps({"model": model, "messages": messages, **options}).encode()
+    return msgspec.json.encode({"model": model, "messages": messages, **options})
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: bytes, turn: int) -> Reply:
@@ -134,7 +135,7 @@ async def _events(lines: AsyncIterable[bytes]) -> AsyncIterable[bytes]:
 
 
 def _choices(event: bytes) -> Iterator[dict[str, Any]]:
-    found = json.loads(event)
+    found = msgspec.json.decode(event)
     if "choices" not in found:
         raise RuntimeError(f"unexpected event: {event[:500]!r}")
     yield from found["choices"]
