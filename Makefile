@@ -118,7 +118,8 @@ clean:          ## remove .venv and every cache
 # pytest. With ARGS a kind may have no tests (pytest's exit status 5).
 pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow $(quickly)" --hypothesis-profile=ci $(ARGS) || { status=$$?; [ $$status = 5 -a -n '$(ARGS)' ] || exit $$status; }
 
-# What is installed is what requirements/*.txt lists, each file of it with its hash: pip resolves nothing and adds nothing.
+# What is installed is what requirements/*.txt lists, each file of it with its hash: nothing is resolved, nothing added. uv does
+# it in a tenth of pip's time; where there is none, pip does (requirements/install.py).
 # torch is the exception. Its CPU build (+cpu) is not on PyPI, so that its hash may differ from one index to the next; nor can a
 # stranger upload such a version there.
 unhashed-cpu := torch==2.13.0+cpu
@@ -126,31 +127,32 @@ unhashed-cpu := torch==2.13.0+cpu
 packages-cpu := ./packages/medialane-cpu-torch
 other-extra := $(filter-out $(SERVING) $(TESTING),$(wildcard .venv/.filled-*))
 
-# Only pip's progress lines are shown; the full output is in the log, whose end is shown on failure. Without --no-compile
-# pip would compile all modules, most of which are never imported.
-pip = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile --no-deps $(1) 2>&1 | tee -a $(LOG) \
-  | awk '/^ *(Downloading|Using cached) .*whl/ { sub(/^ *(Downloading|Using cached) /, ""); sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); print "  " $$0; fflush() } /^Installing/ { print "  installing" }' \
-  || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of pip's output: $(LOG)"; $(if $(2),echo $(2);) exit 1; }
-locked = $(call pip,--require-hashes --only-binary :all: -r $(1))
+# Only progress is shown; the full output is in the log, whose end is shown on failure.
+install = $(BIN)/python requirements/install.py $(1) 2>&1 | tee -a $(LOG) \
+  | awk '/^ *(Downloading|Using cached) / { sub(/^ *(Downloading|Using cached) /, ""); sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); print "  " $$0; fflush() } /^(Prepared|Installing|uv has failed)/ { print "  " tolower($$0); fflush() }' \
+  || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of the output: $(LOG)"; $(if $(2),echo $(2);) exit 1; }
+locked = $(call install,--require-hashes --only-binary :all: -r $(1))
 
-# Modules that every process of medialane imports are compiled once, before many processes import them at the same time, and
-# the native code of the gateway meanwhile.
-$(SERVING): requirements/$(EXTRA).txt pyproject.toml $(shell find packages -type f -not -path '*/__pycache__/*')
+$(SERVING): requirements/$(EXTRA).txt requirements/uv.txt pyproject.toml $(shell find packages -type f -not -path '*/__pycache__/*')
 	@echo "medialane: filling .venv with the '$(EXTRA)' extra (some minutes the first time; details: $(LOG))"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"medialane: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}")'
 	@$(if $(other-extra),false,$(BIN)/python -c '' 2>/dev/null) || $(PYTHON) -m venv --clear .venv
 	@rm -f .venv/.filled-* $(LOG)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements/uv.txt >> $(LOG) 2>&1 \
+	  || echo "medialane: no uv for this machine: pip fills .venv, which takes minutes (details: $(LOG))"
 	@$(call locked,$<)
-	@$(if $(unhashed-$(EXTRA)),$(call pip,$(unhashed-$(EXTRA)),"PyPI has no CPU build of torch: docs/deployment.md#without-a-gpu"))
-	@$(call pip,--no-build-isolation -e . $(packages-$(EXTRA)))
-	@echo "  compiling"
-	@$(BIN)/python -c 'import medialane.gateway.intake.native_json' >> $(LOG) 2>&1 & \
-	  $(BIN)/python -m medialane.vllm_bridge.seams.probe >> $(LOG) 2>&1 || echo "medialane: vLLM is not as expected, see the end of $(LOG)"; wait
+	@$(if $(unhashed-$(EXTRA)),$(call install,$(unhashed-$(EXTRA)),"PyPI has no CPU build of torch: docs/deployment.md#without-a-gpu"))
+	@$(call install,--force-reinstall --no-build-isolation -e . $(packages-$(EXTRA)))
 	@touch $@
 
+# Modules that every process of medialane imports are compiled before many processes import them at the same time, and the native
+# code of the gateway meanwhile. `medialane serve` needs no such step: one process imports them, and the others are its forks.
 $(TESTING): $(SERVING) requirements/tests.txt
 	@echo "medialane: adding what tests need (details: $(LOG))"
 	@$(call locked,requirements/tests.txt)
+	@echo "  compiling"
+	@$(BIN)/python -c 'import medialane.gateway.intake.native_json' >> $(LOG) 2>&1 & \
+	  $(BIN)/python -m medialane.vllm_bridge.seams.probe >> $(LOG) 2>&1 || echo "medialane: vLLM is not as expected, see the end of $(LOG)"; wait
 	@touch $@
 
 # Needs nothing of .venv, so that the site can be built without vLLM.
@@ -168,8 +170,13 @@ without-tests = $(without-cpu) $$(sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' requiremen
 universal = uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all: --no-annotate --custom-compile-command 'make lock' $(1)
 compile = $(call universal,pyproject.toml --group build) --excludes <(echo docopt) $(2) $$(for name in $(without-$(1)); do echo --no-emit-package $$name; done) -o requirements/$(1).txt
 
+# The installer, and the peer of `medialane bench sessions`, which has an environment of its own.
+compile-one = uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all: --no-annotate --custom-compile-command 'make lock' - -o requirements/$(1).txt <<< $(2)
+
 lock:           ## write requirements/*.txt again, with the newest versions that pyproject.toml allows (needs uv)
 	$(call compile,vllm,--extra vllm)
 	$(call compile,cpu,--extra cpu)
 	$(call compile,tests,--extra cpu --extra nixl --extra ray --extra dev -c requirements/cpu.txt)
 	$(call universal,--group docs) -o requirements/docs.txt
+	$(call compile-one,uv,uv)
+	$(call compile-one,peers,smg)

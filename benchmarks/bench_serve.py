@@ -9,38 +9,47 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from dataclasses import dataclass
 from itertools import count
 
 from harness import Bar, Options, Report, median, percentile
-from load import Answered, data_url, image_request, send
+from load import Answered, data_url, image_request, send, text_request
 from medialane.testing.sample_images import sample_jpeg
-from medialane.testing.tiny_model import build_tiny_model, cache_folder
+from medialane.testing.tiny_model import SENTENCES, build_tiny_model, cache_folder
 from servers import Server, both_servers, settle
 
 NAME = "serve"
-ABOUT = "requests with images through medialane and plain vLLM: requests/s, TTFT, CPU per request"
+ABOUT = "requests with images, and of text only, through medialane and plain vLLM: requests/s, TTFT, CPU per request"
 
 SIZES = ((512, 384), (1024, 768))
+#: Of a request without images: a question of some 60 tokens, and an answer.
+NUM_WORDS, NUM_TOKENS = 20, 32
 
 
 @dataclass(frozen=True)
 class Case:
-    size: tuple[int, int]
+    """Requests with one image of this size, or without one, which is what medialane costs those who send no media."""
+
+    size: tuple[int, int] | None
     repeated: bool
     concurrency: int
 
     @property
     def name(self) -> str:
+        if self.size is None:
+            return f"text c={self.concurrency}"
         kind = "repeated" if self.repeated else "new"
         return f"{self.size[0]}x{self.size[1]} {kind} c={self.concurrency}"
 
     def num_requests(self, *, quick: bool) -> int:
-        full = {(True, 1): 60, (True, 8): 160, (False, 1): 12, (False, 8): 24}[self.repeated, self.concurrency]
+        images = {(True, 1): 60, (True, 8): 160, (False, 1): 12, (False, 8): 24}
+        full = {1: 40, 8: 160}[self.concurrency] if self.size is None else images[self.repeated, self.concurrency]
         return max(8, full // 4) if quick else full
 
 
 CASES = [Case(size, repeated, c) for size in SIZES for repeated in (True, False) for c in (1, 8)]
+CASES += [Case(None, False, c) for c in (1, 8)]
 
 
 def run(options: Options) -> Report:
@@ -69,7 +78,7 @@ async def _measure(report: Report, case: Case, *, servers: tuple[Server, Server]
     report.bars += _bars(case, ours, theirs)
 
 
-#: Seeds of new images: none is used twice in a run.
+#: Seeds of new images and texts: none is used twice in a run.
 _SEEDS = count(1000)
 
 
@@ -84,9 +93,15 @@ async def send_case(case: Case, server: Server, sent: list[bytes]) -> Answered:
 def bodies(case: Case, model: str, *, quick: bool) -> list[bytes]:
     """Return the requests of one turn."""
     num = case.num_requests(quick=quick)
+    if case.size is None:
+        return [text_request(model, _text(next(_SEEDS)), num_tokens=NUM_TOKENS) for _ in range(num)]
     if case.repeated:
         return [image_request(model, data_url(sample_jpeg(1, *case.size)))] * num
     return [image_request(model, data_url(sample_jpeg(next(_SEEDS), *case.size))) for _ in range(num)]
+
+
+def _text(seed: int) -> str:
+    return f"{seed}: {' '.join(random.Random(seed).choices(' '.join(SENTENCES).split(), k=NUM_WORDS))}"
 
 
 def _row(case: Case, server: str, found: list[Answered]) -> dict[str, object]:

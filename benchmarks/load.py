@@ -42,10 +42,20 @@ _JSON = {"content-type": "application/json"}
 def image_request(model: str, url: str, text: str = "What is in the picture?") -> bytes:
     """Build a streaming chat completion of one token about one image."""
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    return _request(model, content, num_tokens=1)
+
+
+def text_request(model: str, text: str, *, num_tokens: int) -> bytes:
+    """Build a streaming chat completion of exactly this many tokens."""
+    return _request(model, text, num_tokens=num_tokens)
+
+
+def _request(model: str, content: object, *, num_tokens: int) -> bytes:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": content}],
-        "max_tokens": 1,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
         "temperature": 0,
         "stream": True,
     }

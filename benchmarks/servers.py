@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ _SPEED = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESER
 PLAIN_RENDER = ("-m", "vllm.entrypoints.launchers.render.entry", "--model")
 MEDIALANE_RENDER = ("-m", "medialane", "render")
 
+_NOTHING: Mapping[str, str] = {}
 _ENVIRON = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -65,9 +66,9 @@ async def both_servers(model: str, *, observed: bool = False) -> AsyncIterator[t
 
 
 @asynccontextmanager
-async def plain_server(model: str, log: Path) -> AsyncIterator[Server]:
-    """Plain vLLM's API server."""
-    async with plain_vllm(model, TINY_MODEL_FLAGS, environ=clean_environ(), log=log) as process:
+async def plain_server(model: str, log: Path, *, own: Mapping[str, str] = _NOTHING) -> AsyncIterator[Server]:
+    """Plain vLLM's API server, with `own` variables."""
+    async with plain_vllm(model, TINY_MODEL_FLAGS, environ=clean_environ() | own, log=log) as process:
         yield server_of("plain vLLM", process)
 
 
@@ -78,11 +79,15 @@ async def medialane_server(
     *,
     sources: Path | None = None,
     settings: Sequence[str] = ("--workers", "1"),
+    own: Mapping[str, str] = _NOTHING,
     observed: bool = False,
 ) -> AsyncIterator[Server]:
-    """`medialane serve`, by default of the installed package, otherwise of the sources in this folder."""
+    """`medialane serve` with `own` variables, by default of the installed package, otherwise of the sources in this
+    folder."""
     with observers.start_observers(is_on=observed) as watchers:
-        environ = clean_environ() | dict(watchers.environ) | ({} if sources is None else {"PYTHONPATH": str(sources)})
+        environ = {**clean_environ(), **watchers.environ, **own}
+        if sources is not None:
+            environ["PYTHONPATH"] = str(sources)
         command = ["-m", "medialane", "serve", model, *settings, *watchers.settings]
         flags = ["--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS, *watchers.flags]
         async with server_process(

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -154,13 +154,26 @@ async def is_healthy(path: str) -> bool:
 
 def private_bytes(pid: int) -> int:
     """The memory that would be free if the process ended: pages that no other one has mapped, without shared memory."""
-    total, is_shared = 0, False
+    return sum(size for field, size, is_shared in _sizes(pid) if field.startswith("Private_") and not is_shared)
+
+
+def proportional_bytes(pids: Sequence[int]) -> tuple[int, int]:
+    """The memory of these processes together, each page divided among all that have mapped it: the whole, and its part
+    in shared memory."""
+    found = [(size, is_shared) for pid in pids for field, size, is_shared in _sizes(pid) if field == "Pss:"]
+    return sum(size for size, _ in found), sum(size for size, is_shared in found if is_shared)
+
+
+def _sizes(pid: int) -> Iterator[tuple[str, int, bool]]:
+    """Yield the fields of all mappings of a process that are sizes of its resident pages, in bytes, and whether the
+    mapping is shared memory (proc_pid_smaps(5))."""
+    is_shared = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if (mapping := _MAPPING.match(line)) is not None:
             is_shared = mapping[1].startswith(_SHARED)
-        elif line.startswith(("Private_Clean:", "Private_Dirty:")) and not is_shared:
-            total += int(line.split()[1]) * 1024
-    return total
+        elif line.startswith(("Private_Clean:", "Private_Dirty:", "Pss:")):
+            field, size, _ = line.split()
+            yield field, int(size) * 1024, is_shared
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:

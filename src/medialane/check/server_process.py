@@ -59,15 +59,16 @@ async def server_process(
     log: Path | None,
     start_s: float = 300,
     stop_s: float = 20,
+    python: str = sys.executable,
 ) -> AsyncIterator[ServerProcess]:
-    """Run Python with the arguments `command`, `--port` with a free port of the loopback interface, and `flags`.
+    """Run `python` with the arguments `command`, `--port` with a free port of the loopback interface, and `flags`.
 
     `environ` is the whole environment of the server; its output goes to `log`, if given. Raises StartupFailed with the
     end of the log if it exits early or is not ready after `start_s`. On exit, even if cancelled, all of its processes
     are gone: it has `stop_s` to stop before it is killed.
     """
     port = free_port()
-    argv = [sys.executable, *command, "--port", str(port), *flags]
+    argv = [python, *command, "--port", str(port), *flags]
     async with logged_process(argv, environ, log, stop_s=stop_s) as process:
         await _wait_ready(process, f"http://127.0.0.1:{port}/health", name=name, log=log, start_s=start_s)
         yield ServerProcess(f"http://127.0.0.1:{port}/v1", model, process.pid, log)

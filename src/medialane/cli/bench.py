@@ -21,13 +21,13 @@ FOLDER = Path(__file__).resolve().parents[3] / "benchmarks"
 
 _PREFIX = "bench_"
 _ALL = "all"
-#: Takes a quarter of an hour or more: runs only by name.
-_NOT_IN_ALL = frozenset({"render_start", "soak", "start"})
+#: Takes a quarter of an hour or more, or installs a peer: runs only by name.
+_NOT_IN_ALL = frozenset({"first_answer", "render_start", "sessions", "soak", "start"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = ", ".join([*names(FOLDER), _ALL]) if FOLDER.is_dir() else "only in a checkout"
-    parser.add_argument("name", metavar="NAME", help=f"benchmark: {known} (all but render_start, soak and start)")
+    parser.add_argument("name", metavar="NAME", help=f"benchmark: {known} (all but {', '.join(sorted(_NOT_IN_ALL))})")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write machine, versions, commit, results and bars to this file"
     )

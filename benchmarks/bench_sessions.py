@@ -1,0 +1,169 @@
+"""Sessions with images over two real vLLM workers: medialane, plain vLLM behind round-robin, and SGLang's gateway (smg)
+in front of the same two plain servers.
+
+Ten users talk at once, each four times; each question brings two new images, and each request the whole conversation,
+images included, as chat clients send it. Round-robin is done by the client: it costs nothing.
+
+Everything has its defaults (`servers`), which differ: a plain server uses a thread for each core, and with two of them
+on two cores each waits for the other. So the same is measured with one thread for each engine (`equal threads`).
+
+medialane and a peer get the same conversations, in turns, and must give the same answers; the next peer gets others,
+because the peers' servers would know them. A figure is the median over the turns. Memory is the proportional set size
+of all of a server's processes, read at the end: pages that several have mapped are counted once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from conversations import Held, Question, Shape, hold, questions, share_of_same
+from harness import Bar, Options, Report, median
+from medialane.testing.tiny_model import build_tiny_model, cache_folder
+from peers import peer_environment, smg_gateway, smg_version
+from servers import Server, medialane_server, plain_server, settle
+from start_probe import MB, proportional_bytes
+
+ABOUT = "conversations with images over two workers: medialane, plain vLLM behind round-robin, SGLang's gateway"
+
+OURS, ROUND_ROBIN, SMG = "medialane", "round-robin", "smg"
+PEERS = (ROUND_ROBIN, SMG)
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+THREADS: Mapping[str, Mapping[str, str]] = {"defaults": {}, "equal threads": ONE_THREAD}
+NUM_TOKENS = 16
+IMAGES = Shape(num_users=10, num_turns=4, num_images=2, size=(512, 384))
+TEXT = Shape(num_users=10, num_turns=4, num_images=0, size=(0, 0))
+TRAFFIC = {"two images a question": IMAGES, "text only": TEXT}
+
+#: Of conversations: none is held twice in a run.
+_SEEDS = count(1)
+
+
+@dataclass(frozen=True)
+class System:
+    """What is compared: its base URLs, which take turns by request, and all processes that answer."""
+
+    name: str
+    base_urls: tuple[str, ...]
+    pids: Callable[[], list[int]]
+
+
+@dataclass
+class Found:
+    """Of one kind of traffic: what each system has done, turn by turn, and which answers were medialane's."""
+
+    held: dict[str, list[Held]] = field(default_factory=dict)
+    same: dict[str, list[float]] = field(default_factory=dict)
+
+
+def run(options: Options) -> Report:
+    environment = peer_environment()
+    return asyncio.run(_run(options, environment))
+
+
+async def _run(options: Options, environment: Path) -> Report:
+    model = str(build_tiny_model(cache_folder(os.environ)))
+    report = Report("sessions")
+    report.notes.append(f"SGLang's gateway: smg {smg_version()}.")
+    for threads, own in THREADS.items():
+        async with _systems(model, environment, own) as systems:
+            for traffic, shape in TRAFFIC.items():
+                found = await _measure(model, systems, shape, options)
+                report.tables[f"{traffic}, {threads}"] = _rows(found)
+                report.bars += _bars(f"{traffic}, {threads}", found, shape)
+            report.tables[f"memory, {threads}"] = [_memory(system) for system in systems.values()]
+    return report
+
+
+async def _measure(model: str, systems: Mapping[str, System], shape: Shape, options: Options) -> Found:
+    found = Found()
+    await _hold_with_each(systems.values(), model, questions(shape, next(_SEEDS))[:2])  # not counted
+    for turn in range(options.rounds or (1 if options.quick else 5)):
+        for peer in PEERS if turn % 2 == 0 else PEERS[::-1]:
+            both = [systems[name] for name in ((OURS, peer) if turn % 2 == 0 else (peer, OURS))]
+            held = await _hold_with_each(both, model, questions(shape, next(_SEEDS)))
+            for name, each in held.items():
+                found.held.setdefault(name, []).append(each)
+            found.same.setdefault(peer, []).append(share_of_same(held[OURS], held[peer]))
+    return found
+
+
+async def _hold_with_each(systems: Iterable[System], model: str, asked: list[list[Question]]) -> dict[str, Held]:
+    """Hold these conversations with idle systems, one system after the other."""
+    held = {}
+    for system in systems:
+        await settle()
+        held[system.name] = await hold(system.base_urls, model, asked, num_tokens=NUM_TOKENS, pids=system.pids)
+    return held
+
+
+def _rows(found: Found) -> list[dict[str, object]]:
+    return [
+        {
+            "server": name,
+            "req/s": _requests_per_s(held),
+            "first_ttft_p50_ms": 1000 * _ttft_s(held, later=False),
+            "later_ttft_p50_ms": 1000 * _ttft_s(held, later=True),
+            "cpu_ms/req": median(1000 * each.cpu_s / each.num_requests for each in held),
+            "same_answers": min(found.same.get(name, [1.0])),
+        }
+        for name, held in ((name, found.held[name]) for name in (OURS, *PEERS))
+    ]
+
+
+def _requests_per_s(held: list[Held]) -> float:
+    return median(each.num_requests / each.wall_s for each in held)
+
+
+def _ttft_s(held: list[Held], *, later: bool) -> float:
+    """Of first turns, or of all later ones: the median over rounds of each round's median."""
+    return median(median(each.ttft_s(lambda turn: (turn > 0) == later)) for each in held)
+
+
+def _bars(name: str, found: Found, shape: Shape) -> list[Bar]:
+    """Against whichever peer is better. Text has no bar but right answers."""
+    same = min(share for shares in found.same.values() for share in shares)
+    bars = [Bar(f"{name}: share of answers that are the peers'", same, 1.0, "at least")]
+    if shape.num_images:
+        best = max(_requests_per_s(found.held[peer]) for peer in PEERS)
+        soonest = min(_ttft_s(found.held[peer], later=True) for peer in PEERS)
+        ours = found.held[OURS]
+        bars += [
+            Bar(f"{name}: req/s / better peer", _requests_per_s(ours) / best, 2.0, "at least"),
+            Bar(f"{name}: later turns' TTFT p50 / better peer", _ttft_s(ours, later=True) / soonest, 0.3, "at most"),
+        ]
+    return bars
+
+
+def _memory(system: System) -> dict[str, object]:
+    proportional, shared = proportional_bytes(system.pids())
+    return {"server": system.name, "memory_MB": proportional / MB, "of_it_shared_MB": shared / MB}
+
+
+@asynccontextmanager
+async def _systems(model: str, environment: Path, own: Mapping[str, str]) -> AsyncIterator[dict[str, System]]:
+    """Run all: two plain servers, SGLang's gateway in front of them, and medialane with two workers."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ml-bench-")))
+        plain = [
+            await stack.enter_async_context(plain_server(model, folder / f"plain-{n}.log", own=own)) for n in range(2)
+        ]
+        smg = await stack.enter_async_context(smg_gateway(environment, plain, folder / "smg.log"))
+        settings = ("--workers", "2")
+        log = folder / "medialane.log"
+        ours = await stack.enter_async_context(medialane_server(model, log, settings=settings, own=own))
+        yield {
+            OURS: System(OURS, (ours.base_url,), ours.pids),
+            ROUND_ROBIN: System(ROUND_ROBIN, tuple(server.base_url for server in plain), lambda: _pids(*plain)),
+            SMG: System(SMG, (smg.base_url,), lambda: _pids(smg, *plain)),
+        }
+
+
+def _pids(*servers: Server) -> list[int]:
+    return [pid for server in servers for pid in server.pids()]
