@@ -1,0 +1,87 @@
+"""Has a client's program ask two servers the same, and compares what the client got.
+
+Values and errors are equal, apart from ids and times. Streams are equal apart from how they were cut: which tokens
+share an event depends on how fast the client reads.
+"""
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from openai_http import assert_same
+
+PROGRAM_S = 240
+
+#: Of events, besides what `assert_same` leaves out.
+_VOLATILE = frozenset(("item_id", "sequence_number"))
+#: Text or lists of which an event has a piece.
+_PIECES = frozenset(("content", "arguments", "text", "delta", "partial_json", "reasoning", "token_ids"))
+#: Which of several answers, blocks or calls an event is about.
+_PLACES = ("type", "index", "output_index", "content_index")
+
+
+async def outcomes(command: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a program against the server of these settings; return what each of its calls gave. Raises AssertionError if
+    it fails, or takes longer than PROGRAM_S."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, json.dumps(settings), stdout=pipe, stderr=pipe)
+    try:
+        async with asyncio.timeout(PROGRAM_S):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, errors.decode()[-4000:]
+    return json.loads(output)
+
+
+def settled(value: Any) -> Any:
+    """Without volatile fields, and with streams put together."""
+    if isinstance(value, list):
+        return [settled(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"stream"}:
+        return _joined(settled(value["stream"]))
+    return {key: settled(item) for key, item in value.items() if key not in _VOLATILE}
+
+
+def _joined(events: Iterable[Any]) -> dict[str, Any]:
+    """The events without their pieces, repeated ones once; and the pieces of each place in one."""
+    pieces: dict[str, list[Any]] = defaultdict(list)
+    emptied = [_emptied(event, "", pieces) for event in sorted(events, key=_choice)]
+    return {"events": [event for event, _ in groupby(emptied)], "pieces": dict(pieces)}
+
+
+def _choice(event: Any) -> int:
+    """Events of several answers of one request come in any order; the last ones are about all."""
+    choices = event.get("choices")
+    return choices[0]["index"] if choices else 0 if choices is None else 1000
+
+
+def _emptied(value: Any, path: str, pieces: dict[str, list[Any]]) -> Any:
+    if isinstance(value, list):
+        return [_emptied(item, path, pieces) for item in value]
+    if not isinstance(value, dict):
+        return value
+    at = path + "".join(f" {key}={value[key]}" for key in _PLACES if isinstance(value.get(key), int | str))
+    return {key: _emptied_field(key, item, f"{at} {key}", pieces) for key, item in value.items()}
+
+
+def _emptied_field(key: str, value: Any, at: str, pieces: dict[str, list[Any]]) -> Any:
+    if key in _PIECES and isinstance(value, str | list):
+        pieces[at].extend(value)
+        return type(value)()
+    return _emptied(value, at, pieces)
+
+
+def assert_equal(ours: Any, plain: Any, differing: Iterable[str] = ()) -> None:
+    """Two outcomes of a call are equal, but for the fields of an error that are said to differ, and do."""
+    ours, plain = settled(ours), settled(plain)
+    for field in differing:
+        assert ours["error"].pop(field) != plain["error"].pop(field), f"{field} does not differ"
+    assert_same(ours, plain)
