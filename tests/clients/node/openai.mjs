@@ -4,6 +4,7 @@ import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
 import { longAnswer, maxTokens, parameters, printAll, question, settings, streamed, tooLong } from "./recorded.mjs";
+import { describe } from "./openai_errors.mjs";
 
 const client = new OpenAI({ baseURL: `${settings.base_url}/v1`, apiKey: settings.key || "none", maxRetries: 0 });
 const { model } = settings;
@@ -72,7 +73,4 @@ const calls = {
   },
 };
 
-await printAll(calls, (error) => ({
-  status: error.status, code: error.code, type: error.type, param: error.param,
-  message: error.error?.message ?? error.message,
-}));
+await printAll(calls, describe);
