@@ -49,14 +49,10 @@ def _emptied(value: Any, path: str, pieces: dict[str, list[Any]]) -> Any:
     if not isinstance(value, dict):
         return value
     at = path + "".join(f" {key}={value[key]}" for key in _PLACES if isinstance(value.get(key), int | str))
-    return {key: _emptied_field(key, item, f"{at} {key}", pieces) for key, item in value.items()}
-
-
-def _emptied_field(key: str, value: Any, at: str, pieces: dict[str, list[Any]]) -> Any:
-    if key in _PIECES and isinstance(value, str | list):
-        pieces[at].extend(value)
-        return type(value)()
-    return _emptied(value, at, pieces)
+    own = {key for key in _PIECES & value.keys() if isinstance(value[key], str | list)}
+    for key in sorted(own):
+        pieces[f"{at} {key}"].extend(value[key])
+    return {key: _emptied(item, f"{at} {key}", pieces) for key, item in value.items() if key not in own}
 
 
 def assert_equal(ours: Any, plain: Any, differing: Iterable[str] = ()) -> None:
