@@ -9,7 +9,7 @@ const provider = createOpenAICompatible({
   includeUsage: true, supportsStructuredOutputs: true,
 });
 const model = provider(settings.model);
-const tools = { describe: tool({ description: "Describe a picture", inputSchema: jsonSchema(parameters) }) };
+const tools = { describe: tool({ description: "Describe a picture", inputSchema: jsonSchema(parameters), strict: true }) };
 const photo = { type: "image", image: settings.dataUrl };
 const schema = z.object({ kind: z.enum(["photo", "drawing"]), sharp: z.boolean() });
 
@@ -41,7 +41,7 @@ const calls = {
   "tool forced": () => generated([], { tools, toolChoice: { type: "tool", toolName: "describe" }, maxOutputTokens: 40 }),
   "tool forced, in a stream": () =>
     streamedText([], { tools, toolChoice: { type: "tool", toolName: "describe" }, maxOutputTokens: 40 }),
-  "object": async () => (await generateObject(request([photo], { schema, maxOutputTokens: 60 }))).object,
+  "object": async () => (await generateObject(request([photo], { schema, maxOutputTokens: 200 }))).object,
   "unknown model": () => generated([], { model: provider("no-such-model") }),
   "prompt too long": () => generated([{ type: "text", text: tooLong }]),
   "stream of a prompt too long": () => streamedText([{ type: "text", text: tooLong }]),

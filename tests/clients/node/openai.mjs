@@ -8,7 +8,7 @@ import { describe } from "./openai_errors.mjs";
 
 const client = new OpenAI({ baseURL: `${settings.base_url}/v1`, apiKey: settings.key || "none", maxRetries: 0 });
 const { model } = settings;
-const tool = { name: "describe", description: "Describe a picture", parameters };
+const tool = { name: "describe", description: "Describe a picture", parameters, strict: true };
 const tools = [{ type: "function", function: tool }];
 const forced = { type: "function", function: { name: "describe" } };
 const Picture = z.object({ kind: z.enum(["photo", "drawing"]), sharp: z.boolean() });
@@ -44,7 +44,7 @@ const calls = {
   "tool forced": () => chat([photo], { tools, tool_choice: forced, max_tokens: 40 }),
   "stream of a forced tool": () => streamedChat([], { tools, tool_choice: forced, max_tokens: 40 }),
   "JSON schema parsed by the client": async () => {
-    const format = { response_format: zodResponseFormat(Picture, "picture"), max_tokens: 60 };
+    const format = { response_format: zodResponseFormat(Picture, "picture"), max_tokens: 200 };
     return (await client.chat.completions.parse(request([photo], format))).choices[0].message.parsed;
   },
   completion: () => client.completions.create({ model, prompt: "A photograph", max_tokens: maxTokens, temperature: 0 }),
@@ -60,7 +60,7 @@ const calls = {
   "image that is not there": () => chat([{ type: "image_url", image_url: { url: settings.missing_url } }]),
   "upload of a file": () => client.files.create({ file: createReadStream(settings.photo), purpose: "user_data" }),
   "timeout of the client": () =>
-    client.chat.completions.create(request([], { max_tokens: longAnswer, n: 4, ignore_eos: true }), { timeout: 1000 }),
+    client.chat.completions.create(request([], { max_tokens: longAnswer, n: 4, temperature: 1, ignore_eos: true }), { timeout: 1000 }),
   "stream that the client leaves": async () => {
     for await (const _ of await chat([photo], { max_tokens: longAnswer, stream: true, ignore_eos: true })) break;
     return "left";

@@ -12,7 +12,7 @@ from recorded import LONG_ANSWER, MAX_TOKENS, PARAMETERS, QUESTION, SCHEMA, TOO_
 
 calls = Calls(describe)
 
-TOOL = {"name": "describe", "description": "Describe a picture", "parameters": PARAMETERS}
+TOOL = {"name": "describe", "description": "Describe a picture", "parameters": PARAMETERS, "strict": True}
 TOOLS = [{"type": "function", "function": TOOL}]
 FORCED = {"type": "function", "function": {"name": "describe"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "picture", "schema": SCHEMA, "strict": True}}
@@ -26,11 +26,6 @@ class Picture(BaseModel):
 @calls
 def model_list() -> Any:
     return [model.id for model in client.models.list()]
-
-
-@calls
-def model_by_name() -> Any:
-    return client.models.retrieve(server.model).max_model_len
 
 
 @calls
@@ -112,7 +107,7 @@ def result_of_a_tool() -> Any:
 
 @calls
 def json_schema() -> Any:
-    return chat(image(server.data_url()), response_format=FORMAT, max_tokens=40)
+    return chat(image(server.data_url()), response_format=FORMAT, max_tokens=200)
 
 
 @calls

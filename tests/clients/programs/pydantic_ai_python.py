@@ -73,7 +73,7 @@ def streamed() -> Any:
 
 @calls
 def output_by_a_tool() -> Any:
-    return shown(agent(max_tokens=60, output_type=ToolOutput(Picture)).run_sync([QUESTION, photo()]))
+    return shown(agent(max_tokens=200, output_type=ToolOutput(Picture, strict=True)).run_sync([QUESTION, photo()]))
 
 
 @calls
