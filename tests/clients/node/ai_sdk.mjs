@@ -2,7 +2,7 @@
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, jsonSchema, streamText, tool } from "ai";
 import { z } from "zod";
-import { longAnswer, maxTokens, parameters, printAll, question, settings, tooLong } from "./recorded.mjs";
+import { frequencyPenalty, longAnswer, maxTokens, parameters, printAll, question, settings, tooLong } from "./recorded.mjs";
 
 const provider = createOpenAICompatible({
   name: "medialane", baseURL: `${settings.base_url}/v1`, apiKey: settings.key || "none",
@@ -10,6 +10,7 @@ const provider = createOpenAICompatible({
 });
 const model = provider(settings.model);
 const tools = { describe: tool({ description: "Describe a picture", inputSchema: jsonSchema(parameters), strict: true }) };
+const written = { maxOutputTokens: 100, frequencyPenalty };
 const photo = { type: "image", image: settings.dataUrl };
 const schema = z.object({ kind: z.enum(["photo", "drawing"]), sharp: z.boolean() });
 
@@ -38,10 +39,10 @@ const calls = {
   "text about an image": () => generated([photo]),
   "stream": () => streamedText([photo]),
   "tools offered": () => generated([photo], { tools }),
-  "tool forced": () => generated([], { tools, toolChoice: { type: "tool", toolName: "describe" }, maxOutputTokens: 40 }),
+  "tool forced": () => generated([], { tools, toolChoice: { type: "tool", toolName: "describe" }, ...written }),
   "tool forced, in a stream": () =>
-    streamedText([], { tools, toolChoice: { type: "tool", toolName: "describe" }, maxOutputTokens: 40 }),
-  "object": async () => (await generateObject(request([photo], { schema, maxOutputTokens: 200 }))).object,
+    streamedText([], { tools, toolChoice: { type: "tool", toolName: "describe" }, ...written }),
+  "object": async () => (await generateObject(request([photo], { schema, ...written }))).object,
   "unknown model": () => generated([], { model: provider("no-such-model") }),
   "prompt too long": () => generated([{ type: "text", text: tooLong }]),
   "stream of a prompt too long": () => streamedText([{ type: "text", text: tooLong }]),

@@ -3,7 +3,7 @@ import { createReadStream } from "node:fs";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
-import { longAnswer, maxTokens, parameters, printAll, question, settings, streamed, tooLong } from "./recorded.mjs";
+import { frequencyPenalty, longAnswer, maxTokens, parameters, printAll, question, settings, streamed, tooLong } from "./recorded.mjs";
 import { describe } from "./openai_errors.mjs";
 
 const client = new OpenAI({ baseURL: `${settings.base_url}/v1`, apiKey: settings.key || "none", maxRetries: 0 });
@@ -12,6 +12,7 @@ const tool = { name: "describe", description: "Describe a picture", parameters, 
 const tools = [{ type: "function", function: tool }];
 const forced = { type: "function", function: { name: "describe" } };
 const Picture = z.object({ kind: z.enum(["photo", "drawing"]), sharp: z.boolean() });
+const written = { max_tokens: 100, frequency_penalty: frequencyPenalty };
 const photo = { type: "image_url", image_url: { url: settings.dataUrl } };
 
 const asked = (...parts) => [{ role: "user", content: [...parts, { type: "text", text: question }] }];
@@ -41,10 +42,10 @@ const calls = {
     return [await runner.finalContent(), await runner.totalUsage()];
   },
   "tools offered": () => chat([photo], { tools, tool_choice: "auto" }),
-  "tool forced": () => chat([photo], { tools, tool_choice: forced, max_tokens: 40 }),
-  "stream of a forced tool": () => streamedChat([], { tools, tool_choice: forced, max_tokens: 40 }),
+  "tool forced": () => chat([photo], { tools, tool_choice: forced, ...written }),
+  "stream of a forced tool": () => streamedChat([], { tools, tool_choice: forced, ...written }),
   "JSON schema parsed by the client": async () => {
-    const format = { response_format: zodResponseFormat(Picture, "picture"), max_tokens: 200 };
+    const format = { response_format: zodResponseFormat(Picture, "picture"), ...written };
     return (await client.chat.completions.parse(request([photo], format))).choices[0].message.parsed;
   },
   completion: () => client.completions.create({ model, prompt: "A photograph", max_tokens: maxTokens, temperature: 0 }),

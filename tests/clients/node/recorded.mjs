@@ -12,6 +12,8 @@ export const settings = {
   brokenUrl: `data:image/jpeg;base64,${photo.subarray(0, 5000).toString("base64")}`,
 };
 export const maxTokens = 10;
+// Of structured outputs: see recorded.py.
+export const frequencyPenalty = 2;
 export const longAnswer = 7000;
 export const question = "What is in the picture?";
 export const tooLong = "word ".repeat(9000);

@@ -6,14 +6,15 @@ from typing import Any
 
 from anthropic import Anthropic, APIError
 from pydantic import BaseModel
-from recorded import LONG_ANSWER, MAX_TOKENS, PARAMETERS, QUESTION, TOO_LONG, Calls, settings, stream
+from recorded import FREQUENCY_PENALTY, LONG_ANSWER, MAX_TOKENS, PARAMETERS, QUESTION, TOO_LONG, Calls, settings, stream
 
 server = settings()
 client = Anthropic(base_url=server.base_url, api_key=server.key or "none", max_retries=0)
 
-TOOLS = [{"name": "describe", "description": "Describe a picture", "input_schema": PARAMETERS}]
+TOOLS = [{"name": "describe", "description": "Describe a picture", "input_schema": PARAMETERS, "strict": True}]
 #: The client itself knows no temperature.
 GREEDY = {"extra_body": {"temperature": 0}}
+WRITTEN = {"max_tokens": 100, "extra_body": {"temperature": 0, "frequency_penalty": FREQUENCY_PENALTY}}
 
 
 def describe(error: Exception) -> dict[str, Any]:
@@ -96,12 +97,12 @@ def tools_offered() -> Any:
 
 @calls
 def tool_forced() -> Any:
-    return message(tools=TOOLS, tool_choice={"type": "tool", "name": "describe"}, max_tokens=40)
+    return message(tools=TOOLS, tool_choice={"type": "tool", "name": "describe"}, **WRITTEN)
 
 
 @calls
 def stream_of_a_tool_that_is_required() -> Any:
-    return message(tools=TOOLS, tool_choice={"type": "any"}, max_tokens=60, stream=True)
+    return message(tools=TOOLS, tool_choice={"type": "any"}, stream=True, **WRITTEN)
 
 
 @calls

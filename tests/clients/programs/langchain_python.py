@@ -10,7 +10,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import APIError
 from pydantic import BaseModel
-from recorded import MAX_TOKENS, QUESTION, TOO_LONG, Calls, settings
+from recorded import FREQUENCY_PENALTY, MAX_TOKENS, QUESTION, TOO_LONG, Calls, settings
 
 server = settings()
 
@@ -93,24 +93,39 @@ def asynchronous_stream() -> Any:
 
 @calls
 def tool_forced() -> Any:
-    return shown(model(max_tokens=40).bind_tools([paint], tool_choice="paint", strict=True).invoke(asked()))
+    return shown(
+        model(max_tokens=100, frequency_penalty=FREQUENCY_PENALTY)
+        .bind_tools([paint], tool_choice="paint", strict=True)
+        .invoke(asked())
+    )
 
 
 @calls
 def result_of_a_tool() -> Any:
-    said = model(max_tokens=40).bind_tools([paint], tool_choice="paint", strict=True).invoke(asked())
+    said = (
+        model(max_tokens=100, frequency_penalty=FREQUENCY_PENALTY)
+        .bind_tools([paint], tool_choice="paint", strict=True)
+        .invoke(asked())
+    )
     result = ToolMessage(paint.invoke(said.tool_calls[0]["args"]), tool_call_id=said.tool_calls[0]["id"])
     return shown(model().bind_tools([paint]).invoke([*asked(), said, result]))
 
 
 @calls
 def structured_output() -> Any:
-    return model(max_tokens=200).with_structured_output(Picture).invoke(asked(image(server.data_url()))).model_dump()
+    return (
+        model(max_tokens=100, frequency_penalty=FREQUENCY_PENALTY)
+        .with_structured_output(Picture)
+        .invoke(asked(image(server.data_url())))
+        .model_dump()
+    )
 
 
 @calls
 def structured_output_by_a_tool() -> Any:
-    made = model(max_tokens=60).with_structured_output(Picture, method="function_calling", strict=True)
+    made = model(max_tokens=100, frequency_penalty=FREQUENCY_PENALTY).with_structured_output(
+        Picture, method="function_calling", strict=True
+    )
     return made.invoke(asked()).model_dump()
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import litellm
 from pydantic import BaseModel
-from recorded import MAX_TOKENS, PARAMETERS, QUESTION, SCHEMA, TOO_LONG, Calls, settings, stream
+from recorded import FREQUENCY_PENALTY, MAX_TOKENS, PARAMETERS, QUESTION, SCHEMA, TOO_LONG, Calls, settings, stream
 
 server = settings()
-TOOL = {"name": "describe", "description": "Describe a picture", "parameters": PARAMETERS}
+TOOL = {"name": "describe", "description": "Describe a picture", "parameters": PARAMETERS, "strict": True}
 TOOLS = [{"type": "function", "function": TOOL}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "picture", "schema": SCHEMA, "strict": True}}
 
@@ -73,12 +73,17 @@ def stream_with_usage() -> Any:
 
 @calls
 def tool_forced() -> Any:
-    return chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "describe"}}, max_tokens=40)
+    return chat(
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "describe"}},
+        max_tokens=100,
+        frequency_penalty=FREQUENCY_PENALTY,
+    )
 
 
 @calls
 def json_schema() -> Any:
-    return chat(image(server.data_url()), response_format=FORMAT, max_tokens=40)
+    return chat(image(server.data_url()), response_format=FORMAT, max_tokens=100, frequency_penalty=FREQUENCY_PENALTY)
 
 
 @calls

@@ -8,13 +8,14 @@ from typing import Any, Literal
 from openai import AsyncOpenAI, OpenAI
 from openai_client import asked, chat, client, describe, dumped, image, server
 from pydantic import BaseModel
-from recorded import LONG_ANSWER, MAX_TOKENS, PARAMETERS, QUESTION, SCHEMA, TOO_LONG, Calls, stream
+from recorded import FREQUENCY_PENALTY, LONG_ANSWER, MAX_TOKENS, PARAMETERS, QUESTION, SCHEMA, TOO_LONG, Calls, stream
 
 calls = Calls(describe)
 
 TOOL = {"name": "describe", "description": "Describe a picture", "parameters": PARAMETERS, "strict": True}
 TOOLS = [{"type": "function", "function": TOOL}]
 FORCED = {"type": "function", "function": {"name": "describe"}}
+WRITTEN = {"max_tokens": 100, "frequency_penalty": FREQUENCY_PENALTY}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "picture", "schema": SCHEMA, "strict": True}}
 
 
@@ -84,17 +85,17 @@ def tools_offered() -> Any:
 
 @calls
 def tool_forced() -> Any:
-    return chat(image(server.data_url()), tools=TOOLS, tool_choice=FORCED, max_tokens=40)
+    return chat(image(server.data_url()), tools=TOOLS, tool_choice=FORCED, **WRITTEN)
 
 
 @calls
 def tool_required() -> Any:
-    return chat(tools=TOOLS, tool_choice="required", max_tokens=60)
+    return chat(tools=TOOLS, tool_choice="required", **WRITTEN)
 
 
 @calls
 def stream_of_a_forced_tool() -> Any:
-    return chat(tools=TOOLS, tool_choice=FORCED, max_tokens=40, stream=True)
+    return chat(tools=TOOLS, tool_choice=FORCED, stream=True, **WRITTEN)
 
 
 @calls
@@ -107,20 +108,20 @@ def result_of_a_tool() -> Any:
 
 @calls
 def json_schema() -> Any:
-    return chat(image(server.data_url()), response_format=FORMAT, max_tokens=200)
+    return chat(image(server.data_url()), response_format=FORMAT, **WRITTEN)
 
 
 @calls
 def json_schema_parsed_by_the_client() -> Any:
     made = client.chat.completions.parse(
-        model=server.model, messages=asked(), response_format=Picture, max_tokens=60, temperature=0
+        model=server.model, messages=asked(), response_format=Picture, temperature=0, **WRITTEN
     )
     return made.choices[0].message.parsed.model_dump()
 
 
 @calls
 def stream_of_a_json_schema() -> Any:
-    return chat(response_format=FORMAT, max_tokens=40, stream=True)
+    return chat(response_format=FORMAT, stream=True, **WRITTEN)
 
 
 @calls

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic_ai import Agent, BinaryContent, ImageUrl, ModelHTTPError, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from recorded import MAX_TOKENS, QUESTION, TOO_LONG, Calls, settings
+from recorded import FREQUENCY_PENALTY, MAX_TOKENS, QUESTION, TOO_LONG, Calls, settings
 
 server = settings()
 
@@ -33,7 +33,7 @@ calls = Calls(describe)
 
 def agent(name: str = server.model, *, max_tokens: int = MAX_TOKENS, **options: Any) -> Agent[None, Any]:
     provider = OpenAIProvider(base_url=f"{server.base_url}/v1", api_key=server.key or "none")
-    settings = {"max_tokens": max_tokens, "temperature": 0}
+    settings = {"max_tokens": max_tokens, "temperature": 0, "frequency_penalty": FREQUENCY_PENALTY}
     return Agent(OpenAIChatModel(name, provider=provider), model_settings=settings, retries=0, **options)
 
 
@@ -73,12 +73,12 @@ def streamed() -> Any:
 
 @calls
 def output_by_a_tool() -> Any:
-    return shown(agent(max_tokens=200, output_type=ToolOutput(Picture, strict=True)).run_sync([QUESTION, photo()]))
+    return shown(agent(max_tokens=100, output_type=ToolOutput(Picture, strict=True)).run_sync([QUESTION, photo()]))
 
 
 @calls
 def output_by_a_json_schema() -> Any:
-    return shown(agent(max_tokens=60, output_type=NativeOutput(Picture)).run_sync(QUESTION))
+    return shown(agent(max_tokens=100, output_type=NativeOutput(Picture)).run_sync(QUESTION))
 
 
 @calls

@@ -31,6 +31,8 @@ PARAMETERS = {
 }
 #: A prompt longer than the models' contexts.
 TOO_LONG = "word " * 9000
+#: Of structured outputs: otherwise models with random weights write white space for ever, where a grammar allows it.
+FREQUENCY_PENALTY = 2.0
 #: Tokens that take the engine tens of seconds: of answers whose end nobody waits for.
 LONG_ANSWER = 7000
 
