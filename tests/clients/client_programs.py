@@ -46,17 +46,23 @@ class Client:
             pytest.skip(f"NOT TESTED: a client, since there is no {self.needs} (make programs)")
 
     async def _outcomes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*self.command, json.dumps(settings), stdout=pipe, stderr=pipe)
-        try:
-            async with asyncio.timeout(PROGRAM_S):
-                output, errors = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        assert process.returncode == 0, errors.decode()[-4000:]
-        return json.loads(output)
+        return await printed(*self.command, json.dumps(settings))
+
+
+async def printed(*command: str) -> Any:
+    """Run a program; return the JSON that it prints. Raises AssertionError if it fails, TimeoutError after
+    PROGRAM_S."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    try:
+        async with asyncio.timeout(PROGRAM_S):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, errors.decode()[-4000:]
+    return json.loads(output)
 
 
 def by_python(program: str, python: str | Path = sys.executable, **more: Any) -> Client:

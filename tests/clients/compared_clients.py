@@ -11,8 +11,8 @@ from typing import Any
 
 from openai_http import assert_same
 
-#: Of events, besides what `assert_same` leaves out.
-_VOLATILE = frozenset(("item_id", "sequence_number"))
+#: Besides what `assert_same` leaves out.
+_VOLATILE = frozenset(("item_id", "call_id", "sequence_number"))
 #: Text or lists of which an event has a piece.
 _PIECES = frozenset(("content", "arguments", "text", "delta", "partial_json", "reasoning", "token_ids"))
 #: Which of several answers, blocks or calls an event is about.

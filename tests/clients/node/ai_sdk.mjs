@@ -10,7 +10,7 @@ const provider = createOpenAICompatible({
 });
 const model = provider(settings.model);
 const tools = { describe: tool({ description: "Describe a picture", inputSchema: jsonSchema(parameters), strict: true }) };
-const written = { maxOutputTokens: 100, frequencyPenalty };
+const written = { maxOutputTokens: 150, frequencyPenalty };
 const photo = { type: "image", image: settings.dataUrl };
 const schema = z.object({ kind: z.enum(["photo", "drawing"]), sharp: z.boolean() });
 

@@ -1,12 +1,11 @@
 // Anthropic's client for JavaScript.
 import Anthropic from "@anthropic-ai/sdk";
-import { frequencyPenalty, longAnswer, maxTokens, parameters, printAll, question, settings, streamed, tooLong } from "./recorded.mjs";
+import { longAnswer, maxTokens, parameters, printAll, question, settings, streamed, tooLong } from "./recorded.mjs";
 
 const client = new Anthropic({ baseURL: settings.base_url, apiKey: settings.key || "none", maxRetries: 0 });
 const { model } = settings;
 const tools = [{ name: "describe", description: "Describe a picture", input_schema: parameters, strict: true }];
 const image = (data) => ({ type: "image", source: { type: "base64", media_type: "image/jpeg", data } });
-const written = { max_tokens: 100, frequency_penalty: frequencyPenalty };
 const photo = image(settings.photoBase64);
 
 const asked = (...parts) => [{ role: "user", content: [...parts, { type: "text", text: question }] }];
@@ -14,6 +13,9 @@ const request = (parts, options) => ({
   model, messages: asked(...parts), max_tokens: maxTokens, temperature: 0, ...options,
 });
 const message = (parts = [], options = {}) => client.messages.create(request(parts, options));
+
+// After these words the tiny model soon ends its call.
+const called = { tools, messages: [{ role: "user", content: "A photograph" }], max_tokens: 150 };
 
 const calls = {
   "message of text": () => message([], { system: "Be brief." }),
@@ -23,7 +25,7 @@ const calls = {
   "stream put together by the client": () => client.messages.stream(request([])).finalMessage(),
   "tools offered": () => message([photo], { tools }),
   "stream of a tool that is required": async () =>
-    streamed(await message([], { tools, tool_choice: { type: "any" }, stream: true, ...written })),
+    streamed(await message([], { tools, tool_choice: { type: "any" }, stream: true, max_tokens: 150 })),
   "number of tokens": () => client.messages.countTokens({ model, messages: asked(photo) }),
   "unknown model": () => message([], { model: "no-such-model" }),
   "prompt too long": () => message([{ type: "text", text: tooLong }]),

@@ -12,7 +12,7 @@ const tool = { name: "describe", description: "Describe a picture", parameters, 
 const tools = [{ type: "function", function: tool }];
 const forced = { type: "function", function: { name: "describe" } };
 const Picture = z.object({ kind: z.enum(["photo", "drawing"]), sharp: z.boolean() });
-const written = { max_tokens: 100, frequency_penalty: frequencyPenalty };
+const written = { max_tokens: 150, frequency_penalty: frequencyPenalty };
 const photo = { type: "image_url", image_url: { url: settings.dataUrl } };
 
 const asked = (...parts) => [{ role: "user", content: [...parts, { type: "text", text: question }] }];
@@ -52,7 +52,7 @@ const calls = {
   response: () => respond(),
   "stream of a response": async () => streamed(await respond({ stream: true })),
   "response with a tool": () =>
-    respond({ tools: [{ type: "function", ...tool }], tool_choice: "required", max_output_tokens: 60 }),
+    respond({ tools: [{ type: "function", ...tool, strict: false }], tool_choice: "required", max_output_tokens: 150 }),
   "unknown model": () => chat([], { model: "no-such-model" }),
   "temperature below zero": () => chat([], { temperature: -1 }),
   "prompt too long": () => chat([{ type: "text", text: tooLong }]),

@@ -94,7 +94,7 @@ def asynchronous_stream() -> Any:
 @calls
 def tool_forced() -> Any:
     return shown(
-        model(max_tokens=100, frequency_penalty=FREQUENCY_PENALTY)
+        model(max_tokens=150, frequency_penalty=FREQUENCY_PENALTY)
         .bind_tools([paint], tool_choice="paint", strict=True)
         .invoke(asked())
     )
@@ -103,7 +103,7 @@ def tool_forced() -> Any:
 @calls
 def result_of_a_tool() -> Any:
     said = (
-        model(max_tokens=100, frequency_penalty=FREQUENCY_PENALTY)
+        model(max_tokens=150, frequency_penalty=FREQUENCY_PENALTY)
         .bind_tools([paint], tool_choice="paint", strict=True)
         .invoke(asked())
     )
@@ -114,7 +114,7 @@ def result_of_a_tool() -> Any:
 @calls
 def structured_output() -> Any:
     return (
-        model(max_tokens=100, frequency_penalty=FREQUENCY_PENALTY)
+        model(max_tokens=150, frequency_penalty=FREQUENCY_PENALTY)
         .with_structured_output(Picture)
         .invoke(asked(image(server.data_url())))
         .model_dump()
@@ -123,7 +123,7 @@ def structured_output() -> Any:
 
 @calls
 def structured_output_by_a_tool() -> Any:
-    made = model(max_tokens=100, frequency_penalty=FREQUENCY_PENALTY).with_structured_output(
+    made = model(max_tokens=150, frequency_penalty=FREQUENCY_PENALTY).with_structured_output(
         Picture, method="function_calling", strict=True
     )
     return made.invoke(asked()).model_dump()

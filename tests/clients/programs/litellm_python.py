@@ -76,14 +76,14 @@ def tool_forced() -> Any:
     return chat(
         tools=TOOLS,
         tool_choice={"type": "function", "function": {"name": "describe"}},
-        max_tokens=100,
+        max_tokens=150,
         frequency_penalty=FREQUENCY_PENALTY,
     )
 
 
 @calls
 def json_schema() -> Any:
-    return chat(image(server.data_url()), response_format=FORMAT, max_tokens=100, frequency_penalty=FREQUENCY_PENALTY)
+    return chat(image(server.data_url()), response_format=FORMAT, max_tokens=150, frequency_penalty=FREQUENCY_PENALTY)
 
 
 @calls

@@ -15,7 +15,7 @@ calls = Calls(describe)
 TOOL = {"name": "describe", "description": "Describe a picture", "parameters": PARAMETERS, "strict": True}
 TOOLS = [{"type": "function", "function": TOOL}]
 FORCED = {"type": "function", "function": {"name": "describe"}}
-WRITTEN = {"max_tokens": 100, "frequency_penalty": FREQUENCY_PENALTY}
+WRITTEN = {"max_tokens": 150, "frequency_penalty": FREQUENCY_PENALTY}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "picture", "schema": SCHEMA, "strict": True}}
 
 
@@ -182,14 +182,14 @@ def stream_of_a_response() -> Any:
 @calls
 def response_by_a_json_schema() -> Any:
     made = client.responses.parse(
-        model=server.model, input=QUESTION, text_format=Picture, max_output_tokens=60, temperature=0
+        model=server.model, input=QUESTION, text_format=Picture, max_output_tokens=150, temperature=0
     )
     return made.output_parsed.model_dump()
 
 
 @calls
 def response_with_a_tool() -> Any:
-    return respond(tools=[{"type": "function", **TOOL}], tool_choice="required", max_output_tokens=60)
+    return respond(tools=[{"type": "function", **TOOL, "strict": False}], tool_choice="required", max_output_tokens=150)
 
 
 @calls

@@ -73,12 +73,12 @@ def streamed() -> Any:
 
 @calls
 def output_by_a_tool() -> Any:
-    return shown(agent(max_tokens=100, output_type=ToolOutput(Picture, strict=True)).run_sync([QUESTION, photo()]))
+    return shown(agent(max_tokens=150, output_type=ToolOutput(Picture, strict=True)).run_sync([QUESTION, photo()]))
 
 
 @calls
 def output_by_a_json_schema() -> Any:
-    return shown(agent(max_tokens=100, output_type=NativeOutput(Picture)).run_sync(QUESTION))
+    return shown(agent(max_tokens=150, output_type=NativeOutput(Picture)).run_sync(QUESTION))
 
 
 @calls

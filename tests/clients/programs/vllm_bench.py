@@ -1,22 +1,21 @@
-"""`vllm bench serve` with random images. Its command itself is not in the distribution for CPUs."""
+"""`vllm bench serve` with random images against each of the servers at these addresses: `vllm_bench.py MODEL URL...`.
 
-from __future__ import annotations
+Its own command is not in vLLM's distribution for CPUs. One process for all: importing vLLM is most of its time.
+"""
 
+import contextlib
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from recorded import Calls, settings
-
-server = settings()
-calls = Calls(lambda error: {"message": str(error)})
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 FLAGS = {
     "backend": "openai-chat",
     "endpoint": "/v1/chat/completions",
-    "base-url": server.base_url,
-    "model": server.model,
     "dataset-name": "random-mm",
     "num-prompts": "6",
     "random-input-len": "30",
@@ -28,34 +27,21 @@ FLAGS = {
     "temperature": "0",
     "seed": "7",
 }
-#: The others are times.
-FIELDS = (
-    "num_prompts",
-    "completed",
-    "failed",
-    "total_input_tokens",
-    "total_output_tokens",
-    "output_lens",
-    "generated_texts",
-    "errors",
-)
 
 
-@calls
-def random_images() -> Any:
-    from vllm.benchmarks.serve import add_cli_args, main
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
+def bench(model: str, base_url: str) -> dict[str, Any]:
+    """The saved result of a run."""
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     with tempfile.TemporaryDirectory() as folder:
-        flags = [word for name, value in FLAGS.items() for word in (f"--{name}", value)]
-        saved = ["--save-result", "--save-detailed", "--result-dir", folder, "--disable-tqdm"]
-        main(parser.parse_args([*flags, *saved]))
+        values = {**FLAGS, "model": model, "base-url": base_url, "result-dir": folder}
+        flags = [word for name, value in values.items() for word in (f"--{name}", value)]
+        main(parser.parse_args([*flags, "--save-result", "--save-detailed", "--disable-tqdm"]))
         (file,) = Path(folder).iterdir()
-        found = json.loads(file.read_text())
-    return {field: found[field] for field in FIELDS}
+        return json.loads(file.read_text())
 
 
 if __name__ == "__main__":
-    calls.print_all()
+    with contextlib.redirect_stdout(sys.stderr):
+        found = [bench(sys.argv[1], url) for url in sys.argv[2:]]
+    json.dump(found, sys.stdout)
