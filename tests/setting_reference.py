@@ -18,7 +18,8 @@ _TOP = """\
 Every setting of medialane, written by `python tests/setting_reference.py` from the definitions of `--help-all`.
 [Configuration](../configuration.md) explains the important ones, and where a value is given: as flag, as
 `MEDIALANE_...` (the name in capitals, with `_`), as key of a TOML file. What may change: [Stability](stability.md).
-Those with `*` change without a restart by [`medialane reload`](../deployment.md#changing-settings-of-running-processes).
+Those with `*` change without a restart:
+[`medialane reload`](../deployment.md#changing-settings-of-running-processes).
 """
 
 #: Modules of the commands that have settings by sections.

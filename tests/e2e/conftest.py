@@ -1,65 +1,27 @@
-"""Real vLLM for whole requests: a plain server, and `medialane serve` with two workers, for the whole session.
+"""More servers over those of shared_servers.py, and the order of tests.
 
-Starting them takes a minute of both cores, so they start side by side, and all tests share them. The gateways of
-GATEWAYS and the two hosts of test_e2e_hosts.py start while those tests run that need none. Tests that kill processes
-come after all others and wait until everything is up again; then `serve` is stopped. Files that need none of these run
-beside the others, in a process of their own (`-n 2 --dist loadgroup`).
+The gateways of GATEWAYS and the two hosts of test_e2e_hosts.py start while those tests run that need none. Tests that
+kill processes come after all others and wait until everything is up again; then `serve` is stopped.
 """
 
 import importlib.util
 import json
-import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from medialane_process import (
-    FORKING_VLLM,
-    ONE_PROCESS_ENGINE,
-    PING_S,
-    START_S,
-    STOP_S,
-    MedialaneProcess,
-    free_port,
-    launch,
-)
+from medialane_process import STOP_S, MedialaneProcess, free_port, launch
 from openai_http import OpenAiHttp
-from small_dummies import with_small_dummies
+from shared_servers import MEDIA_FLAGS, SERVER_FLAGS, STORE_FLAGS
 from two_hosts import TwoHosts
-from xdist.scheduler import LoadScopeScheduling
 
 from linked_hosts import linked_hosts
-from medialane.check.server_process import plain_vllm as start_plain_vllm
-from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
 from otlp_collector import Collector, grpc_collector
-from poison import PROGRAM
-from waiting import eventually
 
-#: Tool parsing as users enable it; usage includes prefix cache hits.
-SERVER_FLAGS = (
-    *TINY_MODEL_FLAGS,
-    # In bfloat16, several tokens are often as probable, and which one is first depends on how a prompt is prefilled.
-    "--dtype=float32",
-    with_small_dummies({"image": 8, "video": 1}),
-    "--enable-auto-tool-choice",
-    "--tool-call-parser=hermes",
-    "--enable-prompt-tokens-details",
-    "--trust-request-mm-kwargs",
-    "--enable-mm-embeds",
-    "--enable-scale-out",
-    # Five engines run at the same time on a machine of 24 GB.
-    f"--kv-cache-memory-bytes={256 << 20}",
-)
-
-#: Test images are served from the loopback interface.
-MEDIA_FLAGS = ("--allow-media-network", "127.0.0.0/8")
-STORE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", *MEDIA_FLAGS)
-LOG_FLAGS = ("--log-format", "json", "--access-log")
 API_KEY = "tested-key"
 
 #: Files that run last, in this order.
@@ -74,21 +36,8 @@ _LAST = (
 )
 
 
-#: Files with servers of their own.
-_ALONE = ("test_e2e_mistral", "test_e2e_render", "test_e2e_serve_gateways")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """All files that share servers in one process (`--dist loadgroup` itself needs node ids that pytest 9 has not)."""
-    if config.getvalue("dist") != "loadgroup":
-        return None
-
-    class ByServers(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "alone" if Path(nodeid.partition("::")[0]).stem in _ALONE else "shared servers"
-
-    return ByServers(config, log)
+def pytest_configure(config):
+    config.pluginmanager.import_plugin("shared_servers")
 
 
 def pytest_collection_modifyitems(items):
@@ -104,107 +53,11 @@ def _turn(item: pytest.Item) -> int:
 
 
 @pytest.fixture(scope="session")
-def vllm_environ() -> dict[str, str]:
-    """The whole environment of a process that runs vLLM."""
-    # vLLM has its administrative routes only in this mode, both plain and in the gateway.
-    found = {**TINY_MODEL_ENVIRON, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-    del found["VLLM_CPU_KVCACHE_SPACE"]  # it would override the flag in SERVER_FLAGS
-    return found
-
-
-@pytest.fixture(scope="session")
-def server_flags() -> tuple[str, ...]:
-    """vLLM's flags of all servers."""
-    return SERVER_FLAGS
-
-
-@pytest.fixture(scope="session")
-def runtime_directory() -> Iterator[Path]:
-    """Where `serve` and its engines create their sockets: a short path, since theirs are bounded."""
-    folder = Path(tempfile.mkdtemp(prefix="ml-e2e-"))
-    yield folder
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="session")
 def encoder_address() -> Iterator[str]:
     """Where the encoder listens. It is killed, so that its socket stays."""
     folder = Path(tempfile.mkdtemp(prefix="ml-enc-", dir="/tmp"))  # pytest's own paths are too long for sockets
     yield f"unix:{folder}/encoder.sock"
     shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="session")
-def join_port() -> int:
-    """Where the workers of `serve` join the gateway `joined`. They try for a minute before it listens."""
-    return free_port()
-
-
-@pytest.fixture(scope="session")
-def metrics_port() -> int:
-    """Where the first worker of `serve` has its metrics; the second one has the next port."""
-    return free_port(2)
-
-
-@pytest.fixture(scope="session")
-def starting_serve(
-    tiny_model, vllm_environ, runtime_directory, tmp_path_factory, join_port, metrics_port
-) -> Iterator[MedialaneProcess]:
-    """`medialane serve` with two workers, not ready yet: use the fixture `serve` instead. Its store overwrites what it
-    frees."""
-    joining = ["--join", f"localhost:{join_port}", "--metrics-port", str(metrics_port)]
-    process = MedialaneProcess.spawn(
-        "serve",
-        str(tiny_model),
-        ["--workers", "2", "--verbose", *LOG_FLAGS, "--worker-ping-interval", str(PING_S), *STORE_FLAGS, *joining],
-        SERVER_FLAGS,
-        environ={
-            **vllm_environ,
-            "XDG_RUNTIME_DIR": str(runtime_directory),
-            "VLLM_RPC_BASE_PATH": str(runtime_directory),
-        },
-        log=tmp_path_factory.mktemp("serve") / "serve.log",
-        program=[str(PROGRAM)],
-    )
-    yield process
-    process.stop()
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def plain_vllm(request, tiny_model, vllm_environ, tmp_path_factory):
-    """Plain vLLM with the tiny model: `base_url`, `model`. The reference for outputs."""
-    if any("starting_serve" in item.fixturenames for item in request.session.items):
-        request.getfixturevalue("starting_serve")  # side by side
-    log = tmp_path_factory.mktemp("plain_vllm") / "server.log"
-    flags = (*SERVER_FLAGS, ONE_PROCESS_ENGINE)
-    async with start_plain_vllm(str(tiny_model), flags, environ=vllm_environ, log=log, program=FORKING_VLLM) as server:
-        yield server
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def serve(request, starting_serve, plain_vllm) -> MedialaneProcess:
-    """`medialane serve` with two workers, all of them ready: before, the exit of one would fail the start."""
-    await starting_serve.answers()
-    await eventually(lambda: "Ctrl-C stops it" in starting_serve.log.read_text(), "all workers are ready", START_S)
-    needed = {name for item in request.session.items for name in item.fixturenames}
-    if "starting_gateways" in needed:
-        request.getfixturevalue("starting_gateways")
-    if "starting_hosts" in needed:
-        with suppress(pytest.skip.Exception):  # the tests that use them are skipped
-            request.getfixturevalue("starting_hosts")
-    return starting_serve
-
-
-@pytest.fixture(scope="session")
-def ours(serve) -> OpenAiHttp:
-    """A client of medialane."""
-    return OpenAiHttp(serve.base_url, serve.model)
-
-
-@pytest.fixture(scope="session")
-def plain(plain_vllm) -> OpenAiHttp:
-    """A client of plain vLLM."""
-    return OpenAiHttp(plain_vllm.base_url.removesuffix("/v1"), plain_vllm.model)
 
 
 @pytest.fixture(scope="session")
