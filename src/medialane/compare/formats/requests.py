@@ -1,0 +1,79 @@
+"""Whole requests: recordings of a gateway, batch files, bodies of chat completions.
+
+* A *recording* (`--record`) is a batch file whose lines have a member `medialane` (`gateway.recording`).
+* *OpenAI batch input*: `custom_id`, `method`, `url`, `body` (https://platform.openai.com/docs/guides/batch; vLLM's
+  `entrypoints/launchers/run_batch.py`, whose transcriptions have the file as `file_url`).
+* *Bodies*: any JSONL with `messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from medialane.compare.formats.line_format import Line, LineFormat
+from medialane.compare.stand_ins import bare_of, url_of
+from medialane.compare.traffic import Ask, UnusableLine
+from medialane.gateway.recording import StandIn, parse_stand_in
+
+CHAT = "/v1/chat/completions"
+_BARE = "data"
+
+
+def _is_recorded(line: Line) -> bool:
+    return "body" in line and isinstance(line.get("medialane"), dict)
+
+
+def _is_batch(line: Line) -> bool:
+    return "body" in line and "url" in line
+
+
+def _recorded_at(line: Line) -> float | None:
+    at = line["medialane"].get("at") if isinstance(line.get("medialane"), dict) else None
+    return float(at) if isinstance(at, int | float) else None
+
+
+def _batch(line: Line, _folder: Path) -> Ask:
+    url, body = line.get("url"), line.get("body")
+    if not isinstance(url, str) or not isinstance(body, dict):
+        raise UnusableLine("url must be a string, and body an object")
+    return Ask(urlsplit(url).path, _with_media("", body))
+
+
+def _body(line: Line, _folder: Path) -> Ask:
+    return Ask(CHAT, _with_media("", line))
+
+
+def _with_media(name: str, value: Any) -> Any:
+    """Return JSON with media of the recorded sizes in place of stand-ins."""
+    match value:
+        case str():
+            return _media(value, bare_of if name == _BARE else url_of)
+        case dict():
+            return {key: _with_media(key, each) for key, each in value.items()}
+        case list():
+            return [_with_media(name, each) for each in value]
+        case _:
+            return value
+
+
+def _media(text: str, made: Callable[[StandIn], str]) -> str:
+    try:
+        stand_in = parse_stand_in(text)
+    except ValueError as error:
+        raise UnusableLine(str(error)) from error
+    return text if stand_in is None else made(stand_in)
+
+
+RECORDED = LineFormat(
+    "recording",
+    _is_recorded,
+    _batch,
+    seconds=_recorded_at,
+    id_of=lambda line: str(line.get("custom_id", "")),
+    note="media that were recorded by their hash are made up: of the same size, and equal where they were equal",
+)
+BATCH = LineFormat("OpenAI batch", _is_batch, _batch, id_of=lambda line: str(line.get("custom_id", "")))
+BODIES = LineFormat("chat bodies", lambda line: isinstance(line.get("messages"), list), _body)

@@ -1,0 +1,96 @@
+"""Runs a comparison: the servers in turns, each with the whole traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from medialane.check.progress import CheckProgress
+from medialane.compare.client import CompareClient
+from medialane.compare.journal import Journal, Turn, done
+from medialane.compare.replay import Pace, replay
+from medialane.compare.reply import Reply
+from medialane.compare.sides import RunningServer, Side
+from medialane.compare.summary import COUNTERS
+from medialane.compare.traffic import Traffic
+from medialane.core.process.cpu_time import used_cpu_s
+
+#: More than the second for which vLLM's idle engine busy-waits after its last step (`SpinCondition.busy_loop_s`).
+_SETTLE_S: Final = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared, and how. `metrics_key` opens the metrics of medialane."""
+
+    traffic: Traffic
+    sides: tuple[Side, Side]
+    pace: Pace
+    rounds: int = 1
+    as_sent: bool = False
+    api_key: str = ""
+    metrics_key: str = ""
+    timeout_s: float = 600.0
+
+    async def run(self, journal: Journal, progress: CheckProgress) -> None:
+        """Run the turns that the journal does not have whole. Cancelling it keeps the replies so far. Raises
+        StartupFailed."""
+        for number in range(1, self.rounds + 1):
+            for place, side in enumerate(self.sides):
+                turn = journal.turn(place, side.name, number)
+                if turn.facts.is_whole:
+                    progress.note(f"{side.name}, round {number}: there are all replies")
+                    continue
+                async with side.run(number + turn.facts.num_parts) as server:
+                    await self._turn(place, server, turn, journal, progress)
+
+    def turns(self, journal: Journal) -> list[list[Turn]]:
+        """Return what the journal has, by side."""
+        return [
+            [
+                turn
+                for number in range(1, self.rounds + 1)
+                if (turn := journal.turn(place, side.name, number)).replies or turn.facts.num_parts
+            ]
+            for place, side in enumerate(self.sides)
+        ]
+
+    async def _turn(
+        self, place: int, server: RunningServer, turn: Turn, journal: Journal, progress: CheckProgress
+    ) -> None:
+        answered = done(turn.replies)
+        numbers = [n for n in range(len(self.traffic.requests)) if n not in answered]
+        name, num_done = turn.facts.side, len(answered)
+        async with CompareClient.opened(
+            server.base_url, api_key=self.api_key, as_sent=self.as_sent, timeout_s=self.timeout_s
+        ) as client:
+            await client.warm_up()
+            await asyncio.sleep(_SETTLE_S)
+            with journal.writer(place, turn.facts.round) as writer:
+
+                def replied(reply: Reply) -> None:
+                    nonlocal num_done
+                    num_done += 1
+                    writer.add(reply)
+                    progress.case(num_done, len(self.traffic.requests), f"{name}, round {turn.facts.round}")
+
+                counters = await client.counters(COUNTERS, self.metrics_key)
+                cpu_s, began = await _cpu(server), time.perf_counter()
+                is_whole = False
+                try:
+                    await replay(self.traffic, numbers, client, self.pace, replied)
+                    is_whole = True
+                finally:
+                    wall_s = time.perf_counter() - began
+                    used = None if cpu_s is None or (now := await _cpu(server)) is None else now - cpu_s
+                    after = await client.counters(COUNTERS, self.metrics_key)
+                    grown = {key: value - counters.get(key, 0.0) for key, value in after.items()}
+                    journal.end(place, turn.facts.plus(wall_s, used, grown, is_whole=is_whole))
+
+
+async def _cpu(server: RunningServer) -> float | None:
+    if server.process_id is None:
+        return None
+    return await asyncio.to_thread(used_cpu_s, [server.process_id])
