@@ -31,56 +31,57 @@ class Pace:
         return "at the times of the traffic" + (f", {self.speed:g} times as fast" if self.speed != 1 else "")
 
 
-async def replay(
-    traffic: Traffic,
-    numbers: Sequence[int],
-    client: CompareClient,
-    pace: Pace,
-    replied: Callable[[Reply], None],
-) -> None:
-    """Send the requests of these numbers, and pass on each reply. Cancelling it ends all requests."""
-    began = time.perf_counter()
-    pending = iter(numbers)
-    if pace.concurrency is not None:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(pace.concurrency):
-                tasks.create_task(_one_after_the_other(traffic, pending, client, began, replied))
-        return
-    first = (traffic.requests[numbers[0]].at_s or 0.0) if numbers else 0.0
-    free = asyncio.Semaphore(MAX_IN_FLIGHT)
-    async with asyncio.TaskGroup() as tasks:
-        for number in pending:
-            request = traffic.requests[number]
-            made = await _made(request, client)
-            due = began + ((request.at_s or 0.0) - first) / pace.speed
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            await free.acquire()
-            late_s = max(0.0, time.perf_counter() - due)
-
-            async def send(number: int = number, made: _Made | Reply = made, late_s: float = late_s) -> None:
-                try:
-                    reply = await _sent(made, client, number, began)
-                    replied(msgspec.structs.replace(reply, late_s=round(late_s, 4)))
-                finally:
-                    free.release()
-
-            tasks.create_task(send())
-
-
-async def _one_after_the_other(
-    traffic: Traffic,
-    pending: Iterator[int],
-    client: CompareClient,
-    began: float,
-    replied: Callable[[Reply], None],
-) -> None:
-    for number in pending:
-        made = await _made(traffic.requests[number], client)
-        replied(await _sent(made, client, number, began))
-
-
 #: Path and content of a request.
 _Made = tuple[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One turn of the traffic at one server; each reply is passed to `replied`."""
+
+    traffic: Traffic
+    client: CompareClient
+    pace: Pace
+    replied: Callable[[Reply], None]
+
+    async def run(self, numbers: Sequence[int]) -> None:
+        """Send the requests of these numbers. Cancelling it ends all requests."""
+        began = time.perf_counter()
+        if self.pace.concurrency is None:
+            await self._at_their_times(numbers, began)
+            return
+        pending = iter(numbers)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self.pace.concurrency):
+                tasks.create_task(self._one_after_the_other(pending, began))
+
+    async def _one_after_the_other(self, pending: Iterator[int], began: float) -> None:
+        for number in pending:
+            made = await _made(self.traffic.requests[number], self.client)
+            self.replied(await self._sent(made, number, began))
+
+    async def _at_their_times(self, numbers: Sequence[int], began: float) -> None:
+        times = [self.traffic.requests[number].at_s or 0.0 for number in numbers]
+        free = asyncio.Semaphore(MAX_IN_FLIGHT)
+        async with asyncio.TaskGroup() as tasks:
+            for number, at_s in zip(numbers, times, strict=True):
+                made = await _made(self.traffic.requests[number], self.client)
+                due = began + (at_s - times[0]) / self.pace.speed
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                await free.acquire()
+                sending = tasks.create_task(self._send(made, number, began, due=due))
+                sending.add_done_callback(lambda _: free.release())
+
+    async def _send(self, made: _Made | Reply, number: int, began: float, *, due: float) -> None:
+        late_s = max(0.0, time.perf_counter() - due)
+        reply = await self._sent(made, number, began)
+        self.replied(msgspec.structs.replace(reply, late_s=round(late_s, 4)))
+
+    async def _sent(self, made: _Made | Reply, number: int, began: float) -> Reply:
+        if isinstance(made, Reply):
+            return msgspec.structs.replace(made, number=number)
+        path, content = made
+        return await self.client.ask(path, content, number, began=began)
 
 
 async def _made(request: TrafficRequest, client: CompareClient) -> _Made | Reply:
@@ -94,10 +95,3 @@ async def _made(request: TrafficRequest, client: CompareClient) -> _Made | Reply
         return await asyncio.to_thread(make)
     except UnusableLine as error:
         return Reply(0, 0, 0.0, 0.0, error=str(error))
-
-
-async def _sent(made: _Made | Reply, client: CompareClient, number: int, began: float) -> Reply:
-    if isinstance(made, Reply):
-        return msgspec.structs.replace(made, number=number)
-    path, content = made
-    return await client.ask(path, content, number, began=began)

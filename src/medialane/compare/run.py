@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from medialane.check.progress import CheckProgress
 from medialane.compare.client import CompareClient
-from medialane.compare.journal import Journal, Turn, done
-from medialane.compare.replay import Pace, replay
+from medialane.compare.journal import Journal, ReplyWriter, Turn, done
+from medialane.compare.replay import Pace, Replay
 from medialane.compare.reply import Reply
 from medialane.compare.sides import RunningServer, Side
 from medialane.compare.summary import COUNTERS
@@ -43,8 +45,12 @@ class Comparison:
                 if turn.facts.is_whole:
                     progress.note(f"{side.name}, round {number}: there are all replies")
                     continue
-                async with side.run(number + turn.facts.num_parts) as server:
-                    await self._turn(place, server, turn, journal, progress)
+                async with (
+                    side.run(number + turn.facts.num_parts) as server,
+                    self._measured(place, server, turn, journal) as client,
+                ):
+                    with journal.writer(place, number) as writer:
+                        await self._turn(turn, client, writer, progress)
 
     def turns(self, journal: Journal) -> list[list[Turn]]:
         """Return what the journal has, by side."""
@@ -57,37 +63,42 @@ class Comparison:
             for place, side in enumerate(self.sides)
         ]
 
-    async def _turn(
-        self, place: int, server: RunningServer, turn: Turn, journal: Journal, progress: CheckProgress
-    ) -> None:
+    async def _turn(self, turn: Turn, client: CompareClient, writer: ReplyWriter, progress: CheckProgress) -> None:
+        """Send what has no reply yet."""
         answered = done(turn.replies)
+        num_done = len(answered)
+
+        def replied(reply: Reply) -> None:
+            nonlocal num_done
+            num_done += 1
+            writer.add(reply)
+            progress.case(num_done, len(self.traffic.requests), f"{turn.facts.side}, round {turn.facts.round}")
+
         numbers = [n for n in range(len(self.traffic.requests)) if n not in answered]
-        name, num_done = turn.facts.side, len(answered)
+        await Replay(self.traffic, client, self.pace, replied).run(numbers)
+
+    @asynccontextmanager
+    async def _measured(
+        self, place: int, server: RunningServer, turn: Turn, journal: Journal
+    ) -> AsyncIterator[CompareClient]:
+        """Yield a client of a server that is idle; write the facts of the block, however it ends."""
         async with CompareClient.opened(
             server.base_url, api_key=self.api_key, as_sent=self.as_sent, timeout_s=self.timeout_s
         ) as client:
             await client.warm_up()
             await asyncio.sleep(_SETTLE_S)
-            with journal.writer(place, turn.facts.round) as writer:
-
-                def replied(reply: Reply) -> None:
-                    nonlocal num_done
-                    num_done += 1
-                    writer.add(reply)
-                    progress.case(num_done, len(self.traffic.requests), f"{name}, round {turn.facts.round}")
-
-                counters = await client.counters(COUNTERS, self.metrics_key)
-                cpu_s, began = await _cpu(server), time.perf_counter()
-                is_whole = False
-                try:
-                    await replay(self.traffic, numbers, client, self.pace, replied)
-                    is_whole = True
-                finally:
-                    wall_s = time.perf_counter() - began
-                    used = None if cpu_s is None or (now := await _cpu(server)) is None else now - cpu_s
-                    after = await client.counters(COUNTERS, self.metrics_key)
-                    grown = {key: value - counters.get(key, 0.0) for key, value in after.items()}
-                    journal.end(place, turn.facts.plus(wall_s, used, grown, is_whole=is_whole))
+            counters = await client.counters(COUNTERS, self.metrics_key)
+            cpu_s, began = await _cpu(server), time.perf_counter()
+            is_whole = False
+            try:
+                yield client
+                is_whole = True
+            finally:
+                wall_s = time.perf_counter() - began
+                used = None if cpu_s is None or (now := await _cpu(server)) is None else now - cpu_s
+                after = await client.counters(COUNTERS, self.metrics_key)
+                grown = {key: value - counters.get(key, 0.0) for key, value in after.items()}
+                journal.end(place, turn.facts.plus(wall_s, used, grown, is_whole=is_whole))
 
 
 async def _cpu(server: RunningServer) -> float | None:
