@@ -50,9 +50,7 @@ class Figure(NamedTuple):
 
 
 def seconds(value: float) -> str:
-    if value >= 10:
-        return f"{value:.1f} s"
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.3g} ms"
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1000:.3g} ms"
 
 
 def num_bytes(value: float) -> str:
@@ -75,7 +73,7 @@ def _figures(report: CompareReport) -> Iterator[Figure]:
     yield Figure("output tokens/s", a.output_tokens_per_s, b.output_tokens_per_s, sense=_if_free(report))
     within = f"TTFT {seconds(slo.ttft_s)}, TPOT {seconds(slo.tpot_s)}"
     yield Figure(f"goodput, requests/s ({within})", a.goodput_per_s, b.goodput_per_s, sense="higher")
-    yield Figure("requests within both", a.slo_share, b.slo_share, "%", "higher")
+    yield Figure("within the SLO", a.slo_share, b.slo_share, "%", "higher")
     for name, member in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("whole answer", "seconds")):
         for share in ("p50", "p90", "p99"):
             yield Figure(f"{name} {share}", _of(a, member, share), _of(b, member, share), "s")

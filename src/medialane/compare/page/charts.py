@@ -11,9 +11,9 @@ from medialane.compare.page.scale import Scale, positive_scale
 
 _WIDTH: Final = 560
 _HEIGHT: Final = 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 12, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 12, 40
 _MOST_POINTS: Final = 800
-_NUM_BINS: Final = 40
+_NUM_BINS: Final = 24
 _CLASSES: Final = ("a", "b")
 _TIME: Final = "seconds since the start of the turn"
 
@@ -96,7 +96,7 @@ def cdf(values: Pair, text: Text, label: str, *, limit: float | None = None, nam
 def scatter(points: tuple[Sequence[Point], Sequence[Point]], text: Text, label: str) -> str:
     """Draw values over time."""
     both = [*points[0], *points[1]]
-    x = positive_scale([point.x for point in both], _LEFT, _WIDTH - _RIGHT, may_be_log=False)
+    x = _time_scale(max((point.x for point in both), default=1.0))
     y = positive_scale([point.y for point in both], _HEIGHT - _BOTTOM, _TOP)
     parts = Frame(x, y, _plain, text, _TIME).axes()
     for kind, mine in zip(_CLASSES, points, strict=True):
@@ -114,8 +114,8 @@ def rates(points: tuple[Sequence[Point], Sequence[Point]], label: str) -> str:
     end = max((point.x for point in both), default=1.0) or 1.0
     width = end / _NUM_BINS
     binned = [_binned(mine, width) for mine in points]
-    x = positive_scale([end], _LEFT, _WIDTH - _RIGHT, may_be_log=False)
-    y = positive_scale([*binned[0], *binned[1]], _HEIGHT - _BOTTOM, _TOP, may_be_log=False)
+    x = _time_scale(end)
+    y = positive_scale([*binned[0], *binned[1]], _HEIGHT - _BOTTOM, _TOP, from_zero=True)
     parts = Frame(x, y, _plain, _plain, _TIME).axes()
     for kind, mine in zip(_CLASSES, binned, strict=True):
         line = " ".join(f"{x((n + 0.5) * width)},{y(rate)}" for n, rate in enumerate(mine))
@@ -151,6 +151,10 @@ def bars(rows: Sequence[tuple[str, float, str]], kind: str = "b") -> str:
         for name, value, text in rows
     )
     return f'<div class="bars">{"".join(drawn)}</div>'
+
+
+def _time_scale(end_s: float) -> Scale:
+    return Scale(0.0, end_s or 1.0, _LEFT, _WIDTH - _RIGHT)
 
 
 def _class(part: str) -> str:

@@ -38,16 +38,20 @@ Replies = tuple[Sequence[Reply], Sequence[Reply]]
 
 def page_of(report: CompareReport, turns: Sequence[Sequence[Turn]]) -> str:
     """Return the page. `turns` are those of each side."""
-    first, second = ([reply for turn in each for reply in turn.replies if reply.succeeded] for each in turns)
-    replies = (first, second)
+    replies, first = _succeeded(turns), _succeeded([each[:1] for each in turns])
     title = f"{report.baseline.name} and {report.other.name}: {report.model}"
-    body = "\n".join([*_head(report), *_charts(report, replies), *_served(report), *_rest(report)])
+    body = "\n".join([*_head(report), *_charts(report, replies, first), *_served(report), *_rest(report)])
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f"<style>\n{_style()}</style>\n<body>\n{body}\n<script>\n{_SCRIPT}\n</script>\n"
     )
+
+
+def _succeeded(turns: Sequence[Sequence[Turn]]) -> Replies:
+    first, second = ([reply for turn in each for reply in turn.replies if reply.succeeded] for each in turns)
+    return first, second
 
 
 @cache
@@ -83,7 +87,7 @@ def _lead(report: CompareReport) -> str:
 
 
 def _cards(report: CompareReport) -> Iterator[str]:
-    wanted = ("TTFT p50", "TTFT p99", "TPOT p50", "output tokens/s", "requests within both", "CPU time per request")
+    wanted = ("TTFT p50", "TTFT p99", "TPOT p50", "output tokens/s", "within the SLO", "CPU time per request")
     by_name = {each.name: each for each in figures(report)}
     for name in wanted:
         if (figure := by_name.get(name)) is not None:
@@ -93,26 +97,30 @@ def _cards(report: CompareReport) -> Iterator[str]:
         verdict = "better" if agreement.equal_share == 1 else "same"
         answered = agreement.num_compared - agreement.counts.get("refused", 0)
         yield (
-            f'<div class="card"><h3>answers equal</h3><div class="value">{agreement.equal_share * 100:.4g} %</div>'
-            f'<div class="than"><span class="chip {verdict}">{agreement.counts.get("equal", 0)} of {answered}</span>'
-            "</div></div>"
+            f'<div class="card"><h3>answers equal<span class="chip {verdict}">'
+            f"{'all' if agreement.equal_share == 1 else 'not all'}</span></h3>"
+            f'<div class="value">{agreement.equal_share * 100:.4g} %</div>'
+            f'<div class="than">{agreement.counts.get("equal", 0)} of {answered}</div></div>'
         )
 
 
 def _card(figure: Figure, baseline: str) -> str:
-    ratio = f'<span class="chip {figure.verdict}">{figure.ratio:.2f}x</span> ' if figure.ratio is not None else ""
+    ratio = f'<span class="chip {figure.verdict}">{figure.ratio:.2f}x</span>' if figure.ratio is not None else ""
     return (
-        f'<div class="card"><h3>{escape(figure.name)}</h3><div class="value">{figure.text(figure.other)}</div>'
-        f'<div class="than">{ratio}{escape(baseline)}: {figure.text(figure.baseline)}</div></div>'
+        f'<div class="card"><h3>{escape(figure.name)}{ratio}</h3>'
+        f'<div class="value">{figure.text(figure.other)}</div>'
+        f'<div class="than">{escape(baseline)}: {figure.text(figure.baseline)}</div></div>'
     )
 
 
-def _charts(report: CompareReport, replies: Replies) -> Iterator[str]:
+def _charts(report: CompareReport, replies: Replies, first: Replies) -> Iterator[str]:
+    """`first` are those of the first round, whose times are shown."""
     names = (report.baseline.name, report.other.name)
     legend = _legend(report)
     ttft = _values(replies, "ttft_s")
     tpot = _values(replies, "tpot_s")
     whole = _values(replies, "seconds")
+    of_first = " (first round)" if report.rounds > 1 else ""
     drawn = []
     if any(ttft):
         chart = charts.cdf(ttft, seconds, "time to the first token", limit=report.slo.ttft_s, names=names)
@@ -123,14 +131,16 @@ def _charts(report: CompareReport, replies: Replies) -> Iterator[str]:
     if not any(ttft) and any(whole):
         chart = charts.cdf(whole, seconds, "time to the whole answer", names=names)
         drawn.append(_section(f"Time to the whole answer{legend}", "Share of requests.", chart))
-    over_time = (_over_time(replies[0]), _over_time(replies[1]))
+    over_time = (_over_time(first[0]), _over_time(first[1]))
     if any(over_time):
         chart = charts.scatter(over_time, seconds, "time to the first token over time")
-        drawn.append(_section(f"As the traffic went{legend}", "Time to the first token of each request.", chart))
-    tokens = (_tokens(replies[0]), _tokens(replies[1]))
+        drawn.append(
+            _section(f"As the traffic went{legend}", f"Time to the first token of each request{of_first}.", chart)
+        )
+    tokens = (_tokens(first[0]), _tokens(first[1]))
     if any(point.y for each in tokens for point in each):
         chart = charts.rates(tokens, "output tokens per second")
-        drawn.append(_section(f"Output tokens per second{legend}", "By when answers were complete.", chart))
+        drawn.append(_section(f"Output tokens per second{legend}", f"By when answers were complete{of_first}.", chart))
     yield f'<div class="two">{"".join(drawn)}</div>'
 
 

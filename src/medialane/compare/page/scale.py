@@ -9,6 +9,8 @@ from dataclasses import dataclass
 #: If the largest value is so many times the smallest, the axis is logarithmic.
 _LOG_RANGE = 30.0
 _STEPS = (1, 2, 2.5, 5, 10)
+#: Part of the range that is left free at its ends.
+_MARGIN = 0.08
 
 
 @dataclass(frozen=True)
@@ -33,19 +35,22 @@ class Scale:
         return _log_ticks(self.low, self.high, most) if self.is_log else _linear_ticks(self.low, self.high, most)
 
 
-def positive_scale(values: Iterable[float], start: float, end: float, *, may_be_log: bool = True) -> Scale:
-    """Return a scale for values that are not negative, from 0 unless it is logarithmic."""
+def positive_scale(values: Iterable[float], start: float, end: float, *, from_zero: bool = False) -> Scale:
+    """Return a scale for values that are not negative: logarithmic for a wide range, unless it begins with 0."""
     known = sorted(value for value in values if value > 0)
     if not known:
         return Scale(0.0, 1.0, start, end)
     low, high = known[0], known[-1]
-    if may_be_log and high / low >= _LOG_RANGE:
+    if from_zero:
+        return Scale(0.0, _round_up(high), start, end)
+    if high / low >= _LOG_RANGE:
         return Scale(low * 0.9, high * 1.1, start, end, is_log=True)
-    return Scale(0.0, _round_up(high), start, end)
+    margin = (high - low) * _MARGIN or high * _MARGIN
+    return Scale(max(0.0, low - margin), high + margin, start, end)
 
 
 def _round_up(value: float) -> float:
-    step = _step(value / 4)
+    step = _step(value / 5)
     return step * math.ceil(round(value / step, 9))
 
 
@@ -56,8 +61,8 @@ def _step(least: float) -> float:
 
 def _linear_ticks(low: float, high: float, most: int) -> list[float]:
     step = _step((high - low) / (most - 1))
-    count = math.floor(round((high - low) / step, 9))
-    return [low + step * number for number in range(count + 1)]
+    first, last = math.ceil(round(low / step, 9)), math.floor(round(high / step, 9))
+    return [step * number for number in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
