@@ -96,9 +96,8 @@ class Journal:
         with suppress(FileNotFoundError):
             facts = msgspec.json.decode(self._facts(side, number).read_bytes(), type=TurnFacts)
         with suppress(FileNotFoundError), self._replies(side, number).open("rb") as file:
-            for line in file:
-                with suppress(msgspec.DecodeError):  # the last one, if the machine went down
-                    replies.append(msgspec.json.decode(line, type=Reply))
+            # The last line may have been cut off, if the machine went down.
+            replies = [msgspec.json.decode(line, type=Reply) for line in file if line.endswith(b"\n")]
         return Turn(facts, tuple(replies))
 
     def writer(self, side: int, number: int) -> ReplyWriter:

@@ -86,7 +86,8 @@ class Comparison:
             server.base_url, api_key=self.api_key, as_sent=self.as_sent, timeout_s=self.timeout_s
         ) as client:
             await client.warm_up()
-            await asyncio.sleep(_SETTLE_S)
+            if server.process_id is not None:
+                await asyncio.sleep(_SETTLE_S)
             counters = await client.counters(COUNTERS, self.metrics_key)
             cpu_s, began = await _cpu(server), time.perf_counter()
             is_whole = False

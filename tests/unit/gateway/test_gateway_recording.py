@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from medialane.core.errors import StartupFailed
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
-from medialane.gateway.recording import RecordedLine, Recorder, RecordingConfig, parse_stand_in
+from medialane.gateway.recording import MAX_PENDING_BYTES, Recorder, RecordingConfig, parse_stand_in
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from waiting import eventually
@@ -45,10 +45,11 @@ def text(words):
 class RecordingGateway:
     """The middleware of a gateway that records to a file, in front of an app that answers at once."""
 
-    def __init__(self, file, **settings):
+    def __init__(self, file, *, max_pending_bytes=MAX_PENDING_BYTES, **settings):
         self.file = file
         self._fairness = LoopFairness()
-        self.recorder = Recorder.open(RecordingConfig(file=str(file), **settings))
+        config = RecordingConfig(file=str(file), **settings)
+        self.recorder = Recorder.open(config, max_pending_bytes=max_pending_bytes)
         intake = IntakeMiddleware(self._app, MediaConfig(), GatewayConfig(), self._fairness, keeps_bodies=True)
         self._stack = ScopeMiddleware(intake, Metrics(CollectorRegistry()), recorder=self.recorder)
 
@@ -151,7 +152,8 @@ async def test_redacted_text_keeps_lengths_and_common_beginnings_alone(file):
     first, second = await recorded(file, *(chat(text(each), user="ada") for each in prompts), redact="text")
     one, other = (line["body"]["messages"][0]["content"][0]["text"] for line in (first, second))
     assert [len(word) for word in one.split()] == [len(word) for word in prompts[0].split()]
-    assert os.path.commonprefix([one, other]).count(" ") == prompts[0].count(" ") - 2
+    same = [a == b for a, b in zip(one.split(), other.split(), strict=True)]
+    assert same == [True] * 5 + [False] * 3
     assert not set(prompts[0].split()) & set(one.split())
     assert first["body"]["messages"][0]["role"] == "user"
     assert "ada" not in file.read_text().lower()
@@ -229,18 +231,16 @@ async def test_disk_that_hangs_holds_up_nothing_and_bounds_what_waits(file, capl
     caplog.set_level(logging.INFO)
     os.mkfifo(file)
     reader = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe that nobody reads: its 64 KiB are soon full
-    async with RecordingGateway(file, media="whole") as gateway:
-        body = chat(image(data_url(b"\x89PNG" + bytes(8 << 20))))
-        for _ in range(12):
-            started = time.perf_counter()
+    body = json.dumps(chat(image(data_url(b"\x89PNG" + bytes(200_000))))).encode()
+    async with RecordingGateway(file, media="whole", max_pending_bytes=1 << 20) as gateway:
+        for _ in range(10):
             assert await gateway.post(body) == 200
-            assert time.perf_counter() - started < 5
         assert "requests are left out, the first because more requests end than can be written" in caplog.text
         os.close(reader)  # the write fails
 
 
 def test_file_that_cannot_be_opened_is_named(tmp_path):
-    with pytest.raises(StartupFailed, match="--record .*/none/t.jsonl: No such file or directory"):
+    with pytest.raises(StartupFailed, match=r"--record .*/none/t\.jsonl: No such file or directory"):
         Recorder.open(RecordingConfig(file=str(tmp_path / "none" / "t.jsonl")))
 
 
@@ -252,8 +252,3 @@ def test_without_a_file_there_is_no_recorder():
 def test_invalid_setting_is_named(settings, message):
     with pytest.raises(StartupFailed, match=message):
         RecordingConfig(**settings).validate()
-
-
-def test_line_round_trips():
-    line = RecordedLine("a", CHAT, {"model": "m"})
-    assert line.method == "POST"

@@ -38,8 +38,9 @@ _CLOSE_S: Final = 10.0
 class Recorder:
     """One per gateway. `offer` is for the event loop; `close` once no more requests end."""
 
-    def __init__(self, file: int, key: bytes, config: RecordingConfig) -> None:
+    def __init__(self, file: int, key: bytes, config: RecordingConfig, *, max_pending_bytes: int) -> None:
         self._file = file
+        self._max_pending_bytes = max_pending_bytes
         self._config = config
         self._redaction = Redaction(key)
         self._pending: queue.SimpleQueue[Recordable | None] = queue.SimpleQueue()
@@ -51,7 +52,7 @@ class Recorder:
         self._thread.start()
 
     @classmethod
-    def open(cls, config: RecordingConfig) -> Recorder | None:
+    def open(cls, config: RecordingConfig, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> Recorder | None:
         """Return the recorder of this configuration; None if there is nothing to record. Raises StartupFailed."""
         if not config.file:
             return None
@@ -60,7 +61,7 @@ class Recorder:
             file = os.open(config.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StartupFailed(f"--record {config.file}: {error.strerror}") from error
-        return cls(file, key, config)
+        return cls(file, key, config, max_pending_bytes=max_pending_bytes)
 
     def offer(self, request: Recordable) -> None:
         """Have a request written, unless too much waits for that, or the recording has ended. Does not block."""
@@ -68,7 +69,7 @@ class Recorder:
             return
         num_bytes = request.num_bytes
         with self._lock:
-            is_full = self._pending_bytes + num_bytes > MAX_PENDING_BYTES or self._pending.qsize() >= _MAX_PENDING
+            is_full = self._pending_bytes + num_bytes > self._max_pending_bytes or self._pending.qsize() >= _MAX_PENDING
             if not is_full:
                 self._pending_bytes += num_bytes
         if is_full:
