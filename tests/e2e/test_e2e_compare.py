@@ -5,7 +5,6 @@ import json
 import sys
 
 import pytest
-from conftest import RECORDING
 from openai_http import chat, picture, text
 
 from medialane.gateway.recording import parse_stand_in
@@ -28,7 +27,7 @@ async def test_recorded_traffic_with_images_is_replayed_with_equal_answers(
     ]
     names = [f"compared-{number}" for number in range(len(bodies))]
     for name, body in zip(names, bodies, strict=True):
-        assert (await gateways[RECORDING].post(body, headers={ID: name})).status == 200
+        assert (await gateways["decoded/shm"].post(body, headers={ID: name})).status == 200
 
     def recorded():
         lines = map(json.loads, recording.read_text().splitlines())
