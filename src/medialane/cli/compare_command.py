@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -144,8 +143,7 @@ def _compare(args: argparse.Namespace, comparison: Comparison, progress: CheckPr
     show(report, Console())
     print(f"{folder / 'report.html'}\n{folder / 'report.json'}")
     if not is_whole:
-        again = [*sys.argv[1:], *([] if args.out else ["--out", str(folder)])]
-        print(f"interrupted: it goes on with `medialane {shlex.join(again)}`", file=sys.stderr)
+        print(f"interrupted: the same command with --out {folder} goes on from here", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0 if report.agreement.num_compared and all(side.num_succeeded for side in report.sides) else 1
 

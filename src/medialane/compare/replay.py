@@ -14,8 +14,9 @@ from medialane.compare.client import CompareClient
 from medialane.compare.reply import Reply
 from medialane.compare.traffic import Traffic, TrafficRequest, UnusableLine
 
-#: Requests that may be in flight at the times of the traffic; then it is sent late, which the report says.
-MAX_IN_FLIGHT = 2000
+#: Requests that may be in flight at the times of the traffic, below the usual limit of open files; more are sent late,
+#: which the report says.
+MAX_IN_FLIGHT = 800
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from medialane.compare.agreement import Agreement
-from medialane.compare.figures import Verdict, figures
+from medialane.compare.figures import Verdict, figures, seconds
 from medialane.compare.report import CompareReport
 
 _COLOURS: dict[Verdict, str] = {"better": "green", "worse": "red", "same": "default"}
@@ -31,6 +31,7 @@ def show(report: CompareReport, console: Console) -> None:
 
 def lines(report: CompareReport) -> Iterator[str]:
     """Say in words what is not in the table."""
+    yield f"SLO: TTFT {seconds(report.slo.ttft_s)}, TPOT {seconds(report.slo.tpot_s)}"
     yield f"answers: {agreed(report.agreement)}"
     for parting in report.agreement.partings[:_MAX_PARTINGS]:
         texts = f": {parting.baseline[:40]!r}, {parting.other[:40]!r}" if parting.verdict == "parts" else ""

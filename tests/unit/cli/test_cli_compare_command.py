@@ -63,7 +63,7 @@ def test_ctrl_c_reports_what_there_is_and_says_how_it_goes_on(servers, requests,
     assert process.returncode == 130
     assert "answers: 2 of 2 equal" in shown
     assert "the comparison is not complete: replies so far: old 6, new 2" in shown
-    assert "interrupted: it goes on with `medialane compare" in errors
+    assert f"interrupted: the same command with --out {out} goes on from here" in errors
 
 
 @pytest.mark.parametrize(

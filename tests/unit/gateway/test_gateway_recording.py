@@ -121,6 +121,12 @@ async def test_equal_media_have_equal_stand_ins(file):
     assert base64.b64encode(PNG).decode() not in file.read_text()
 
 
+async def test_large_media_are_whole_in_one_line(file):
+    body = chat(image(data_url(bytes(range(256)) * 5000)), image(data_url(PNG)))
+    (line,) = await recorded(file, body, media="whole")
+    assert line["body"] == body
+
+
 async def test_whole_media_are_as_they_were_sent(file):
     audio = {"type": "input_audio", "input_audio": {"data": base64.b64encode(b"RIFF").decode(), "format": "wav"}}
     body = chat(image(data_url(PNG)), image("https://host.example/a.png"), audio)
@@ -172,13 +178,14 @@ async def test_redacted_token_ids_keep_common_beginnings(file):
 
 async def test_conversation_is_recorded_whole_or_not_at_all(file):
     def turn(conversation, number):
-        messages = [{"role": "user", "content": f"question {conversation}"}]
+        content = [text(f"question {conversation}"), image(data_url(PNG))]
+        messages = [{"role": "user", "content": content}]
         messages += [{"role": "assistant", "content": "answer"}, {"role": "user", "content": "and?"}] * number
         return {"model": "m", "messages": messages}
 
     bodies = [turn(conversation, number) for number in range(3) for conversation in range(40)]
     found = await recorded(file, *bodies, share=0.5)
-    numbers = [line["body"]["messages"][0]["content"] for line in found]
+    numbers = [line["body"]["messages"][0]["content"][0]["text"] for line in found]
     assert 5 < len(set(numbers)) < 35
     assert all(numbers.count(name) == 3 for name in numbers)
 
@@ -235,7 +242,7 @@ async def test_disk_that_hangs_holds_up_nothing_and_bounds_what_waits(file, capl
     async with RecordingGateway(file, media="whole", max_pending_bytes=1 << 20) as gateway:
         for _ in range(10):
             assert await gateway.post(body) == 200
-        assert "requests are left out, the first because more requests end than can be written" in caplog.text
+        assert "requests are left out, the first because more end than can be written" in caplog.text
         os.close(reader)  # the write fails
 
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from medialane.compare.formats.line_format import Line, LineFormat
 from medialane.compare.stand_ins import bare_of, url_of
 from medialane.compare.traffic import Ask, UnusableLine
-from medialane.gateway.recording import StandIn, parse_stand_in
+from medialane.gateway.recording import FORMAT, StandIn, parse_stand_in
 
 CHAT = "/v1/chat/completions"
 _BARE = "data"
@@ -33,6 +33,12 @@ def _is_batch(line: Line) -> bool:
 def _recorded_at(line: Line) -> float | None:
     at = line["medialane"].get("at") if isinstance(line.get("medialane"), dict) else None
     return float(at) if isinstance(at, int | float) else None
+
+
+def _recorded(line: Line, folder: Path) -> Ask:
+    if line["medialane"].get("format", FORMAT) != FORMAT:
+        raise UnusableLine("it was recorded by another release of medialane, in a format that this one does not know")
+    return _batch(line, folder)
 
 
 def _batch(line: Line, _folder: Path) -> Ask:
@@ -70,7 +76,7 @@ def _media(text: str, made: Callable[[StandIn], str]) -> str:
 RECORDED = LineFormat(
     "recording",
     _is_recorded,
-    _batch,
+    _recorded,
     seconds=_recorded_at,
     id_of=lambda line: str(line.get("custom_id", "")),
     note="media that were recorded by their hash are made up: of the same size, and equal where they were equal",

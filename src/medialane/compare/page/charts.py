@@ -13,7 +13,7 @@ _WIDTH: Final = 560
 _HEIGHT: Final = 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 12, 40
 _MOST_POINTS: Final = 800
-_NUM_BINS: Final = 24
+_MOST_BINS: Final = 24
 _CLASSES: Final = ("a", "b")
 _TIME: Final = "seconds since the start of the turn"
 
@@ -112,7 +112,7 @@ def rates(points: tuple[Sequence[Point], Sequence[Point]], label: str) -> str:
     """Draw the sums of values per second over time."""
     both = [*points[0], *points[1]]
     end = max((point.x for point in both), default=1.0) or 1.0
-    width = end / _NUM_BINS
+    width = end / min(_MOST_BINS, max(4, len(both) // 8))
     binned = [_binned(mine, width) for mine in points]
     x = _time_scale(end)
     y = positive_scale([*binned[0], *binned[1]], _HEIGHT - _BOTTOM, _TOP, from_zero=True)
@@ -162,9 +162,9 @@ def _class(part: str) -> str:
 
 
 def _binned(points: Sequence[Point], width: float) -> list[float]:
-    sums = [0.0] * _NUM_BINS
+    sums = [0.0] * (_MOST_BINS + 1)
     for point in points:
-        sums[min(_NUM_BINS - 1, int(point.x / width))] += point.y
+        sums[min(_MOST_BINS, int(point.x / width))] += point.y
     last = max((n for n, each in enumerate(sums) if each), default=-1)
     return [each / width for each in sums[: last + 1]]
 

@@ -30,6 +30,10 @@ _STEPS: Final = (
     "upload", "intake", "admission", "fetch", "decode", "process", "assemble", "encode", "route", "handover", "queue",
     "prefill",
 )  # fmt: skip
+_CARDS: Final = (
+    "TTFT p50", "TTFT p99", "TPOT p50", "output tokens/s", "goodput, requests/s", "within the SLO",
+    "CPU time per request",
+)  # fmt: skip
 _MOST_PARTINGS: Final = 30
 _LEAST_MS: Final = 0.01
 
@@ -87,9 +91,8 @@ def _lead(report: CompareReport) -> str:
 
 
 def _cards(report: CompareReport) -> Iterator[str]:
-    wanted = ("TTFT p50", "TTFT p99", "TPOT p50", "output tokens/s", "within the SLO", "CPU time per request")
     by_name = {each.name: each for each in figures(report)}
-    for name in wanted:
+    for name in _CARDS:
         if (figure := by_name.get(name)) is not None:
             yield _card(figure, report.baseline.name)
     agreement = report.agreement
@@ -187,8 +190,7 @@ def _served(report: CompareReport) -> Iterator[str]:
     if rows:
         drawn.append(_section("Caches", "What was found, and what had to be computed.", charts.shares(rows)))
     for side in report.sides:
-        order = [*_STEPS, *(name for name in side.steps_ms if name not in _STEPS)]
-        steps = [(name, side.steps_ms[name]) for name in order if side.steps_ms.get(name, 0.0) >= _LEAST_MS]
+        steps = [(name, ms) for name in _STEPS if (ms := side.steps_ms.get(name, 0.0)) >= _LEAST_MS]
         if steps:
             chart = charts.bars([(name, ms, seconds(ms / 1000)) for name, ms in steps])
             copied = (

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,8 +29,10 @@ _BARE = "data"
 #: Members by which clients tell their users apart.
 _USERS = ("user", "safety_identifier", "prompt_cache_key")
 _SALT = "cache_salt"
-#: Of a prompt without messages, whose first characters tell conversations apart.
+#: Of a prompt without messages, whose beginning tells conversations apart.
 _PROMPT_CHARS = 256
+#: Of media that are encoded without a pause, in which the event loop waits: 0.1 ms. Divisible by 3, for base64.
+_PIECE_BYTES = 384 * 1024
 
 
 class Unrecordable(Exception):
@@ -90,12 +96,17 @@ class RecordedBody:
         share = self._config.share
         if share >= 1:
             return True
-        beginning = _beginning(self._parsed)
-        if beginning is None:
+        beginning = "\0".join(_beginning(self._parsed, self._is_reference))
+        if not beginning:
             return random.random() < share  # noqa: S311 - a sample
         return int(self._redaction.name(beginning), 16) < share * (1 << 64)
 
-    def line(self) -> bytes:
+    def line(self) -> list[bytes]:
+        """Return the line in pieces: one of dozens of megabytes would hold up the event loop where it is copied."""
+        return list(self._with_payloads(self._skeleton()))
+
+    def _skeleton(self) -> bytes:
+        """Return the line with the references of media that are to be recorded whole."""
         record, config = self._request.record, self._config
         body = without_secrets(self._parsed)
         if config.redacts_text:
@@ -116,7 +127,7 @@ class RecordedBody:
     def _with_media(self, name: str, value: Any) -> Any:
         match value:
             case str() if (number := self._request.references.number(value)) is not None:
-                return self._media(self._request.refs[number], is_bare=name == _BARE)
+                return self._media(number, is_bare=name == _BARE)
             case dict():
                 return {key: self._with_media(key, each) for key, each in value.items()}
             case list():
@@ -124,14 +135,27 @@ class RecordedBody:
             case _:
                 return value
 
-    def _media(self, ref: MediaRef, *, is_bare: bool) -> str:
+    def _media(self, number: int, *, is_bare: bool) -> str:
+        ref = self._request.refs[number]
         if self._config.media == "whole":
             if ref.data is not None:
-                payload = b64encode(ref.data).decode()
+                payload = self._request.references.text(number)
                 return payload if is_bare else f"data:{ref.media_type or ''};base64,{payload}"
             if ref.url is not None and _is_public(ref.url):
                 return ref.url
         return self._stand_in(ref).url
+
+    def _with_payloads(self, skeleton: bytes) -> Iterator[bytes]:
+        """Yield the pieces of a line, with base64 in place of references, which no client can have written."""
+        at = 0
+        for match in re.finditer(rb"%b(\d+)" % re.escape(self._request.references.prefix.encode()), skeleton):
+            yield skeleton[at : match.start()]
+            at = match.end()
+            data = memoryview(self._request.refs[int(match[1])].data or b"")
+            for start in range(0, len(data), _PIECE_BYTES):
+                yield b64encode(data[start : start + _PIECE_BYTES])
+                time.sleep(0)
+        yield skeleton[at:]
 
     def _stand_in(self, ref: MediaRef) -> StandIn:
         item = self._request.record.items.get(ref.param)
@@ -148,12 +172,23 @@ def _is_public(url: str) -> bool:
     return parts.scheme in ("http", "https") and "@" not in parts.netloc and not parts.query
 
 
-def _beginning(body: dict[str, Any]) -> str | None:
-    """Return what the turns of one conversation have in common: everything up to the first message of its user. None
-    if there are no messages and no prompt."""
+def _beginning(body: dict[str, Any], is_reference: Callable[[str], bool]) -> Iterator[str]:
+    """Yield what the turns of one conversation have in common: the texts up to the first message of its user."""
     messages = body.get("messages", body.get("input"))
     if isinstance(messages, list) and all(isinstance(each, dict) for each in messages):
         first = next((n for n, each in enumerate(messages) if each.get("role") == "user"), len(messages))
-        return repr((body.get("model"), [each.get("content") for each in messages[: first + 1]]))
-    prompt = body.get("prompt", messages)
-    return None if prompt is None else repr((body.get("model"), prompt))[:_PROMPT_CHARS]
+        messages = [each.get("content") for each in islice(messages, first + 1)]
+        yield from (text for text in _texts(messages) if not is_reference(text))
+    elif (prompt := body.get("prompt", messages)) is not None:
+        yield repr(prompt)[:_PROMPT_CHARS]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case dict():
+            yield from _texts(list(value.values()))
+        case list():
+            for each in value:
+                yield from _texts(each)

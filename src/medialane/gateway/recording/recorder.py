@@ -8,7 +8,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -32,7 +32,9 @@ RECORDED_PATHS: Final = frozenset(
 MAX_PENDING_BYTES: Final = 64 << 20
 _MAX_PENDING: Final = 1000
 _KEY_BYTES: Final = 32
-_CLOSE_S: Final = 10.0
+_CLOSE_S: Final = 3.0
+#: Of one call of writev (IOV_MAX).
+_MAX_PIECES: Final = 1024
 
 
 class Recorder:
@@ -73,7 +75,7 @@ class Recorder:
             if not is_full:
                 self._pending_bytes += num_bytes
         if is_full:
-            self._leave_out("more requests end than can be written")
+            self._leave_out("more end than can be written")
         else:
             self._pending.put(request)
 
@@ -111,13 +113,13 @@ class Recorder:
             return
         try:
             body = RecordedBody(request, self._redaction, self._config)
-        except Unrecordable as error:
-            self._leave_out(str(error))
+            line = body.line() if body.is_sampled() else []
+        except (Unrecordable, ValueError, RecursionError) as error:
+            self._leave_out(f"of one that cannot be recorded: {error}")
             return
-        if not body.is_sampled():
+        if not line:
             return
-        line = body.line()
-        if os.fstat(self._file).st_size + len(line) > self._config.max_bytes:
+        if os.fstat(self._file).st_size + sum(map(len, line)) > self._config.max_bytes:
             self._has_ended = True
             logger.warning(
                 "--record %s: recording has ended: the file has reached --record-max-bytes", self._config.file
@@ -145,11 +147,15 @@ class Recorder:
         self._num_left_out += 1
 
 
-def _write_all(file: int, data: bytes) -> None:
+def _write_all(file: int, pieces: Sequence[bytes]) -> None:
     """Write in one call, so that lines of several gateways do not mix; in more if the kernel takes only a part."""
-    rest = memoryview(data)
+    rest = [memoryview(piece) for piece in pieces]
     while rest:
-        rest = rest[os.write(file, rest) :]
+        num_bytes = os.writev(file, rest[:_MAX_PIECES])
+        while rest and num_bytes >= len(rest[0]):
+            num_bytes -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][num_bytes:]
 
 
 def _shared_key(path: Path) -> bytes:
