@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from rich.console import Console
 
@@ -71,8 +70,6 @@ examples:
   medialane check ./model --tensors      # what a trainer needs to know of the pixels
   medialane check ./model --stage decoded                # any setting of `medialane serve`
   medialane check ./model --at-once -- --gpu-memory-utilization 0.45    # saves time where both fit"""
-
-T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -121,6 +121,7 @@ def _compare(args: argparse.Namespace, comparison: Comparison, progress: CheckPr
     manifest = _manifest(args, comparison)
     folder = args.out or Path(time.strftime("compare-%Y%m%d-%H%M%S"))
     journal = Journal.opened(folder, manifest)
+    progress.note(f"replies and reports: {folder}")
 
     async def work() -> bool:
         try:

@@ -42,8 +42,8 @@ def launch_environs(
     defaults = vllm_defaults(args.model, args.vllm_args, on_gpu=on_gpu, num_workers=num_workers)
     # One key, which the client sends to both.
     key = {"VLLM_API_KEY": config.gateway.api_keys[0]} if config.gateway.api_keys else {}
-    # What the flags and the file of settings say wins in the server as it does here.
-    return defaults | foreign_environ(environ) | key, defaults | environ | as_environ(config)
+    # What the flags and the file of settings say wins in the server as it does here. What is compared is no traffic.
+    return defaults | foreign_environ(environ) | key, defaults | environ | as_environ(config) | {"MEDIALANE_RECORD": ""}
 
 
 @contextmanager
