@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     if len(args.against) < 2:
         check_launch(args, config)
         check_start(args.model, args.vllm_args, process_environ())
-    traffic = read_traffic(args.requests, limit=args.limit)
+    folder = args.out or Path(time.strftime("compare-%Y%m%d-%H%M%S"))
+    traffic = read_traffic(args.requests, media=folder / "media", limit=args.limit)
     progress = CheckProgress(Console(stderr=True, highlight=False))
     progress.note(f"{len(traffic.requests)} requests ({traffic.format})")
     with logs_folder(args.logs) as logs:
@@ -114,12 +115,11 @@ def run(args: argparse.Namespace) -> int:
             metrics_key=launch.metrics_key,
             timeout_s=args.timeout,
         )
-        return _compare(args, comparison, progress)
+        return _compare(args, comparison, folder, progress)
 
 
-def _compare(args: argparse.Namespace, comparison: Comparison, progress: CheckProgress) -> int:
+def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, progress: CheckProgress) -> int:
     manifest = _manifest(args, comparison)
-    folder = args.out or Path(time.strftime("compare-%Y%m%d-%H%M%S"))
     journal = Journal.opened(folder, manifest)
     progress.note(f"replies and reports: {folder}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ from medialane.compare.replay import Pace, Replay
 from medialane.compare.reply import Reply
 from medialane.compare.sides import RunningServer, Side
 from medialane.compare.summary import COUNTERS
-from medialane.compare.traffic import Traffic
+from medialane.compare.traffic import Traffic, UnusableLine
 from medialane.core.process.cpu_time import used_cpu_s
 
 #: More than the second for which vLLM's idle engine busy-waits after its last step (`SpinCondition.busy_loop_s`).
@@ -39,6 +39,7 @@ class Comparison:
     async def run(self, journal: Journal, progress: CheckProgress) -> None:
         """Run the turns that the journal does not have whole. Cancelling it keeps the replies so far. Raises
         StartupFailed."""
+        await self._prepare(progress)
         for number in range(1, self.rounds + 1):
             for place, side in enumerate(self.sides):
                 turn = journal.turn(place, side.name, number)
@@ -51,6 +52,13 @@ class Comparison:
                 ):
                     with journal.writer(place, number) as writer:
                         await self._turn(turn, client, writer, progress)
+
+    async def _prepare(self, progress: CheckProgress) -> None:
+        """Make every request once: its media are kept then."""
+        for number, request in enumerate(self.traffic.requests, 1):
+            progress.case(number, len(self.traffic.requests), "preparing requests")
+            with suppress(UnusableLine):  # it is reported in each turn
+                await asyncio.to_thread(request.make)
 
     def turns(self, journal: Journal) -> list[list[Turn]]:
         """Return what the journal has, by side."""

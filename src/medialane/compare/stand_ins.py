@@ -1,8 +1,15 @@
-"""Makes media for stand-ins: photo-like images, videos and tones of the recorded sizes, the same for the same key."""
+"""Makes media for stand-ins: photo-like images, videos and tones of the recorded sizes, the same for the same key.
+
+Making an image takes dozens of milliseconds of a core that the compared servers need: it is made once, before the
+first turn, and read from a file when it is sent.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
 
 from pybase64 import b64encode
 
@@ -19,14 +26,28 @@ _MOST_PIXELS, _MOST_SIDE, _MOST_FRAMES, _MOST_SECONDS = 64 << 20, 16384, 768, 36
 _SAMPLES_PER_S = 16000
 
 
-def url_of(stand_in: StandIn) -> str:
-    return f"data:{_TYPES[stand_in.modality]};base64,{bare_of(stand_in)}"
+@dataclass(frozen=True)
+class StandIns:
+    """Media for stand-ins, kept in a folder. For any thread."""
 
+    folder: Path
 
-@lru_cache(maxsize=64)
-def bare_of(stand_in: StandIn) -> str:
-    """Return the media as base64."""
-    return b64encode(_made(stand_in)).decode()
+    def url(self, stand_in: StandIn) -> str:
+        return f"data:{_TYPES[stand_in.modality]};base64,{self.bare(stand_in)}"
+
+    def bare(self, stand_in: StandIn) -> str:
+        """Return the media as base64. Raises OSError if they cannot be kept."""
+        sizes = (stand_in.width, stand_in.height, stand_in.num_frames, stand_in.num_samples)
+        path = self.folder / f"{stand_in.modality}-{stand_in.key}-{'-'.join(map(str, sizes))}"
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            data = _made(stand_in)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+            new.write_bytes(data)
+            os.replace(new, path)
+        return b64encode(data).decode()
 
 
 def _made(stand_in: StandIn) -> bytes:

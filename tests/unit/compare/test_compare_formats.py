@@ -16,8 +16,12 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
+def read(path, **options):
+    return read_traffic(path, media=path.parent / "media", **options)
+
+
 def asks(path, **options):
-    traffic = read_traffic(path, **options)
+    traffic = read(path, **options)
     return traffic, [request.make() for request in traffic.requests]
 
 
@@ -58,7 +62,7 @@ def test_recording_has_times_and_media_of_the_recorded_sizes(traffic_file):
 @pytest.mark.parametrize("url", ["medialane:sample/image/zz", "medialane:sample/image/aa?width=9999999999"])
 def test_stand_in_that_is_none_names_its_line(traffic_file, url):
     line = batch(0, [{"type": "image_url", "image_url": {"url": url}}], medialane={"at": 1.0})
-    traffic = read_traffic(traffic_file(line))
+    traffic = read(traffic_file(line))
     with pytest.raises(UnusableLine, match=r"traffic\.jsonl, line 1: medialane:sample"):
         traffic.requests[0].make()
 
@@ -66,7 +70,7 @@ def test_stand_in_that_is_none_names_its_line(traffic_file, url):
 def test_recording_that_ends_within_a_line_is_read_up_to_there(traffic_file):
     path = traffic_file(batch(0), batch(1))
     path.write_text(path.read_text()[:-20])
-    traffic = read_traffic(path)
+    traffic = read(path)
     assert len(traffic.requests) == 1
     assert any(note.startswith("line 2 is left out") for note in traffic.notes)
 
@@ -174,7 +178,7 @@ def test_sharegpt_is_a_list_of_conversations(tmp_path):
 
 
 def test_missing_file_of_a_dataset_is_named(traffic_file):
-    traffic = read_traffic(traffic_file({"prompt": "p", "image_files": ["gone.png"]}))
+    traffic = read(traffic_file({"prompt": "p", "image_files": ["gone.png"]}))
     with pytest.raises(UnusableLine, match=r"line 1: .*gone\.png: No such file"):
         traffic.requests[0].make()
 
@@ -192,9 +196,9 @@ def test_file_that_is_none_is_refused_with_the_reason(tmp_path, content, message
     path = tmp_path / "f.jsonl"
     path.write_text(content)
     with pytest.raises(StartupFailed, match=message):
-        read_traffic(path)
+        read(path)
 
 
 def test_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(StartupFailed, match=r"--requests .*gone\.jsonl: No such file"):
-        read_traffic(tmp_path / "gone.jsonl")
+        read(tmp_path / "gone.jsonl")

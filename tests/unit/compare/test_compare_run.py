@@ -58,7 +58,7 @@ class Compared:
     """A comparison of two fake servers, in a folder."""
 
     def __init__(self, tmp_path, file, urls, *, pace, rounds=1):
-        self.traffic = read_traffic(file)
+        self.traffic = read_traffic(file, media=tmp_path / "media")
         launch = Launch(model="m", vllm_args=(), environ={}, own_environ={}, logs=tmp_path)
         names = [f"{name}={url}" for name, url in zip(("one", "other"), urls, strict=True)]
         self.comparison = Comparison(

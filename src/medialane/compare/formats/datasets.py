@@ -17,7 +17,7 @@ from typing import Any
 
 from pybase64 import b64encode
 
-from medialane.compare.formats.line_format import Line, LineFormat, count_in, text_in
+from medialane.compare.formats.line_format import Line, LineFormat, Sources, count_in, text_in
 from medialane.compare.formats.requests import CHAT
 from medialane.compare.traffic import Ask, UnusableLine
 
@@ -28,27 +28,27 @@ _CHARS_PER_TOKEN = 4
 _REMOTE = ("http://", "https://", "data:")
 
 
-def _custom(line: Line, folder: Path) -> Ask:
-    content = [_image(path, folder) for path in line.get("image_files") or []]
+def _custom(line: Line, sources: Sources) -> Ask:
+    content = [_image(path, sources.folder) for path in line.get("image_files") or []]
     if "audio" in line:
-        content.append({"type": "audio_url", "audio_url": {"url": _file_url(text_in(line, "audio"), folder)}})
+        content.append({"type": "audio_url", "audio_url": {"url": _file_url(text_in(line, "audio"), sources.folder)}})
     return _chat([*content, _text(line.get("prompt") or "")], _length(line))
 
 
-def _interleaved(line: Line, folder: Path) -> Ask:
+def _interleaved(line: Line, sources: Sources) -> Ask:
     content = line["content"]
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise UnusableLine("content is not a list of parts")
-    return _chat([_part(part, folder) for part in content], _length(line))
+    return _chat([_part(part, sources.folder) for part in content], _length(line))
 
 
-def _sharegpt(line: Line, folder: Path) -> Ask:
+def _sharegpt(line: Line, sources: Sources) -> Ask:
     turns = line["conversations"]
     try:
         prompt, answer = str(turns[0]["value"]), str(turns[1]["value"])
     except (IndexError, KeyError, TypeError):
         raise UnusableLine("conversations has no two turns with a value") from None
-    content = [_image(line["image"], folder)] if line.get("image") else []
+    content = [_image(line["image"], sources.folder)] if line.get("image") else []
     return _chat([*content, _text(prompt)], max(1, len(answer) // _CHARS_PER_TOKEN))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medialane.compare.stand_ins import StandIns
 from medialane.compare.traffic import Ask, UnusableLine
 
 #: A line as JSON, or a row of a CSV file by its header.
@@ -18,13 +19,21 @@ def no_time(_line: Line) -> float | None:
 
 
 @dataclass(frozen=True)
+class Sources:
+    """Where the media of a line are: paths are relative to the folder of its file; others are made."""
+
+    folder: Path
+    stand_ins: StandIns
+
+
+@dataclass(frozen=True)
 class LineFormat:
-    """`matches` tells by the first line of a file. `ask` makes a line's request; paths of files are relative to the
-    folder. `seconds` is its time, `id_of` its name. `note` says what of requests is made up."""
+    """`matches` tells by the first line of a file. `ask` makes a line's request, `seconds` is its
+    time, `id_of` its name. `note` says what of requests is made up."""
 
     name: str
     matches: Callable[[Line], bool]
-    ask: Callable[[Line, Path], Ask]
+    ask: Callable[[Line, Sources], Ask]
     seconds: Callable[[Line], float | None] = no_time
     id_of: Callable[[Line], str] = lambda _: ""
     note: str = ""

@@ -17,9 +17,10 @@ import msgspec
 from blake3 import blake3
 
 from medialane.compare.formats.datasets import DATASETS
-from medialane.compare.formats.line_format import Line, LineFormat
+from medialane.compare.formats.line_format import Line, LineFormat, Sources
 from medialane.compare.formats.requests import BATCH, BODIES, RECORDED
 from medialane.compare.formats.traces import TRACES
+from medialane.compare.stand_ins import StandIns
 from medialane.compare.traffic import Ask, Traffic, TrafficRequest, UnusableLine
 from medialane.core.errors import StartupFailed
 
@@ -37,8 +38,9 @@ class _Row(NamedTuple):
     again: Callable[[], Line]
 
 
-def read_traffic(path: Path, *, limit: int | None = None) -> Traffic:
-    """Read the first `limit` requests, sorted by their times. Raises StartupFailed if it is no such file."""
+def read_traffic(path: Path, *, media: Path, limit: int | None = None) -> Traffic:
+    """Read the first `limit` requests, sorted by their times. Media that are made up are kept in the folder `media`.
+    Raises StartupFailed if it is no such file."""
     try:
         rows, bad = _rows(path, limit)
         digest = _digest(path)
@@ -52,10 +54,11 @@ def read_traffic(path: Path, *, limit: int | None = None) -> Traffic:
         names = ", ".join(list(rows[0].line)[:8])
         raise StartupFailed(f"--requests {path}: {rows[0].place} has {names}: none of the known formats ({known})")
     notes = [note for note in (chosen.note, *bad) if note]
-    return Traffic(chosen.name, _requests(path, rows, chosen), digest, tuple(notes))
+    sources = Sources(path.parent, StandIns(media))
+    return Traffic(chosen.name, _requests(path, rows, chosen, sources), digest, tuple(notes))
 
 
-def _requests(path: Path, rows: Sequence[_Row], chosen: LineFormat) -> tuple[TrafficRequest, ...]:
+def _requests(path: Path, rows: Sequence[_Row], chosen: LineFormat, sources: Sources) -> tuple[TrafficRequest, ...]:
     try:
         times = [chosen.seconds(row.line) for row in rows]
     except UnusableLine as error:
@@ -68,17 +71,17 @@ def _requests(path: Path, rows: Sequence[_Row], chosen: LineFormat) -> tuple[Tra
         TrafficRequest(
             chosen.id_of(rows[n].line) or str(n + 1),
             (times[n] or 0.0) - first if timed else None,
-            partial(_ask, rows[n].place, rows[n].again, chosen, path),
+            partial(_ask, f"{path.name}, {rows[n].place}", rows[n].again, chosen, sources),
         )
         for n in order
     )
 
 
-def _ask(place: str, again: Callable[[], Line], chosen: LineFormat, path: Path) -> Ask:
+def _ask(place: str, again: Callable[[], Line], chosen: LineFormat, sources: Sources) -> Ask:
     try:
-        return chosen.ask(again(), path.parent)
-    except UnusableLine as error:
-        raise UnusableLine(f"{path.name}, {place}: {error}") from error
+        return chosen.ask(again(), sources)
+    except (UnusableLine, OSError) as error:
+        raise UnusableLine(f"{place}: {error}") from error
 
 
 def _rows(path: Path, limit: int | None) -> tuple[list[_Row], list[str]]:

@@ -9,12 +9,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from medialane.compare.formats.line_format import Line, LineFormat
-from medialane.compare.stand_ins import bare_of, url_of
+from medialane.compare.formats.line_format import Line, LineFormat, Sources
 from medialane.compare.traffic import Ask, UnusableLine
 from medialane.gateway.recording import FORMAT, StandIn, parse_stand_in
 
@@ -35,32 +33,32 @@ def _recorded_at(line: Line) -> float | None:
     return float(at) if isinstance(at, int | float) else None
 
 
-def _recorded(line: Line, folder: Path) -> Ask:
+def _recorded(line: Line, sources: Sources) -> Ask:
     if line["medialane"].get("format", FORMAT) != FORMAT:
         raise UnusableLine("it was recorded by another release of medialane, in a format that this one does not know")
-    return _batch(line, folder)
+    return _batch(line, sources)
 
 
-def _batch(line: Line, _folder: Path) -> Ask:
+def _batch(line: Line, sources: Sources) -> Ask:
     url, body = line.get("url"), line.get("body")
     if not isinstance(url, str) or not isinstance(body, dict):
         raise UnusableLine("url must be a string, and body an object")
-    return Ask(urlsplit(url).path, _with_media("", body))
+    return Ask(urlsplit(url).path, _with_media("", body, sources))
 
 
-def _body(line: Line, _folder: Path) -> Ask:
-    return Ask(CHAT, _with_media("", line))
+def _body(line: Line, sources: Sources) -> Ask:
+    return Ask(CHAT, _with_media("", line, sources))
 
 
-def _with_media(name: str, value: Any) -> Any:
+def _with_media(name: str, value: Any, sources: Sources) -> Any:
     """Return JSON with media of the recorded sizes in place of stand-ins."""
     match value:
         case str():
-            return _media(value, bare_of if name == _BARE else url_of)
+            return _media(value, sources.stand_ins.bare if name == _BARE else sources.stand_ins.url)
         case dict():
-            return {key: _with_media(key, each) for key, each in value.items()}
+            return {key: _with_media(key, each, sources) for key, each in value.items()}
         case list():
-            return [_with_media(name, each) for each in value]
+            return [_with_media(name, each, sources) for each in value]
         case _:
             return value
 

@@ -21,13 +21,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from medialane.compare.formats.line_format import Line, LineFormat, count_in, number_in
+from medialane.compare.formats.line_format import Line, LineFormat, Sources, count_in, number_in
 from medialane.compare.formats.requests import CHAT
-from medialane.compare.stand_ins import url_of
 from medialane.compare.traffic import Ask, UnusableLine
 from medialane.core.hashing import content_hash
 from medialane.gateway.recording import StandIn
@@ -63,34 +61,36 @@ _PIXELS_PER_TOKEN = 28 * 28
 _MOST_TOKENS_OF_IMAGE = 16384
 
 
-def _mooncake(line: Line, _folder: Path) -> Ask:
+def _mooncake(line: Line, _sources: Sources) -> Ask:
     return _tokens(_prompt(line, 512), count_in(line, "output_length"))
 
 
-def _bailian(line: Line, _folder: Path) -> Ask:
+def _bailian(line: Line, _sources: Sources) -> Ask:
     return _tokens(_prompt(line, 16), count_in(line, "output_length"))
 
 
-def _offline(line: Line, _folder: Path) -> Ask:
+def _offline(line: Line, sources: Sources) -> Ask:
     num_output = count_in(line, "output_length") if "output_length" in line else _UNKNOWN_OUTPUT
     images = line.get("img_ids") or []
     if not images:
         return _tokens(_prompt(line, 16), num_output)
     made = [StandIn("image", content_hash(str(image).encode())[:16], *_IMAGE_SIZE) for image in images]
     seeds = line.get("hash_ids") or [f"{line.get('request_id')}"]
-    return _chat(made, seeds, count_in(line, "input_length"), num_output)
+    return _chat(
+        [sources.stand_ins.url(each) for each in made], _words(seeds, count_in(line, "input_length")), num_output
+    )
 
 
-def _servegen(line: Line, _folder: Path) -> Ask:
+def _servegen(line: Line, sources: Sources) -> Ask:
     num_input, num_output = count_in(line, "input_tokens", "text_tokens"), count_in(line, "output_tokens")
     name = f"{line.get('request_id', '')}:{line.get('timestamp', '')}"
     images = [_image(f"{name}:{n}", tokens) for n, tokens in enumerate(_list(line, "image_tokens"))]
     if images:
-        return _chat(images, [name], num_input, num_output)
+        return _chat([sources.stand_ins.url(each) for each in images], _words([name], num_input), num_output)
     return _tokens(list(_block(name, num_input)), num_output)
 
 
-def _burst(line: Line, _folder: Path) -> Ask:
+def _burst(line: Line, _sources: Sources) -> Ask:
     name = f"{line.get('Timestamp')}:{line.get('Session ID', '')}:{line.get('Request tokens')}"
     return _tokens(list(_block(name, count_in(line, "Request tokens"))), count_in(line, "Response tokens"))
 
@@ -115,11 +115,17 @@ def _tokens(prompt: Sequence[int], num_output: int) -> Ask:
     return Ask(_COMPLETIONS, {"prompt": list(prompt), **_exactly(num_output)})
 
 
-def _chat(images: Sequence[StandIn], seeds: Sequence[Any], num_words: int, num_output: int) -> Ask:
-    words = [Random(str(seeds[n * len(seeds) // num_words])).choice(_WORDS) for n in range(num_words)]  # noqa: S311
-    parts = [{"type": "image_url", "image_url": {"url": url_of(image)}} for image in images]
-    content = [*parts, {"type": "text", "text": " ".join(words) or "?"}]
+def _chat(urls: Sequence[str], words: str, num_output: int) -> Ask:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [*parts, {"type": "text", "text": words}]
     return Ask(CHAT, {"messages": [{"role": "user", "content": content}], **_exactly(num_output)})
+
+
+def _words(seeds: Sequence[Any], count: int) -> str:
+    """Return so many words, those of each seed in turn: equal seeds are equal words."""
+    share = -(-count // len(seeds)) or 1
+    words = [word for seed in seeds for word in Random(str(seed)).choices(_WORDS, k=share)]  # noqa: S311
+    return " ".join(words[:count]) or "?"
 
 
 def _exactly(num_output: int) -> dict[str, Any]:
