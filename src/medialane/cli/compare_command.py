@@ -18,6 +18,7 @@ from medialane.cli.serve import SECTIONS
 from medialane.cluster.preflight import check_start
 from medialane.compare.formats import FORMATS, read_traffic
 from medialane.compare.journal import Journal, Manifest, Turn
+from medialane.compare.machine import machine
 from medialane.compare.page import page_of
 from medialane.compare.replay import Pace
 from medialane.compare.report import CompareReport, make_report
@@ -130,6 +131,7 @@ def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, pro
             progress.close()
         return True
 
+    measured_on = machine()
     is_whole = until_signal(work())
     turns = comparison.turns(journal)
     report = make_report(
@@ -138,7 +140,7 @@ def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, pro
         turns,
         slo=Slo(args.slo_ttft, args.slo_tpot),
         rounds=args.rounds,
-        as_sent=args.as_sent,
+        measured_on=measured_on,
     )
     _write(report, folder, turns)
     show(report, Console())

@@ -10,7 +10,7 @@ import msgspec
 from medialane import __version__
 from medialane.compare.agreement import Agreement, agreement
 from medialane.compare.journal import Manifest, Turn
-from medialane.compare.machine import machine, versions
+from medialane.compare.machine import versions
 from medialane.compare.summary import SideSummary, Slo, summarize
 from medialane.compare.traffic import Traffic
 
@@ -50,9 +50,15 @@ class CompareReport(msgspec.Struct, frozen=True):
 
 
 def make_report(
-    manifest: Manifest, traffic: Traffic, turns: Sequence[Sequence[Turn]], *, slo: Slo, rounds: int, as_sent: bool
+    manifest: Manifest,
+    traffic: Traffic,
+    turns: Sequence[Sequence[Turn]],
+    *,
+    slo: Slo,
+    rounds: int,
+    measured_on: dict[str, object],
 ) -> CompareReport:
-    """`turns` are those of each side, in order."""
+    """`turns` are those of each side, in order, `measured_on` is `machine()` before the first."""
     sides = tuple(summarize(name, each, slo) for name, each in zip(manifest.sides, turns, strict=True))
     is_whole = all(turn.facts.is_whole for each in turns for turn in each) and all(
         len(each) == rounds for each in turns
@@ -76,9 +82,9 @@ def make_report(
         sides=sides,
         agreement=agreed,
         itself=itself,
-        notes=(*traffic.notes, *_notes(sides, agreed, is_whole=is_whole, as_sent=as_sent)),
+        notes=(*traffic.notes, *_notes(sides, agreed, is_whole=is_whole, as_sent=manifest.as_sent)),
         vllm_flags=manifest.vllm_flags,
-        machine=machine(),
+        machine=measured_on,
         versions=versions(),
         medialane=__version__,
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -35,7 +35,9 @@ def report_of(first, second, *, name=EVIL):
         [Turn(TurnFacts(side, 1, is_whole=True, wall_s=2.0, cpu_s=cpu_s, num_parts=1), tuple(replies))]
         for side, replies, cpu_s in (("plain", first, 1.0), (name, second, None))
     ]
-    return make_report(manifest, traffic(9), turns, slo=Slo(), rounds=1, as_sent=False), turns
+    return make_report(
+        manifest, traffic(9), turns, slo=Slo(), rounds=1, measured_on={"cpu": EVIL, "memory_bytes": 1 << 34}
+    ), turns
 
 
 class Tags(HTMLParser):

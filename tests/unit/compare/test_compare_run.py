@@ -83,7 +83,7 @@ class Compared:
 
     def report(self, **slo):
         turns = self.comparison.turns(Journal.opened(self.folder, self.manifest))
-        return make_report(self.manifest, self.traffic, turns, slo=Slo(**slo), rounds=self.rounds, as_sent=False)
+        return make_report(self.manifest, self.traffic, turns, slo=Slo(**slo), rounds=self.rounds, measured_on={})
 
 
 @pytest.fixture
