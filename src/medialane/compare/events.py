@@ -102,14 +102,20 @@ def _read_typed(events: Sequence[tuple[float, dict[str, Any]]]) -> Fields:
     times, text = list[float](), list[str]()
     usage: dict[str, Any] = {}
     for at, event in events:
-        usage |= event.get("usage") or (event.get("response") or {}).get("usage") or {}
+        # Of messages, the tokens of the prompt are in the first event, of responses all are in the last.
+        whole = event.get("response") or event.get("message") or {}
+        usage |= event.get("usage") or (whole.get("usage") if isinstance(whole, dict) else None) or {}
         delta = event.get("delta")
-        piece = delta.get("text") or delta.get("thinking") or "" if isinstance(delta, dict) else delta
+        piece = _text_of(delta) if isinstance(delta, dict) else delta
         if isinstance(piece, str) and piece:
             times.append(at)
             text.append(piece)
     num_tokens = usage.get("output_tokens") or 0
     return _timed(times, num_tokens) | {"text": "".join(text), "prompt_tokens": usage.get("input_tokens") or 0}
+
+
+def _text_of(delta: dict[str, Any]) -> str:
+    return str(delta.get("text") or delta.get("thinking") or delta.get("partial_json") or "")
 
 
 def _timed(times: Sequence[float], num_tokens: int) -> Fields:
