@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -35,12 +36,14 @@ _COMMON = ("workers", "preparers", "arena-size", "stage", "transport", "start-ti
 _CONCURRENCY = 8
 _SLO = Slo()
 
+_FILES = textwrap.fill(f"FILE is one of: {', '.join(each.name for each in FORMATS)}.", 118)
+
 _EPILOG = f"""\
 Replays the requests of a file against plain vLLM, then against `medialane serve`, each at its defaults and alone on
 this machine, and compares them: answers, times, throughput, goodput, CPU, bytes copied, what was found in caches.
 Prints a table; writes report.json and report.html, a page without anything from elsewhere, to the folder --out.
 
-FILE may be: {", ".join(each.name for each in FORMATS)}.
+{_FILES}
 `medialane serve MODEL --record FILE` records traffic; docs/compare.md has the ten minutes from there to here.
 
 Requests are sent greedy and streamed (--as-sent: as they are), at their times if the file has any, else {_CONCURRENCY}
@@ -127,6 +130,9 @@ def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, pro
     async def work() -> bool:
         try:
             await comparison.run(journal, progress)
+        except* OSError as group:
+            first = next(iter(group.exceptions))
+            raise StartupFailed(f"--out {folder}: {first}") from group
         finally:
             progress.close()
         return True
