@@ -130,9 +130,10 @@ def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, pro
     async def work() -> bool:
         try:
             await comparison.run(journal, progress)
-        except* OSError as group:
-            first = next(iter(group.exceptions))
-            raise StartupFailed(f"--out {folder}: {first}") from group
+        except ExceptionGroup as group:  # of the tasks that write replies
+            if not isinstance(group.exceptions[0], OSError):
+                raise
+            raise StartupFailed(f"--out {folder}: {group.exceptions[0].strerror}") from group
         finally:
             progress.close()
         return True
