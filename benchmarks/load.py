@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
 
-_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+from medialane.core.process.cpu_time import cpu_seconds as cpu_seconds
+from medialane.core.process.descendants import descendants
 
 
 @dataclass
@@ -100,31 +100,4 @@ async def send(
 
 def process_tree(root: int) -> list[int]:
     """Return `root` and all its descendants."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (fields := _stat(int(name))):
-            children.setdefault(int(fields[1]), []).append(int(name))
-    found, todo = [], [root]
-    while todo:
-        pid = todo.pop()
-        found.append(pid)
-        todo += children.get(pid, [])
-    return found
-
-
-def cpu_seconds(pids: Sequence[int]) -> float:
-    """Return the user and system time of the processes so far."""
-    total = 0
-    for pid in pids:
-        if fields := _stat(pid):
-            total += int(fields[11]) + int(fields[12])
-    return total / _CLOCK_TICKS
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat after the command name: state, ppid, ... (proc(5))."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+    return [root, *descendants(root)]

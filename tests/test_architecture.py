@@ -13,7 +13,7 @@ SRC = Path(__file__).parents[1] / "src" / "medialane"
 
 ROOMS = {
     "core", "media", "prepare", "arena", "wire", "peers", "store", "routing", "vllm_bridge", "gateway", "worker",
-    "cluster", "observability", "testing", "check", "cli", "client", "config",
+    "cluster", "observability", "testing", "check", "compare", "cli", "client", "config",
 }  # fmt: skip
 
 MAY_IMPORT = {
@@ -35,11 +35,13 @@ MAY_IMPORT = {
     "cluster": {"core", "observability", "config", "gateway", "vllm_bridge", "wire", "worker"},
     # tensor_program, in a process of its own, makes features as a preparer does.
     "check": {"core", "observability", "cluster", "testing", "media", "vllm_bridge"},
+    # Reads what a gateway records, and starts the servers of the check.
+    "compare": {"core", "observability", "check", "gateway", "testing"},
     # A library for programs of others, not a part of medialane's processes.
     "client": {"core", "observability", "arena", "store", "wire"},
     "cli": ROOMS - {"cli", "client"},
     # The settings of each room, and of the simulated engine.
-    "config": ROOMS - {"config", "cli", "client", "cluster", "check", "peers", "vllm_bridge"},
+    "config": ROOMS - {"config", "cli", "client", "cluster", "check", "compare", "peers", "vllm_bridge"},
 }
 
 #: What of `testing` commands use: the simulated engine (--engine simulated), the tiny model and the media of `demo` and

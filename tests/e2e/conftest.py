@@ -84,6 +84,8 @@ GATEWAYS = {
 #: What the last test of them ends in a gateway (gateways_program.py).
 ENDINGS = {"url": "links", "features/inline": "server"}
 APART = ("apart", "features/tcp", "decoded/tcp")
+#: Records what it is asked.
+RECORDING = "decoded/shm"
 GATEWAYS_PROGRAM = Path(__file__).with_name("gateways_program.py")
 
 
@@ -106,8 +108,14 @@ def store_apart(starting_serve, vllm_environ, tmp_path_factory) -> Iterator[list
 
 
 @pytest.fixture(scope="session")
+def recording(tmp_path_factory) -> Path:
+    """What the gateway RECORDING records."""
+    return tmp_path_factory.mktemp("recording") / "traffic.jsonl"
+
+
+@pytest.fixture(scope="session")
 def starting_gateways(
-    starting_serve, store_apart, vllm_environ, tmp_path_factory, join_port, encoder_address
+    starting_serve, store_apart, vllm_environ, tmp_path_factory, join_port, encoder_address, recording
 ) -> Iterator[dict[str, MedialaneProcess]]:
     """GATEWAYS, not ready yet: use the fixture `gateways` instead. Children of one process, which `stop` ends."""
     serve = starting_serve
@@ -121,6 +129,7 @@ def starting_gateways(
         port, log = places[name]
         found = workers if name != "joined" else ["--join-listen", f"tcp://127.0.0.1:{join_port}"]
         found = [*found, "--worker", encoder_address] if name == "encoders" else found
+        found = [*found, "--record", str(recording)] if name == RECORDING else found
         ours = [serve.model, "--port", str(port), *found, *flags, *store, *MEDIA_FLAGS]
         commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key], ENDINGS.get(name)])
     process = launch(

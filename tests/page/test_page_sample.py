@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from contrast import CONTRASTS, LEAST_CONTRAST
 from sample_gateway import SampleGateway, SampleServer, Scene
 
 from medialane.gateway.operators.state import State
@@ -22,8 +23,6 @@ SCENES = {
     "failing": Scene(workers=5, stalled=1, failing=0.2),
     "long-names": Scene(workers=12, long_names=True),
 }
-#: Of texts, WCAG 2.1 AA.
-LEAST_CONTRAST = 4.5
 #: Elements of a page, whatever it shows.
 MOST_ELEMENTS = 2500
 #: Of the page's script, on a core that it shares with the sample gateway.
@@ -205,24 +204,3 @@ async def test_texts_have_contrast(tab):
             found = await tab.evaluate(CONTRASTS)
             assert len(found) > 50
             assert not [(text, contrast) for text, contrast in found if contrast < LEAST_CONTRAST]
-
-
-#: The contrast of each text with what is behind it.
-CONTRASTS = """(() => {
-  const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const linear = (v) => v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
-  const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
-  const behind = (node) => {
-    for (; node; node = node.parentElement) {
-      const colour = parse(getComputedStyle(node).backgroundColor);
-      if (colour[3] !== 0) return colour;
-    }
-  };
-  const hasText = (node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
-  return [...document.querySelectorAll('main *, header *')]
-    .filter((node) => node.checkVisibility() && hasText(node) && !node.classList.contains('none'))
-    .map((node) => {
-      const [a, b] = [light(parse(getComputedStyle(node).color)), light(behind(node))].sort((a, b) => b - a);
-      return [node.textContent, (a + 0.05) / (b + 0.05)];
-    });
-})()"""

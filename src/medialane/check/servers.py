@@ -1,4 +1,4 @@
-"""Starts plain vLLM and `medialane serve` for the check, on free ports of the loopback interface."""
+"""Starts plain vLLM and `medialane serve` to be compared, on free ports of the loopback interface."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ _NOTHING_TO_COMPARE = "plain vLLM alone does not start with this model and these
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What is checked, and how.
+class Launch:
+    """How plain vLLM and medialane are started to be compared.
 
     `environ` is the whole environment of plain vLLM, `own_environ` that of medialane, its settings included;
     `metrics_key` opens medialane's metrics; `logs` is a folder for their output. `plain_program` starts plain vLLM,
-    `plain_flags` are further flags for it alone. `only` selects cases whose name contains one of its words, `essential`
-    the small matrix. `at_once`: both servers run at the same time.
+    `plain_flags` are further flags for it alone.
     """
 
     model: str
@@ -43,15 +42,32 @@ class Setup:
     logs: Path
     plain_program: Sequence[str] = PLAIN_VLLM
     plain_flags: Sequence[str] = ()
-    only: Collection[str] = ()
-    essential: bool = False
-    at_once: bool = False
-    tolerance: float = 0.0
     start_s: float = 1800.0
 
     @property
     def both_flags(self) -> Sequence[str]:
-        """vLLM's flags of both servers. Processor options of requests are part of the matrix, so they are allowed."""
+        """vLLM's flags of both servers."""
+        return self.vllm_args
+
+    @property
+    def api_key(self) -> str:
+        """What clients send to both."""
+        return self.environ.get("VLLM_API_KEY", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Launch):
+    """What is checked, and how. `only` selects cases whose name contains one of its words, `essential` the small
+    matrix. `at_once`: both servers run at the same time."""
+
+    only: Collection[str] = ()
+    essential: bool = False
+    at_once: bool = False
+    tolerance: float = 0.0
+
+    @property
+    def both_flags(self) -> Sequence[str]:
+        """Processor options of requests are part of the matrix, so they are allowed."""
         return self.vllm_args if has_flag(self.vllm_args, _OPTIONS) else [*self.vllm_args, _OPTIONS]
 
 
@@ -66,16 +82,26 @@ def plain_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncContextM
 
 @asynccontextmanager
 async def _plain_server(setup: Setup, progress: CheckProgress, number: int) -> AsyncIterator[CheckClient]:
-    log = setup.logs / _log_name(PLAIN_LOG, number)
-    flags = [*setup.both_flags, *setup.plain_flags]
+    async with (
+        plain_process(setup, progress, number) as process,
+        _client(process, setup, wants_report=False) as client,
+    ):
+        yield client
+
+
+@asynccontextmanager
+async def plain_process(launch: Launch, progress: CheckProgress, number: int = 1) -> AsyncIterator[ServerProcess]:
+    """Run plain vLLM once, the `number`th time. Raises StartupFailed."""
+    log = launch.logs / _log_name(PLAIN_LOG, number)
+    flags = [*launch.both_flags, *launch.plain_flags]
     server = plain_vllm(
-        setup.model,
+        launch.model,
         flags,
-        environ=setup.environ,
+        environ=launch.environ,
         log=log,
-        start_s=setup.start_s,
+        start_s=launch.start_s,
         stop_s=_STOP_S,
-        program=setup.plain_program,
+        program=launch.plain_program,
     )
     async with AsyncExitStack() as stack:
         async with progress.starting("plain vLLM"):
@@ -83,7 +109,7 @@ async def _plain_server(setup: Setup, progress: CheckProgress, number: int) -> A
                 process = await stack.enter_async_context(server)
             except StartupFailed as error:
                 raise StartupFailed(f"{error.message}\n{_NOTHING_TO_COMPARE}") from error
-        yield await stack.enter_async_context(_client(process, setup, wants_report=False))
+        yield process
 
 
 def medialane_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
@@ -93,23 +119,33 @@ def medialane_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncCont
 
 @asynccontextmanager
 async def _medialane_server(setup: Setup, progress: CheckProgress, number: int) -> AsyncIterator[CheckClient]:
-    log = setup.logs / _log_name(OUR_LOG, number)
+    async with (
+        medialane_process(setup, progress, number) as process,
+        _client(process, setup, wants_report=True) as client,
+    ):
+        yield client
+
+
+@asynccontextmanager
+async def medialane_process(launch: Launch, progress: CheckProgress, number: int = 1) -> AsyncIterator[ServerProcess]:
+    """Run `medialane serve` once, the `number`th time. Raises StartupFailed."""
+    log = launch.logs / _log_name(OUR_LOG, number)
     phases = PhaseFile(log.with_suffix(".phase"))
     server = server_process(
         "medialane serve",
-        ["-m", "medialane", "serve", setup.model, "--verbose", "--host", "127.0.0.1"],
-        ["--", *setup.both_flags],
-        model=setup.model,
-        environ={**setup.own_environ, **phases.environ()},
+        ["-m", "medialane", "serve", launch.model, "--verbose", "--host", "127.0.0.1"],
+        ["--", *launch.both_flags],
+        model=launch.model,
+        environ={**launch.own_environ, **phases.environ()},
         log=log,
-        start_s=setup.start_s,
+        start_s=launch.start_s,
         stop_s=_STOP_S,
     )
     async with AsyncExitStack() as stack:
         async with progress.starting("medialane", phases):
             process = await stack.enter_async_context(server)
         phases.remove()
-        yield await stack.enter_async_context(_client(process, setup, wants_report=True))
+        yield process
 
 
 @asynccontextmanager
@@ -133,5 +169,4 @@ def _log_name(first: str, number: int) -> str:
 
 
 def _client(process: ServerProcess, setup: Setup, *, wants_report: bool) -> AbstractAsyncContextManager[CheckClient]:
-    api_key = setup.environ.get("VLLM_API_KEY", "")
-    return CheckClient.opened(process.base_url.removesuffix("/v1"), api_key=api_key, wants_report=wants_report)
+    return CheckClient.opened(process.base_url.removesuffix("/v1"), api_key=setup.api_key, wants_report=wants_report)

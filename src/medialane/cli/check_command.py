@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import signal
 import sys
-import tempfile
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -26,16 +21,15 @@ from medialane.check.tensor_table import show_tensors
 from medialane.check.tensors import compare_tensors
 from medialane.cli.doctor import model_findings, show_findings
 from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.launches import EXIT_INTERRUPTED, check_launch, launch_environs, logs_folder, until_signal
 from medialane.cli.serve import SECTIONS
-from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag
-from medialane.config import Config, as_environ, foreign_environ, load_config, process_environ, vllm_defaults
+from medialane.config import Config, load_config, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.gateway.access import metrics_key
 
 _COMMON = ("stage", "transport", "preparers", "arena-size", "encode-cache", "start-timeout", "log-level")
-_EXIT_INTERRUPTED = 130
 
 _EPILOG = """\
 Starts plain vLLM, sends it a matrix of requests, stops it; then the same with `medialane serve` and one worker. The
@@ -77,8 +71,6 @@ examples:
   medialane check ./model --stage decoded                # any setting of `medialane serve`
   medialane check ./model --at-once -- --gpu-memory-utilization 0.45    # saves time where both fit"""
 
-T = TypeVar("T")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
@@ -110,16 +102,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the model; 0 if no answer differs from plain vLLM's, 1 if one does. Raises StartupFailed."""
     config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
-    environ = process_environ()
     _check(args, config)
-    check_start(args.model, args.vllm_args, environ)
-    with _folder(args.logs) as logs:
+    check_start(args.model, args.vllm_args, process_environ())
+    with logs_folder(args.logs) as logs:
         setup = _setup(args, config, logs)
         report: CheckReport | TensorReport | None
-        report = _until_signal(_compared(setup)) if args.tensors else _until_signal(_report(args, config, setup))
+        report = until_signal(_compared(setup)) if args.tensors else until_signal(_report(args, config, setup))
     if report is None:
         print("interrupted: all servers are stopped", file=sys.stderr)
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     if args.json is not None:
         args.json.write_bytes(encode(report))
     if isinstance(report, TensorReport):
@@ -138,15 +129,10 @@ def _check(args: argparse.Namespace, config: Config) -> None:
         raise StartupFailed("--tolerance must not be negative")
     if args.tensors and (args.quick or args.at_once or args.tolerance):
         raise StartupFailed("--tensors starts no server: leave out --quick, --at-once and --tolerance")
-    if has_flag(args.vllm_args, "--ssl-keyfile", "--ssl-certfile", "--uds", "--root-path"):
-        raise StartupFailed("the check asks its servers by HTTP: leave out --ssl-..., --uds and --root-path")
     if has_flag(args.vllm_args, "--disable-fastapi-docs"):
         raise StartupFailed("the check asks plain vLLM for its routes: leave out --disable-fastapi-docs")
-    if not given_settings(args).keys().isdisjoint(("host", "port")):
-        raise StartupFailed("the check chooses free ports of 127.0.0.1: leave out --host and --port")
     _check_words(args.only, tensors=args.tensors)
-    if config.cluster.ray or config.cluster.num_workers == 0:
-        raise StartupFailed("the check runs on this host: leave out --ray and --workers 0")
+    check_launch(args, config)
 
 
 def _check_words(words: Sequence[str], *, tensors: bool) -> None:
@@ -159,22 +145,13 @@ def _check_words(words: Sequence[str], *, tensors: bool) -> None:
             raise StartupFailed(f"--only {word}: no case has that in its name; words that some have: {examples}")
 
 
-def _one_key(config: Config) -> dict[str, str]:
-    """Return the variable from which plain vLLM takes the API key that its and our clients send."""
-    return {"VLLM_API_KEY": config.gateway.api_keys[0]} if config.gateway.api_keys else {}
-
-
 def _setup(args: argparse.Namespace, config: Config, logs: Path) -> Setup:
-    environ = process_environ()
-    defaults = vllm_defaults(
-        args.model, args.vllm_args, on_gpu=bool(find_hardware(environ).gpus), num_workers=2 if args.at_once else 1
-    )
+    plain, own = launch_environs(args, config, num_workers=2 if args.at_once else 1)
     return Setup(
         model=args.model,
         vllm_args=args.vllm_args,
-        environ=defaults | foreign_environ(environ) | _one_key(config),
-        # What the flags and the file of settings say wins in the server as it does here.
-        own_environ=defaults | environ | as_environ(config),
+        environ=plain,
+        own_environ=own,
         metrics_key=metrics_key(config.gateway),
         logs=logs,
         only=args.only,
@@ -199,37 +176,3 @@ async def _compared(setup: Setup) -> TensorReport:
         return await compare_tensors(setup, progress)
     finally:
         progress.close()
-
-
-@contextmanager
-def _folder(chosen: Path | None) -> Iterator[Path]:
-    """Yield the folder for the logs: the user's, or one that is removed."""
-    if chosen is not None:
-        try:
-            chosen.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StartupFailed(f"--logs {chosen}: {error.strerror}") from error
-        yield chosen
-        return
-    with tempfile.TemporaryDirectory(prefix="medialane-check-") as folder:
-        yield Path(folder)
-
-
-def _until_signal(work: Coroutine[Any, Any, T]) -> T | None:
-    """Run `work`; None if a signal ends it. Its servers are stopped then, by a second signal killed."""
-
-    async def until_signal() -> T | None:
-        task = asyncio.create_task(work)
-
-        def stop() -> None:
-            is_first = not task.cancelling()
-            task.cancel()
-            if is_first:
-                print("stopping the servers; a second signal kills them", file=sys.stderr, flush=True)
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
-        await asyncio.wait((task,))
-        return None if task.cancelled() else task.result()
-
-    return asyncio.run(until_signal())

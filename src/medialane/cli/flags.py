@@ -31,6 +31,7 @@ TITLES: dict[SectionName, str] = {
     "simulated": "simulated workers",
     "environment": "environment of the processes that are started",
     "logging": "logging",
+    "recording": "recording of traffic, for `medialane compare`",
     "stop": "stop",
 }
 

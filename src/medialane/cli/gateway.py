@@ -58,6 +58,7 @@ from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake import warm_up
 from medialane.gateway.media_endpoint import MediaEndpoint
 from medialane.gateway.plain_hashes import PlainHashes
+from medialane.gateway.recording import Recorder
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import OpenRequests
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
@@ -103,6 +104,7 @@ class _Components:
     recent: RecentRequests
     counts: SharedCounts
     tracing: RequestTracing | None
+    recorder: Recorder | None
     is_stopping: Callable[[], bool]
 
     @property
@@ -283,6 +285,7 @@ async def _start(
         recent=RecentRequests(),
         counts=counts,
         tracing=_tracing(frontend, vllm_args, stack),
+        recorder=_recorder(config, stack),
         is_stopping=listening.is_stopping,
     )
     gateway = _gateway(components)
@@ -321,6 +324,13 @@ def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack
     tracing = Tracing(endpoint, process_environ(), service_name="medialane-gateway")
     stack.push_async_callback(tracing.close)
     return RequestTracing(tracing, frontend.served_model)
+
+
+def _recorder(config: Config, stack: AsyncExitStack) -> Recorder | None:
+    """Return what records requests, if they are to be recorded. Raises StartupFailed."""
+    if (recorder := Recorder.open(config.recording)) is not None:
+        stack.push_async_callback(recorder.close)
+    return recorder
 
 
 def _give_up(components: _Components) -> None:
@@ -551,6 +561,7 @@ async def _app(
             recent=components.recent,
             names_takers=components.config.store.debug_holds,
             tracing=components.tracing,
+            recorder=components.recorder,
         ),
         access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
         inner=[
@@ -560,6 +571,7 @@ async def _app(
                 media=components.config.media,
                 config=components.gateway_config,
                 fairness=components.fairness,
+                keeps_bodies=components.recorder is not None,
             ),
         ],
         pages={"/medialane/decisions": operators.decisions},

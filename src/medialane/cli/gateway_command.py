@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 SECTIONS: tuple[SectionName, ...] = (
     "server", "gateway", "store", "media", "arena", "transfer", "routing", "rpc", "environment",
-    "logging", "stop",
+    "logging", "recording", "stop",
 )  # fmt: skip
 _COMMON = (
     "host",
@@ -40,6 +40,7 @@ _COMMON = (
     "log-level",
     "log-format",
     "access-log",
+    "record",
 )
 
 #: vLLM's app resolves every URL with the media connector of this name: ours, which leaves fetching to the gateway.

@@ -57,6 +57,11 @@ COMMANDS = {
     "check": Command(
         "check_command", "compare a model's answers with plain vLLM's, over a matrix of requests", f"MODEL {_VLLM}"
     ),
+    "compare": Command(
+        "compare_command",
+        "replay traffic against plain vLLM and medialane, and compare them",
+        f"MODEL --requests FILE {_VLLM}",
+    ),
     "bench": Command("bench", "run a benchmark"),
     "certs": Command("certs", "make the TLS certificates of several hosts"),
     "top": Command("top", "what requests, workers and caches do, as it happens"),

@@ -19,7 +19,9 @@ from medialane.observability.logging import configure
 
 #: Those of `medialane serve` without what is only for workers.
 SECTIONS: tuple[SectionName, ...] = tuple(
-    section for section in get_args(SectionName) if section not in ("simulated", "worker", "routing", "transfer")
+    section
+    for section in get_args(SectionName)
+    if section not in ("simulated", "worker", "routing", "transfer", "recording")
 )
 _COMMON = (
     "gateways", "render-payload", "preparers", "host", "port", "arena-size", "allow-media-network", "log-dir",

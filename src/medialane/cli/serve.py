@@ -45,7 +45,7 @@ _COMMON = (
     "keep-arena", "stage", "transport", "router", "single-gpu", "encoder-gpu-share", "ray",
     "address", "gateway-nodes", "gpus-per-worker",
     "cpus-per-worker", *PROTECTION, "join", "metrics-port", "log-dir", "log-level",
-    "log-format", "access-log",
+    "log-format", "access-log", "record",
 )  # fmt: skip
 _TICK_S = 0.125
 _EXIT_KILLED = 130

@@ -22,6 +22,7 @@ from medialane.core.host import ascii_host
 from medialane.core.process.stop import StopConfig
 from medialane.core.setting import descriptions, is_secret
 from medialane.gateway.config import GatewayConfig, TransferConfig
+from medialane.gateway.recording.config import RecordingConfig
 from medialane.media.config import MediaConfig
 from medialane.observability.logging import LoggingConfig
 from medialane.prepare.config import PrepareConfig
@@ -33,7 +34,7 @@ from medialane.worker.config import WorkerConfig
 
 SectionName = Literal[
     "server", "cluster", "gateway", "store", "media", "prepare", "arena", "transfer", "routing", "rpc", "worker",
-    "simulated", "environment", "logging", "stop",
+    "simulated", "environment", "logging", "recording", "stop",
 ]  # fmt: skip
 
 PREFIX: Final = "MEDIALANE_"
@@ -85,6 +86,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     simulated: SimulatedConfig = SimulatedConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     logging: LoggingConfig = LoggingConfig()
+    recording: RecordingConfig = RecordingConfig()
     stop: StopConfig = StopConfig()
 
     def validate(self, sections: Iterable[SectionName]) -> None:

@@ -27,6 +27,7 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
 from medialane.gateway.media_endpoint import MEDIA_PATH
+from medialane.gateway.recording import Recordable, Recorder
 from medialane.gateway.report import ReportSender
 from medialane.gateway.request_id import HEADER as REQUEST_ID
 from medialane.gateway.request_id import IdentifiedSend, given_id, given_trace, with_id
@@ -66,7 +67,7 @@ _NOT_KEPT = ("/medialane/login", "/medialane/logout")
 class ScopeMiddleware:
     """Opens the request's scope, adds its id and Server-Timing, observes the timeline, closes the scope. With
     `names_takers`, what is held for a request is recorded with its id; with `logs_requests` its end is logged. Without
-    `tracing`, requests are not traced."""
+    `tracing`, requests are not traced, without `recorder` not recorded."""
 
     def __init__(
         self,
@@ -78,8 +79,10 @@ class ScopeMiddleware:
         names_takers: bool = False,
         logs_requests: bool = False,
         tracing: RequestTracing | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._app = app
+        self._recorder = recorder
         self._tracing = tracing
         self._metrics = metrics
         self._requests = requests or OpenRequests()
@@ -107,18 +110,26 @@ class ScopeMiddleware:
                 await self._app(scope, watched.receive, watched.send)
             finally:
                 record.ended(is_disconnected=not watched.is_complete and watched.is_disconnected)
-                if request.trace is not None:
-                    request.trace.end()
-                if is_kept:
-                    self._recent.end(record)
-                if scope["method"] == "POST":  # health checks and scrapes are not counted
-                    self._metrics.observe(request.timeline, record.ttft_ms)
-                if request.error_code is not None:
-                    self._metrics.count_error(request.error_code)
-                if self._logs_requests:
-                    log_end(scope["method"], scope["path"], record)
+                self._ended(scope, request, is_kept=is_kept)
                 request_id.reset(tokens[0])
                 trace_id.reset(tokens[1])
+
+    def _ended(self, scope: Scope, request: RequestScope, *, is_kept: bool) -> None:
+        """Pass the record of a request that has ended, before its scope is closed, to all that make something of it."""
+        record = request.record
+        if request.trace is not None:
+            request.trace.end()
+        if is_kept:
+            self._recent.end(record)
+        if scope["method"] == "POST":  # health checks and scrapes are not counted
+            self._metrics.observe(request.timeline, record.ttft_ms)
+        if request.error_code is not None:
+            self._metrics.count_error(request.error_code)
+        if self._recorder is not None and (body := request.extracted.body) is not None:
+            content_type = _header(scope, b"content-type") or b""
+            self._recorder.offer(Recordable(body, request.extracted.refs, request.references, content_type, record))
+        if self._logs_requests:
+            log_end(scope["method"], scope["path"], record)
 
     def _traced(self, scope: Scope, request: RequestScope) -> str:
         """Begin the request's trace, if it has one; return the id of that, or of its client's."""
@@ -164,8 +175,12 @@ class IntakeMiddleware:
     later, the request's scope ends whatever the request waits for.
     """
 
-    def __init__(self, app: App, media: MediaConfig, config: GatewayConfig, fairness: LoopFairness) -> None:
+    def __init__(
+        self, app: App, media: MediaConfig, config: GatewayConfig, fairness: LoopFairness, *, keeps_bodies: bool = False
+    ) -> None:
+        """With `keeps_bodies`, what is left of a body stays with its request until that ends, to be recorded."""
         self._app = app
+        self._keeps_bodies = keeps_bodies
         self._media = media
         self._config = config
         self._fairness = fairness
@@ -239,6 +254,7 @@ class IntakeMiddleware:
             wants_report=intake.report,
             parse_error=intake.parse_error,
             priority=intake.priority,
+            body=intake.body if self._keeps_bodies else None,
         )
         request.record.received(intake.refs, model=intake.model, streams=intake.stream)
         return intake.body

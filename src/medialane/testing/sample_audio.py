@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-from functools import cache
+from functools import lru_cache
 
 import numpy as np
 import soundfile
 
 
-@cache
+@lru_cache(maxsize=256)
 def sample_audio(
     pitch_hz: float, seconds: float = 1.5, *, rate: int = 16000, container: str = "WAV", channels: int = 1
 ) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from functools import cache
+from functools import lru_cache
 
 import av
 import numpy as np
@@ -14,7 +14,7 @@ from medialane.testing.sample_images import sample_pixels
 _PAN = 4
 
 
-@cache
+@lru_cache(maxsize=256)
 def sample_video(seed: int, num_frames: int = 24, width: int = 224, height: int = 168, *, fps: int = 12) -> bytes:
     """Return an MP4 with what a camera sees that moves over a photo-like picture.
 

@@ -19,12 +19,22 @@ def used_cpu_s(pids: Iterable[int]) -> float | None:
     stats = [stat for pid in pids for each in (pid, *descendants(pid)) if (stat := _stat(each))]
     if not stats or any(stat[_STATE] in (b"T", b"t") for stat in stats):
         return None
-    return sum(int(stat[_UTIME]) + int(stat[_STIME]) for stat in stats) / _TICKS_PER_S
+    return sum(map(_seconds, stats))
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the CPU time that these processes have used so far, without their descendants; those that have exited
+    count 0."""
+    return sum(_seconds(stat) for pid in pids if (stat := _stat(pid)))
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal, debuggers excepted."""
     return _stat(pid)[:1] == [b"T"]
+
+
+def _seconds(stat: list[bytes]) -> float:
+    return (int(stat[_UTIME]) + int(stat[_STIME])) / _TICKS_PER_S
 
 
 def _stat(pid: int) -> list[bytes]:

@@ -24,8 +24,8 @@ The application cannot fetch a URL that was not extracted: it resolves reference
 """
 
 from medialane.gateway.intake.extraction import Intake, extract
-from medialane.gateway.intake.form import extract_files, is_multipart
+from medialane.gateway.intake.form import extract_files, form_fields, is_multipart
 from medialane.gateway.intake.json_scan import warm_up
 from medialane.gateway.intake.skeleton import Buffer
 
-__all__ = ["Buffer", "Intake", "extract", "extract_files", "is_multipart", "warm_up"]
+__all__ = ["Buffer", "Intake", "extract", "extract_files", "form_fields", "is_multipart", "warm_up"]

@@ -69,6 +69,15 @@ def extract_files(
     return Intake(edited(edits), refs, salt, report=report, model=model or None, stream=stream.lower() == "true")
 
 
+def form_fields(body: bytes, content_type: bytes) -> list[tuple[str, str]]:
+    """Return names and values of a form's parts, with a file's content as its value. Raises
+    FormParserError; UnicodeDecodeError for content that is no text."""
+    form = _Form(content_type, body)
+    files = [(file.name, body[file.start : file.end]) for file in form.files]
+    fields = [(name.decode(), value) for name, value in form.others + list(form.fields.items())]
+    return [(name, value.decode()) for name, value in [*fields, *files]]
+
+
 def _reference(file: _File, data: bytes, salt: str, config: MediaConfig) -> MediaRef:
     num_bytes = file.end - file.start
     if not num_bytes:
@@ -80,11 +89,13 @@ def _reference(file: _File, data: bytes, salt: str, config: MediaConfig) -> Medi
 
 
 class _Form:
-    """The files of a form, and the values of its fields FIELDS that it has. Raises FormParserError."""
+    """The files of a form, the values of its fields FIELDS that it has, and its other parts. Raises
+    FormParserError."""
 
     def __init__(self, content_type: bytes, data: bytes) -> None:
         self.files: list[_File] = []
         self.fields: dict[bytes, bytes] = {}
+        self.others: list[tuple[bytes, bytes]] = []
         self._data = data
         self._header = self._value = self._disposition = b""
         self._range = (0, 0)
@@ -126,6 +137,9 @@ class _Form:
         name = options.get(b"name", b"")
         if b"filename" in options:
             self.files.append(_File(name.decode("utf-8", "replace")[:_MAX_NAME_CHARS], *self._range))
-        elif name in FIELDS:
-            start, end = self._range
-            self.fields[name] = self._data[start:end]
+            return
+        value = self._data[slice(*self._range)]
+        if name in FIELDS:
+            self.fields[name] = value
+        else:
+            self.others.append((name, value))

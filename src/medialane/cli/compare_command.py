@@ -1,0 +1,191 @@
+"""`medialane compare`: the command line; `compare/` implements it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from medialane.check.progress import CheckProgress
+from medialane.check.servers import Launch
+from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.launches import EXIT_INTERRUPTED, check_launch, launch_environs, logs_folder, until_signal
+from medialane.cli.serve import SECTIONS
+from medialane.cluster.preflight import check_start
+from medialane.compare.formats import FORMATS, read_traffic
+from medialane.compare.journal import Journal, Manifest, Turn
+from medialane.compare.machine import machine
+from medialane.compare.page import page_of
+from medialane.compare.replay import Pace
+from medialane.compare.report import CompareReport, make_report
+from medialane.compare.run import Comparison
+from medialane.compare.sides import sides_of
+from medialane.compare.summary import Slo
+from medialane.compare.table import show
+from medialane.compare.traffic import Traffic
+from medialane.config import load_config, process_environ
+from medialane.core.errors import StartupFailed
+from medialane.gateway.access import metrics_key
+
+_COMMON = ("workers", "preparers", "arena-size", "stage", "transport", "start-timeout", "log-level")
+_CONCURRENCY = 8
+_SLO = Slo()
+
+_FILES = textwrap.fill(f"FILE is one of: {', '.join(each.name for each in FORMATS)}.", 118)
+
+_EPILOG = f"""\
+Replays the requests of a file against plain vLLM, then against `medialane serve`, each at its defaults and alone on
+this machine, and compares them: answers, times, throughput, goodput, CPU, bytes copied, what was found in caches.
+Prints a table; writes report.json and report.html, a page without anything from elsewhere, to the folder --out.
+
+{_FILES}
+`medialane serve MODEL --record FILE` records traffic; docs/compare.md has the ten minutes from there to here.
+
+Requests are sent greedy and streamed (--as-sent: as they are), at their times if the file has any, else {_CONCURRENCY}
+at a time. Ctrl-C stops the servers and reports what there is; the same command with the same --out goes on from there.
+
+Exit status: 0 compared; 1 no request was answered by both; 2 an argument is wrong, or a server did not start; 130
+interrupted.
+
+examples:
+  medialane compare Qwen/Qwen2.5-VL-3B-Instruct --requests traffic.jsonl
+  medialane compare ./model --requests batch.jsonl --concurrency 32 --rounds 2 -- --max-model-len 8192
+  medialane compare ./model --requests trace.jsonl --limit 500 --speed 2 --slo-ttft 0.5
+  medialane compare ./model --requests traffic.jsonl --against old=http://10.0.0.1:8000 --against new=http://10.0.0.2:8000"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
+    parser.add_argument("--requests", type=Path, required=True, metavar="FILE", help="the traffic to replay")
+    parser.add_argument(
+        "--against",
+        action="append",
+        default=[],
+        metavar="[NAME=]URL",
+        help="a server that runs already: one instead of plain vLLM, two instead of both",
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of replies and reports (default: a new one)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="X times as fast as the traffic was")
+    parser.add_argument("--concurrency", type=int, metavar="N", help="N requests at a time, whatever their times")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="turns of each server (default 1)")
+    parser.add_argument("--as-sent", action="store_true", help="do not make requests greedy and streamed")
+    parser.add_argument(
+        "--slo-ttft", type=float, default=_SLO.ttft_s, metavar="SECONDS", help="for goodput (default %(default)s)"
+    )
+    parser.add_argument(
+        "--slo-tpot", type=float, default=_SLO.tpot_s, metavar="SECONDS", help="for goodput (default %(default)s)"
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="of a request (default 600)")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the servers' logs in this folder")
+    add_settings(parser, SECTIONS, common=_COMMON)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; 0 unless no request was answered by both. Raises StartupFailed."""
+    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
+    _check(args)
+    if len(args.against) < 2:
+        check_launch(args, config)
+        check_start(args.model, args.vllm_args, process_environ())
+    folder = args.out or Path(time.strftime("compare-%Y%m%d-%H%M%S"))
+    traffic = read_traffic(args.requests, media=folder / "media", limit=args.limit)
+    progress = CheckProgress(Console(stderr=True, highlight=False))
+    progress.note(f"{len(traffic.requests)} requests ({traffic.format})")
+    with logs_folder(args.logs) as logs:
+        plain, own = launch_environs(args, config)
+        launch = Launch(
+            model=args.model,
+            vllm_args=args.vllm_args,
+            environ=plain,
+            own_environ=own,
+            metrics_key=metrics_key(config.gateway),
+            logs=logs,
+            start_s=config.cluster.start_timeout_s,
+        )
+        comparison = Comparison(
+            traffic=traffic,
+            sides=sides_of(args.against, launch, progress),
+            pace=_pace(args, traffic),
+            rounds=args.rounds,
+            as_sent=args.as_sent,
+            api_key=launch.api_key,
+            metrics_key=launch.metrics_key,
+            timeout_s=args.timeout,
+        )
+        return _compare(args, comparison, folder, progress)
+
+
+def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, progress: CheckProgress) -> int:
+    manifest = _manifest(args, comparison)
+    journal = Journal.opened(folder, manifest)
+    progress.note(f"replies and reports: {folder}")
+
+    async def work() -> bool:
+        try:
+            await comparison.run(journal, progress)
+        except ExceptionGroup as group:  # of the tasks that write replies
+            if not isinstance(group.exceptions[0], OSError):
+                raise
+            raise StartupFailed(f"--out {folder}: {group.exceptions[0].strerror}") from group
+        finally:
+            progress.close()
+        return True
+
+    measured_on = machine()
+    is_whole = until_signal(work())
+    turns = comparison.turns(journal)
+    report = make_report(
+        manifest,
+        comparison.traffic,
+        turns,
+        slo=Slo(args.slo_ttft, args.slo_tpot),
+        rounds=args.rounds,
+        measured_on=measured_on,
+    )
+    _write(report, folder, turns)
+    show(report, Console())
+    print(f"{folder / 'report.html'}\n{folder / 'report.json'}")
+    if not is_whole:
+        print(f"interrupted: the same command with --out {folder} goes on from here", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0 if report.agreement.num_compared and all(side.num_succeeded for side in report.sides) else 1
+
+
+def _write(report: CompareReport, folder: Path, turns: list[list[Turn]]) -> None:
+    document = msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+    (folder / "report.json").write_bytes(document)
+    (folder / "report.html").write_text(page_of(report, turns))
+
+
+def _manifest(args: argparse.Namespace, comparison: Comparison) -> Manifest:
+    return Manifest(
+        model=args.model,
+        requests=args.requests.name,
+        digest=comparison.traffic.digest,
+        num_requests=len(comparison.traffic.requests),
+        sides=tuple(side.name for side in comparison.sides),
+        vllm_flags=tuple(args.vllm_args),
+        pace=str(comparison.pace),
+        as_sent=args.as_sent,
+    )
+
+
+def _pace(args: argparse.Namespace, traffic: Traffic) -> Pace:
+    if args.concurrency is not None:
+        return Pace(concurrency=args.concurrency)
+    return Pace(speed=args.speed) if traffic.is_timed else Pace(concurrency=_CONCURRENCY)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise StartupFailed for arguments that are not meant."""
+    for name in ("limit", "concurrency", "rounds", "speed", "slo_ttft", "slo_tpot", "timeout"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise StartupFailed(f"--{name.replace('_', '-')} must be positive")

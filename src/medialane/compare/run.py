@@ -1,0 +1,116 @@
+"""Runs a comparison: the servers in turns, each with the whole traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from medialane.check.progress import CheckProgress
+from medialane.compare.client import CompareClient
+from medialane.compare.journal import Journal, ReplyWriter, Turn, done
+from medialane.compare.replay import Pace, Replay
+from medialane.compare.reply import Reply
+from medialane.compare.sides import RunningServer, Side
+from medialane.compare.summary import COUNTERS
+from medialane.compare.traffic import Traffic, UnusableLine
+from medialane.core.process.cpu_time import used_cpu_s
+
+#: More than the second for which vLLM's idle engine busy-waits after its last step (`SpinCondition.busy_loop_s`).
+_SETTLE_S: Final = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared, and how. `metrics_key` opens the metrics of medialane."""
+
+    traffic: Traffic
+    sides: tuple[Side, Side]
+    pace: Pace
+    rounds: int = 1
+    as_sent: bool = False
+    api_key: str = ""
+    metrics_key: str = ""
+    timeout_s: float = 600.0
+
+    async def run(self, journal: Journal, progress: CheckProgress) -> None:
+        """Run the turns that the journal does not have whole. Cancelling it keeps the replies so far. Raises
+        StartupFailed."""
+        await self._prepare(progress)
+        for number in range(1, self.rounds + 1):
+            for place, side in enumerate(self.sides):
+                turn = journal.turn(place, side.name, number)
+                if turn.facts.is_whole:
+                    progress.note(f"{side.name}, round {number}: there are all replies")
+                    continue
+                async with (
+                    side.run(number + turn.facts.num_parts) as server,
+                    self._measured(place, server, turn, journal) as client,
+                ):
+                    with journal.writer(place, number) as writer:
+                        await self._turn(turn, client, writer, progress)
+
+    async def _prepare(self, progress: CheckProgress) -> None:
+        """Make every request once: its media are kept then."""
+        for number, request in enumerate(self.traffic.requests, 1):
+            progress.case(number, len(self.traffic.requests), "preparing requests")
+            with suppress(UnusableLine):  # it is reported in each turn
+                await asyncio.to_thread(request.make)
+
+    def turns(self, journal: Journal) -> list[list[Turn]]:
+        """Return what the journal has, by side."""
+        return [
+            [
+                turn
+                for number in range(1, self.rounds + 1)
+                if (turn := journal.turn(place, side.name, number)).replies or turn.facts.num_parts
+            ]
+            for place, side in enumerate(self.sides)
+        ]
+
+    async def _turn(self, turn: Turn, client: CompareClient, writer: ReplyWriter, progress: CheckProgress) -> None:
+        """Send what has no reply yet."""
+        answered = done(turn.replies)
+        num_done = len(answered)
+
+        def replied(reply: Reply) -> None:
+            nonlocal num_done
+            num_done += 1
+            writer.add(reply)
+            progress.case(num_done, len(self.traffic.requests), f"{turn.facts.side}, round {turn.facts.round}")
+
+        numbers = [n for n in range(len(self.traffic.requests)) if n not in answered]
+        await Replay(self.traffic, client, self.pace, replied).run(numbers)
+
+    @asynccontextmanager
+    async def _measured(
+        self, place: int, server: RunningServer, turn: Turn, journal: Journal
+    ) -> AsyncIterator[CompareClient]:
+        """Yield a client of a server that is idle; write the facts of the block, however it ends."""
+        async with CompareClient.opened(
+            server.base_url, api_key=self.api_key, as_sent=self.as_sent, timeout_s=self.timeout_s
+        ) as client:
+            await client.warm_up()
+            if server.process_id is not None:
+                await asyncio.sleep(_SETTLE_S)
+            counters = await client.counters(COUNTERS, self.metrics_key)
+            cpu_s, began = await _cpu(server), time.perf_counter()
+            is_whole = False
+            try:
+                yield client
+                is_whole = True
+            finally:
+                wall_s = time.perf_counter() - began
+                used = None if cpu_s is None or (now := await _cpu(server)) is None else now - cpu_s
+                after = await client.counters(COUNTERS, self.metrics_key)
+                grown = {key: value - counters.get(key, 0.0) for key, value in after.items()}
+                journal.end(place, turn.facts.plus(wall_s, used, grown, is_whole=is_whole))
+
+
+async def _cpu(server: RunningServer) -> float | None:
+    if server.process_id is None:
+        return None
+    return await asyncio.to_thread(used_cpu_s, [server.process_id])

@@ -1,0 +1,110 @@
+"""What a recording does not have of a request's body: secrets always, text if asked for.
+
+Theory of operation. Each word becomes another of the same length, from a keyed hash of all words before it in its
+string. So equal beginnings stay equal beginnings, which prefix caches depend on, but a word that occurs twice has two
+replacements: they cannot be told by how often they occur. What stays are lengths, line breaks, the structure of the
+JSON, and the strings that servers interpret (roles, types, formats, names of functions).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from blake3 import blake3
+
+#: Long words are those of languages that do not separate them.
+_WORD = re.compile(r"\w{1,12}")
+_LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
+#: Names of members whose strings servers interpret.
+_KEPT = frozenset(
+    (
+        "role", "type", "model", "detail", "format", "encoding_format", "required", "tool_choice", "reasoning_effort",
+        "effort", "service_tier", "response_format", "truncation", "media_type", "language", "status", "object",
+        "modalities", "task", "$ref", "pattern", "regex", "grammar", "guided_regex", "guided_grammar", "chat_template",
+    )
+)  # fmt: skip
+#: Members that are no text to be resembled, but would not parse if they were changed.
+_EMPTIED = {"arguments": "{}", "partial_json": "{}"}
+#: Of a member anywhere but among the properties of a schema: it is left out.
+_SECRET = re.compile(
+    r"(proxy[-_]?)?authorization|(x[-_])?api[-_]?key|cookie|password|passwd|(client[-_]?)?secret"
+    r"|((access|auth|bearer|refresh|id)[-_]?)token|credentials?|headers",
+    re.IGNORECASE,
+)
+_SCHEMA_NAMES = ("properties", "$defs", "definitions")
+#: Each model's vocabulary has these, and they are no special tokens.
+_FIRST_TOKEN, _NUM_TOKENS = 100, 900
+#: Words after which the thread offers the interpreter to others: some 0.3 ms.
+_WORDS_IN_ROW = 200
+
+
+def without_secrets(value: Any, *, is_schema: bool = False) -> Any:
+    """Return JSON without members that are named like secrets: tools of other servers have headers and keys."""
+    if isinstance(value, list):
+        return [without_secrets(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: without_secrets(each, is_schema=name in _SCHEMA_NAMES)
+        for name, each in value.items()
+        if is_schema or not _SECRET.fullmatch(name)
+    }
+
+
+class Redaction:
+    """Replaces text by text that has nothing of it but the length, the same for the same `key`. Strings that
+    `is_reference` stay."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._num_words = 0
+
+    def name(self, text: str) -> str:
+        """Return what stands for a name."""
+        return blake3(text.encode("utf-8", "surrogatepass"), key=self._key).hexdigest(length=8)
+
+    def body(self, body: dict[str, Any], is_reference: Callable[[str], bool]) -> dict[str, Any]:
+        return {name: self._value(name, value, is_reference) for name, value in body.items()}
+
+    def text(self, text: str) -> str:
+        chain = blake3(key=self._key)
+
+        def other(word: re.Match[str]) -> str:
+            self._pause()
+            chain.update(word[0].encode("utf-8", "surrogatepass") + b"\0")
+            return "".join(_LETTERS[byte % len(_LETTERS)] for byte in chain.digest(length=len(word[0])))
+
+        return _WORD.sub(other, text)
+
+    def tokens(self, token_ids: list[int]) -> list[int]:
+        return list(self._other_tokens(token_ids))
+
+    def _value(self, name: str, value: Any, is_reference: Callable[[str], bool]) -> Any:
+        match value:
+            case str() if name in _EMPTIED:
+                return _EMPTIED[name]
+            case str():
+                return value if name in _KEPT or is_reference(value) else self.text(value)
+            case dict():
+                return self.body(value, is_reference)
+            case [int(), *_] if all(type(each) is int for each in value):
+                return self.tokens(value)
+            case list():
+                return [self._value(name, each, is_reference) for each in value]
+            case _:
+                return value
+
+    def _other_tokens(self, token_ids: list[int]) -> Iterator[int]:
+        chain = blake3(key=self._key)
+        for token_id in token_ids:
+            self._pause()
+            chain.update(token_id.to_bytes(8, "little", signed=True))
+            yield _FIRST_TOKEN + int.from_bytes(chain.digest(length=4), "little") % _NUM_TOKENS
+
+    def _pause(self) -> None:
+        self._num_words += 1
+        if self._num_words % _WORDS_IN_ROW == 0:
+            time.sleep(0)
