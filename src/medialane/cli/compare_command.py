@@ -44,7 +44,7 @@ this machine, and compares them: answers, times, throughput, goodput, CPU, bytes
 Prints a table; writes report.json and report.html, a page without anything from elsewhere, to the folder --out.
 
 {_FILES}
-`medialane serve MODEL --record FILE` records traffic; docs/compare.md has the ten minutes from there to here.
+`medialane serve MODEL --record FILE` records traffic; docs/guides/compare.md has the ten minutes from there to here.
 
 Requests are sent greedy and streamed (--as-sent: as they are), at their times if the file has any, else {_CONCURRENCY}
 at a time. Ctrl-C stops the servers and reports what there is; the same command with the same --out goes on from there.
