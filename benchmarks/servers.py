@@ -68,7 +68,7 @@ async def both_servers(model: str, *, observed: bool = False) -> AsyncIterator[t
 @asynccontextmanager
 async def plain_server(model: str, log: Path, *, own: Mapping[str, str] = _NOTHING) -> AsyncIterator[Server]:
     """Plain vLLM's API server, with `own` variables."""
-    async with plain_vllm(model, TINY_MODEL_FLAGS, environ=clean_environ() | own, log=log) as process:
+    async with plain_vllm(model, TINY_MODEL_FLAGS, environ={**clean_environ(), **own}, log=log) as process:
         yield server_of("plain vLLM", process)
 
 

@@ -79,7 +79,17 @@ def _flags() -> set[str]:
     for command in COMMANDS.values():
         parser = argparse.ArgumentParser()
         import_module(f"medialane.cli.{command.module}").add_arguments(parser)
-        found |= {flag for action in parser._actions for flag in action.option_strings}  # noqa: SLF001 - argparse's only list
+        found |= _flags_of(parser)
+    return found
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Its flags, and those of its commands."""
+    found = set()
+    for action in parser._actions:  # noqa: SLF001 - argparse's only list
+        found |= set(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - has no public name
+            found |= {flag for command in action.choices.values() for flag in _flags_of(command)}
     return found
 
 
