@@ -87,7 +87,7 @@ class Reloading:
     def _catch_up(self) -> None:
         """Have the values that were read again before this process was started: its environment has older ones."""
         try:
-            self._known = self._source.load()
+            self._known = self._source.load(self._running)
         except StartupFailed as error:
             logger.error("the settings of the start are used: %s", error.message)
         else:
@@ -97,7 +97,7 @@ class Reloading:
         """Raises StartupFailed naming the setting: then nothing has changed."""
         async with self._reading:
             with shown_reload():
-                loaded = await asyncio.to_thread(self._source.load)
+                loaded = await asyncio.to_thread(self._source.load, self._running)
                 use_files, files = await self.prepare(loaded)
                 change = change_of(self._known, loaded, self._live, self._source.sections)
                 for config in (self._running, self._known):

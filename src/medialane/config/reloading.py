@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 
 import msgspec
 
+from medialane.config.environment import as_environ
 from medialane.config.loading import FILE, load_config
 from medialane.config.settings import PREFIX, Config, SectionName, Setting, settings
 from medialane.core.errors import StartupFailed
@@ -73,9 +74,11 @@ class SettingsSource(msgspec.Struct, frozen=True):
     def write(self, path: Path) -> None:
         path.write_bytes(msgspec.json.encode(self))
 
-    def load(self) -> Config:
-        """Read the file again. Raises StartupFailed naming the setting."""
-        return load_config(self.flags, file=self.file, environ=self.environ, sections=self.sections)
+    def load(self, running: Config) -> Config:
+        """Read the file again; secrets are those of the `running` process. Raises StartupFailed naming the setting."""
+        secret = {setting.variable for setting in settings() if setting.is_secret}
+        secrets = {name: value for name, value in as_environ(running).items() if name in secret}
+        return load_config(self.flags, file=self.file, environ=self.environ | secrets, sections=self.sections)
 
 
 class SettingsChange(msgspec.Struct, frozen=True):

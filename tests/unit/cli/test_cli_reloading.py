@@ -35,7 +35,7 @@ def level():
 @pytest.fixture
 def reloading(file, level):
     source = SettingsSource.of(SECTIONS, {}, str(file), {})
-    return Reloading("gateway", source.load(), source)
+    return Reloading("gateway", source.load(load_config({}, environ={})), source)
 
 
 async def test_level_of_the_log_changes_at_once(file, reloading, level):

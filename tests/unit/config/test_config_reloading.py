@@ -8,6 +8,8 @@ from medialane.config.reloading import LIVE, SettingsChange, SettingsSource, cha
 from medialane.core.errors import StartupFailed
 
 SECTIONS = ("gateway", "media", "logging", "arena")
+#: Of a process without secrets.
+STARTED = load_config({}, environ={})
 
 
 @pytest.fixture
@@ -22,12 +24,12 @@ def source_of(file, flags=None, environ=None):
 
 
 def change(running, source):
-    return change_of(running, source.load(), LIVE["gateway"], SECTIONS)
+    return change_of(running, source.load(STARTED), LIVE["gateway"], SECTIONS)
 
 
 def test_changed_settings_are_told_from_those_that_need_a_restart(file):
     source = source_of(file)
-    running = source.load()
+    running = source.load(STARTED)
     file.write_text('gateway-max-tools = 3\narena-size = "64MiB"\nlog-level = "debug"\nmedia-max-items = 2')
     found = change(running, source)
     assert sorted(found.changed) == ["--gateway-max-tools", "--log-level", "--media-max-items"]
@@ -37,25 +39,25 @@ def test_changed_settings_are_told_from_those_that_need_a_restart(file):
 
 def test_setting_that_only_gateways_use_needs_no_restart_of_a_store(file):
     source = source_of(file)
-    running = source.load()
+    running = source.load(STARTED)
     file.write_text('gateway-max-tools = 3\narena-size = "64MiB"\nlog-level = "debug"')
-    found = change_of(running, source.load(), LIVE["store"], SECTIONS)
+    found = change_of(running, source.load(STARTED), LIVE["store"], SECTIONS)
     assert (found.changed, found.needs_restart) == (["--log-level"], ["--arena-size"])
 
 
 def test_values_are_taken_over_by_all_who_have_the_section(file):
     source = source_of(file)
-    running = source.load()
+    running = source.load(STARTED)
     user = running.gateway
     file.write_text("gateway-max-tools = 3\nmigration-limit = 0")
-    take_over(running, source.load(), ["--gateway-max-tools"])
+    take_over(running, source.load(STARTED), ["--gateway-max-tools"])
     assert (user.max_tools, user.migration_limit) == (3, 3)
     assert change(running, source).changed == ["--migration-limit"]
 
 
 def test_flags_and_environment_win_over_the_new_file_too(file):
     source = source_of(file, {"gateway-max-tools": "5"}, {"MEDIALANE_GATEWAY_MAX_PROMPTS": "6", "HOME": "/"})
-    running = source.load()
+    running = source.load(STARTED)
     file.write_text("gateway-max-tools = 3\ngateway-max-prompts = 3")
     assert change(running, source) == SettingsChange()
 
@@ -64,7 +66,7 @@ def test_file_may_be_named_in_the_environment(file):
     file.write_text("gateway-max-tools = 3")
     source = SettingsSource.of(SECTIONS, {}, None, {"MEDIALANE_CONFIG": str(file)})
     file.write_text("gateway-max-tools = 4")
-    assert source.load().gateway.max_tools == 4
+    assert source.load(STARTED).gateway.max_tools == 4
 
 
 @pytest.mark.parametrize(
@@ -80,14 +82,14 @@ def test_bad_file_is_refused_with_the_settings_name(file, text, named):
     source = source_of(file)
     file.write_text(text)
     with pytest.raises(StartupFailed, match=named):
-        source.load()
+        source.load(STARTED)
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 5), (5, 0)])
 def test_queue_is_not_turned_on_or_off(file, before, after):
     source = source_of(file)
     file.write_text(f"gateway-queue-requests = {before}")
-    running = source.load()
+    running = source.load(STARTED)
     file.write_text(f"gateway-queue-requests = {after}")
     assert change(running, source).needs_restart == ["--gateway-queue-requests"]
 
@@ -100,6 +102,16 @@ def test_source_of_other_processes_has_no_secrets(file, tmp_path):
     assert SettingsSource.read(str(tmp_path / "source.json")) == source
 
 
+def test_secrets_stay_those_of_the_process(file):
+    secrets = {"MEDIALANE_ADMIN_KEY": "admin", "MEDIALANE_API_KEYS": '["a,b", "c"]'}
+    source = source_of(file, environ=secrets)
+    running = load_config({}, environ=secrets)
+    file.write_text("gateway-max-tools = 3")
+    loaded = source.load(running)
+    assert (loaded.gateway.admin_key, loaded.gateway.api_keys) == ("admin", ("a,b", "c"))
+    assert change_of(running, loaded, LIVE["gateway"], SECTIONS).changed == ["--gateway-max-tools"]
+
+
 def test_names_of_settings_that_may_change_exist():
     names = {setting.name for setting in settings()}
     assert not [name for names_of_role in LIVE.values() for name in names_of_role if name not in names]
@@ -109,6 +121,6 @@ def test_configuration_that_others_have_is_not_changed(file):
     """Default sections are shared by all configurations that are made without loading."""
     running, other = load_config({}, environ={}), load_config({}, environ={})
     file.write_text("gateway-max-tools = 3")
-    take_over(running, source_of(file).load(), ["--gateway-max-tools"])
+    take_over(running, source_of(file).load(STARTED), ["--gateway-max-tools"])
     assert other.gateway == msgspec.structs.replace(running.gateway, max_tools=other.gateway.max_tools)
     assert other.gateway.max_tools != 3
