@@ -275,9 +275,9 @@ async def test_settings_are_read_again_by_all_gateways_and_a_bad_file_changes_no
         ],
     )
     assert await refused() == [True] * 6
-    async with served.client.session(Authorization=f"Bearer {CLIENT}") as session:
-        async with session.get(f"{served.client.base_url}/medialane/state") as response:
-            assert response.status == 403  # keys are what they were
+    url = f"{served.client.base_url}/medialane/state"
+    async with served.client.session(Authorization=f"Bearer {CLIENT}") as session, session.get(url) as response:
+        assert response.status == 403  # keys are what they were
     assert {await served.shown_certificate() for _ in range(4)} == {renewed}
     served.settings.write_text("gateway-max-text-bytes = 0")
     status, output = await served.command("reload")
