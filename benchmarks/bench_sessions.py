@@ -56,7 +56,7 @@ class System:
 
 @dataclass
 class Found:
-    """Of one kind of traffic: what each system has done, turn by turn, and which answers were medialane's."""
+    """Of one kind of traffic: what each system has done, turn by turn, and the share of medialane's answers that equal each peer's."""
 
     held: dict[str, list[Held]] = field(default_factory=dict)
     same: dict[str, list[float]] = field(default_factory=dict)
@@ -129,7 +129,7 @@ def _ttft_s(held: list[Held], *, later: bool) -> float:
 def _bars(name: str, found: Found, shape: Shape) -> list[Bar]:
     """Against whichever peer is better. Text has no bar but right answers."""
     same = min(share for shares in found.same.values() for share in shares)
-    bars = [Bar(f"{name}: share of answers that are the peers'", same, 1.0, "at least")]
+    bars = [Bar(f"{name}: share of answers that equal the peers'", same, 1.0, "at least")]
     if shape.num_images:
         best = max(_requests_per_s(found.held[peer]) for peer in PEERS)
         soonest = min(_ttft_s(found.held[peer], later=True) for peer in PEERS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -56,14 +55,10 @@ def smg_version() -> str:
 @asynccontextmanager
 async def smg_gateway(environment: Path, workers: Sequence[Server], log: Path) -> AsyncIterator[Server]:
     """SGLang's gateway with its defaults, in front of these servers, whose processes are not among its own."""
-    program = environment / "bin" / "python"
-    if shutil.which(program) is None:
-        raise StartupFailed(f"{environment}: no environment with SGLang's gateway; delete it to have it made again")
+    python = str(environment / "bin" / "python")
     urls = [worker.base_url.removesuffix("/v1") for worker in workers]
     command = ["-m", "smg", "launch", "--host", "127.0.0.1", "--worker-urls", *urls]
-    async with server_process(
-        "smg", command, [], model="", environ=clean_environ(), log=log, python=str(program)
-    ) as process:
+    async with server_process("smg", command, [], model="", environ=clean_environ(), log=log, python=python) as process:
         await _until_healthy(process.base_url.removesuffix("/v1"), len(workers))
         yield server_of("smg", process)
 
