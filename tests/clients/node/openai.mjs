@@ -13,6 +13,7 @@ const tools = [{ type: "function", function: tool }];
 const forced = { type: "function", function: { name: "describe" } };
 const Picture = z.object({ kind: z.enum(["photo", "drawing"]), sharp: z.boolean() });
 const written = { max_tokens: 150, frequency_penalty: frequencyPenalty };
+const unending = { max_tokens: longAnswer, n: 4, temperature: 1, ignore_eos: true };
 const photo = { type: "image_url", image_url: { url: settings.dataUrl } };
 
 const asked = (...parts) => [{ role: "user", content: [...parts, { type: "text", text: question }] }];
@@ -61,14 +62,13 @@ const calls = {
   "image that is not there": () => chat([{ type: "image_url", image_url: { url: settings.missing_url } }]),
   "upload of a file": () => client.files.create({ file: createReadStream(settings.photo), purpose: "user_data" }),
   "timeout of the client": () =>
-    client.chat.completions.create(request([], { max_tokens: longAnswer, n: 4, temperature: 1, ignore_eos: true }), { timeout: 1000 }),
+    client.chat.completions.create(request([], unending), { timeout: 1000 }),
   "stream that the client leaves": async () => {
-    for await (const _ of await chat([photo], { max_tokens: longAnswer, stream: true, ignore_eos: true })) break;
+    for await (const _ of await chat([photo], { ...unending, stream: true })) break;
     return "left";
   },
   "stream that the client aborts": async () => {
-    const options = { max_tokens: longAnswer, stream: true, ignore_eos: true };
-    const stream = await chat([photo], options);
+    const stream = await chat([photo], { ...unending, stream: true });
     for await (const _ of stream) stream.controller.abort();
     return "aborted";
   },

@@ -300,6 +300,7 @@ def stream_that_the_client_leaves() -> Any:
         model=server.model,
         messages=asked(image(server.data_url())),
         max_tokens=LONG_ANSWER,
+        n=4,
         stream=True,
         extra_body={"ignore_eos": True},
     )
