@@ -18,7 +18,7 @@ from medialane.cli.launches import EXIT_INTERRUPTED, check_launch, launch_enviro
 from medialane.cli.serve import SECTIONS
 from medialane.cluster.preflight import check_start
 from medialane.compare.formats import FORMATS, read_traffic
-from medialane.compare.journal import Journal, Manifest, Turn
+from medialane.compare.journal import Journal, Manifest, Turn, writing
 from medialane.compare.machine import machine
 from medialane.compare.page import page_of
 from medialane.compare.replay import Pace
@@ -130,10 +130,6 @@ def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, pro
     async def work() -> bool:
         try:
             await comparison.run(journal, progress)
-        except ExceptionGroup as group:  # of the tasks that write replies
-            if not isinstance(group.exceptions[0], OSError):
-                raise
-            raise StartupFailed(f"--out {folder}: {group.exceptions[0].strerror}") from group
         finally:
             progress.close()
         return True
@@ -160,8 +156,9 @@ def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, pro
 
 def _write(report: CompareReport, folder: Path, turns: list[list[Turn]]) -> None:
     document = msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
-    (folder / "report.json").write_bytes(document)
-    (folder / "report.html").write_text(page_of(report, turns))
+    with writing(folder):
+        (folder / "report.json").write_bytes(document)
+        (folder / "report.html").write_text(page_of(report, turns))
 
 
 def _manifest(args: argparse.Namespace, comparison: Comparison) -> Manifest:

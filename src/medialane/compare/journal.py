@@ -7,8 +7,8 @@ at its end, whole or interrupted.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 
@@ -101,14 +101,18 @@ class Journal:
         return Turn(facts, tuple(replies))
 
     def writer(self, side: int, number: int) -> ReplyWriter:
-        return ReplyWriter(self._replies(side, number).open("ab"))
+        """Raises StartupFailed."""
+        path = self._replies(side, number)
+        with writing(self.folder):
+            return ReplyWriter(self.folder, path.open("ab"))
 
     def end(self, side: int, facts: TurnFacts) -> None:
-        """Write the facts of a turn, whole or not at all."""
+        """Write the facts of a turn, whole or not at all. Raises StartupFailed."""
         path = self._facts(side, facts.round)
         new = path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(facts) + b"\n")
-        os.replace(new, path)
+        with writing(self.folder):
+            new.write_bytes(msgspec.json.encode(facts) + b"\n")
+            os.replace(new, path)
 
     def _replies(self, side: int, number: int) -> Path:
         return self.folder / f"turn-{number}-{side}.jsonl"
@@ -120,18 +124,31 @@ class Journal:
 class ReplyWriter:
     """Appends replies to a turn. Use it in a `with`."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, folder: Path, file: IO[bytes]) -> None:
+        self._folder = folder
         self._file = file
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with writing(self._folder):
+            self._file.close()
 
     def add(self, reply: Reply) -> None:
-        self._file.write(msgspec.json.encode(reply) + b"\n")
-        self._file.flush()
+        """Raises StartupFailed."""
+        with writing(self._folder):
+            self._file.write(msgspec.json.encode(reply) + b"\n")
+            self._file.flush()
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raise StartupFailed, with the folder's name, if the block cannot write."""
+    try:
+        yield
+    except OSError as error:
+        raise StartupFailed(f"--out {folder}: {error.strerror}") from error
 
 
 def done(replies: Sequence[Reply]) -> frozenset[int]:

@@ -46,32 +46,32 @@ class Replay:
     replied: Callable[[Reply], None]
 
     async def run(self, numbers: Sequence[int]) -> None:
-        """Send the requests of these numbers. Cancelling it ends all requests."""
-        began = time.perf_counter()
-        if self.pace.concurrency is None:
-            await self._at_their_times(numbers, began)
-            return
-        pending = iter(numbers)
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(self.pace.concurrency):
-                tasks.create_task(self._one_after_the_other(pending, began))
+        """Send the requests of these numbers. Cancelling it ends all requests. Raises what `replied` raises."""
+        began, pending = time.perf_counter(), iter(numbers)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if self.pace.concurrency is None:
+                    await self._at_their_times(numbers, began, tasks)
+                for _ in range(self.pace.concurrency or 0):
+                    tasks.create_task(self._one_after_the_other(pending, began))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def _one_after_the_other(self, pending: Iterator[int], began: float) -> None:
         for number in pending:
             made = await _made(self.traffic.requests[number], self.client)
             self.replied(await self._sent(made, number, began))
 
-    async def _at_their_times(self, numbers: Sequence[int], began: float) -> None:
+    async def _at_their_times(self, numbers: Sequence[int], began: float, tasks: asyncio.TaskGroup) -> None:
         times = [self.traffic.requests[number].at_s or 0.0 for number in numbers]
         free = asyncio.Semaphore(MAX_IN_FLIGHT)
-        async with asyncio.TaskGroup() as tasks:
-            for number, at_s in zip(numbers, times, strict=True):
-                made = await _made(self.traffic.requests[number], self.client)
-                due = began + (at_s - times[0]) / self.pace.speed
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                await free.acquire()
-                sending = tasks.create_task(self._send(made, number, began, due=due))
-                sending.add_done_callback(lambda _: free.release())
+        for number, at_s in zip(numbers, times, strict=True):
+            made = await _made(self.traffic.requests[number], self.client)
+            due = began + (at_s - times[0]) / self.pace.speed
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            await free.acquire()
+            sending = tasks.create_task(self._send(made, number, began, due=due))
+            sending.add_done_callback(lambda _: free.release())
 
     async def _send(self, made: _Made | Reply, number: int, began: float, *, due: float) -> None:
         late_s = max(0.0, time.perf_counter() - due)

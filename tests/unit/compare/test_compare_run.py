@@ -230,3 +230,11 @@ def test_address_that_is_none_is_refused(tmp_path, text):
     launch = Launch(model="m", vllm_args=(), environ={}, own_environ={}, logs=tmp_path)
     with pytest.raises(StartupFailed, match="--against"):
         sides_of([text], launch, quiet())
+
+
+async def test_folder_on_a_full_disk_is_named(compared, traffic_file):
+    comparison = await compared(traffic_file(chat("a")), FakeVllm(), FakeVllm())
+    comparison.folder.mkdir()
+    (comparison.folder / "turn-1-0.jsonl").symlink_to("/dev/full")
+    with pytest.raises(StartupFailed, match=r"--out .*/out: No space left on device"):
+        await comparison.run()
