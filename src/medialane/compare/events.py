@@ -16,8 +16,6 @@ _DONE = b"[DONE]"
 #: The last events of streams that do not end with DONE.
 _LAST = {"response.completed", "response.incomplete", "message_stop", "medialane.report"}
 _MAX_ERROR_CHARS = 300
-#: A document that is larger is not kept.
-_MAX_DOCUMENT_BYTES = 4 << 20
 
 
 def read_stream(path: str, lines: Sequence[tuple[float, bytes]]) -> Fields:
@@ -49,10 +47,10 @@ def read_document(raw: bytes) -> Fields:
         return fields | {"error": error}
     usage = document.get("usage") or {}
     fields |= {"prompt_tokens": usage.get("prompt_tokens") or 0, "num_tokens": usage.get("completion_tokens") or 0}
-    return fields | _of_document(document, len(raw))
+    return fields | _of_document(document)
 
 
-def _of_document(document: dict[str, Any], num_bytes: int) -> Fields:
+def _of_document(document: dict[str, Any]) -> Fields:
     """Return what a document answers: the first choice's text, or all of it."""
     choices = document.get("choices")
     if isinstance(choices, list) and choices and isinstance(choices[0], dict):
@@ -61,7 +59,7 @@ def _of_document(document: dict[str, Any], num_bytes: int) -> Fields:
         return {"text": text, "token_ids": tuple(choices[0].get("token_ids") or ())}
     if isinstance(document.get("text"), str):  # transcriptions
         return {"text": document["text"]}
-    return {"document": document} if num_bytes <= _MAX_DOCUMENT_BYTES else {}
+    return {"document": document}
 
 
 def _read_choices(events: Sequence[tuple[float, dict[str, Any]]]) -> Fields:
