@@ -70,6 +70,7 @@ async def next_line(owner) -> str:
 
 
 def started_owner() -> subprocess.Popen:
-    variables = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "NIXL_LOG_LEVEL": "WARN"}
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
+    variables = {"PYTHONPATH": path, "NIXL_LOG_LEVEL": "WARN"}
     command = [sys.executable, "-c", OWNER, str(SPEC.nbytes)]
     return subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True)

@@ -7,10 +7,12 @@ preferred victim of the kernel's OOM killer.
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import stat
 import struct
+import threading
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +29,11 @@ _STDERR = 2
 #: By a new Python process.
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 
+#: Threads of libraries that hold no lock which a child takes. NVML's, `cuda` and a number, which the first nvmlInit
+#: starts with driver 580: vLLM finds its platform by NVML, and forks its engines after that. jemalloc's, of pyarrow,
+#: which pandas imports: jemalloc has handlers for forks.
+_HARMLESS = re.compile(r"cuda\d+|jemalloc_bg_thd")
+
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
@@ -37,16 +44,25 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def require_one_thread() -> None:
-    """Raise StartupFailed unless this process has exactly one thread.
+    """Raise StartupFailed unless this process has exactly one thread, besides those that do not matter to a fork.
 
     A forked child has only the calling thread: locks held by other threads stay locked in it forever.
     """
-    num_threads = _status("Threads")
-    if num_threads != 1:
+    if names := [name for name in _other_threads() if not _HARMLESS.fullmatch(name)]:
         raise StartupFailed(
-            f"the process that others fork from has {num_threads} threads and must have one: a library started a "
-            "thread pool when it was imported, or the model's processor was built"
+            f"the process that others fork from has {1 + len(names)} threads ({', '.join(names)}) and must have one: a "
+            "library started a thread pool when it was imported, or the model's processor was built"
         )
+
+
+def _other_threads() -> list[str]:
+    """Return the names of this process's threads, without the calling one."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != threading.get_native_id():
+            with suppress(FileNotFoundError):  # it has ended meanwhile
+                found.append((task / "comm").read_text().strip())
+    return found
 
 
 def limit_memory(more_bytes: int) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,16 +87,35 @@ def test_all_sockets_except_the_kept_one_are_closed():
         assert peer.recv(20) == b"still here"
 
 
-def test_second_thread_is_rejected():
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait)
+@contextmanager
+def second_thread(name):
+    """Run a thread whose name in the kernel is `name`."""
+    end, named = threading.Event(), threading.Event()
+
+    def run():
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+        named.set()
+        end.wait()
+
+    thread = threading.Thread(target=run)
     thread.start()
+    named.wait()
     try:
-        with pytest.raises(StartupFailed, match="threads"):
-            confinement.require_one_thread()
+        yield
     finally:
         end.set()
         thread.join()
+
+
+def test_second_thread_is_rejected_by_name():
+    with second_thread("OpenBLAS"), pytest.raises(StartupFailed, match=r"2 threads \(OpenBLAS\)"):
+        confinement.require_one_thread()
+
+
+@pytest.mark.parametrize("name", ["cuda00001800007", "jemalloc_bg_thd"])
+def test_threads_of_nvml_and_jemalloc_do_not_prevent_a_fork(name):
+    with second_thread(name):
+        confinement.require_one_thread()
 
 
 PARENT = """

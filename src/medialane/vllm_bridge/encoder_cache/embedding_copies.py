@@ -103,7 +103,7 @@ class EmbeddingCopies:
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(current_platform.device_type, copy=True)
+    return tensor.to(current_platform.device_type, copy=True, non_blocking=tensor.is_pinned())
 
 
 def _write(payload: memoryview, where: TensorDescriptor, output: torch.Tensor) -> None:

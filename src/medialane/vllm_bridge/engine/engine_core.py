@@ -21,7 +21,7 @@ from medialane.vllm_bridge.encoder_cache.encoder_measure import measure
 from medialane.vllm_bridge.items.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.items.embeds_trial import try_embeds
 from medialane.vllm_bridge.seams import engine_core, rendezvous
-from medialane.vllm_bridge.seams.encoder_cache import connector_of, on_every_rank
+from medialane.vllm_bridge.seams.encoder_cache import connector_of, on_every_rank, only_encodes
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest
 from medialane.vllm_bridge.seams.start_phases import watch
 
@@ -46,7 +46,7 @@ def install() -> None:
         ArenaDecoder,
         before_add=_refuse_unreadable,
         utilities={
-            "medialane_attach": lambda _engine, arena, directory, nonce: RESOLVER.attach(arena, directory, nonce),
+            "medialane_attach": _attach,
             "medialane_detach": lambda _engine, arena: RESOLVER.detach(arena),
             "medialane_refused": lambda _engine, request_id: RESOLVER.has_refused(request_id),
             "medialane_die_with": _die_with,
@@ -79,9 +79,9 @@ def _refuse_unreadable(request: EngineCoreRequest) -> None:
         raise InvalidFeature("the features could not be read from the arena")
 
 
-def _attach(_worker: Any, arena: str, directory: str, nonce: str) -> bool:
-    """In a process that runs the model. In EngineCore's own, the arena is mapped already."""
-    return RESOLVER.attach(arena, directory, nonce)
+def _attach(process: Any, arena: str, directory: str, nonce: str) -> bool:
+    """In EngineCore, and in the processes that run the model, unless that is EngineCore's own."""
+    return RESOLVER.attach(arena, directory, nonce, pin=not only_encodes(process))
 
 
 def _detach(_worker: Any, arena: str) -> None:

@@ -27,6 +27,7 @@ from medialane.arena import ArenaView
 from medialane.core.errors import HandoverFailed
 from medialane.core.tensor import TensorDescriptor, TensorDescriptors
 from medialane.vllm_bridge.items.features import decode_item
+from medialane.vllm_bridge.items.pinned_memory import PinnedMemory, pinned
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest, ItemDecoder
 
 logger = logging.getLogger(__name__)
@@ -57,17 +58,20 @@ class ArenaResolver:
 
     def __init__(self) -> None:
         self._views: dict[str, ArenaView] = {}
+        self._pinned: dict[str, PinnedMemory] = {}
         self._refused: dict[str, None] = {}
 
-    def attach(self, arena: str, directory: str, nonce: str) -> bool:
-        """Map an arena; True if it holds the nonce (hex)."""
+    def attach(self, arena: str, directory: str, nonce: str, *, pin: bool = False) -> bool:
+        """Map an arena; True if it holds the nonce (hex). `pin` it for the device that this process uses, if any."""
         if arena in self._views:
             return self._views[arena].nonce.hex() == nonce
         try:
-            self._views[arena] = ArenaView.open(arena, directory, nonce=bytes.fromhex(nonce))
+            view = self._views[arena] = ArenaView.open(arena, directory, nonce=bytes.fromhex(nonce))
         except HandoverFailed as error:
             logger.warning("EngineCore cannot map the arena: %s", error.message)
             return False
+        if pin and (registered := pinned(view.memory)) is not None:
+            self._pinned[arena] = registered
         return True
 
     def detach(self, arena: str) -> None:
@@ -76,6 +80,8 @@ class ArenaResolver:
         vLLM's requests are reference cycles (their block hasher): finished ones still hold their items, and so the
         mapping, until they are garbage-collected.
         """
+        if (registered := self._pinned.pop(arena, None)) is not None:
+            registered.release()
         if (view := self._views.pop(arena, None)) is not None:
             view.close()
             gc.collect()

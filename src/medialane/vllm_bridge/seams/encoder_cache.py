@@ -134,6 +134,11 @@ def connector_of(engine_core: Any) -> ECConnectorBase | None:
     return engine_core.scheduler.get_ec_connector()
 
 
+def only_encodes(process: Any) -> bool:
+    """Return whether an engine has no language model. `process` is its EngineCore, or the worker of a rank."""
+    return bool(process.vllm_config.is_mm_encoder_only)
+
+
 def on_every_rank(engine_core: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call a module's function in each process that runs the model, with its worker as the first argument."""
     return list(engine_core.model_executor.collective_rpc(function, args=args))
