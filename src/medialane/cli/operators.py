@@ -15,11 +15,11 @@ from medialane.gateway.operators import OperatorEndpoints, Part, State, own_part
 from medialane.gateway.operators.decisions import decisions_page
 from medialane.gateway.operators.page_files import PageFiles
 from medialane.gateway.operators.part import Whose
-from medialane.gateway.operators.sessions import is_loopback
 from medialane.gateway.operators.state import Limits, OwnView, StoreView, store_view
 from medialane.gateway.requests import RecentRequests
 from medialane.routing import Router
 from medialane.store import StoreLink
+from medialane.wire.security import is_loopback
 
 #: How long is waited for new statistics of the store; then the last ones are shown.
 _REFRESH_S = 0.5

@@ -80,6 +80,7 @@ class Authentication:
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether a server that is bound to this address, or has this name, is reached from its machine only."""
     if host == "localhost":
         return True
     try:

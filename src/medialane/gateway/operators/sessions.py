@@ -9,11 +9,12 @@ a port and after their restart, and ends with its time or with the key. It opens
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import time
 from collections.abc import Callable, Sequence
 from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING
+
+from medialane.wire.security import is_loopback
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Scope
@@ -73,17 +74,9 @@ def is_same_site(scope: Scope) -> bool:
     return not origin or origin.partition("://")[2] == _header(scope, b"host")
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether a server that is bound to this address is reached from its machine only."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
 def _is_loopback_name(host: str) -> bool:
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    return name == "localhost" or is_loopback(name.strip("[]"))
+    return is_loopback(name.strip("[]"))
 
 
 def _signature(digest: bytes, expires: str) -> str:
