@@ -127,8 +127,9 @@ class StageTimeline:
     def wait_again(self) -> None:
         """The request is about to wait for admission again: the steps since it began to wait are a part of that."""
         first: Step | None = None
-        while self.steps and self.steps[-1].stage in ("admission", "route", "handover"):
-            first = self.steps.pop()
+        for stage in ("handover", "route", "admission"):
+            while self.steps and self.steps[-1].stage == stage:
+                first = self.steps.pop()
         if first is not None:
             self._keep(Step("admission", first.started_at, time.perf_counter() - first.started_at))
 

@@ -12,6 +12,9 @@ from medialane.core.errors import InvalidRequest
 from medialane.gateway.report import routing_report
 from medialane.gateway.requests import RecentRequests, RequestFilter
 
+#: Listed on the page at most: 2 ms of the event loop.
+MAX_DECISIONS = 256
+
 
 def newest_decisions(recent: RecentRequests, gateway: str, number: int) -> list[dict[str, object]]:
     """Return the last decisions of this gateway, those of the newest request first."""
@@ -24,7 +27,7 @@ def decisions_page(recent: RecentRequests, gateway: str, query: Mapping[str, str
     limit = query.get("limit", "100")
     if not limit.isdecimal() or not limit.isascii() or int(limit[:9]) < 1:
         raise InvalidRequest("limit must be a whole number of at least 1", param="limit")
-    found = newest_decisions(recent, gateway, int(limit[:9]))
+    found = newest_decisions(recent, gateway, min(int(limit[:9]), MAX_DECISIONS))
     hashed = [{"request_id_sha256": _hashed(decision.pop("request")), **decision} for decision in found]
     return msgspec.json.encode({"decisions": hashed})
 
