@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import shared_servers
 from medialane_process import STOP_S, MedialaneProcess, free_port, launch
 from openai_http import OpenAiHttp
 from shared_servers import MEDIA_FLAGS, SERVER_FLAGS, STORE_FLAGS
@@ -37,7 +38,7 @@ _LAST = (
 
 
 def pytest_configure(config):
-    config.pluginmanager.import_plugin("shared_servers")
+    shared_servers.add_to(config)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,12 +1,13 @@
 """Real vLLM for whole requests: a plain server, and `medialane serve` with two workers, for the whole session.
 
 Starting them takes a minute of both cores, so they start side by side, and all tests share them: those of this folder
-and of tests/clients, whose conftest.py register this module as a plugin. Files that need none of these run beside the
+and of tests/clients, whose conftest.py each add this module as a plugin. Files that need none of these run beside the
 others, in a process of their own (`-n 2 --dist loadgroup`).
 """
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -47,6 +48,12 @@ LOG_FLAGS = ("--log-format", "json", "--access-log")
 
 #: Files with servers of their own.
 _ALONE = ("test_clients_audio", "test_e2e_mistral", "test_e2e_render", "test_e2e_serve_gateways")
+
+
+def add_to(config: pytest.Config) -> None:
+    """Make the fixtures of this module known to all tests, unless they are."""
+    if not config.pluginmanager.has_plugin(__name__):
+        config.pluginmanager.register(sys.modules[__name__], __name__)
 
 
 @pytest.hookimpl(optionalhook=True)
