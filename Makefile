@@ -76,7 +76,7 @@ $(CLIENTS)/.filled: $(SERVING) requirements/clients.txt
 	@{ $(BIN)/python -m venv --clear $(CLIENTS) && $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --no-compile --no-deps --require-hashes --only-binary :all: -r requirements/clients.txt; } >> $(LOG) 2>&1 && touch $@ \
 	  || echo "medialane: some tests are skipped without LangChain, LiteLLM and pydantic-ai (details: $(LOG))"
 
-tests/clients/node/node_modules/.package-lock.json: tests/clients/node/package-lock.json
+tests/clients/node/node_modules/.package-lock.json: tests/clients/node/package-lock.json | $(SERVING)
 	@npm ci --prefix $(dir $<) --engine-strict --ignore-scripts --no-audit --no-fund >> $(LOG) 2>&1 && touch $@ \
 	  || echo "medialane: some tests are skipped without clients from npm (Node 20 or newer; details: $(LOG))"
 
