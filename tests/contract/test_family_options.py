@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.model_loader import get_model
+from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.inputs import PlaceholderRange as EnginePlaceholder
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
@@ -170,6 +171,7 @@ class Model(Halves):
         self._config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         with set_current_vllm_config(self._config):
             self._model = get_model(vllm_config=self._config)
+        self._num_embeds = {}
 
     def handed(self, modality, options, media=None):
         """An item of stage `features` that validation has accepted, and its number of embeddings."""
@@ -190,11 +192,15 @@ class Model(Halves):
         return rendered["mm_kwargs"][modality][0], rendered["mm_placeholders"][modality][0].get_num_embeds()
 
     def num_embeds(self, modality, item):
-        """As `GPUModelRunner._execute_mm_encoder` has the model encode it. Raises what would terminate EngineCore."""
-        with torch.inference_mode(), set_current_vllm_config(self._config), set_forward_context(None, self._config):
-            ((_, _, batch),) = group_and_batch_mm_kwargs([(modality, item)], device="cpu")
-            (embeddings,) = self._model.embed_multimodal(**batch)
-        return len(embeddings)
+        """As `GPUModelRunner._execute_mm_encoder` has the model encode it. Raises what would terminate EngineCore. Most
+        options change nothing: items of equal content are encoded once."""
+        ((_, _, batch),) = group_and_batch_mm_kwargs([(modality, item)], device="cpu")
+        content = MultiModalHasher.hash_kwargs("blake3", modality=modality, **batch)
+        if content not in self._num_embeds:
+            with torch.inference_mode(), set_current_vllm_config(self._config), set_forward_context(None, self._config):
+                (embeddings,) = self._model.embed_multimodal(**batch)
+            self._num_embeds[content] = len(embeddings)
+        return self._num_embeds[content]
 
     def last_position(self, modality, item, options):
         """The highest rotary position of a prompt with this item and no text around it."""
