@@ -29,7 +29,7 @@ from medialane.gateway.operators.state import Limits, OwnView
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestRecord
 from medialane.gateway.transports import InlineTransport, TransferPath
-from medialane.gateway.workers import WorkerLink
+from medialane.gateway.worker_link.link import WorkerLink
 from medialane.observability.logging import ACCESS_LOGGER, JsonFormatter, LimitedHandler, PlainFormatter
 from medialane.observability.metrics import Metrics
 from medialane.wire.config import RpcConfig

@@ -10,7 +10,8 @@ from medialane.gateway.route import Routes
 from medialane.gateway.scope import ExtractedMedia, RequestScope, current_scope, open_scope
 from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
 from medialane.gateway.store_features import StoreFeatures
-from medialane.gateway.workers import WorkerLink, WorkerPool
+from medialane.gateway.worker_link.link import WorkerLink
+from medialane.gateway.worker_pool import WorkerPool
 
 __all__ = [
     "AccessKeys",

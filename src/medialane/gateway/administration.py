@@ -12,7 +12,8 @@ import msgspec
 from medialane.core.admin import AddLora, AdminCall, AdminResult, changes_encoder, concerns_encoders
 from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
 from medialane.core.tasks import gather_or_cancel
-from medialane.gateway.workers import WorkerLink, WorkerPool
+from medialane.gateway.worker_link.link import WorkerLink
+from medialane.gateway.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 

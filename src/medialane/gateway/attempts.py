@@ -44,8 +44,9 @@ from medialane.gateway.scope import RequestScope, while_connected
 from medialane.gateway.store_features import StoreFeatures
 from medialane.gateway.trace import AttemptTrace
 from medialane.gateway.transports import TransferPath, Transports
+from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_link.remote_request import RemoteRequest
-from medialane.gateway.workers import WorkerLink, WorkerPool, on_hosts_of
+from medialane.gateway.worker_pool import WorkerPool, on_hosts_of
 from medialane.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,8 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.handover import feature_payload
 from medialane.gateway.requests import RequestRecord
 from medialane.gateway.transports import ShmTransport
-from medialane.gateway.workers import WorkerLink, WorkerPool
+from medialane.gateway.worker_link.link import WorkerLink
+from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
 

@@ -56,7 +56,7 @@ from medialane.gateway.route import Routes
 from medialane.gateway.scope import RequestScope, current_scope, while_connected
 from medialane.gateway.store_features import StoreFeatures
 from medialane.gateway.transports import Transports
-from medialane.gateway.workers import WorkerPool
+from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
 from medialane.prepare.processor import ProcessedItem

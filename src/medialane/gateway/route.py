@@ -18,7 +18,8 @@ from medialane.core.stats import RoutingStats, WaitStats
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import EmbeddingOutcome, embedding_outcome
 from medialane.gateway.routed_worker import RoutedWorker
-from medialane.gateway.workers import WorkerLink, WorkerPool
+from medialane.gateway.worker_link.link import WorkerLink
+from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.routing import RoutedRequest, Router, RoutingRequest
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from medialane.core.kv_events import KvChange
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import WorkerLoad, WorkerState
-from medialane.gateway.workers import WorkerLink
+from medialane.gateway.worker_link.link import WorkerLink
 from medialane.routing import AnnouncedReservation, Router
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from medialane.core.tasks import gather_or_cancel
-from medialane.gateway.workers import WorkerPool
+from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.collectors import Memory
 from medialane.observability.worker_metrics import WORKER_LABEL, MetricMirror
 

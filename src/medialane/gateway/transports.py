@@ -25,7 +25,7 @@ from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor
 from medialane.observability.timeline import StageTimeline
 
 if TYPE_CHECKING:  # the settings import this module
-    from medialane.gateway.workers import WorkerLink
+    from medialane.gateway.worker_link.link import WorkerLink
     from medialane.store import HoldPasser, StoreGrants
 
 #: The values of --transport.

@@ -19,7 +19,8 @@ from medialane.core.request import WorkerRole, WorkerState
 from medialane.gateway.changed_workers import ChangedWorkers, ChangedWorkersFile
 from medialane.gateway.gateway_metrics import AskOthers, no_others
 from medialane.gateway.worker_link.client import RpcClient
-from medialane.gateway.workers import WorkerLink, WorkerPool
+from medialane.gateway.worker_link.link import WorkerLink
+from medialane.gateway.worker_pool import WorkerPool
 from medialane.wire.address import parse_named
 from medialane.wire.config import RpcConfig
 from medialane.wire.security import check_address

@@ -15,7 +15,7 @@ from medialane.core.request import WorkerState
 from medialane.gateway.operators.decisions import newest_decisions
 from medialane.gateway.requests import ItemRecord, RecentRequests, RequestRecord, RequestView
 from medialane.gateway.requests.rates import Step, Waits
-from medialane.gateway.workers import WorkerPool
+from medialane.gateway.worker_pool import WorkerPool
 
 #: Over so many seconds are the sums of a part.
 WINDOW_S = 60.0

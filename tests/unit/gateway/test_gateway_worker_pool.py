@@ -21,7 +21,7 @@ from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
 from medialane.gateway.worker_control import WorkerControl, WorkerInfo
 from medialane.gateway.worker_link.client import RpcClient
-from medialane.gateway.workers import on_hosts_of
+from medialane.gateway.worker_pool import on_hosts_of
 from medialane.observability.metrics import Metrics
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
 from medialane.wire.config import RpcConfig
