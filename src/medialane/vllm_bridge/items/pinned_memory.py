@@ -1,17 +1,18 @@
 """Registers a mapped arena with CUDA, in a process that runs a model: its pages become pinned memory.
 
-Without that, vLLM copies each large tensor of an item to pinned memory of its own, from which the device reads; a
-tensor in pinned memory it leaves where it is (`vllm.multimodal.inputs._nested_tensors_h2d`). The copy, by the thread
-that also schedules, is saved, and with it the first access to each page of a new feature. The mapping stays read-only.
+Without that, vLLM copies a large tensor of an item to pinned memory of its own, from which the device reads; one that
+is in pinned memory it leaves there (`vllm.multimodal.inputs._nested_tensors_h2d`). So the copy, by the thread that also
+schedules, is saved: 2.8 ms of 18.8 MB on an H100's host (`medialane bench gpu`). Tensors that vLLM joins to a batch are
+copied to pinned memory as ever. The mapping stays read-only.
 
-Registering takes ... s per GiB, so it has a thread of its own, whose device is the model's. There an error of CUDA is
-harmless, too: it is kept for the thread's next kernel, which would raise it. Until it is done, and if it fails, tensors
-are not pinned, and all is as without.
+*One call, in its own thread.* It takes 0.1 s per GiB, in which the launch of a kernel waits. It is one call since a
+copy across two registered ranges fails, and in a thread since CUDA keeps an error for the next kernel of the thread.
+Until it is done, or if it fails, tensors are not pinned, and vLLM copies them.
 
 *The device reads later.* A copy from pinned memory does not wait for the device. It is in the stream ahead of the
-step's forward pass, whose sampled tokens EngineCore waits for; and a request's hold ends after all steps that were in
-progress have completed. So the device has read an entry before it can be reused. An engine that only encodes samples
-nothing: its arenas are not registered.
+step's forward pass, whose output EngineCore waits for; and a request's hold ends after all steps that were in progress
+have completed. So the device has read an entry before it can be reused. An engine that only encodes has no output to
+wait for: its arenas are not registered.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class CudaRuntime(Protocol):
 
 
 class PinnedMemory:
-    """A mapping that is registered, or being registered. The owner calls `release` before it unmaps it."""
+    """A mapping that is registered, being registered, or was refused. The owner calls `release` before it unmaps it."""
 
     def __init__(self, memory: memoryview, runtime: CudaRuntime, enter_device: Callable[[], object]) -> None:
         self._runtime = runtime
@@ -82,6 +83,7 @@ class PinnedMemory:
 def pinned(memory: memoryview) -> PinnedMemory | None:
     """Have a mapping registered; None if this process does not use CUDA. If CUDA refuses, that is logged, and tensors
     are copied once more."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
         return None
-    return PinnedMemory(memory, torch.cuda.cudart(), partial(torch.cuda.set_device, torch.cuda.current_device()))
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch
+    return PinnedMemory(memory, runtime, partial(torch.cuda.set_device, torch.cuda.current_device()))

@@ -565,7 +565,7 @@ GROUPS: tuple[Group, ...] = (
             read vllm.v1.core.sched.output:SchedulerOutput with free_encoder_mm_hashes, total_num_scheduled_tokens
             read vllm.v1.request:Request with request_id, mm_features, ec_transfer_params
             call vllm.distributed.parallel_state:get_tensor_model_parallel_rank()
-            read vllm.v1.engine.core:EngineCore with scheduler, model_executor
+            read vllm.v1.engine.core:EngineCore with scheduler, model_executor, vllm_config
             call vllm.v1.core.sched.interface:SchedulerInterface.get_ec_connector(self)
             call vllm.v1.executor.abstract:Executor.collective_rpc(self, method, args)
             read vllm.config.multimodal:ImageDummyOptions
