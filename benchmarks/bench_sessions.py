@@ -56,7 +56,8 @@ class System:
 
 @dataclass
 class Found:
-    """Of one kind of traffic: what each system has done, turn by turn, and the share of medialane's answers that equal each peer's."""
+    """Of one kind of traffic, by turn: what each system has done, and the share of answers in which medialane and a
+    peer agree."""
 
     held: dict[str, list[Held]] = field(default_factory=dict)
     same: dict[str, list[float]] = field(default_factory=dict)
