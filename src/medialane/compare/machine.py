@@ -31,8 +31,8 @@ def _gpu() -> dict[str, object]:
     if shutil.which("nvidia-smi") is None:
         return {}
     query = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    names = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split("\n")
-    return {"gpu": ", ".join(name.strip() for name in names if name.strip())}
+    printed = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout  # noqa: S603 - fixed words
+    return {"gpu": ", ".join(name.strip() for name in printed.splitlines() if name.strip())}
 
 
 def versions() -> dict[str, str]:
