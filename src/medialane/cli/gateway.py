@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -53,6 +54,7 @@ from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake import warm_up
 from medialane.gateway.media_endpoint import MediaEndpoint
+from medialane.gateway.operators.sessions import is_loopback
 from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import OpenRequests
@@ -70,7 +72,7 @@ from medialane.vllm_bridge.frontend import prebuilt
 from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import encode_params
 from medialane.wire.address import consecutive_ports, parse_named
-from medialane.wire.listener import bind_http
+from medialane.wire.listener import bind_http, bind_unix, inherited
 from medialane.wire.protocol import Hello
 
 logger = logging.getLogger(__name__)
@@ -125,27 +127,34 @@ def prebuild(model: str, vllm_args: Sequence[str]) -> None:
 
 
 def run(
-    config: Config, model: str, vllm_args: Sequence[str], addresses: GatewayAddresses, *, listen_fd: int | None = None
+    config: Config,
+    model: str,
+    vllm_args: Sequence[str],
+    addresses: GatewayAddresses,
+    *,
+    listen_fd: int | None = None,
+    http_socket: Path | None = None,
 ) -> int:
     """Serve until SIGINT or SIGTERM (0), or until an essential task has ended (EXIT_FAILED), on the inherited socket
-    `listen_fd` if given.
+    `listen_fd` if given, or behind the name router, on the unix socket `http_socket`.
 
     Raises StartupFailed.
     """
     tune_process()
-    with bind_http(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd) as sock:
+    with _bound(config, listen_fd, http_socket) as sock:
         return uvloop.run(serve(config, model, vllm_args, addresses=addresses, sock=sock))
 
 
-def inherited(listen_fd: int) -> socket.socket:
-    """Return the socket with this descriptor, which this process's own children do not inherit. Raises
-    StartupFailed."""
+def _bound(config: Config, listen_fd: int | None, http_socket: Path | None) -> socket.socket:
+    """Raises StartupFailed."""
+    if listen_fd is not None:
+        return inherited(listen_fd)
+    if http_socket is None:
+        return bind_http(config.server.host, config.server.port)
     try:
-        sock = socket.socket(fileno=listen_fd)
+        return bind_unix(str(http_socket))
     except OSError as error:
-        raise StartupFailed(f"--listen-fd {listen_fd} is not a socket") from error
-    sock.set_inheritable(False)
-    return sock
+        raise StartupFailed(f"--http-socket {http_socket}: {error.strerror}") from error
 
 
 async def serve(
@@ -155,7 +164,9 @@ async def serve(
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stopped_by_signals())
         tasks = EssentialTasks(stop.asked)
-        listening = _Listening(is_local(sock), stop.asked.is_set)
+        is_behind_router = sock.family == socket.AF_UNIX
+        is_on_loopback = is_loopback(config.server.host) if is_behind_router else is_local(sock)
+        listening = _Listening(is_on_loopback, stop.asked.is_set)
         starting = _start(config, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, listening=listening)
         started = await unless_set(stop.asked, starting)
         if started is not None:
@@ -164,7 +175,7 @@ async def serve(
                 sock.listen(socket.SOMAXCONN)  # ready means that connections are accepted
                 await stack.enter_async_context(group.endpoint())
             bounds = http_bounds(config.gateway, max_headers=frontend.max_headers)
-            server_of = partial(BoundedServer, bounds=bounds)
+            server_of = partial(BoundedServer, bounds=bounds, is_behind_router=is_behind_router)
             drain_s = config.stop.drain_timeout_s
             if not config.gateway.render_only:
                 enter_phase("waiting for workers")

@@ -58,7 +58,7 @@ class Listener:
 
     @classmethod
     async def _listen_unix(cls, path: str, protocol: Callable[[], asyncio.BaseProtocol]) -> Listener:
-        server = await asyncio.get_running_loop().create_unix_server(protocol, sock=_bind_unix(path))
+        server = await asyncio.get_running_loop().create_unix_server(protocol, sock=bind_unix(path))
         inode = _inode(path)
 
         def close() -> None:
@@ -139,6 +139,17 @@ def bind_http(host: str, port: int) -> socket.socket:
     return sock
 
 
+def inherited(listen_fd: int) -> socket.socket:
+    """Return the socket with this descriptor, which this process's own children do not inherit. Raises
+    StartupFailed."""
+    try:
+        sock = socket.socket(fileno=listen_fd)
+    except OSError as error:
+        raise StartupFailed(f"--listen-fd {listen_fd} is not a socket") from error
+    sock.set_inheritable(False)
+    return sock
+
+
 def _bind_all(resolved: Sequence[AddressInfo], security: Security | None = None) -> list[socket.socket]:
     """Return sockets that listen at all addresses of a host, at one port: if the kernel chooses it, it does so for the
     first. Raises OSError, OverflowError, and StartupFailed if an address is not protected as it must be."""
@@ -156,8 +167,8 @@ def _bind_all(resolved: Sequence[AddressInfo], security: Security | None = None)
     return sockets
 
 
-def _bind_unix(path: str) -> socket.socket:
-    """Bind a unix socket without listening, so that no client connects before its mode is set."""
+def bind_unix(path: str) -> socket.socket:
+    """Bind a unix socket without listening, so that no client connects before its mode is set. Raises OSError."""
     if _is_stale(path):
         os.unlink(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

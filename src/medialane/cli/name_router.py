@@ -1,0 +1,114 @@
+"""`medialane name-router`: the process in front of several models, started by `medialane serve`, never by hand."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+import uvloop
+
+from medialane.cli.essential_tasks import EssentialTasks
+from medialane.cli.tuning import tune_process
+from medialane.cluster.vllm_flags import flag_value
+from medialane.config import Config, SectionName, load_config, process_environ
+from medialane.core.errors import StartupFailed
+from medialane.core.process.stop import GIVE_UP_S, serve_until_stopped, stopped_by_signals
+from medialane.core.process.title import set_title
+from medialane.gateway import AccessKeys
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
+from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
+from medialane.observability.logging import configure
+from medialane.wire.listener import inherited
+
+logger = logging.getLogger(__name__)
+
+SECTIONS: tuple[SectionName, ...] = ("server", "gateway", "media", "logging", "stop")
+
+_decode_models = msgspec.json.Decoder(list[ServedModel]).decode
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", metavar="FILE", type=Path, help="the models, as JSON")
+    parser.add_argument("--listen-fd", type=int, metavar="FD", required=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped. Raises StartupFailed."""
+    set_title("name router", args.argv)
+    config = load_config({}, sections=SECTIONS)
+    configure(config.logging, component="name-router")
+    tune_process()
+    served = _decode_models(args.models.read_bytes())
+    with inherited(args.listen_fd) as sock:
+        return uvloop.run(serve(config, served, sock, http_flags=args.vllm_args))
+
+
+async def serve(
+    config: Config, served: Sequence[ServedModel], sock: socket.socket, *, http_flags: Sequence[str]
+) -> int:
+    """Serve on a bound socket, with those of vLLM's flags that concern its HTTP server. Raises StartupFailed."""
+    models = ServedModels(served)
+    keys = AccessKeys.load(config.gateway, api_keys(config))
+    with stopped_by_signals() as stop:
+        tasks = EssentialTasks(stop.asked)
+        async with tasks:
+            if keys.tenants is not None:
+                tasks.start(keys.tenants.watch(), "reading --keys")
+            app = NameRouter(
+                models,
+                keys,
+                config.gateway,
+                max_body_bytes=config.media.max_body_bytes,
+                root_path=flag_value(http_flags, "--root-path") or "",
+                is_stopping=stop.asked.is_set,
+            )
+            server = BoundedServer(_uvicorn(config, app, http_flags), bounds=http_bounds(config.gateway))
+            drain_s = config.stop.drain_timeout_s
+            try:
+                await serve_until_stopped(server, sock, stop, drain_timeout_s=drain_s, give_up=lambda: None)
+            finally:
+                await models.close()
+            if not stop.asked.is_set():
+                tasks.fail("the HTTP server")
+    return 1 if tasks.failed else 0
+
+
+def api_keys(config: Config) -> list[str]:
+    """Return the keys of clients, as a gateway with this environment has them."""
+    return list(config.gateway.api_keys) or [key for key in [process_environ().get("VLLM_API_KEY", "")] if key]
+
+
+def _uvicorn(config: Config, app: Any, flags: Sequence[str]) -> uvicorn.Config:
+    """Return uvicorn's loaded configuration, with TLS by vLLM's flags. Raises StartupFailed."""
+    tls: dict[str, Any] = {
+        name: value
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs")
+        if (value := flag_value(flags, f"--{name.replace('_', '-')}")) is not None
+    }
+    try:
+        if "ssl_cert_reqs" in tls:
+            tls["ssl_cert_reqs"] = int(tls["ssl_cert_reqs"])
+        loaded = uvicorn.Config(
+            app,
+            loop="uvloop",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,  # gateways decide whom they trust
+            timeout_graceful_shutdown=math.ceil(config.stop.drain_timeout_s + GIVE_UP_S),
+            **tls,
+        )
+        loaded.load()
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise StartupFailed(f"vLLM flags after `--`: TLS cannot be set up: {error}") from error
+    return loaded
