@@ -8,8 +8,9 @@ import json
 import logging
 import shlex
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,13 @@ from medialane.arena import reap
 from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
-from medialane.cluster import Supervisor, local
+from medialane.cluster import ProcessSpec, Supervisor, local, model_groups
 from medialane.cluster.log_folder import LogFolder
+from medialane.cluster.model_groups import ModelGroup
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value
-from medialane.config import Config, SectionName, load_config, process_environ
+from medialane.config import Config, ModelTable, SectionName, load_models, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.title import set_title
 from medialane.media import installed_kinds
@@ -58,6 +60,7 @@ examples:
   medialane serve /models/m --ray --address 10.0.0.1:6379 --workers 8 --rpc-secret-file /etc/medialane/rpc-secret
   medialane serve ./model --workers 3 --encoders 1       # 4 GPUs; new media do not hold up the tokens of others
   VLLM_API_KEY=$(cat key) medialane serve ./model --workers 2 --single-gpu -- --served-model-name vision
+  medialane serve --config models.toml       # several models behind one port: a table [models.NAME] for each
 
 With --ray, run it on a node of the Ray cluster: gateways and a media store run there (--gateway-nodes each: on every
 node), Ray places the workers on nodes with enough free GPUs and CPUs, and restarts them. Every node needs the same
@@ -68,7 +71,12 @@ Ctrl-C shuts down gracefully, a second one immediately."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder, or a name on a model hub; without, those of the --config file",
+    )
     parser.add_argument("--verbose", "-v", action="store_true", help="show the logs of all processes")
     # Set by `medialane serve --ray --gateway-nodes each`: workers of the host know it.
     parser.add_argument("--store-socket", type=Path, metavar="PATH", help=argparse.SUPPRESS)
@@ -78,20 +86,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP; 0 after a clean stop. Raises StartupFailed."""
     set_title("serve", args.argv)
-    config = local.with_port(load_config(given_settings(args), file=args.config, sections=SECTIONS))
+    config, tables = load_models(
+        given_settings(args),
+        file=args.config,
+        sections=SECTIONS,
+        own=model_groups.OWN_MEMBERS,
+        is_shared=model_groups.is_shared,
+    )
+    groups = _groups(args, tables)
+    if len(groups) == 1:  # needs no router
+        config, args.model, args.vllm_args, groups = groups[0].config, groups[0].model, list(groups[0].vllm_args), []
+    config = local.with_port(config)
     configure(config.logging, component="serve")
     if config.cluster.ray:
         config = for_ray(config, args.secret_flags, process_environ())
     with _ray(config, args.model) as ray:
-        return run_here(config if ray is None else ray.config, args, ray)
+        return run_here(config if ray is None else ray.config, args, ray, groups)
 
 
-def run_here(config: Config, args: argparse.Namespace, ray: RayServe | None = None) -> int:
-    """Serve with the processes of this configuration, until stopped. Raises StartupFailed."""
+def _groups(args: argparse.Namespace, tables: Sequence[ModelTable]) -> list[ModelGroup]:
+    """Return the models of the file, none if the command line has one. Raises StartupFailed."""
+    if args.model is not None and tables:
+        raise StartupFailed(f"MODEL {args.model} and the tables of --config ([models.NAME]) are both given: use one")
+    if args.model is None and not tables:
+        raise StartupFailed("give a MODEL, or several with --config FILE, which has a table [models.NAME] for each")
+    return [model_groups.group_of(table, args.vllm_args) for table in tables]
+
+
+def run_here(
+    config: Config, args: argparse.Namespace, ray: RayServe | None = None, groups: Sequence[ModelGroup] = ()
+) -> int:
+    """Serve with the processes of this configuration, until stopped; `groups` are the models, if they are several.
+    Raises StartupFailed."""
+    directories = dict.fromkeys(each.arena.directory for each in (config, *(group.config for group in groups)))
     try:
-        return _run(config, args, ray)
+        return _run(config, args, ray, groups=groups, directories=directories)
     finally:
-        reap(config.arena.directory)  # of the last store, which leaves its arena to the next one
+        for directory in directories:
+            reap(directory)  # of the last store, which leaves its arena to the next one
 
 
 def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -114,29 +146,30 @@ def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, s
     return msgspec.structs.replace(config, gateway=gateway)
 
 
-def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
+def _run(
+    config: Config,
+    args: argparse.Namespace,
+    ray: RayServe | None,
+    *,
+    groups: Sequence[ModelGroup],
+    directories: Iterable[str],
+) -> int:
     environ = process_environ()
     check_api_key(config, environ)
-    local.check(config, args.model, args.vllm_args, environ)
-    reap(config.arena.directory)
-    hardware = find_hardware(environ)
+    if groups:
+        model_groups.check_groups(groups, args.vllm_args, environ)
+    else:
+        local.check(config, args.model, args.vllm_args, environ)
+    for directory in directories:
+        reap(directory)
     _say(config, installed_kinds().line())
     with (
         closing(local.run_folder(environ)) as folder,
         local.shared_listener(config) as listener,
     ):
-        specs = local.process_specs(
-            config,
-            args.model,
-            args.vllm_args,
-            folder=folder.path,
-            hardware=hardware,
-            environ=environ,
-            listener=listener,
-            store_socket=args.store_socket,
-        )
+        specs = _specs(config, args, groups, folder=folder.path, environ=environ, listener=listener)
         remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
-        announcement = announce(config, args.model, args.vllm_args, needs_key=has_api_key(config, environ))
+        announcement = _announcement(config, args, groups, needs_key=has_api_key(config, environ))
 
         with _logs(config) as logs:
             names = [*(spec.name for spec in specs), *(spec.name for spec in remote)]
@@ -151,6 +184,44 @@ def _run(config: Config, args: argparse.Namespace, ray: RayServe | None) -> int:
             status = asyncio.run(_serve(make_supervisor, progress, partial(_say, config, announcement)))
             logs.keep = progress.has_failed
             return status
+
+
+def _specs(
+    config: Config,
+    args: argparse.Namespace,
+    groups: Sequence[ModelGroup],
+    *,
+    folder: Path,
+    environ: Mapping[str, str],
+    listener: socket.socket,
+) -> list[ProcessSpec]:
+    hardware = find_hardware(environ)
+    if groups:
+        return model_groups.process_specs(
+            groups, config, args.vllm_args, folder=folder, hardware=hardware, environ=environ, listener=listener
+        )
+    return local.process_specs(
+        config,
+        args.model,
+        args.vllm_args,
+        folder=folder,
+        hardware=hardware,
+        environ=environ,
+        listener=listener,
+        store_socket=args.store_socket,
+    )
+
+
+def _announcement(config: Config, args: argparse.Namespace, groups: Sequence[ModelGroup], *, needs_key: bool) -> str:
+    if not groups:
+        return announce(config, args.model, args.vllm_args, needs_key=needs_key)
+    url = local.base_url(config, args.vllm_args)
+    names = "".join(
+        f"\n  {', '.join(group.served_names)}: {_counted(group.config.cluster.num_workers, 'worker')}"
+        for group in groups
+    )
+    page = f"\n\nWhat they do: {url}/medialane/" if config.gateway.page else ""
+    return f"\nmedialane serves {len(groups)} models at {url}/v1\n{names}{page}\n\nCtrl-C stops it."
 
 
 def _say(config: Config, text: str) -> None:

@@ -34,12 +34,13 @@ class Hardware:
 
 
 class Engines(NamedTuple):
-    """The engines of a host. `encoder_share` is the part of a worker's GPU memory that encoders on its GPUs get
-    together; 0: they have GPUs of their own."""
+    """The engines of one model on a host. `encoder_share` is the part of a worker's GPU memory that encoders on its
+    GPUs get together; 0: they have GPUs of their own. `num_others` are those of other models."""
 
     num_workers: int
     num_encoders: int = 0
     encoder_share: float = 0.0
+    num_others: int = 0
 
     @property
     def total(self) -> int:
@@ -106,11 +107,11 @@ def place_engines(
             raise StartupFailed("--single-gpu: no GPU was found that vLLM can use (see `medialane doctor`)")
         if engines.encoder_share:
             raise StartupFailed("--encoder-gpu-share: no GPU was found that vLLM can use (see `medialane doctor`)")
-        return [_on_cores(hardware.num_cores, engines.total, environ)] * engines.total
+        return [_on_cores(hardware.num_cores, engines.total + engines.num_others, environ)] * engines.total
     each = gpus_per_worker(vllm_args)
     if single_gpu:
         return _on_one_gpu(hardware.gpus[0], each, vllm_args, engines)
-    num_own = engines.num_workers if _shares_gpus(engines) else engines.total
+    num_own = _num_with_own_gpus(engines)
     if num_own * each > len(hardware.gpus):
         raise StartupFailed(
             f"{_named(engines, num_own)} of {each} GPU each need {num_own * each} GPUs, {len(hardware.gpus)} found: "
@@ -120,6 +121,17 @@ def place_engines(
     if num_own == engines.total:
         return [Placement({_VISIBLE: each}) for each in gpus]
     return _sharing(gpus, vllm_args, engines)
+
+
+def num_gpus(vllm_args: Sequence[str], engines: Engines, *, single_gpu: bool) -> int:
+    """Return the number of GPUs that the engines of a model need. Raises StartupFailed."""
+    if not engines.total:
+        return 0
+    return 1 if single_gpu else _num_with_own_gpus(engines) * gpus_per_worker(vllm_args)
+
+
+def _num_with_own_gpus(engines: Engines) -> int:
+    return engines.num_workers if _shares_gpus(engines) else engines.total
 
 
 def _shares_gpus(engines: Engines) -> bool:
@@ -168,7 +180,7 @@ def _on_one_gpu(gpu: str, gpus_each: int, vllm_args: Sequence[str], engines: Eng
     """Split the memory of one GPU: equally, or with `encoder_share` for all encoders together."""
     if gpus_each > 1:
         raise StartupFailed(f"--single-gpu: the vLLM flags ask for {gpus_each} GPUs per worker")
-    num_workers, num_encoders, share = engines
+    num_workers, num_encoders, share, _ = engines
     share = share or num_encoders / engines.total
     total, place = _utilization(vllm_args), {_VISIBLE: gpu}
     workers = [Placement(place, _memory_flags(total * (1 - share) / max(1, num_workers)))] * num_workers

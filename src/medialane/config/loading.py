@@ -71,12 +71,16 @@ def load_models(
     own: Collection[str] = (),
     is_shared: Callable[[Setting], bool],
 ) -> tuple[Config, list[ModelTable]]:
-    """As `load_config`, of a file that may have tables of models, whose settings win over those at its top. A table may
-    have the members `own`, and settings but for those that are shared by all models."""
+    """As `load_config`, of a file that may have tables of models, whose settings win over those at its top, which are
+    validated as parts of the tables then. A table may have the members `own`, and settings but for those that are
+    shared by all models."""
     sources = _Sources(flags or {}, file, os.environ if environ is None else environ)
-    return sources.config(sections), [
-        sources.table(name, table, sections, own, is_shared) for name, table in sources.models.items()
+    sections = tuple(sections)
+    tables = [
+        sources.table(name, table, sections=sections, own=own, is_shared=is_shared)
+        for name, table in sources.models.items()
     ]
+    return sources.config(() if tables else sections), tables
 
 
 class _Sources:
@@ -93,7 +97,7 @@ class _Sources:
         self._refuse_secrets(self._flags)
 
     def config(self, sections: Iterable[SectionName], table: Mapping[str, _RawValue] | None = None) -> Config:
-        config = _build(self._file | (table or {}) | self._environ | self._flags, self._known)
+        config = _build({**self._file, **(table or {}), **self._environ, **self._flags}, self._known)
         config.validate(sections)
         return config
 
@@ -101,6 +105,7 @@ class _Sources:
         self,
         name: str,
         table: Mapping[str, Any],
+        *,
         sections: Iterable[SectionName],
         own: Collection[str],
         is_shared: Callable[[Setting], bool],

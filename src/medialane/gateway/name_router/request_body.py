@@ -13,7 +13,8 @@ from medialane.gateway.name_router.model_name import ModelSearch
 
 class RequestBody:
     """What was read is kept, charged to the memory of all bodies, until a gateway takes it. `error` is why reading has
-    failed after a gateway was asked, which aiohttp does not report."""
+    failed after a gateway was asked, which aiohttp does not report. Reading raises ClientDisconnected, BodyTooLarge,
+    BodyMemoryExhausted and ClientTooSlow."""
 
     def __init__(self, receive: Receive, bounded: BoundedReceive, charge: BudgetCharge) -> None:
         self._receive = receive
@@ -21,12 +22,11 @@ class RequestBody:
         self._charge = charge
         self._kept: deque[bytes] = deque()
         self._has_more = True
-        self._is_read = asyncio.Event()
+        self._is_sent = asyncio.Event()
         self.error: MedialaneError | None = None
 
     async def find(self, search: ModelSearch) -> str | None:
-        """Read until the search ends; return the model's name. Raises ClientDisconnected, BodyTooLarge,
-        BodyMemoryExhausted, ClientTooSlow."""
+        """Read until the search ends; return the model's name."""
         while self._has_more and not search.is_over:
             piece = await self._next()
             search.feed(piece)
@@ -34,7 +34,7 @@ class RequestBody:
         return search.name
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield what was kept, then the rest as it comes. Raises what `find` raises."""
+        """Yield what was kept, then the rest as it comes."""
         while self._kept:
             yield self._kept.popleft()
         self._bounded.keeps = False
@@ -45,14 +45,19 @@ class RequestBody:
         except MedialaneError as error:
             self.error = error
             raise
-        self._charge.release()
-        self._is_read.set()
+        self.close()
+        self._is_sent.set()
 
     async def until_gone(self) -> None:
-        """Wait until the client has disconnected, once the body is read: before that, reading notices it."""
-        await self._is_read.wait()
+        """Wait until the client has disconnected, once its body is sent: before that, `pieces` notices it."""
+        await self._is_sent.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._kept.clear()
+        self._charge.release()
 
     async def _next(self) -> bytes:
         message = await self._bounded()

@@ -52,8 +52,8 @@ class ServedModels:
         """The names of the models themselves."""
         return [name for each in self.all for name in each.names]
 
-    def find(self, name: str) -> Model | None:
-        return self._fixed.get(name) or self._learned.get(name)
+    def find(self, name: str | None) -> Model | None:
+        return None if name is None else self._fixed.get(name) or self._learned.get(name)
 
     def any_serving(self) -> Model:
         """Return the first model whose gateways listen; if none do, the first."""
