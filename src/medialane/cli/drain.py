@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from medialane.cli.gateway_state import read_state
-from medialane.cli.gateway_url import add_insecure, base_url, default_url
+from medialane.cli.gateway_url import add_insecure, base_url, default_url, endpoint
 from medialane.config import load_config
 from medialane.core.errors import StartupFailed
 from medialane.core.http_failure import describe_failure
@@ -53,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     url = default_url()
     parser.add_argument("workers", metavar="WORKER", nargs="*", help="name of a worker or encoder")
     parser.add_argument("--all", action="store_true", help="all workers and encoders that are connected")
-    parser.add_argument("--gateway", metavar="URL", default=url, help=f"base URL of a gateway (default {url})")
+    parser.add_argument(
+        "--gateway",
+        metavar="URL",
+        default=url,
+        help=f"base URL of a gateway (default {url}), of one of several models with ?model=NAME",
+    )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
@@ -168,7 +173,7 @@ class _Gateway:
     async def _ask(self, method: str, path: str) -> bytes:
         """Raises StartupFailed."""
         try:
-            async with self._session.request(method, f"{self._url}{path}") as response:
+            async with self._session.request(method, endpoint(self._url, path)) as response:
                 body = await response.read()
         except aiohttp.InvalidURL as error:
             raise StartupFailed(f"--gateway {self._url}: not a URL such as http://127.0.0.1:8000") from error

@@ -136,7 +136,7 @@ def _check_arenas(groups: Sequence[ModelGroup]) -> None:
 
 def _port(group: ModelGroup, setting: str) -> str | int:
     config = group.config
-    ports = {
+    ports: dict[str, str | int] = {
         "join-listen": config.gateway.join_listen,
         "peer-listen": config.store.peer_listen,
         "metrics-port": config.worker.metrics_port,
@@ -152,16 +152,17 @@ def _check_different(values: Sequence[str], what: str) -> None:
 
 def adapters(group: ModelGroup) -> tuple[str, ...]:
     """Return the names of the adapters that its gateways load when they start."""
-    names = []
-    for word in flag_values(group.vllm_args, "--lora-modules"):
-        name, equals, _ = word.partition("=")
-        if not (equals and name.strip().isprintable() and not word.startswith("{")):
-            try:
-                name = str(json.loads(word)["name"])
-            except (ValueError, KeyError, TypeError):
-                continue  # vLLM says what is wrong
-        names.append(name)
-    return tuple(names)
+    return tuple(filter(None, map(_adapter, flag_values(group.vllm_args, "--lora-modules"))))
+
+
+def _adapter(word: str) -> str:
+    """Return the name in `NAME=PATH` or {"name": ...}; empty for what vLLM will refuse."""
+    if not word.startswith("{"):
+        return word.partition("=")[0]
+    try:
+        return str(json.loads(word)["name"])
+    except (ValueError, KeyError):
+        return ""
 
 
 def process_specs(

@@ -27,7 +27,7 @@ def name_in(body, content_type=JSON, size=1 << 16):
 
 
 def part(disposition, value):
-    return b'--xyz\r\nContent-Disposition: form-data; %b\r\n\r\n%b\r\n' % (disposition, value)
+    return b"--xyz\r\nContent-Disposition: form-data; %b\r\n\r\n%b\r\n" % (disposition, value)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 16])
