@@ -15,6 +15,7 @@ import uvicorn
 import uvloop
 
 from medialane.cli.essential_tasks import EssentialTasks
+from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import flag_value
 from medialane.config import Config, SectionName, load_config, process_environ
@@ -26,7 +27,7 @@ from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
 from medialane.observability.logging import configure
-from medialane.wire.listener import inherited
+from medialane.wire.listener import bind_http, inherited
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +38,24 @@ _decode_models = msgspec.json.Decoder(list[ServedModel]).decode
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", metavar="FILE", type=Path, help="the models, as JSON")
-    parser.add_argument("--listen-fd", type=int, metavar="FD", required=True)
+    parser.add_argument("--listen-fd", type=int, metavar="FD")
+    add_settings(parser, SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("name router", args.argv)
-    config = load_config({}, sections=SECTIONS)
+    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
     configure(config.logging, component="name-router")
     tune_process()
     served = _decode_models(args.models.read_bytes())
-    with inherited(args.listen_fd) as sock:
+    with _bound(config, args.listen_fd) as sock:
         return uvloop.run(serve(config, served, sock, http_flags=args.vllm_args))
+
+
+def _bound(config: Config, listen_fd: int | None) -> socket.socket:
+    """Raises StartupFailed."""
+    return bind_http(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd)
 
 
 async def serve(
