@@ -94,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         is_shared=model_groups.is_shared,
     )
     groups = _groups(args, tables)
+    if len(groups) > 1 and config.cluster.ray:
+        raise StartupFailed("--ray is for one model, and the file has several")
     if len(groups) == 1:  # needs no router
         config, args.model, args.vllm_args, groups = groups[0].config, groups[0].model, list(groups[0].vllm_args), []
     config = local.with_port(config)

@@ -114,8 +114,6 @@ def check_groups(groups: Sequence[ModelGroup], vllm_args: Sequence[str], environ
         _check_different([str(port) for group in groups if (port := _port(group, setting))], f"--{setting}")
     _check_arenas(groups)
     for group in groups:
-        if group.config.cluster.ray:
-            raise StartupFailed("--ray is for one model")
         try:
             local.check(group.config, group.model, group.vllm_args, environ)
         except StartupFailed as error:

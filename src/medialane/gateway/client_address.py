@@ -37,8 +37,8 @@ class RestoredClient:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
             value = next((value for name, value in scope["headers"] if name == HEADER), None)
-            headers = [(name, text) for name, text in scope["headers"] if name != HEADER]
-            scope = {**scope, "headers": headers, **_restored(value)}
+            scope["headers"] = [(name, text) for name, text in scope["headers"] if name != HEADER]
+            scope.update(_restored(value))  # in place, for the server's access log
         await self._app(scope, receive, send)
 
 

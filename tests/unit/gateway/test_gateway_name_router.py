@@ -247,6 +247,16 @@ async def test_request_arrives_as_if_there_were_no_router(routed):
     assert seen["client"][1] > 1
 
 
+@pytest.mark.parametrize("target", ["//a/../b", "/a%2e%2e/b?x=%zz&y"])
+async def test_path_and_query_are_not_interpreted(routed, target):
+    reader, writer = await routed.connection()
+    query = "&" if "?" in target else "?"
+    writer.write(f"GET {target}{query}model=vision HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n".encode("latin-1"))
+    body = (await reader.read()).partition(b"\r\n\r\n")[2]
+    writer.close()
+    assert json.loads(body)["target"] == (target if "?" in target else f"{target}?")
+
+
 async def test_request_id_in_the_body_is_not_overridden(routed):
     _, seen = await routed.ask(CHAT, json={"model": "vision", "request_id": "mine"})
     assert "x-request-id" not in dict(seen["headers"])

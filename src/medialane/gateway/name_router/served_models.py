@@ -43,6 +43,8 @@ class ServedModels:
         self.all = [Model(each) for each in served]
         self._fixed = {name: each for each in self.all for name in (*each.names, *each.adapters)}
         self._learned: dict[str, Model] = {}
+        #: Names of several models, which were reported.
+        self._ambiguous: set[str] = set()
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self.all)
@@ -65,7 +67,8 @@ class ServedModels:
         for name in list(names)[:MAX_LEARNED]:
             if (known := self.find(name)) is None:
                 self._learned[name] = model
-            elif known is not model:
+            elif known is not model and name not in self._ambiguous:
+                self._ambiguous.add(name)
                 logger.warning("%s has an adapter named %s, which requests get at %s", model.label, name, known.label)
 
     async def close(self) -> None:
