@@ -1,6 +1,7 @@
 """Finding the model's name in bodies, whole and in pieces."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -102,6 +103,33 @@ def test_any_bytes_are_read_to_their_end(body, size):
     for content_type in (JSON, FORM, b"multipart/form-data"):
         name = name_in(body, content_type, size)
         assert name is None or isinstance(name, str)
+
+
+LETTER = '"a'
+MANY = {
+    "escaped quotes": {"m": LETTER * 200_000},
+    "objects": {"m": [{"a": "b"}] * 40_000},
+    "token ids": {"m": [[number] for number in range(60_000)]},
+    "members": {str(number): number for number in range(60_000)},
+    "small values": {str(number): [] for number in range(2000)} | {"m": [{"a": "b"}] * 40_000},
+    "backslashes": {"m": "\\" * 300_000},
+}
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_no_body_keeps_the_event_loop_busy(kind):
+    body, size, search, longest = json.dumps(MANY[kind]).encode(), 1 << 16, search_of(JSON), 0.0
+    for at in range(0, len(body), size):
+        began = time.process_time()
+        search.feed(body[at : at + size])
+        longest = max(longest, time.process_time() - began)
+    assert longest < 0.05  # 2 ms, but for the interruptions of a busy machine
+
+
+def test_name_after_very_many_members_is_not_found():
+    assert name_in(json.dumps({**MANY["members"], "model": "a"}).encode()) is None
+    parts = b"".join(part(b'name="a"', b"b") for _ in range(2000))
+    assert name_in(parts + part(b'name="model"', b"a") + b"--xyz--\r\n", FORM) is None
 
 
 @pytest.mark.parametrize("size", [1, 10, 1 << 16])

@@ -1,33 +1,43 @@
 """Finds the model's name in a request's body while that arrives, so that what follows the name need not be kept.
 
 Theory of operation. The name is a member of the outermost object, often after megabytes of base64: OpenAI's client
-sends `messages` first. Strings are skipped by searching their closing quote (memchr), everything else by a regular
-expression that stops at what opens or closes a level. Nothing is decoded or validated but keys and values of the
-outermost object that may be the name: the gateway reads the body again, and refuses what is not JSON, or a name that is
-not its own. Of several members `model` the first one counts, so that the rest can be passed on as it comes.
+sends `messages` first. So only the outermost level is read token by token, of at most `_MAX_STEPS`. A string is skipped
+by searching its closing quote (memchr), what is nested by counting brackets outside of strings in a few passes of numpy
+over some kilobytes. Nothing is decoded or validated but keys and values of the outermost object that may be the name:
+the gateway reads the body again, and refuses what is not JSON, or a name that is not its own. Of several members
+`model` the first one counts, so that the rest can be passed on as it comes.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Protocol
+from typing import Final, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 #: A longer name belongs to no model.
 MAX_NAME_BYTES = 4096
-#: `model`, if each of its letters is escaped, and its quotes.
-_MAX_KEY_BYTES = 32
+#: `model`, if each of its letters is escaped.
+_MAX_KEY_BYTES = 30
+#: Tokens at the outermost level, four of a member: a request has some dozens of members, vLLM knows a hundred. And
+#: parts of a form.
+_MAX_STEPS, _MAX_PARTS = 1000, 1000
+#: How much of what is nested is read at once: little first, since many values are short.
+_LEAST_WINDOW_BYTES, _MOST_WINDOW_BYTES = 256, 16384
 
 _QUOTE, _BACKSLASH = b'"', b"\\"
 #: What ends the space before the outermost object, which may begin with a byte order mark.
 _START = re.compile(rb"[^ \t\r\n\xef\xbb\xbf]")
-#: At the outermost level, and below it.
 _MEMBER = re.compile(rb'["{}\[\]:,]')
-_NESTED = re.compile(rb'["{}\[\]]')
-_LEVEL = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
+#: The rest of a string, without what may be the first half of an escaped character.
+_TEXT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_LEVELS: Final = np.zeros(256, np.int64)
+for _byte, _level in zip(b"{[}]", (1, 1, -1, -1), strict=True):
+    _LEVELS[_byte] = _level
 
 
 class ModelSearch(Protocol):
@@ -60,7 +70,8 @@ class JsonSearch:
     def __init__(self) -> None:
         self.name: str | None = None
         self.is_over = False
-        self._depth = 0
+        self._depth = self._num_steps = 0
+        self._window_bytes = _LEAST_WINDOW_BYTES
         self._in_string = False
         #: Whether the next byte of the string is escaped.
         self._is_escaped = False
@@ -72,30 +83,51 @@ class JsonSearch:
         self._num_left = 0
 
     def feed(self, piece: bytes) -> None:
-        """Takes time proportional to the piece: a microsecond per 10 KB of base64, or per two short strings."""
         at = 0
         while at < len(piece) and not self.is_over:
-            at = self._skip_string(piece, at) if self._in_string else self._next(piece, at)
+            if self._in_string:
+                at = self._skip_string(piece, at)
+            elif self._depth > 1:
+                at = self._skip_nested(piece, at)
+            else:
+                at = self._next(piece, at)
 
     def _next(self, piece: bytes, at: int) -> int:
-        """Go to the next byte outside of strings that matters; return where to go on."""
-        pattern = _START if not self._depth else _MEMBER if self._depth == 1 else _NESTED
-        found = pattern.search(piece, at)
+        """Go to the next byte of the outermost level that matters; return where to go on."""
+        found = (_MEMBER if self._depth else _START).search(piece, at)
         if found is None:
             return len(piece)
-        byte, at = piece[found.start()], found.end()
-        if not self._depth and byte != ord("{"):
+        self._num_steps += 1
+        byte = piece[found.start()]
+        if self._num_steps > _MAX_STEPS or (not self._depth and byte != ord("{")):
             self.is_over = True
         elif byte == ord(_QUOTE):
             self._open_string()
-        elif byte in _LEVEL:
-            self._depth += _LEVEL[byte]
-            self._at_key = self._depth == 1 and byte == ord("{")
+        elif _LEVELS[byte]:
+            self._depth += int(_LEVELS[byte])
+            self._at_key = self._depth == 1
+            self._window_bytes = _LEAST_WINDOW_BYTES
             self.is_over = not self._depth
         else:
             self._at_key = byte == ord(",")
             self._at_model &= not self._at_key
-        return at
+        return found.end()
+
+    def _skip_nested(self, piece: bytes, at: int) -> int:
+        """Go to the end of an object or a list, as far as it is in the next bytes."""
+        window = np.frombuffer(piece, np.uint8, min(self._window_bytes, len(piece) - at), at)
+        self._window_bytes = min(2 * self._window_bytes, _MOST_WINDOW_BYTES)
+        quotes = window == ord(_QUOTE)
+        if (slashes := window == ord(_BACKSLASH)).any():
+            quotes &= ~_escaped(slashes)
+        in_string = np.cumsum(quotes) % 2 == 1
+        depths = self._depth + np.cumsum(np.where(in_string, 0, _LEVELS[window]))
+        if (ended := depths == 1).any():
+            self._depth, self._at_key = 1, False
+            return at + int(ended.argmax()) + 1
+        self._depth, self._in_string = int(depths[-1]), bool(in_string[-1])
+        self._is_escaped = self._in_string and _ends_escaping(piece[at : at + len(window)])
+        return at + len(window)
 
     def _open_string(self) -> None:
         self._in_string = True
@@ -126,13 +158,20 @@ class JsonSearch:
     def _end_of_string(self, piece: bytes, at: int) -> int:
         """Return the position of the closing quote, -1 if it is in a later piece."""
         at += self._is_escaped
-        self._is_escaped = False
-        while (end := piece.find(_QUOTE, at)) >= 0:
-            if not _ends_escaping(piece[at:end]):
-                return end
-            at = end + 1
-        self._is_escaped = _ends_escaping(piece[at:])
-        return -1
+        end = piece.find(_QUOTE, at)
+        if end >= 0 and _ends_escaping(piece[at:end]):
+            found = _TEXT.match(piece, at)
+            after = at if found is None else found.end()
+            end = after if piece[after : after + 1] == _QUOTE else -1
+        self._is_escaped = end < 0 and _ends_escaping(piece[at:])
+        return end
+
+
+def _escaped(slashes: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which bytes are escaped: an odd number of backslashes is before them."""
+    places = np.arange(len(slashes))
+    num_slashes = places - np.maximum.accumulate(np.where(slashes, -1, places))  # in a row, up to this byte
+    return np.concatenate(([False], num_slashes[:-1] % 2 == 1))
 
 
 def _ends_escaping(text: bytes) -> bool:
@@ -155,6 +194,7 @@ class FormSearch:
         self.name: str | None = None
         self.is_over = False
         self._header = self._value = self._disposition = b""
+        self._num_parts = 0
         self._kept: bytes | None = None
         self._parser = MultipartParser(
             boundary,
@@ -178,6 +218,8 @@ class FormSearch:
 
     def _begin(self) -> None:
         self._disposition, self._kept = b"", None
+        self._num_parts += 1
+        self.is_over |= self._num_parts > _MAX_PARTS
 
     def _on_field(self, data: bytes, start: int, end: int) -> None:
         self._header = (self._header + data[start:end])[:MAX_NAME_BYTES]
