@@ -23,7 +23,7 @@ from medialane.core.errors import StartupFailed
 from medialane.core.process.stop import GIVE_UP_S, serve_until_stopped, stopped_by_signals
 from medialane.core.process.title import set_title
 from medialane.gateway import AccessKeys
-from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_protocol import MAX_HEADERS, http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
 from medialane.observability.logging import configure
@@ -32,6 +32,9 @@ from medialane.wire.listener import bind_http, inherited
 logger = logging.getLogger(__name__)
 
 SECTIONS: tuple[SectionName, ...] = ("server", "gateway", "media", "logging", "stop")
+
+#: vLLM's default.
+_KEEP_ALIVE_S = 5
 
 _decode_models = msgspec.json.Decoder(list[ServedModel]).decode
 
@@ -77,7 +80,9 @@ async def serve(
                 root_path=flag_value(http_flags, "--root-path") or "",
                 is_stopping=stop.asked.is_set,
             )
-            server = BoundedServer(_uvicorn(config, app, http_flags), bounds=http_bounds(config.gateway))
+            max_headers = int(flag_value(http_flags, "--h11-max-header-count") or MAX_HEADERS)
+            bounds = http_bounds(config.gateway, max_headers=max_headers, files_each=2)
+            server = BoundedServer(_uvicorn(config, app, http_flags), bounds=bounds)
             drain_s = config.stop.drain_timeout_s
             try:
                 await serve_until_stopped(server, sock, stop, drain_timeout_s=drain_s, give_up=lambda: None)
@@ -112,6 +117,7 @@ def _uvicorn(config: Config, app: Any, flags: Sequence[str]) -> uvicorn.Config:
             server_header=False,
             date_header=False,
             proxy_headers=False,  # gateways decide whom they trust
+            timeout_keep_alive=int(process_environ().get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE") or _KEEP_ALIVE_S),
             timeout_graceful_shutdown=math.ceil(config.stop.drain_timeout_s + GIVE_UP_S),
             **tls,
         )

@@ -106,7 +106,7 @@ ROLES: Final[Mapping[RoleName, Role]] = {
     "gateway": Role(
         (*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY, "VLLM_API_KEY"), frozenset({"rpc", "gateway"})
     ),
-    "router": Role((*_PROCESS, "VLLM_API_KEY"), frozenset({"gateway"})),
+    "router": Role((*_PROCESS, "VLLM_API_KEY", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"), frozenset({"gateway"})),
     "preparer": Role((*_PROCESS, *_DEVICES, *_MODELS, PHASE_FILE, LOG_PROCESS), exposed=True, fixed=_NO_TOKEN),
     "mover": Role((*_PROCESS, *_DEVICES, LOG_PROCESS), exposed=True),
 }
