@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from medialane_process import MedialaneProcess, free_port, kill, launch
 from openai_http import picture
 from process_tree import command_of, descendants
@@ -84,7 +85,7 @@ def process(tiny_model, vllm_environ, tmp_path_factory):
     shutil.rmtree(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(process):
     async with aiohttp.ClientSession() as session:
         served = Served(process, session)
