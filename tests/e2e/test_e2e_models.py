@@ -118,7 +118,18 @@ async def test_all_models_are_listed_measured_and_shown(served):
         assert f'medialane_model_up{{model_name="{name}"}} 1' in series
         assert any(line.startswith(f'medialane_arena_bytes{{model_name="{name}"') for line in series)
     assert await served.ask("/health", method="GET") == (200, b"")
-    assert (await served.ask("/medialane/state", method="GET"))[0] == 401  # needs the admin key, which there is none
+
+
+async def test_state_of_all_is_shown_to_this_machine_and_not_through_a_proxy(served):
+    status, body = await served.ask("/medialane/state", method="GET")
+    assert status == 200
+    assert {view["name"]: view["state"]["model"] for view in body["models"]} == {"vision": "vision", "org/text": "text"}
+    status, body = await served.ask("/medialane/state?model=words", method="GET")
+    assert (status, body["model"]) == (200, "text")
+    async with served.session.get(
+        f"{served.process.base_url}/medialane/state", headers={"x-forwarded-for": "203.0.113.9"}
+    ) as response:
+        assert response.status == 403
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -39,7 +39,7 @@ class Command(NamedTuple):
 _VLLM = "[settings] [-- any flag of vLLM's engine or server]"
 
 COMMANDS = {
-    "serve": Command("serve", "media store, gateway and vLLM workers on this host", f"MODEL {_VLLM}"),
+    "serve": Command("serve", "media store, gateway and vLLM workers on this host", f"[MODEL] {_VLLM}"),
     "render": Command(
         "render", "tokens, placeholders and hashes of requests, as plain vLLM has them: no workers", f"MODEL {_VLLM}"
     ),

@@ -25,10 +25,10 @@ from medialane.cli.progress import Progress
 from medialane.cluster import ProcessSpec, Supervisor, local, model_groups
 from medialane.cluster.log_folder import LogFolder
 from medialane.cluster.model_groups import ModelGroup
-from medialane.cluster.placement import find_hardware
+from medialane.cluster.placement import VISIBLE, find_hardware
 from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value
-from medialane.config import Config, ModelTable, SectionName, load_models, process_environ
+from medialane.config import Config, ModelTable, SectionName, load_models, process_environ, replace_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.title import set_title
 from medialane.media import installed_kinds
@@ -97,7 +97,10 @@ def run(args: argparse.Namespace) -> int:
     if len(groups) > 1 and config.cluster.ray:
         raise StartupFailed("--ray is for one model, and the file has several")
     if len(groups) == 1:  # needs no router
-        config, args.model, args.vllm_args, groups = groups[0].config, groups[0].model, list(groups[0].vllm_args), []
+        (group,), groups = groups, []
+        config, args.model, args.vllm_args = group.config, group.model, list(group.vllm_args)
+        if group.gpus:
+            replace_environ({**process_environ(), VISIBLE: ",".join(group.gpus)})
     config = local.with_port(config)
     configure(config.logging, component="serve")
     if config.cluster.ray:

@@ -19,7 +19,7 @@ from medialane.core.errors import StartupFailed
 #: vLLM's default of --gpu-memory-utilization, which workers on one GPU share.
 _GPU_MEMORY_UTILIZATION = 0.92
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDAVISIBLE_DEVICES"
 _QUERY_TIMEOUT_S = 20
 _GPU_LINE = re.compile(r"GPU (\d+): ")
 _MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w-]+)\)")
@@ -27,7 +27,7 @@ _MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w-]+)\)")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Available hardware: GPU names for CUDA_VISIBLE_DEVICES, and the number of usable cores."""
+    """Available hardware: GPU names for CUDAVISIBLE_DEVICES, and the number of usable cores."""
 
     gpus: tuple[str, ...]
     num_cores: int
@@ -57,7 +57,7 @@ class Placement:
     @property
     def gpus(self) -> str:
         """Names of its GPUs; empty if none were assigned."""
-        return self.environ.get(_VISIBLE, "")
+        return self.environ.get(VISIBLE, "")
 
 
 def find_hardware(environ: Mapping[str, str]) -> Hardware:
@@ -79,8 +79,8 @@ def installed_version(distribution: str) -> str | None:
 
 
 def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs that we may use: those of an inherited CUDA_VISIBLE_DEVICES, else all that the driver reports."""
-    outer = environ.get(_VISIBLE)
+    """Return the GPUs that we may use: those of an inherited CUDAVISIBLE_DEVICES, else all that the driver reports."""
+    outer = environ.get(VISIBLE)
     if outer is not None:
         return tuple(name.strip() for name in outer.split(",") if name.strip())
     return _query_driver() or _count_devices(Path("/dev"))
@@ -119,7 +119,7 @@ def place_engines(
         )
     gpus = [",".join(hardware.gpus[i * each : (i + 1) * each]) for i in range(num_own)]
     if num_own == engines.total:
-        return [Placement({_VISIBLE: each}) for each in gpus]
+        return [Placement({VISIBLE: each}) for each in gpus]
     return _sharing(gpus, vllm_args, engines)
 
 
@@ -155,10 +155,10 @@ def _sharing(gpus: Sequence[str], vllm_args: Sequence[str], engines: Engines) ->
     total, share = _utilization(vllm_args), engines.encoder_share
     places = [i % engines.num_workers for i in range(engines.num_encoders)]
     workers = [
-        Placement({_VISIBLE: names}, _memory_flags(total * (1 - share)) if i in places else ())
+        Placement({VISIBLE: names}, _memory_flags(total * (1 - share)) if i in places else ())
         for i, names in enumerate(gpus)
     ]
-    encoders = [Placement({_VISIBLE: gpus[i]}, _memory_flags(total * share / places.count(i))) for i in places]
+    encoders = [Placement({VISIBLE: gpus[i]}, _memory_flags(total * share / places.count(i))) for i in places]
     return workers + encoders
 
 
@@ -182,7 +182,7 @@ def _on_one_gpu(gpu: str, gpus_each: int, vllm_args: Sequence[str], engines: Eng
         raise StartupFailed(f"--single-gpu: the vLLM flags ask for {gpus_each} GPUs per worker")
     num_workers, num_encoders, share, _ = engines
     share = share or num_encoders / engines.total
-    total, place = _utilization(vllm_args), {_VISIBLE: gpu}
+    total, place = _utilization(vllm_args), {VISIBLE: gpu}
     workers = [Placement(place, _memory_flags(total * (1 - share) / max(1, num_workers)))] * num_workers
     return workers + [Placement(place, _memory_flags(total * share / max(1, num_encoders)))] * num_encoders
 
@@ -215,7 +215,7 @@ def _query_driver() -> tuple[str, ...]:
 
 
 def parse_gpu_list(text: str) -> tuple[str, ...]:
-    """Return names for CUDA_VISIBLE_DEVICES from the output of `nvidia-smi -L`."""
+    """Return names for CUDAVISIBLE_DEVICES from the output of `nvidia-smi -L`."""
     lines = text.splitlines()
     partitions = tuple(listed[1] for line in lines if (listed := _MIG_LINE.match(line)))
     return partitions or tuple(listed[1] for line in lines if (listed := _GPU_LINE.match(line)))
