@@ -22,6 +22,7 @@ from medialane.wire.listener import bind_http, bind_unix
 from waiting import eventually
 
 CHAT = "/v1/chat/completions"
+LARGE_BYTES = 64 << 20
 IMAGE = "iVBORw0KGgo/" * 300_000  # 3.6 MB
 
 
@@ -31,7 +32,7 @@ class FakeGateway:
     def __init__(self, name, path):
         self.name, self.path = name, path
         self.proceed, self.gone = asyncio.Event(), asyncio.Event()
-        self.requests, self.num_read = [], 0
+        self.requests, self.num_read, self.num_sent = [], 0, 0
         self.adapters = []
         self.answers = {}
 
@@ -50,6 +51,11 @@ class FakeGateway:
             return await self._send(send, 200, json.dumps({"object": "list", "data": cards}).encode())
         if scope["path"] == "/stream":
             return await self._stream(receive, send)
+        if scope["path"] == "/wait":
+            await receive()
+            return self.gone.set()
+        if scope["path"] == "/large":
+            return await self._send_large(send)
         if scope["path"] == "/break":
             await self._start(send, [(b"content-length", b"100")])
             raise ConnectionAbortedError
@@ -86,6 +92,12 @@ class FakeGateway:
         if gone in done:
             return self.gone.set()
         return await send({"type": "http.response.body", "body": b"data: 2\n\n"})
+
+    async def _send_large(self, send):
+        await self._start(send, [])
+        while self.num_sent < LARGE_BYTES:
+            await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
+            self.num_sent += 1 << 20
 
     async def _deny(self, send):
         await send({"type": "websocket.http.response.start", "status": 501, "headers": []})
@@ -279,6 +291,15 @@ async def test_client_that_leaves_its_answer_is_gone_at_the_gateway(routed):
         await routed.text.gone.wait()
 
 
+async def test_client_that_leaves_before_its_answer_is_gone_at_the_gateway(routed):
+    _, writer = await routed.connection()
+    writer.write(b'POST /wait HTTP/1.1\r\nhost: a\r\ncontent-length: 21\r\n\r\n{"model": "org/text"}')
+    await eventually(lambda: routed.text.num_read, "the gateway has read it", 5)
+    writer.close()
+    async with asyncio.timeout(5):
+        await routed.text.gone.wait()
+
+
 async def test_client_that_leaves_its_body_is_gone_at_the_gateway(routed):
     _, writer = await routed.connection()
     writer.write(b'POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{"model": "org/text", ')
@@ -310,6 +331,19 @@ async def test_body_is_read_no_faster_than_the_gateway_reads_it(routed):
     assert num_sent < 24 << 20
     writer.transport.abort()
     blocked.set()
+
+
+async def test_answer_is_read_no_faster_than_the_client_reads_it(routed):
+    _, writer = await routed.connection()
+    writer.write(b"GET /large?model=org/text HTTP/1.1\r\nhost: a\r\n\r\n")
+    await eventually(lambda: routed.text.num_sent, "it is sent", 5)
+    num_sent = 0
+    while num_sent < routed.text.num_sent:
+        num_sent = routed.text.num_sent
+        await asyncio.sleep(0.5)  # time: a gateway that may send does so
+    assert num_sent < LARGE_BYTES // 2
+    writer.transport.abort()
+    await eventually(lambda: routed.text.num_sent >= LARGE_BYTES, "the gateway gets rid of the rest", 5)
 
 
 async def test_client_is_asked_to_continue_when_the_gateway_asks_for_the_body(routed):
