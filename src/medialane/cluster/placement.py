@@ -19,7 +19,7 @@ from medialane.core.errors import StartupFailed
 #: vLLM's default of --gpu-memory-utilization, which workers on one GPU share.
 _GPU_MEMORY_UTILIZATION = 0.92
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
-VISIBLE = "CUDAVISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUERY_TIMEOUT_S = 20
 _GPU_LINE = re.compile(r"GPU (\d+): ")
 _MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w-]+)\)")
@@ -27,7 +27,7 @@ _MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w-]+)\)")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Available hardware: GPU names for CUDAVISIBLE_DEVICES, and the number of usable cores."""
+    """Available hardware: GPU names for CUDA_VISIBLE_DEVICES, and the number of usable cores."""
 
     gpus: tuple[str, ...]
     num_cores: int
@@ -79,7 +79,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the GPUs that we may use: those of an inherited CUDAVISIBLE_DEVICES, else all that the driver reports."""
+    """Return the GPUs that we may use: those of an inherited CUDA_VISIBLE_DEVICES, else all that the driver reports."""
     outer = environ.get(VISIBLE)
     if outer is not None:
         return tuple(name.strip() for name in outer.split(",") if name.strip())
@@ -215,7 +215,7 @@ def _query_driver() -> tuple[str, ...]:
 
 
 def parse_gpu_list(text: str) -> tuple[str, ...]:
-    """Return names for CUDAVISIBLE_DEVICES from the output of `nvidia-smi -L`."""
+    """Return names for CUDA_VISIBLE_DEVICES from the output of `nvidia-smi -L`."""
     lines = text.splitlines()
     partitions = tuple(listed[1] for line in lines if (listed := _MIG_LINE.match(line)))
     return partitions or tuple(listed[1] for line in lines if (listed := _GPU_LINE.match(line)))
