@@ -98,9 +98,9 @@ async def served(process):
 
 
 async def test_each_model_answers_by_its_names(served):
-    for name in ("vision", "text", "words"):
+    for name, answers in (("vision", "vision"), ("text", "text"), ("words", "text")):
         status, body = await served.chat(name)
-        assert (status, body["model"]) == (200, name)
+        assert (status, body["model"]) == (200, answers)
         assert body["usage"]["completion_tokens"] == 3
     image = [{"type": "image_url", "image_url": {"url": picture(1)}}, {"type": "text", "text": "What is it?"}]
     status, body = await served.chat("vision", image)
@@ -116,7 +116,8 @@ async def test_all_models_are_listed_measured_and_shown(served):
     assert all('model_name="' in line for line in series)
     for name in ("vision", "text"):
         assert f'medialane_model_up{{model_name="{name}"}} 1' in series
-        assert any(line.startswith(f'medialane_arena_bytes{{model_name="{name}"') for line in series)
+        assert any(line.startswith("vllm:num_requests_running{") and f'"{name}"' in line for line in series)
+    assert any(line.startswith('medialane_arena_bytes{model_name="vision"') for line in series)
     assert await served.ask("/health", method="GET") == (200, b"")
 
 
