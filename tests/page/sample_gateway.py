@@ -478,10 +478,12 @@ def _item(modality: str, origin: str, number: int, is_new: bool, chance: random.
 
 
 class SampleServer:
-    """Serves the page over a `SampleGateway`."""
+    """Serves the page over a `SampleGateway`, or over one for each of `models`, as the name router does; None is one
+    that does not serve."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, models: Mapping[str, Scene | None] | None = None) -> None:
         self.gateway = SampleGateway(scene)
+        self.models = {name: each and SampleGateway(each) for name, each in (models or {}).items()}
         self.key = scene.key
         self.url = ""
 
@@ -521,7 +523,17 @@ class SampleServer:
         return response
 
     async def _state(self, request: web.Request) -> web.Response:
-        return self._refused(request) or web.json_response(self.gateway.state(time.time()))
+        return self._refused(request) or web.json_response(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        now = time.time()
+        if not self.models:
+            return self.gateway.state(now)
+        views = [
+            {"name": name, "names": [name], "state": gateway and gateway.state(now)}
+            for name, gateway in self.models.items()
+        ]
+        return {"models": views}
 
     async def _request(self, request: web.Request) -> web.Response:
         view = self.gateway.find(request.match_info["id"])
@@ -530,7 +542,11 @@ class SampleServer:
         )
 
     async def _requests(self, request: web.Request) -> web.Response:
-        views = self.gateway.latest(time.time(), request.query)
+        query = dict(request.query)
+        gateway = self.models.get(query.get("model", ""), self.gateway)
+        if gateway is not self.gateway:
+            del query["model"]
+        views = gateway.latest(time.time(), query) if gateway else []
         return self._refused(request) or web.json_response({"requests": views, "gateways_missing": []})
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
@@ -539,5 +555,5 @@ class SampleServer:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         while True:
-            await response.write(f"event: state\ndata: {json.dumps(self.gateway.state(time.time()))}\n\n".encode())
+            await response.write(f"event: state\ndata: {json.dumps(self._document())}\n\n".encode())
             await asyncio.sleep(1)  # time: as often as a gateway

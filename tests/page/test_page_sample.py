@@ -43,6 +43,36 @@ async def shown(tab, scene, ready=READY):
         await tab.goto("about:blank")
 
 
+async def test_one_page_shows_all_models(tab, screenshots):
+    models = {
+        "vision": Scene(workers=3, stalled=1),
+        "org/text": Scene(workers=2, tenants=("w", "x", "y", "z")),
+        "new": None,
+    }
+    async with SampleServer(Scene(), models).served() as server:
+        await tab.goto(server.url)
+        await tab.until(READY)
+        buttons = "[...document.querySelectorAll('#models button')]"
+        texts = await tab.evaluate(f"{buttons}.map((each) => each.innerText.replace(/\\s+/g, ' '))")
+        assert [text.split()[0] for text in texts] == ["vision", "org/text", "new"]
+        assert "2 of 3 workers" in texts[0]
+        assert "2 of 2 workers" in texts[1]
+        assert "does not answer" in texts[2]
+        await tab.screenshot(screenshots / "models.png")
+        assert await tab.evaluate(f"{buttons}.map((each) => each.getAttribute('aria-pressed'))") == [
+            "true",
+            "false",
+            "false",
+        ]
+        await tab.evaluate(f"{buttons}[1].click()")
+        await tab.until(f"{READY} && document.querySelectorAll('#worker-rows .row:not(.head)').length === 2")
+        await tab.evaluate(f"{buttons}[2].click()")
+        await tab.until("document.querySelector('#first-text').textContent.startsWith('new is starting')")
+        await tab.evaluate(f"{buttons}[0].click()")
+        await tab.until(f"{READY} && document.querySelectorAll('#worker-rows .row:not(.head)').length === 3")
+        await tab.goto("about:blank")
+
+
 async def test_what_is_made_up_has_the_form_of_a_state():
     made_up = json.loads(json.dumps(SampleGateway(SCENES["failing"]).state(time.time())))
     assert fields(made_up) == fields(msgspec.to_builtins(msgspec.convert(made_up, State)))

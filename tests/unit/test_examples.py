@@ -18,11 +18,13 @@ import yaml
 from certificates import tls_settings
 from medialane.cli import serve
 from medialane.cli.main import COMMANDS, parse_words
+from medialane.cluster import model_groups
 from medialane.cluster.local import check_join, check_join_listen
+from medialane.cluster.placement import Hardware
 from medialane.cluster.ray import remote_workers
 from medialane.cluster.ray.remote_workers import Nodes, with_join_addresses, worker_specs
 from medialane.cluster.vllm_flags import flag_table
-from medialane.config import load_config
+from medialane.config import load_config, load_models
 from medialane.gateway.admission.keys_file import read_keys
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,20 @@ def test_folders_are_made_before_files_are_installed_into_them(page):
         if line.startswith("install -m") and "/systemd/system" not in line:  # with -D, install makes the folder
             target = re.search(r" (/(?!dev/)\S+)", line)[1]
             assert {Path(target), Path(target).parent} & made, line
+
+
+def test_models_of_the_example_are_placed_on_four_gpus():
+    _, tables = load_models(
+        file=str(EXAMPLES / "models" / "models.toml"),
+        environ={},
+        sections=("cluster",),
+        rules=model_groups.TABLES,
+    )
+    groups = [model_groups.group_of(table, ()) for table in tables]
+    assert [group.served_names for group in groups] == [("vision",), ("Qwen/Qwen3-8B",), ("speech",), ("embed",)]
+    assert model_groups.adapters(groups[1]) == ("support",)
+    gpus = model_groups.split_gpus(groups, Hardware(("0", "1", "2", "3"), 16))
+    assert gpus == [("0", "1"), ("2",), ("3",), ("3",)]
 
 
 def test_settings_for_ray_are_ours(tmp_path, monkeypatch):
@@ -200,7 +216,7 @@ def test_files_of_settings_of_the_pages_are_ours(tmp_path):
     for text in found:
         path = tmp_path / "settings.toml"
         path.write_text(re.sub(r"/etc/medialane|/var/log/medialane", str(tmp_path), text))
-        load_config(file=str(path), environ={}, sections=serve.SECTIONS)
+        load_models(file=str(path), environ={}, sections=serve.SECTIONS, rules=model_groups.TABLES)
 
 
 def test_guide_for_one_host_makes_the_files_of_its_settings(tmp_path):

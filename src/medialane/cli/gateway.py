@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -77,8 +78,9 @@ from medialane.vllm_bridge.frontend import prebuilt
 from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import encode_params
 from medialane.wire.address import consecutive_ports, parse_named
-from medialane.wire.listener import bind_http
+from medialane.wire.listener import bind_http, bind_unix, inherited
 from medialane.wire.protocol import Hello
+from medialane.wire.security import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -154,27 +156,25 @@ def run(
     addresses: GatewayAddresses,
     *,
     listen_fd: int | None = None,
+    http_socket: Path | None = None,
 ) -> int:
     """Serve until SIGINT or SIGTERM (0), or until an essential task has ended (EXIT_FAILED), on the inherited socket
-    `listen_fd` if given.
+    `listen_fd` if given, or behind the name router, on the unix socket `http_socket`.
 
     Raises StartupFailed.
     """
     tune_process()
-    config = reloading.config
-    with bind_http(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd) as sock:
+    with _bound(reloading.config, listen_fd, http_socket) as sock:
         return uvloop.run(serve(reloading, model, vllm_args, addresses=addresses, sock=sock))
 
 
-def inherited(listen_fd: int) -> socket.socket:
-    """Return the socket with this descriptor, which this process's own children do not inherit. Raises
-    StartupFailed."""
-    try:
-        sock = socket.socket(fileno=listen_fd)
-    except OSError as error:
-        raise StartupFailed(f"--listen-fd {listen_fd} is not a socket") from error
-    sock.set_inheritable(False)
-    return sock
+def _bound(config: Config, listen_fd: int | None, http_socket: Path | None) -> socket.socket:
+    """Raises StartupFailed."""
+    if listen_fd is not None:
+        return inherited(listen_fd)
+    if http_socket is None:
+        return bind_http(config.server.host, config.server.port)
+    return bind_unix(str(http_socket))
 
 
 async def serve(
@@ -185,7 +185,8 @@ async def serve(
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stopped_by_signals())
         tasks = EssentialTasks(stop.asked)
-        listening = _Listening(is_local(sock), stop.asked.is_set)
+        is_on_loopback = is_loopback(config.server.host) if sock.family == socket.AF_UNIX else is_local(sock)
+        listening = _Listening(is_on_loopback, stop.asked.is_set)
         await stack.enter_async_context(reloaded_by_hangup(reloading.reload))
         starting = _start(
             reloading, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, listening=listening
@@ -219,6 +220,7 @@ async def _serve_http(config: Config, started: _Started, sock: socket.socket, st
     server_of = partial(
         BoundedServer,
         bounds=http_bounds(config.gateway, max_headers=frontend.max_headers),
+        is_behind_router=sock.family == socket.AF_UNIX,
         on_listening=lambda: show_ready(str(started.health())),
     )
     async with watched(lambda: "stopping" if stop.asked.is_set() else str(started.health())):

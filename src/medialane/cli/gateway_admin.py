@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from medialane.cli.gateway_url import add_insecure, base_url, default_url
+from medialane.cli.gateway_url import add_insecure, base_url, default_url, endpoint
 from medialane.config import load_config
 from medialane.core.errors import StartupFailed
 from medialane.core.http_failure import describe_failure
@@ -32,7 +32,8 @@ class GatewayNotAnswering(StartupFailed, code="gateway_not_answering"):
 def add_gateway(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `connected` reads."""
     url = default_url()
-    parser.add_argument("--gateway", metavar="URL", default=url, help=f"base URL of a gateway (default {url})")
+    text = f"base URL of a gateway (default {url}), of one of several models with ?model=NAME"
+    parser.add_argument("--gateway", metavar="URL", default=url, help=text)
     parser.add_argument(f"--{_KEY_FILE}", metavar="FILE", help="file with the admin key of the gateway")
     add_insecure(parser)
 
@@ -48,7 +49,7 @@ class GatewayAdmin:
     async def ask(self, method: str, path: str, parameters: Mapping[str, str] | None = None) -> bytes:
         """Return the body of the response. Raises StartupFailed: GatewayNotAnswering if there is none."""
         try:
-            async with self._session.request(method, f"{self.url}{path}", params=parameters or {}) as response:
+            async with self._session.request(method, endpoint(self.url, path), params=parameters or {}) as response:
                 body = await response.read()
         except aiohttp.InvalidURL as error:
             raise StartupFailed(f"--gateway {self.url}: not a URL such as http://127.0.0.1:8000") from error

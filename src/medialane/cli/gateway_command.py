@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from medialane.cli.flags import PROTECTION, add_settings
 from medialane.cli.reloading import Reloading, add_source
@@ -81,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gateway-socket", action="append", dest="gateway_sockets", help=argparse.SUPPRESS)
     parser.add_argument("--gateway-index", type=int, help=argparse.SUPPRESS)
     add_source(parser)
+    # Set by it for several models: the socket that the name router sends requests to, instead of a port.
+    parser.add_argument("--http-socket", type=Path, metavar="PATH", help=argparse.SUPPRESS)
     add_settings(parser, SECTIONS, common=_COMMON)
 
 
@@ -107,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
     addresses = gateway.GatewayAddresses(
         args.workers, _store(args.store), args.gateway_sockets or (), args.gateway_index or 0
     )
-    return gateway.run(reloading, args.model, args.vllm_args, addresses, listen_fd=args.listen_fd)
+    return gateway.run(
+        reloading, args.model, args.vllm_args, addresses, listen_fd=args.listen_fd, http_socket=args.http_socket
+    )
 
 
 def _check_addresses(config: Config, args: argparse.Namespace) -> None:
@@ -129,7 +134,7 @@ def _check_addresses(config: Config, args: argparse.Namespace) -> None:
     if args.gateway_sockets:  # of `medialane serve`, which has checked the others
         check_listen(f"unix:{args.gateway_sockets[args.gateway_index or 0]}", "--gateway-socket", config.rpc)
         return
-    if args.listen_fd is None:
+    if args.listen_fd is None and args.http_socket is None:
         check_port(config.server.host, config.server.port)
     if config.gateway.join_listen:
         check_join_listen(config)

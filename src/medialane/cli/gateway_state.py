@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from medialane.cli.gateway_url import base_url
+from medialane.cli.gateway_url import base_url, endpoint, several_models
 from medialane.core.errors import StartupFailed
 from medialane.core.http_failure import describe_failure
 from medialane.gateway.operators.state import worker_host
@@ -125,8 +125,8 @@ async def read_state(url: str, *, key: str = "", verify: bool = True) -> Gateway
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
-            health_status, health = await _get(session, f"{url}/health")
-            status, metrics = await _get(session, f"{url}/metrics")
+            health_status, health = await _get(session, endpoint(url, "/health"))
+            status, metrics = await _get(session, endpoint(url, "/metrics"))
     except aiohttp.InvalidURL as error:
         raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000") from error
     except TimeoutError as error:
@@ -158,6 +158,8 @@ def parse_state(url: str, health: bytes, metrics: bytes) -> GatewayState:
                     samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
         raise StartupFailed(f"{url} is not a gateway of medialane: its /health or /metrics cannot be parsed") from error
+    if models := samples.get("medialane_model_up"):
+        raise several_models(url, [labels["model_name"] for labels, _ in models])
     if "medialane_request_seconds_count" not in samples:
         raise StartupFailed(f"{url} is not a gateway of medialane: its /metrics have no medialane_... series")
     return GatewayState(

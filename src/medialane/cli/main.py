@@ -39,7 +39,7 @@ class Command(NamedTuple):
 _VLLM = "[settings] [-- any flag of vLLM's engine or server]"
 
 COMMANDS = {
-    "serve": Command("serve", "media store, gateway and vLLM workers on this host", f"MODEL {_VLLM}"),
+    "serve": Command("serve", "media store, gateway and vLLM workers on this host", f"[MODEL] {_VLLM}"),
     "render": Command(
         "render", "tokens, placeholders and hashes of requests, as plain vLLM has them: no workers", f"MODEL {_VLLM}"
     ),
@@ -53,6 +53,7 @@ COMMANDS = {
         "worker_command", "a single vLLM worker", f"MODEL --listen ADDRESS | --join HOST:PORT[,...] {_VLLM}"
     ),
     "warm": Command("warm", "", "MODEL"),  # of `medialane serve`
+    "name-router": Command("name_router", "", "FILE"),  # the same
     "demo": Command("demo", "run photos through gateway and workers with a tiny model, and compare with plain vLLM"),
     "check": Command(
         "check_command", "compare a model's answers with plain vLLM's, over a matrix of requests", f"MODEL {_VLLM}"

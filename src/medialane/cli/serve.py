@@ -8,8 +8,9 @@ import json
 import logging
 import shlex
 import signal
+import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,16 +19,18 @@ from typing import TYPE_CHECKING, get_args
 import msgspec
 
 from medialane.arena import reap
-from medialane.cli.flags import PROTECTION, add_settings
+from medialane.cli.flags import PROTECTION, add_settings, given_settings
 from medialane.cli.gateway_command import check_api_key, has_api_key
 from medialane.cli.progress import Progress
 from medialane.cli.reloading import Reloading, hangup_means_reload, reloaded_by_hangup, source_flags
-from medialane.cluster import Supervisor, local
+from medialane.cluster import ProcessSpec, Supervisor, local, model_groups
 from medialane.cluster.log_folder import LogFolder
-from medialane.cluster.placement import find_hardware
+from medialane.cluster.model_groups import ModelGroup
+from medialane.cluster.placement import VISIBLE, find_hardware
 from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
 from medialane.cluster.vllm_flags import flag_value
-from medialane.config import Config, SectionName, process_environ
+from medialane.config import Config, ModelTable, SectionName, load_models, process_environ, replace_environ
+from medialane.config.reloading import SettingsSource
 from medialane.core.errors import StartupFailed
 from medialane.core.process.systemd import show_ready, show_stopping, watched
 from medialane.core.process.title import set_title
@@ -60,6 +63,7 @@ examples:
   medialane serve /models/m --ray --address 10.0.0.1:6379 --workers 8 --rpc-secret-file /etc/medialane/rpc-secret
   medialane serve ./model --workers 3 --encoders 1       # 4 GPUs; new media do not hold up the tokens of others
   VLLM_API_KEY=$(cat key) medialane serve ./model --workers 2 --single-gpu -- --served-model-name vision
+  medialane serve --config models.toml       # several models behind one port: a table [models.NAME] for each
 
 With --ray, run it on a node of the Ray cluster: gateways and a media store run there (--gateway-nodes each: on every
 node), Ray places the workers on nodes with enough free GPUs and CPUs, and restarts them. Every node needs the same
@@ -70,7 +74,12 @@ Ctrl-C shuts down gracefully, a second one immediately."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on a model hub")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder, or a name on a model hub; without, those of the --config file",
+    )
     parser.add_argument("--verbose", "-v", action="store_true", help="show the logs of all processes")
     # Set by `medialane serve --ray --gateway-nodes each`: workers of the host know it.
     parser.add_argument("--store-socket", type=Path, metavar="PATH", help=argparse.SUPPRESS)
@@ -80,21 +89,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM, with a terminal SIGHUP; 0 after a clean stop. Raises StartupFailed."""
     set_title("serve", args.argv)
-    reloading = Reloading.of("serve", args, SECTIONS)
+    reloading, groups = _loaded(args)
     config = local.with_port(reloading.config)
     configure(config.logging, component="serve")
     if config.cluster.ray:
         config = for_ray(config, args.secret_flags, process_environ())
     with _ray(config, args.model) as ray:
-        return run_here(config if ray is None else ray.config, reloading, args, ray)
+        return run_here(config if ray is None else ray.config, reloading, args, ray, groups=groups)
 
 
-def run_here(config: Config, reloading: Reloading, args: argparse.Namespace, ray: RayServe | None = None) -> int:
-    """Serve with the processes of this configuration, until stopped. Raises StartupFailed."""
+def _loaded(args: argparse.Namespace) -> tuple[Reloading, list[ModelGroup]]:
+    """Load the settings; return the models, if they are several. One model of a file becomes that of the command line.
+    Raises StartupFailed."""
+    flags, environ, rules = given_settings(args), process_environ(), model_groups.TABLES
+    config, tables = load_models(flags, file=args.config, environ=environ, sections=SECTIONS, rules=rules)
+    groups = _groups(args, tables)
+    source = SettingsSource.of(SECTIONS, flags, args.config, environ, rules=rules if tables else None)
+    if len(groups) > 1 and config.cluster.ray:
+        raise StartupFailed("--ray is for one model, and the file has several")
+    if len(groups) == 1:  # needs no router
+        (group,), groups = groups, []
+        config, source = group.config, source.of_model(group.name)
+        args.model, args.vllm_args = group.model, list(group.vllm_args)
+        if group.gpus:
+            replace_environ({**environ, VISIBLE: ",".join(group.gpus)})
+    return Reloading("serve", config, source), groups
+
+
+def _groups(args: argparse.Namespace, tables: Sequence[ModelTable]) -> list[ModelGroup]:
+    """Return the models of the file, none if the command line has one. Raises StartupFailed."""
+    if args.model is not None and tables:
+        raise StartupFailed(f"MODEL {args.model} and the tables of --config ([models.NAME]) are both given: use one")
+    if args.model is None and not tables:
+        raise StartupFailed("give a MODEL, or several with --config FILE, which has a table [models.NAME] for each")
+    return [model_groups.group_of(table, args.vllm_args) for table in tables]
+
+
+def run_here(
+    config: Config,
+    reloading: Reloading,
+    args: argparse.Namespace,
+    ray: RayServe | None = None,
+    *,
+    groups: Sequence[ModelGroup] = (),
+) -> int:
+    """Serve with the processes of this configuration, until stopped; `groups` are the models, if they are several.
+    Raises StartupFailed."""
+    directories = dict.fromkeys(each.arena.directory for each in (config, *(group.config for group in groups)))
     try:
-        return _run(config, reloading, args, ray)
+        return _run(config, reloading, args, ray, groups=groups, directories=directories)
     finally:
-        reap(config.arena.directory)  # of the last store, which leaves its arena to the next one
+        for directory in directories:
+            reap(directory)  # of the last store, which leaves its arena to the next one
 
 
 def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -117,32 +163,31 @@ def for_ray(config: Config, secret_flags: Sequence[str], environ: Mapping[str, s
     return msgspec.structs.replace(config, gateway=gateway)
 
 
-def _run(config: Config, reloading: Reloading, args: argparse.Namespace, ray: RayServe | None) -> int:
+def _run(
+    config: Config,
+    reloading: Reloading,
+    args: argparse.Namespace,
+    ray: RayServe | None,
+    *,
+    groups: Sequence[ModelGroup],
+    directories: Iterable[str],
+) -> int:
     environ = process_environ()
     check_api_key(config, environ)
-    local.check(config, args.model, args.vllm_args, environ)
-    reap(config.arena.directory)
-    hardware = find_hardware(environ)
+    if groups:
+        model_groups.check_groups(groups, args.vllm_args, environ)
+    else:
+        local.check(config, args.model, args.vllm_args, environ)
+    for directory in directories:
+        reap(directory)
     _say(config, installed_kinds().line())
     with (
         closing(local.run_folder(environ)) as folder,
         local.shared_listener(config) as listener,
     ):
-        source = folder.path / "settings.json"
-        reloading.source.write(source)
-        specs = local.process_specs(
-            config,
-            args.model,
-            args.vllm_args,
-            folder=folder.path,
-            hardware=hardware,
-            environ=environ,
-            listener=listener,
-            store_socket=args.store_socket,
-            common_flags=source_flags(str(source)),
-        )
+        specs = _specs(config, reloading.source, args, groups, folder=folder.path, environ=environ, listener=listener)
         remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
-        announcement = announce(config, args.model, args.vllm_args, needs_key=has_api_key(config, environ))
+        announcement = _announcement(config, args, groups, needs_key=has_api_key(config, environ))
 
         with _logs(config) as logs:
             names = [*(spec.name for spec in specs), *(spec.name for spec in remote)]
@@ -157,6 +202,61 @@ def _run(config: Config, reloading: Reloading, args: argparse.Namespace, ray: Ra
             status = asyncio.run(_serve(make_supervisor, reloading, progress, partial(_say, config, announcement)))
             logs.keep = progress.has_failed
             return status
+
+
+def _specs(
+    config: Config,
+    source: SettingsSource,
+    args: argparse.Namespace,
+    groups: Sequence[ModelGroup],
+    *,
+    folder: Path,
+    environ: Mapping[str, str],
+    listener: socket.socket,
+) -> list[ProcessSpec]:
+    hardware = find_hardware(environ)
+    if groups:
+        common_flags = [_source_flags(source.of_model(group.name), folder, str(n)) for n, group in enumerate(groups)]
+        return model_groups.process_specs(
+            groups,
+            config,
+            args.vllm_args,
+            folder=folder,
+            hardware=hardware,
+            environ=environ,
+            listener=listener,
+            common_flags=common_flags,
+        )
+    return local.process_specs(
+        config,
+        args.model,
+        args.vllm_args,
+        folder=folder,
+        hardware=hardware,
+        environ=environ,
+        listener=listener,
+        store_socket=args.store_socket,
+        common_flags=_source_flags(source, folder, ""),
+    )
+
+
+def _source_flags(source: SettingsSource, folder: Path, name: str) -> list[str]:
+    """Write where settings come from; return the flags that have a process read them from there."""
+    path = folder / f"settings{name}.json"
+    source.write(path)
+    return source_flags(str(path))
+
+
+def _announcement(config: Config, args: argparse.Namespace, groups: Sequence[ModelGroup], *, needs_key: bool) -> str:
+    if not groups:
+        return announce(config, args.model, args.vllm_args, needs_key=needs_key)
+    url = local.base_url(config, args.vllm_args)
+    names = "".join(
+        f"\n  {', '.join(group.served_names)}: {_counted(group.config.cluster.num_workers, 'worker')}"
+        for group in groups
+    )
+    page = f"\n\nWhat they do: {url}/medialane/" if config.gateway.page else ""
+    return f"\nmedialane serves {len(groups)} models at {url}/v1\n{names}{page}\n\nCtrl-C stops it."
 
 
 def _say(config: Config, text: str) -> None:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from medialane.cli.gateway_url import add_gateways, base_url, gateway_urls
+from medialane.cli.gateway_url import add_gateways, base_url, endpoint, gateway_urls, several_models
 from medialane.config import load_config
 from medialane.core.byte_size import format_bytes
 from medialane.core.errors import StartupFailed
@@ -118,10 +118,12 @@ async def _read_all(session: aiohttp.ClientSession, urls: Sequence[str]) -> list
 
 async def _read(session: aiohttp.ClientSession, url: str) -> State | StartupFailed:
     try:
-        async with session.get(f"{url}{STATE_PATH}", allow_redirects=False) as response:
+        async with session.get(endpoint(url, STATE_PATH), allow_redirects=False) as response:
             body = await response.read()
             if response.status != 200:
                 return StartupFailed(f"{url}: {_refusal(response.status, body)}")
+            if body.startswith(b'{"models":'):
+                return several_models(url, [each["name"] for each in msgspec.json.decode(body)["models"]])
             return msgspec.json.decode(body, type=State)
     except (aiohttp.ClientError, TimeoutError) as error:
         return StartupFailed(f"{url}: {describe_failure(error)}")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -42,7 +43,14 @@ _RUN_PREFIX = "medialane-run-"
 #: Of `_command`, before the flags: python -m medialane NAME MODEL.
 _NUM_COMMAND_WORDS = NUM_INTERPRETER_WORDS + 2
 #: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)), and sockets are in our folder.
-_MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/gateway-9999.sock")
+_MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/99/gateway-9999.sock")
+
+
+class Place(NamedTuple):
+    """One of several models on a host: the prefix of its processes' names, and how many engines the others have."""
+
+    label: str
+    num_other_engines: int
 
 
 def check(config: Config, model: str, vllm_args: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -67,7 +75,7 @@ def check_addresses(config: Config, vllm_args: Sequence[str]) -> None:
     if config.store.peer_listen:
         check_listen(config.store.peer_listen, "--peer-listen", config.rpc)
     check_join(config)
-    num_ports = _engines(config).total * ranks_per_worker(vllm_args)
+    num_ports = engines_of(config).total * ranks_per_worker(vllm_args)
     check_metrics_ports(config.worker, num_ports)
 
 
@@ -166,13 +174,16 @@ def process_specs(
     listener: socket.socket | None = None,
     store_socket: Path | None = None,
     common_flags: Sequence[str] = (),
+    place: Place | None = None,
 ) -> list[ProcessSpec]:
     """Return the specifications of the warm process, the store, the workers, the encoders and the gateways, with their
-    sockets in `folder`, but for `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`.
-    Store, workers and gateways have the `common_flags`.
-    With `config.cluster.ray` there are no workers here, and the gateways let them join. Raises StartupFailed."""
+    sockets in `folder`, but for `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`,
+    `place` is for one of several models. Store, workers and gateways have the `common_flags`. With `config.cluster.ray`
+    there are no workers here, and the gateways let them join. Raises StartupFailed."""
     config = _with_workers_file(config, folder)
-    engines = _engines(config)
+    engines, prefix = engines_of(config), ""
+    if place is not None:
+        engines, prefix = engines._replace(num_others=place.num_other_engines), f"{place.label} "
     placements = (
         place_engines(hardware, vllm_args, engines, single_gpu=config.cluster.single_gpu, environ=environ)
         if engines.total
@@ -186,14 +197,14 @@ def process_specs(
             model,
             vllm_args,
             on_gpu=bool(hardware.gpus),
-            num_workers=max(1, config.cluster.num_workers),
+            num_workers=max(1, config.cluster.num_workers + engines.num_others),
             environ=environ,
         )
 
     warm_socket = folder / "warm.sock"
     warm = ProcessSpec(
-        name="warm process",
-        argv=_command("warm", model, ["--listen", str(warm_socket)], warm_flags(vllm_args)),
+        name=f"{prefix}warm process",
+        argv=command("warm", model, ["--listen", str(warm_socket)], warm_flags(vllm_args)),
         environ=inherited("warm"),
         ready=SocketExists(warm_socket),
         layer=-1,
@@ -205,8 +216,8 @@ def process_specs(
     worker_environ, for_engines = inherited("worker"), engine_flags(vllm_args)
     store_socket = store_socket or store_path(folder)
     store = ProcessSpec(
-        name="store",
-        argv=_command("store", model, ["--listen", f"unix:{store_socket}", *common_flags], processor_flags(vllm_args)),
+        name=f"{prefix}store",
+        argv=command("store", model, ["--listen", f"unix:{store_socket}", *common_flags], processor_flags(vllm_args)),
         environ=inherited("store"),
         ready=SocketExists(store_socket),
         is_ready_later=True,
@@ -218,13 +229,15 @@ def process_specs(
         reloads=True,
     )
     store_flags = ["--store", f"unix:{store_socket}"]
-    names = [f"worker {i}" for i in range(engines.num_workers)] + [f"encoder {i}" for i in range(engines.num_encoders)]
+    kinds = ["worker"] * engines.num_workers + ["encoder"] * engines.num_encoders
+    numbers = [*range(engines.num_workers), *range(engines.num_encoders)]
+    names = [f"{prefix}{kind} {i}" for kind, i in zip(kinds, numbers, strict=True)]
     labels = [str(i) for i in range(engines.num_workers)] + [f"encoder-{i}" for i in range(engines.num_encoders)]
-    sockets = [folder / f"{name.replace(' ', '-')}.sock" for name in names]
+    sockets = [folder / f"{kind}-{i}.sock" for kind, i in zip(kinds, numbers, strict=True)]
     workers = [
         ProcessSpec(
             name=name,
-            argv=_command(
+            argv=command(
                 "worker",
                 model,
                 [
@@ -254,8 +267,8 @@ def process_specs(
         for word in ("--worker", f"{host}/{label}=unix:{path}")
     ]
     gateway = ProcessSpec(
-        name="gateway",
-        argv=_command("gateway", model, [*addresses, *store_flags, *common_flags], vllm_args),
+        name=f"{prefix}gateway",
+        argv=command("gateway", model, [*addresses, *store_flags, *common_flags], vllm_args),
         environ=inherited("gateway"),
         ready=HttpAnswers(f"{base_url(config, vllm_args)}/health"),
         layer=2,
@@ -271,6 +284,9 @@ def process_specs(
         gateway = replace(gateway, argv=_with_flags(gateway.argv, flags), pass_fds=(listener.fileno(),))
     num_gateways = config.cluster.resolved_num_gateways(hardware.num_cores)
     gateways = [gateway] if num_gateways == 1 else _sharing(gateway, folder, num_gateways=num_gateways)
+    if place is not None:
+        paths = http_sockets(config, folder, hardware)
+        gateways = [_behind_router(each, path) for each, path in zip(gateways, paths, strict=True)]
     return [*first, store, *workers, *gateways]
 
 
@@ -278,6 +294,16 @@ def _with_workers_file(config: Config, folder: Path) -> Config:
     """Return the configuration with a file that gateways keep changes of their workers in, while this run lasts."""
     path = config.gateway.workers_file or str(folder / "workers.json")
     return msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, workers_file=path))
+
+
+def http_sockets(config: Config, folder: Path, hardware: Hardware) -> list[Path]:
+    """Return where the gateways of one of several models listen for the name router."""
+    return [folder / f"http-{i}.sock" for i in range(config.cluster.resolved_num_gateways(hardware.num_cores))]
+
+
+def _behind_router(gateway: ProcessSpec, path: Path) -> ProcessSpec:
+    argv = _with_flags(gateway.argv, ("--http-socket", str(path)))
+    return replace(gateway, argv=argv, ready=HttpAnswers("http://gateway/health", path))
 
 
 def store_path(folder: Path) -> Path:
@@ -305,7 +331,7 @@ def _sharing(gateway: ProcessSpec, folder: Path, *, num_gateways: int) -> list[P
     return [
         replace(
             gateway,
-            name=f"gateway {i}",
+            name=f"{gateway.name} {i}",
             argv=_with_flags(gateway.argv, [*flags, "--gateway-index", str(i)]),
             ready=HttpAnswers("http://gateway/health", path),
         )
@@ -313,7 +339,7 @@ def _sharing(gateway: ProcessSpec, folder: Path, *, num_gateways: int) -> list[P
     ]
 
 
-def _engines(config: Config) -> Engines:
+def engines_of(config: Config) -> Engines:
     """Return the engines of this host."""
     cluster = config.cluster
     num_workers = 0 if cluster.ray else cluster.num_workers
@@ -327,6 +353,6 @@ def _same_gpus(placements: Sequence[Placement], names: Sequence[str], number: in
     return next((names[i] for i in reversed(range(number)) if own and placements[i].gpus == own), None)
 
 
-def _command(name: str, model: str, flags: Sequence[str], vllm_args: Sequence[str]) -> tuple[str, ...]:
+def command(name: str, model: str, flags: Sequence[str], vllm_args: Sequence[str]) -> tuple[str, ...]:
     """Build a command line. Settings are passed in the environment."""
     return (sys.executable, "-m", "medialane", name, model, *flags, *(["--", *vllm_args] if vllm_args else []))

@@ -19,7 +19,7 @@ from medialane.core.errors import StartupFailed
 #: vLLM's default of --gpu-memory-utilization, which workers on one GPU share.
 _GPU_MEMORY_UTILIZATION = 0.92
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUERY_TIMEOUT_S = 20
 _GPU_LINE = re.compile(r"GPU (\d+): ")
 _MIG_LINE = re.compile(r"\s+MIG .*\(UUID: (MIG-[\w-]+)\)")
@@ -34,12 +34,13 @@ class Hardware:
 
 
 class Engines(NamedTuple):
-    """The engines of a host. `encoder_share` is the part of a worker's GPU memory that encoders on its GPUs get
-    together; 0: they have GPUs of their own."""
+    """The engines of one model on a host. `encoder_share` is the part of a worker's GPU memory that encoders on its
+    GPUs get together; 0: they have GPUs of their own. `num_others` are those of other models."""
 
     num_workers: int
     num_encoders: int = 0
     encoder_share: float = 0.0
+    num_others: int = 0
 
     @property
     def total(self) -> int:
@@ -56,7 +57,7 @@ class Placement:
     @property
     def gpus(self) -> str:
         """Names of its GPUs; empty if none were assigned."""
-        return self.environ.get(_VISIBLE, "")
+        return self.environ.get(VISIBLE, "")
 
 
 def find_hardware(environ: Mapping[str, str]) -> Hardware:
@@ -79,7 +80,7 @@ def installed_version(distribution: str) -> str | None:
 
 def find_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the GPUs that we may use: those of an inherited CUDA_VISIBLE_DEVICES, else all that the driver reports."""
-    outer = environ.get(_VISIBLE)
+    outer = environ.get(VISIBLE)
     if outer is not None:
         return tuple(name.strip() for name in outer.split(",") if name.strip())
     return _query_driver() or _count_devices(Path("/dev"))
@@ -106,11 +107,11 @@ def place_engines(
             raise StartupFailed("--single-gpu: no GPU was found that vLLM can use (see `medialane doctor`)")
         if engines.encoder_share:
             raise StartupFailed("--encoder-gpu-share: no GPU was found that vLLM can use (see `medialane doctor`)")
-        return [_on_cores(hardware.num_cores, engines.total, environ)] * engines.total
+        return [_on_cores(hardware.num_cores, engines.total + engines.num_others, environ)] * engines.total
     each = gpus_per_worker(vllm_args)
     if single_gpu:
         return _on_one_gpu(hardware.gpus[0], each, vllm_args, engines)
-    num_own = engines.num_workers if _shares_gpus(engines) else engines.total
+    num_own = _num_with_own_gpus(engines)
     if num_own * each > len(hardware.gpus):
         raise StartupFailed(
             f"{_named(engines, num_own)} of {each} GPU each need {num_own * each} GPUs, {len(hardware.gpus)} found: "
@@ -118,8 +119,19 @@ def place_engines(
         )
     gpus = [",".join(hardware.gpus[i * each : (i + 1) * each]) for i in range(num_own)]
     if num_own == engines.total:
-        return [Placement({_VISIBLE: each}) for each in gpus]
+        return [Placement({VISIBLE: each}) for each in gpus]
     return _sharing(gpus, vllm_args, engines)
+
+
+def num_gpus(vllm_args: Sequence[str], engines: Engines, *, single_gpu: bool) -> int:
+    """Return the number of GPUs that the engines of a model need. Raises StartupFailed."""
+    if not engines.total:
+        return 0
+    return 1 if single_gpu else _num_with_own_gpus(engines) * gpus_per_worker(vllm_args)
+
+
+def _num_with_own_gpus(engines: Engines) -> int:
+    return engines.num_workers if _shares_gpus(engines) else engines.total
 
 
 def _shares_gpus(engines: Engines) -> bool:
@@ -143,10 +155,10 @@ def _sharing(gpus: Sequence[str], vllm_args: Sequence[str], engines: Engines) ->
     total, share = _utilization(vllm_args), engines.encoder_share
     places = [i % engines.num_workers for i in range(engines.num_encoders)]
     workers = [
-        Placement({_VISIBLE: names}, _memory_flags(total * (1 - share)) if i in places else ())
+        Placement({VISIBLE: names}, _memory_flags(total * (1 - share)) if i in places else ())
         for i, names in enumerate(gpus)
     ]
-    encoders = [Placement({_VISIBLE: gpus[i]}, _memory_flags(total * share / places.count(i))) for i in places]
+    encoders = [Placement({VISIBLE: gpus[i]}, _memory_flags(total * share / places.count(i))) for i in places]
     return workers + encoders
 
 
@@ -168,9 +180,9 @@ def _on_one_gpu(gpu: str, gpus_each: int, vllm_args: Sequence[str], engines: Eng
     """Split the memory of one GPU: equally, or with `encoder_share` for all encoders together."""
     if gpus_each > 1:
         raise StartupFailed(f"--single-gpu: the vLLM flags ask for {gpus_each} GPUs per worker")
-    num_workers, num_encoders, share = engines
+    num_workers, num_encoders, share, _ = engines
     share = share or num_encoders / engines.total
-    total, place = _utilization(vllm_args), {_VISIBLE: gpu}
+    total, place = _utilization(vllm_args), {VISIBLE: gpu}
     workers = [Placement(place, _memory_flags(total * (1 - share) / max(1, num_workers)))] * num_workers
     return workers + [Placement(place, _memory_flags(total * share / max(1, num_encoders)))] * num_encoders
 

@@ -75,12 +75,13 @@ class SocketExists:
 
 @dataclass(frozen=True)
 class HttpAnswers:
-    """Ready when `url` returns 200, over the unix socket `path` if given. The certificate is not verified: the request
-    goes to this host."""
+    """Ready when `url` returns 200, or another of `statuses`, over the unix socket `path` if given. The certificate is
+    not verified: the request goes to this host."""
 
     url: str
     path: Path | None = None
     timeout_s: float = 2.0
+    statuses: frozenset[int] = frozenset({200})
 
     def reset(self) -> None:
         if self.path is not None:
@@ -94,6 +95,6 @@ class HttpAnswers:
                 aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
                 session.get(self.url, ssl=False) as response,
             ):
-                return response.status == 200
+                return response.status in self.statuses
         except (aiohttp.ClientError, TimeoutError):
             return False

@@ -127,15 +127,15 @@ def warm_flags(vllm_args: Sequence[str]) -> list[str]:
     """Return the flags of the warm process, in whose forks hostile media are decoded: without those that may have
     passwords, and without those about traces, which the one may have. Gateways with another such flag build their front
     end themselves."""
-    return _without_flags(vllm_args, (*_MAY_HAVE_PASSWORDS, *_TRACES))
+    return without_flags(vllm_args, (*_MAY_HAVE_PASSWORDS, *_TRACES))
 
 
 def untraced_flags(vllm_args: Sequence[str]) -> list[str]:
     """Return the flags without those about vLLM's own spans."""
-    return _without_flags(vllm_args, _TRACES)
+    return without_flags(vllm_args, _TRACES)
 
 
-def _without_flags(vllm_args: Sequence[str], names: Collection[str]) -> list[str]:
+def without_flags(vllm_args: Sequence[str], names: Collection[str]) -> list[str]:
     return [word for name, words in _grouped(vllm_args) if name not in names for word in words]
 
 
@@ -161,6 +161,16 @@ def flag_value(vllm_args: Sequence[str], *names: str) -> str | None:
         _, equals, value = words[0].partition("=")
         if name in names and (equals or len(words) > 1):
             last = value if equals else words[1]
+    return last
+
+
+def flag_values(vllm_args: Sequence[str], name: str) -> list[str]:
+    """Return all values of the last flag with this name."""
+    last: list[str] = []
+    for found, words in _grouped(vllm_args):
+        if found == name:
+            _, equals, value = words[0].partition("=")
+            last = [*([value] if equals else []), *words[1:]]
     return last
 
 

@@ -17,15 +17,17 @@ from medialane.config.environment import (
     vllm_defaults,
     worker_environ,
 )
-from medialane.config.loading import load_config, parse_size
+from medialane.config.loading import ModelTable, TableRules, load_config, load_models, parse_size
 from medialane.config.settings import Config, SectionName, ServerConfig, Setting, settings
 
 __all__ = [
     "Config",
+    "ModelTable",
     "RoleName",
     "SectionName",
     "ServerConfig",
     "Setting",
+    "TableRules",
     "allowed_environ",
     "as_environ",
     "changed_imports",
@@ -34,6 +36,7 @@ __all__ = [
     "foreign_environ",
     "host_environ",
     "load_config",
+    "load_models",
     "parse_size",
     "process_environ",
     "replace_environ",

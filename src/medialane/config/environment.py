@@ -30,7 +30,7 @@ from medialane.observability.logging import VARIABLE as LOG_PROCESS
 
 logger = logging.getLogger(__name__)
 
-RoleName = Literal["warm", "store", "worker", "gateway", "preparer", "mover"]
+RoleName = Literal["warm", "store", "worker", "gateway", "router", "preparer", "mover"]
 
 _SECRET: Final = re.compile(
     r".*(SECRET|PASSWORD|PASSWD|CREDENTIAL).*|(.*_)?(API)?(KEY|KEYS|TOKEN|AUTH|PASS|PWD|HEADERS|COOKIE)", re.IGNORECASE
@@ -107,6 +107,7 @@ ROLES: Final[Mapping[RoleName, Role]] = {
     "gateway": Role(
         (*_PROCESS, *_DEVICES, *_MODELS, *_HUB, *_TELEMETRY, "VLLM_API_KEY"), frozenset({"rpc", "gateway"})
     ),
+    "router": Role((*_PROCESS, "VLLM_API_KEY", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"), frozenset({"gateway"})),
     "preparer": Role((*_PROCESS, *_DEVICES, *_MODELS, PHASE_FILE, LOG_PROCESS), exposed=True, fixed=_NO_TOKEN),
     "mover": Role((*_PROCESS, *_DEVICES, LOG_PROCESS), exposed=True),
 }

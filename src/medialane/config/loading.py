@@ -13,7 +13,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -28,9 +28,28 @@ from medialane.observability.logging import VARIABLE as LOG_PROCESS
 FILE: Final = PREFIX + "CONFIG"
 
 
+#: The tables of several models, in a file for `medialane serve`.
+MODELS: Final = "models"
+
+
 class _RawValue(NamedTuple):
     value: Any
     source: str
+
+
+class TableRules(msgspec.Struct, frozen=True):
+    """What a table of one model may have besides settings, and the settings that it may not have: those of all."""
+
+    own: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+
+class ModelTable(NamedTuple):
+    """A table of the file: the members that are no settings, and the configuration of this model's processes."""
+
+    name: str
+    own: Mapping[str, Any]
+    config: Config
 
 
 def load_config(
@@ -45,33 +64,97 @@ def load_config(
     `flags` are raw values by setting name; `environ` defaults to the process's environment. Raises StartupFailed naming
     the setting and the source of its value.
     """
-    environ = os.environ if environ is None else environ
-    known = {setting.name: setting for setting in settings()}
-    from_file = _from_file(file or environ.get(FILE), known)
-    from_flags = {name: _RawValue(value, "--" + name) for name, value in (flags or {}).items()}
-    for name, (_, source) in (from_file | from_flags).items():
-        if name in known and known[name].is_secret:
-            other = f", or {known[name].flag}-file" if f"{name}-file" in known else ""
-            raise StartupFailed(f"{source} is not accepted here: set {known[name].variable} in the environment{other}")
-    given = from_file | _from_environ(environ, known) | from_flags
-    config = _build(given, known)
-    config.validate(sections)
-    return config
+    sources = _Sources(flags or {}, file, os.environ if environ is None else environ)
+    if sources.models:
+        raise StartupFailed(f"{sources.path}: the table {MODELS} is for `medialane serve` without a MODEL")
+    return sources.config(sections)
 
 
-def _from_file(path: str | None, known: Mapping[str, Setting]) -> dict[str, _RawValue]:
+def load_models(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    file: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    sections: Iterable[SectionName] = (),
+    rules: TableRules,
+) -> tuple[Config, list[ModelTable]]:
+    """As `load_config`, of a file that may have tables of models, whose settings win over those at its top, which are
+    validated as parts of the tables then."""
+    sources = _Sources(flags or {}, file, os.environ if environ is None else environ)
+    sections = tuple(sections)
+    tables = [sources.table(name, table, sections=sections, rules=rules) for name, table in sources.models.items()]
+    return sources.config(() if tables else sections), tables
+
+
+class _Sources:
+    """The values of settings, by where they are given. Raises StartupFailed."""
+
+    def __init__(self, flags: Mapping[str, Any], file: str | None, environ: Mapping[str, str]) -> None:
+        self._known = {setting.name: setting for setting in settings()}
+        self.path = file or environ.get(FILE) or ""
+        table = _read_toml(self.path)
+        self.models = _model_tables(table.pop(MODELS, {}), self.path)
+        self._file = self._named(table, f"{self.path}: ")
+        self._environ = _from_environ(environ, self._known)
+        self._flags = {name: _RawValue(value, "--" + name) for name, value in flags.items()}
+        self._refuse_secrets(self._flags)
+
+    def config(self, sections: Iterable[SectionName], table: Mapping[str, _RawValue] | None = None) -> Config:
+        config = _build({**self._file, **(table or {}), **self._environ, **self._flags}, self._known)
+        config.validate(sections)
+        return config
+
+    def table(
+        self,
+        name: str,
+        table: Mapping[str, Any],
+        *,
+        sections: Iterable[SectionName],
+        rules: TableRules,
+    ) -> ModelTable:
+        where = f"{self.path}: {MODELS}.{name}"
+        own = {key: value for key, value in table.items() if key in rules.own}
+        values = self._named({key: value for key, value in table.items() if key not in own}, f"{where}.", rules.own)
+        for key in values:
+            if key in rules.shared:
+                raise StartupFailed(f"{where}: {key} is the same for all models: it belongs at the top of the file")
+        try:
+            config = self.config(sections, values)
+        except StartupFailed as error:
+            raise StartupFailed(f"{where}: {error.message}") from error
+        return ModelTable(name, own, config)
+
+    def _named(self, table: Mapping[str, Any], where: str, own: Collection[str] = ()) -> dict[str, _RawValue]:
+        for name in table:
+            if name not in self._known:
+                raise StartupFailed(f"{where}unknown setting {name}{_suggestion(name, [*self._known, *own])}")
+        values = {name: _RawValue(value, f"{where}{name}") for name, value in table.items()}
+        self._refuse_secrets(values)
+        return values
+
+    def _refuse_secrets(self, values: Mapping[str, _RawValue]) -> None:
+        for name, (_, source) in values.items():
+            setting = self._known.get(name)
+            if setting is not None and setting.is_secret:
+                other = f", or {setting.flag}-file" if f"{name}-file" in self._known else ""
+                raise StartupFailed(f"{source} is not accepted here: set {setting.variable} in the environment{other}")
+
+
+def _model_tables(tables: Any, path: str) -> Mapping[str, Mapping[str, Any]]:
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise StartupFailed(f"{path}: {MODELS} must have a table for each model: [{MODELS}.NAME]")
+    return tables
+
+
+def _read_toml(path: str) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        table = tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise StartupFailed(f"cannot read the configuration file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StartupFailed(f"the configuration file {path} is not TOML: {error}") from error
-    for name in table:
-        if name not in known:
-            raise StartupFailed(f"{path}: unknown setting {name}{_suggestion(name, known)}")
-    return {name: _RawValue(value, f"{path}: {name}") for name, value in table.items()}
 
 
 def _from_environ(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, _RawValue]:

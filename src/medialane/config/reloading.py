@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from medialane.config.environment import as_environ
-from medialane.config.loading import FILE, load_config
+from medialane.config.loading import FILE, MODELS, TableRules, load_config, load_models
 from medialane.config.settings import PREFIX, Config, SectionName, Setting, settings
 from medialane.core.errors import StartupFailed
 
@@ -47,21 +47,33 @@ LIVE: Final[Mapping[str, frozenset[str]]] = {
 
 
 class SettingsSource(msgspec.Struct, frozen=True):
-    """What the settings of a process were loaded from: flags, our variables but secrets, and the file."""
+    """What the settings of a process were loaded from: flags, our variables but secrets, and the file; if that has
+    tables of models, by which `rules`, and which `table`: that of the process's model, none for those of all."""
 
     sections: tuple[SectionName, ...]
     flags: dict[str, Any] = {}
     environ: dict[str, str] = {}
     file: str | None = None
+    rules: TableRules | None = None
+    table: str = ""
 
     @classmethod
     def of(
-        cls, sections: Iterable[SectionName], flags: Mapping[str, Any], file: str | None, environ: Mapping[str, str]
+        cls,
+        sections: Iterable[SectionName],
+        flags: Mapping[str, Any],
+        file: str | None,
+        environ: Mapping[str, str],
+        *,
+        rules: TableRules | None = None,
     ) -> Self:
-        """Return the source of what `load_config` returns for these."""
+        """Return the source of what `load_config` returns for these, or with `rules`, `load_models`."""
         secret = {setting.variable for setting in settings() if setting.is_secret}
         ours = {name: value for name, value in environ.items() if name.startswith(PREFIX) and name not in secret}
-        return cls(tuple(sections), dict(flags), ours, file or environ.get(FILE))
+        return cls(tuple(sections), dict(flags), ours, file or environ.get(FILE), rules)
+
+    def of_model(self, table: str) -> Self:
+        return msgspec.structs.replace(self, table=table)
 
     @classmethod
     def read(cls, path: str) -> Self:
@@ -78,7 +90,18 @@ class SettingsSource(msgspec.Struct, frozen=True):
         """Read the file again; secrets are those of the `running` process. Raises StartupFailed naming the setting."""
         secret = {setting.variable for setting in settings() if setting.is_secret}
         secrets = {name: value for name, value in as_environ(running).items() if name in secret}
-        return load_config(self.flags, file=self.file, environ=self.environ | secrets, sections=self.sections)
+        environ = self.environ | secrets
+        if self.rules is None:
+            return load_config(self.flags, file=self.file, environ=environ, sections=self.sections)
+        config, tables = load_models(
+            self.flags, file=self.file, environ=environ, sections=self.sections, rules=self.rules
+        )
+        if not self.table:
+            return config
+        own = next((table.config for table in tables if table.name == self.table), None)
+        if own is None:
+            raise StartupFailed(f"{self.file}: the table {MODELS}.{self.table} is gone, and its model runs: restart")
+        return own
 
 
 class SettingsChange(msgspec.Struct, frozen=True):

@@ -278,7 +278,7 @@ class AccessMiddleware:
         if not self._admits(kind, given, scope, route):
             is_hopeless = kind is Kind.OPERATOR and not self._keys.admin
             if not (is_hopeless or self._keys.is_client(given)):
-                return await _send_unauthorized(scope, send)
+                return await send_unauthorized(scope, send)
             return await send_error(send, _OPERATOR_DENIED if is_hopeless else _denied(kind), error_form(scope))
         if scope["type"] == "http" and (route is None or kind in {Kind.OPEN, Kind.METRICS}):
             headers = [header for header in scope["headers"] if header[0] not in _BODY_HEADERS]
@@ -343,7 +343,8 @@ def _denied(kind: Kind) -> PermissionDenied:
     return PermissionDenied(f"the API key is not sufficient for this path: it needs the {needed} of this server")
 
 
-async def _send_unauthorized(scope: Scope, send: Send) -> None:
+async def send_unauthorized(scope: Scope, send: Send) -> None:
+    """Answer as plain vLLM does to a caller without a key."""
     send = _as_handshake(send) if scope["type"] == "websocket" else send
     headers = [(b"content-length", str(len(_UNAUTHORIZED)).encode()), (b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 401, "headers": headers})

@@ -159,7 +159,7 @@ class BoundedReceive:
         self, receive: Receive, limit: int, charge: BudgetCharge, config: GatewayConfig, *, keeps: bool = True
     ) -> None:
         """Unless the caller `keeps` what it has received, only the last message is charged."""
-        self._keeps = keeps
+        self.keeps = keeps
         self._receive = receive
         self._limit = limit
         self._charge = charge
@@ -175,7 +175,7 @@ class BoundedReceive:
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._limit:
             raise BodyTooLarge(f"the request body has more than {self._limit} bytes")
-        self._charge.set(self._num_bytes if self._keeps else len(message.get("body", b"")))
+        self._charge.set(self._num_bytes if self.keeps else len(message.get("body", b"")))
         self._more = bool(message.get("more_body", False))
         return message
 

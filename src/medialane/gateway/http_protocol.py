@@ -55,26 +55,27 @@ class HttpBounds(msgspec.Struct, frozen=True):
     header_timeout_s: float
 
 
-def http_bounds(config: GatewayConfig, *, max_headers: int = MAX_HEADERS) -> HttpBounds:
-    """Return the limits of a server. uvicorn's `h11_max_incomplete_event_size` limits header bytes as well."""
+def http_bounds(config: GatewayConfig, *, max_headers: int = MAX_HEADERS, files_each: int = 1) -> HttpBounds:
+    """Return the limits of a server, whose connections need `files_each`. uvicorn's `h11_max_incomplete_event_size`
+    limits header bytes as well."""
     return HttpBounds(
-        max_connections=_connections(config.max_connections),
+        max_connections=_connections(config.max_connections, files_each),
         max_header_bytes=config.max_header_bytes,
         max_headers=max_headers,
         header_timeout_s=config.header_timeout_s,
     )
 
 
-def _connections(configured: int) -> int:
+def _connections(configured: int, files_each: int) -> int:
     """Raise RLIMIT_NOFILE as needed and return the configured number of connections, or as many as it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = configured + _OTHER_FILES
+    needed = configured * files_each + _OTHER_FILES
     if soft < needed and hard > soft:
         soft = min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft >= needed:
         return configured
-    allowed = max(soft - _OTHER_FILES, soft // 2)
+    allowed = max(soft - _OTHER_FILES, soft // 2) // files_each
     logger.warning(
         "the limit of open files (%d) allows %d connections, fewer than --gateway-max-connections %d",
         soft,

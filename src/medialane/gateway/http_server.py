@@ -14,11 +14,14 @@ from typing import Any
 
 import uvicorn
 
+from medialane.gateway.client_address import RestoredClient
 from medialane.gateway.http_protocol import LINGER_S, BoundedHttpProtocol, HttpBounds
 from medialane.wire.acceptor import Acceptor
 
 logger = logging.getLogger(__name__)
 
+#: How long the name router's idle connections are kept: it closes them before.
+ROUTER_KEEP_ALIVE_S = 60
 #: Connections above `max_connections` that are still accepted, to be answered 503.
 _MAX_REFUSING = 64
 
@@ -28,10 +31,19 @@ class BoundedServer(uvicorn.Server):
     accepted."""
 
     def __init__(
-        self, config: uvicorn.Config, *, bounds: HttpBounds, on_listening: Callable[[], None] = lambda: None
+        self,
+        config: uvicorn.Config,
+        *,
+        bounds: HttpBounds,
+        is_behind_router: bool = False,
+        on_listening: Callable[[], None] = lambda: None,
     ) -> None:
+        """With `is_behind_router`, requests come from the name router, which tells whose they are."""
         if not config.loaded:
             config.load()
+        if is_behind_router:
+            config.loaded_app = RestoredClient(config.loaded_app)
+            config.timeout_keep_alive = ROUTER_KEEP_ALIVE_S
         config.http_protocol_class = partial(  # type: ignore[assignment]  # a factory
             BoundedHttpProtocol, bounds=bounds, is_stopping=lambda: self.should_exit
         )

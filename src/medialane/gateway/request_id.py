@@ -4,6 +4,7 @@ in every error body and in the log, and vLLM's app makes the ids of its answers 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,16 @@ HEADER = b"x-request-id"
 _MAX_BODY_BYTES = 1 << 16
 
 
+_USABLE = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
 def new_id() -> str:
     return secrets.token_hex(16)
+
+
+def usable_id(given: str) -> str:
+    """Return the id that a client has given, or a new one if that is not usable."""
+    return given if _USABLE.fullmatch(given) else new_id()
 
 
 def given_id(scope: Scope) -> str:

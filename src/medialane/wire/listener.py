@@ -139,6 +139,17 @@ def bind_http(host: str, port: int) -> socket.socket:
     return sock
 
 
+def inherited(listen_fd: int) -> socket.socket:
+    """Return the socket with this descriptor, which this process's own children do not inherit. Raises
+    StartupFailed."""
+    try:
+        sock = socket.socket(fileno=listen_fd)
+    except OSError as error:
+        raise StartupFailed(f"--listen-fd {listen_fd} is not a socket") from error
+    sock.set_inheritable(False)
+    return sock
+
+
 def _bind_all(resolved: Sequence[AddressInfo], security: Security | None = None) -> list[socket.socket]:
     """Return sockets that listen at all addresses of a host, at one port: if the kernel chooses it, it does so for the
     first. Raises OSError, OverflowError, and StartupFailed if an address is not protected as it must be."""

@@ -1,12 +1,15 @@
 """The command in a separate process, with small scripts replacing gateway and workers."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,10 @@ script = sys.argv.pop(1)
 from scripted_processes import script_part
 from medialane.cli.main import main
 from medialane.cluster import local
-local.process_specs = lambda *_, folder, **__: [script_part(folder, "worker 0", script, stop_timeout_s=5.0)]
+def process_specs(*_, folder, place=None, **__):
+    name = "worker 0" if place is None else f"{place.label} worker 0"
+    return [script_part(folder, name, script, stop_timeout_s=5.0)]
+local.process_specs = process_specs
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
 IDLE = "print('hello', flush=True); ready(); stay()"
@@ -62,11 +68,15 @@ def serve(tmp_path):
     (model / "config.json").write_text("{}")
     started = []
 
-    def start(script, *flags):
+    def start(script, *flags, models=()):
+        """`models` are the tables of a file, instead of one model."""
         runtime = Path(tempfile.mkdtemp(dir="/tmp"))
         output = tmp_path / f"output-{len(started)}"
         helpers = str(Path(__file__).parents[1] / "cluster")
-        words = [sys.executable, "-c", SERVE, helpers, script, str(model), "--arena-size", "16MiB", *flags]
+        file = tmp_path / "models.toml"
+        file.write_text("".join(f"[models.{name}]\nmodel = '{model}'\n" for name in models))
+        which = ["--config", str(file)] if models else [str(model)]
+        words = [sys.executable, "-c", SERVE, helpers, script, *which, "--arena-size", "16MiB", *flags]
         environ = {"XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime), "PATH": "/usr/bin:/bin"}
         environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
         with output.open("wb") as stdout:
@@ -90,6 +100,35 @@ def test_signal_stops_everything_cleanly(serve, number):
     assert status == 0, text
     assert "curl http://127.0.0.1:" in text
     assert list(served.runtime.iterdir()) == []
+
+
+def test_several_models_are_served_behind_one_port(serve):
+    served = serve(IDLE, "--port", "0", models=("vision", "text"))
+    served.wait_for("Ctrl-C stops it", 30)
+    text = served.stdout.read_text()
+    assert "medialane serves 2 models at http://127.0.0.1:" in text
+    assert "\n  vision: 1 worker\n  text: 1 worker\n" in text
+    for name in ("vision worker 0", "text worker 0", "router"):
+        assert f"{name}: ready after " in text
+    url = re.search(r"(http://127\.0\.0\.1:\d+)/v1", text)[1]
+    with pytest.raises(urllib.error.HTTPError) as answered:
+        urllib.request.urlopen(f"{url}/v1/models")
+    assert answered.value.status == 503
+    assert b"no model serves yet" in answered.value.read()
+    served.send(signal.SIGTERM)
+    status, text = served.end()
+    assert status == 0, text
+    assert list(served.runtime.iterdir()) == []
+
+
+def test_file_with_one_model_needs_no_router(serve):
+    served = serve(IDLE, "--port", "0", models=("vision",))
+    served.wait_for("Ctrl-C stops it", 30)
+    text = served.stdout.read_text()
+    assert "medialane serves vision with 1 worker" in text
+    assert "router" not in text
+    served.send(signal.SIGTERM)
+    assert served.end()[0] == 0
 
 
 def test_second_signal_does_not_wait(serve):

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from medialane.config import load_config, settings
+from medialane.config import TableRules, load_config, settings
 from medialane.config.reloading import LIVE, SettingsChange, SettingsSource, change_of, take_over
 from medialane.core.errors import StartupFailed
 
@@ -124,3 +124,38 @@ def test_configuration_that_others_have_is_not_changed(file):
     take_over(running, source_of(file).load(STARTED), ["--gateway-max-tools"])
     assert other.gateway == msgspec.structs.replace(running.gateway, max_tools=other.gateway.max_tools)
     assert other.gateway.max_tools != 3
+
+
+RULES = TableRules(own=("model",), shared=("port",))
+SEVERAL = """
+gateway-max-requests = {all}
+[models.a]
+model = "/models/a"
+[models.b]
+gateway-max-requests = {b}
+"""
+
+
+def test_model_of_several_has_the_settings_of_its_table(file, tmp_path):
+    file.write_text(SEVERAL.format(all=10, b=20))
+    source = SettingsSource.of(("gateway",), {}, str(file), {}, rules=RULES)
+    written = tmp_path / "source.json"
+    source.of_model("b").write(written)
+    of_b = SettingsSource.read(str(written))
+    running = of_b.load(STARTED)
+    assert (source.load(STARTED).gateway.max_requests, running.gateway.max_requests) == (10, 20)
+    file.write_text(SEVERAL.format(all=11, b=21))
+    loaded = of_b.load(running)
+    assert loaded.gateway.max_requests == 21
+    assert change_of(running, loaded, LIVE["gateway"], of_b.sections).changed == ["--gateway-max-requests"]
+
+
+def test_model_whose_table_is_gone_keeps_its_settings(file):
+    file.write_text(SEVERAL.format(all=10, b=20))
+    of_b = SettingsSource.of(("gateway",), {}, str(file), {}, rules=RULES).of_model("b")
+    file.write_text("[models.a]")
+    with pytest.raises(StartupFailed, match=r"models\.b is gone"):
+        of_b.load(STARTED)
+    file.write_text("[models.b]\nport = 1")
+    with pytest.raises(StartupFailed, match="port is the same for all models"):
+        of_b.load(STARTED)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import msgspec
 from msgspec import field
 
 from medialane.core.process.systemd import show_stopping
 from medialane.core.setting import NonNegativeFloat, check_bounds
+from medialane.core.tasks import first_of
 
 DRAIN_TIMEOUT_S = 10.0
+#: For the error responses of requests that have not ended when the drain's time is over.
+GIVE_UP_S = 2.0
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -55,3 +60,29 @@ def stopped_by_signals() -> Iterator[Stop]:
     finally:
         for number in _NUMBERS:
             loop.remove_signal_handler(number)
+
+
+class Server(Protocol):
+    """uvicorn's."""
+
+    should_exit: bool
+    force_exit: bool
+
+    async def serve(self, sockets: list[socket.socket]) -> None: ...
+
+
+async def serve_until_stopped(
+    server: Server, sock: socket.socket, stop: Stop, *, drain_timeout_s: float, give_up: Callable[[], None]
+) -> None:
+    """Serve on `sock` until `stop`; requests in flight get `drain_timeout_s` to finish, then `give_up` is called, which
+    ends them with an error. The server must install no signal handlers."""
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    await first_of(asyncio.shield(serving), stop.asked.wait())
+    server.should_exit = True
+    await first_of(asyncio.shield(serving), stop.at_once.wait(), asyncio.sleep(drain_timeout_s))
+    if not serving.done():
+        give_up()
+    if stop.at_once.is_set():
+        await asyncio.wait((serving,), timeout=GIVE_UP_S)
+        server.force_exit = True
+    await serving

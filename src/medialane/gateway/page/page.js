@@ -15,8 +15,9 @@ const LONG_MS = 1000, ANSWER_MS = 5000, MOST_PAUSES = 50;
 /** Requests that are asked for; more where only the page can tell which are wanted. */
 const ASKED = 60, SEARCHED = 400;
 
-/** `latest` are the requests last asked for, `state` the state last drawn, `next` the one last received. */
-const page = {state: null, next: null, latest: [], isPaused: false, source: null, turn: 0, heardAt: 0, retries: 0, isGone: false};
+/** `latest` are the requests last asked for, `state` the state last drawn, `next` the one last received. If there are
+    several models, `answer` has the states of all, and `model` is the name of the one that is shown. */
+const page = {answer: null, model: null, state: null, next: null, latest: [], isPaused: false, source: null, turn: 0, heardAt: 0, retries: 0, isGone: false};
 /** Times in which workers did not respond: name -> [{at, seconds}], seconds null while it lasts. */
 const pauses = new Map();
 /** What was seen last of each worker's requests: name -> {at, marks}. */
@@ -63,13 +64,64 @@ function retry() {
   page.timer = setTimeout(connect, 1000 * wait);
 }
 
-function received(state) {
+function received(answer) {
   page.isGone = false;
   page.heardAt = performance.now();
-  page.next = state;
+  page.answer = answer;
+  const state = page.next = stateIn(answer);
+  if (!state) return showWaiting();
   watchProgress(state);
   watchPauses(state);
   if (!page.state) draw();
+}
+
+// ---- several models
+
+/** The state of the model that is shown: of the one that was chosen, else of the first that serves. */
+function stateIn(answer) {
+  show(find('#models'), Boolean(answer.models));
+  if (!answer.models) return answer;
+  const named = answer.models.find(({name}) => name === page.model);
+  const shown = named ?? answer.models.find(({state}) => state) ?? answer.models[0];
+  page.model = shown.name;
+  drawModels(answer.models);
+  return shown.state;
+}
+
+function drawModels(models) {
+  const build = () => make('button', {type: 'button'}, make('span', {class: 'dot'}), make('b', {class: 'cut'}), make('span', {class: 'muted'}));
+  list(find('#models'), models, ({name}) => name, build, (node, {name, state}) => {
+    const {num, states, running, waiting} = state?.workers ?? {num: 0, states: {}};
+    const ready = states.ready ?? 0;
+    const [, title, text] = node.children;
+    mark(node, !ready ? 'bad' : ready < num ? 'trouble' : '');
+    node.setAttribute('aria-pressed', name === page.model);
+    write(title, name);
+    write(text, !state ? 'does not answer' : [`${count(ready)} of ${plural(num, 'worker')}`, `${count(running)} running`, waiting ? `${count(waiting)} waiting` : null].filter(Boolean).join(' · '));
+    node.onclick = () => choose(name);
+  });
+}
+
+function choose(name) {
+  page.model = name;
+  page.state = null;
+  page.latest = [];
+  pauses.clear();
+  progress.clear();
+  close();
+  received(page.answer);
+  askForRequests();
+}
+
+/** Say that the model that is shown does not serve. */
+function showWaiting() {
+  page.state = null;
+  show(find('#content'), false);
+  show(find('#first'), true);
+  show(find('#login'), false);
+  mark(find('#link'), 'live');
+  write(find('#link-text'), 'live');
+  write(find('#first-text'), `${page.model} is starting, or its gateways do not run.`);
 }
 
 /** Ask for the latest requests that pass the filter, once and then again and again. */
@@ -83,6 +135,7 @@ async function askForRequests() {
   const wanted = requests.filters();
   const query = new URLSearchParams({limit: wanted.text ? SEARCHED : ASKED});
   for (const name of ['model', 'tenant', 'worker', 'modality']) if (wanted[name]) query.set(name, wanted[name]);
+  if (page.model && !wanted.model) query.set('model', page.model);
   if (wanted.slow) query.set('slow', requests.SLOW_MS);
   if (wanted.failed) query.set('failed', true);
   if (!requests.isFiltered()) query.set('live', false); // the state has those that run

@@ -7,7 +7,6 @@ has no prompt, no media and no salt; of a URL it has the host, and it shows eigh
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -27,6 +26,7 @@ from medialane.gateway.report import (
     request_report,
     routing_report,
 )
+from medialane.gateway.request_id import usable_id
 from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import MAX_STEPS, LiveStage, StageTimeline
 
@@ -40,7 +40,6 @@ MAX_ITEMS = 64
 #: A shorter wait for another request's preparation is not shown.
 _LEAST_MS = 0.05
 
-_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:[^\s/@]*@)?(?P<host>[^\s/?#\"')\]]*)[^\s\"')]*")
 _DATA_URL = re.compile(r"data:[^\s\"')]+")
 
@@ -232,7 +231,7 @@ class RequestRecord:
 
     def name(self, given: str) -> None:
         """Use the id that the client has given, if it is a usable one, or one of our own."""
-        self.id = given if _ID.fullmatch(given) else secrets.token_hex(16)
+        self.id = usable_id(given)
 
     def received(self, refs: Sequence[MediaRef], *, model: str | None, streams: bool) -> None:
         """Record what the body has."""

@@ -6,7 +6,6 @@ socket, handles signals and watches the engine. The gateway does that itself, so
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import socket
@@ -20,8 +19,7 @@ import uvicorn
 from vllm import envs
 
 from medialane.core.errors import StartupFailed
-from medialane.core.process.stop import Stop
-from medialane.core.tasks import first_of
+from medialane.core.process.stop import GIVE_UP_S, Stop, serve_until_stopped
 from medialane.vllm_bridge.log_level import show_vllm_lines
 from medialane.vllm_bridge.seams.api_server import (
     SSLCertRefresher,
@@ -36,9 +34,6 @@ ServerFactory = Callable[[uvicorn.Config], uvicorn.Server]
 
 #: Client, method, path, HTTP version, status.
 _NUM_ACCESS_ARGS = 5
-
-#: For the error responses of requests that have not ended when the drain's time is over.
-GIVE_UP_S = 2.0
 
 
 def uvicorn_config(
@@ -118,17 +113,8 @@ async def serve_http(
     server = server_of(config)
     app.state.server = server  # vLLM's error handlers use it
     refresher = _refresher(config, args)
-    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
     try:
-        await first_of(asyncio.shield(serving), stop.asked.wait())
-        server.should_exit = True
-        await first_of(asyncio.shield(serving), stop.at_once.wait(), asyncio.sleep(drain_timeout_s))
-        if not serving.done():
-            give_up()
-        if stop.at_once.is_set():
-            await asyncio.wait((serving,), timeout=GIVE_UP_S)
-            server.force_exit = True
-        await serving
+        await serve_until_stopped(server, sock, stop, drain_timeout_s=drain_timeout_s, give_up=give_up)
     finally:
         if refresher is not None:
             refresher.stop()

@@ -1,0 +1,137 @@
+"""`medialane name-router`: the process in front of several models, started by `medialane serve`, never by hand."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import math
+import socket
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+import uvloop
+
+from medialane.cli.essential_tasks import EssentialTasks
+from medialane.cli.flags import add_settings, given_settings
+from medialane.cli.reloading import reloaded_by_hangup
+from medialane.cli.tuning import tune_process
+from medialane.cluster.vllm_flags import flag_value
+from medialane.config import Config, SectionName, load_config, process_environ
+from medialane.core.errors import StartupFailed
+from medialane.core.process.stop import GIVE_UP_S, serve_until_stopped, stopped_by_signals
+from medialane.core.process.title import set_title
+from medialane.gateway import AccessKeys
+from medialane.gateway.http_protocol import MAX_HEADERS, http_bounds
+from medialane.gateway.http_server import BoundedServer
+from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
+from medialane.observability.logging import configure
+from medialane.wire.listener import bind_http, inherited
+
+logger = logging.getLogger(__name__)
+
+SECTIONS: tuple[SectionName, ...] = ("server", "gateway", "media", "logging", "stop")
+
+#: vLLM's default.
+_KEEP_ALIVE_S = 5
+
+_decode_models = msgspec.json.Decoder(list[ServedModel]).decode
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", metavar="FILE", type=Path, help="the models, as JSON")
+    parser.add_argument("--listen-fd", type=int, metavar="FD")
+    add_settings(parser, SECTIONS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped. Raises StartupFailed."""
+    set_title("name router", args.argv)
+    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
+    configure(config.logging, component="name-router")
+    tune_process()
+    served = _decode_models(args.models.read_bytes())
+    with _bound(config, args.listen_fd) as sock:
+        return uvloop.run(serve(config, served, sock, http_flags=args.vllm_args))
+
+
+def _bound(config: Config, listen_fd: int | None) -> socket.socket:
+    """Raises StartupFailed."""
+    return bind_http(config.server.host, config.server.port) if listen_fd is None else inherited(listen_fd)
+
+
+async def serve(
+    config: Config, served: Sequence[ServedModel], sock: socket.socket, *, http_flags: Sequence[str]
+) -> int:
+    """Serve on a bound socket, with those of vLLM's flags that concern its HTTP server. Raises StartupFailed."""
+    models = ServedModels(served)
+    keys = AccessKeys.load(config.gateway, api_keys(config))
+    with stopped_by_signals() as stop:
+        tasks = EssentialTasks(stop.asked)
+        async with tasks:
+            if keys.tenants is not None:
+                tasks.start(keys.tenants.watch(), "reading --keys")
+            app = NameRouter(
+                models,
+                keys,
+                config.gateway,
+                max_body_bytes=config.media.max_body_bytes,
+                root_path=flag_value(http_flags, "--root-path") or "",
+                is_stopping=stop.asked.is_set,
+            )
+            max_headers = int(flag_value(http_flags, "--h11-max-header-count") or MAX_HEADERS)
+            bounds = http_bounds(config.gateway, max_headers=max_headers, files_each=2)
+            server = BoundedServer(_uvicorn(config, app, http_flags), bounds=bounds)
+            drain_s = config.stop.drain_timeout_s
+            try:
+                async with reloaded_by_hangup(partial(_read_keys_again, keys, config)):
+                    await serve_until_stopped(server, sock, stop, drain_timeout_s=drain_s, give_up=lambda: None)
+            finally:
+                await models.close()
+            if not stop.asked.is_set():
+                tasks.fail("the HTTP server")
+    return 1 if tasks.failed else 0
+
+
+async def _read_keys_again(keys: AccessKeys, config: Config) -> None:
+    """Read the files of keys again. Raises StartupFailed."""
+    use_keys, _ = await asyncio.to_thread(keys.read_again, config.gateway)
+    use_keys()
+
+
+def api_keys(config: Config) -> list[str]:
+    """Return the keys of clients, as a gateway with this environment has them."""
+    return list(config.gateway.api_keys) or [key for key in [process_environ().get("VLLM_API_KEY", "")] if key]
+
+
+def _uvicorn(config: Config, app: Any, flags: Sequence[str]) -> uvicorn.Config:
+    """Return uvicorn's loaded configuration, with TLS by vLLM's flags. Raises StartupFailed."""
+    tls: dict[str, Any] = {
+        name: value
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs")
+        if (value := flag_value(flags, f"--{name.replace('_', '-')}")) is not None
+    }
+    try:
+        if "ssl_cert_reqs" in tls:
+            tls["ssl_cert_reqs"] = int(tls["ssl_cert_reqs"])
+        loaded = uvicorn.Config(
+            app,
+            loop="uvloop",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,  # gateways decide whom they trust
+            timeout_keep_alive=int(process_environ().get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE") or _KEEP_ALIVE_S),
+            timeout_graceful_shutdown=math.ceil(config.stop.drain_timeout_s + GIVE_UP_S),
+            **tls,
+        )
+        loaded.load()
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise StartupFailed(f"vLLM flags after `--`: TLS cannot be set up: {error}") from error
+    return loaded
