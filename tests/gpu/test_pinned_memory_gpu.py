@@ -1,7 +1,6 @@
 """An arena that is mapped read-only becomes pinned memory of CUDA."""
 
 import gc
-import logging
 
 import pytest
 
@@ -56,7 +55,7 @@ def test_registration_that_cuda_refuses_is_logged_and_kernels_run(view, caplog):
     view, _ = view
     registered = pinned(view.memory)
     wait_until(torch.frombuffer(view.memory, dtype=torch.uint8).is_pinned)
-    caplog.set_level(logging.WARNING)
+    caplog.set_level("WARNING", "medialane")
     pinned(view.memory).release()  # it is registered already
     assert "the arena is not pinned" in caplog.text
     assert torch.ones(4, device="cuda").sum().item() == 4

@@ -1,6 +1,5 @@
 """Arenas registered with CUDA, by a fake of CUDA's calls. The real ones: tests/gpu/test_pinned_memory_gpu.py."""
 
-import logging
 import threading
 from pathlib import Path
 
@@ -79,11 +78,12 @@ def test_attaching_does_not_wait_for_the_registration_and_detaching_does(arena, 
 
 
 def test_refusal_is_logged_once_and_the_arena_stays_readable(arena, cuda, caplog):
+    caplog.set_level("WARNING", "medialane")  # a library of vLLM's app raises the level of all
     cuda.error = 801
     resolver = attached(arena)
     resolver.detach(arena.id)
     assert cuda.calls[-1][0] == "register", "what was not registered is not unregistered"
-    (record,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
+    (record,) = caplog.records
     assert "the arena is not pinned" in record.getMessage()
     assert "reason 801" in record.getMessage()
 

@@ -58,7 +58,7 @@ class PinnedMemory:
 
     def release(self) -> None:
         """Return when the mapping is not registered. Idempotent. No copy from it may be in progress."""
-        self._thread.join()
+        self._thread.join()  # without a timeout, as munmap has none: it must not be unmapped before
         if self._is_registered:
             self._is_registered = False
             error = self._runtime.cudaHostUnregister(self._address)
