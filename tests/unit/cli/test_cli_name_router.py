@@ -49,11 +49,17 @@ def tls(folder):
     return ["--ssl-keyfile", str(folder / "key.pem"), "--ssl-certfile", str(folder / "cert.pem")], context
 
 
+ADMIN = {"authorization": "Bearer new admin"}
+
+
 async def test_process_serves_with_tls_and_keys_until_it_is_asked_to_stop(folder, tls):
     flags, context = tls
     sockets = [str(folder / "a.sock")], [str(folder / "b.sock")]
     models = [{"label": name, "names": [name], "sockets": where} for name, where in zip("ab", sockets, strict=True)]
     (folder / "models.json").write_text(json.dumps(models))
+    admin = folder / "admin.key"
+    admin.touch(0o600)
+    admin.write_text("admin")
     listener = bind_http("127.0.0.1", 0)
     url = f"https://127.0.0.1:{listener.getsockname()[1]}"
     words = ["-m", "medialane", "name-router", str(folder / "models.json"), "--listen-fd", str(listener.fileno())]
@@ -63,7 +69,8 @@ async def test_process_serves_with_tls_and_keys_until_it_is_asked_to_stop(folder
         "--",
         *flags,
         pass_fds=(listener.fileno(),),
-        env={**os.environ, "VLLM_API_KEY": "client"},
+        start_new_session=True,  # without a terminal, whose end SIGHUP would mean
+        env={**os.environ, "VLLM_API_KEY": "client", "MEDIALANE_ADMIN_KEY_FILE": str(admin)},
     )
     listener.close()
     config = uvicorn.Config(gateway, lifespan="off", log_config=None, access_log=False)
@@ -86,6 +93,14 @@ async def test_process_serves_with_tls_and_keys_until_it_is_asked_to_stop(folder
                 assert (scheme, host) == ("https", "127.0.0.1")
             assert (await session.post(CHAT, json={"model": "b"}, headers=CLIENT)).status == 503
             assert (await session.post(CHAT, json={"model": "a"})).status == 401
+            assert (await session.post(CHAT, json={"model": "a"}, headers=ADMIN)).status == 401
+            admin.write_text("new admin")
+            router.send_signal(signal.SIGHUP)
+
+            async def has_read_it():
+                return (await session.post(CHAT, json={"model": "a"}, headers=ADMIN)).status == 200
+
+            await eventually(has_read_it, "the file of keys is read again", 10)
         finally:
             router.send_signal(signal.SIGTERM)
             status = await router.wait()
