@@ -14,7 +14,11 @@ from tiny_families import FAMILIES
 from medialane.check.server_process import plain_vllm
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.skip(reason="NOT TESTED: clients' uploads, audio and keys: these programs have not yet run"),
+]
 
 KEY = "tested-key"
 FLAGS = ("--workers", "1", "--preparers", "1", "--arena-size", "256MiB")
