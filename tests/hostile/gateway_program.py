@@ -92,11 +92,12 @@ def main(model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
     # vllm reads its environment when it is imported.
     enter_environ(config, None, model, flags, on_gpu=False, own={"VLLM_MEDIA_CONNECTOR": "medialane"})
     from medialane.cli import gateway, store  # noqa: F401 - vLLM, once for both processes
+    from medialane.cli.reloading import Reloading
 
     store.PROCESSOR_FACTORY = "breaking_processor:build_processor"
     store.Fetcher = _fetcher
     store.prebuild(config, model, flags, os.environ)
-    with _forked(lambda: store.run(config, model, flags, f"unix:{folder}/store")):
+    with _forked(lambda: store.run(Reloading("store", config), model, flags, f"unix:{folder}/store")):
         uvloop.run(_serve(config, model, folder, port=port, flags=[*flags, "--disable-uvicorn-access-log"]))
 
 
@@ -126,7 +127,8 @@ def _forked(run_store: Callable[[], int]) -> Iterator[None]:
 
 
 async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: Sequence[str]) -> None:
-    from medialane.cli import gateway
+    from medialane.cli import gateway, gateway_app
+    from medialane.cli.reloading import Reloading
 
     worker, store = f"unix:{folder}/worker", f"unix:{folder}/store"
     handler = AgreeingWorker(card=FAKE_CARD)
@@ -135,9 +137,8 @@ async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: 
     try:
         async with _mapping(handler, config, store):
             with bind_http("127.0.0.1", port) as sock:
-                await gateway.serve(
-                    config, model, flags, addresses=gateway.GatewayAddresses([worker], store), sock=sock
-                )
+                addresses = gateway_app.GatewayAddresses([worker], store)
+                await gateway.serve(Reloading("gateway", config), model, flags, addresses=addresses, sock=sock)
     finally:
         await server.close()
 
