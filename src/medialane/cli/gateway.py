@@ -7,9 +7,8 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,67 +16,46 @@ from typing import Any, NamedTuple
 import msgspec
 import uvloop
 from prometheus_client import CollectorRegistry
-from starlette.middleware import Middleware
 
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
+from medialane.cli.gateway_app import Components, GatewayAddresses, gateway_app, gateway_of
 from medialane.cli.gateway_reload import GatewayReload
-from medialane.cli.operators import Operators, is_local
+from medialane.cli.operators import is_local
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import Config, process_environ
 from medialane.core.errors import GatewayDraining, StartupFailed
-from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
-from medialane.core.process.memory import MemoryUse
 from medialane.core.process.phase import enter_phase
 from medialane.core.process.stop import Stop, stopped_by_signals
 from medialane.core.process.systemd import show_ready, watched
 from medialane.core.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.gateway import (
     AccessKeys,
-    AccessMiddleware,
-    Gateway,
     GatewayMetrics,
     Health,
-    IntakeMiddleware,
-    ScopeMiddleware,
-    ScrapeMiddleware,
-    StoreFeatures,
     WorkerLink,
     WorkerPool,
-    WorkerScrape,
-    health_of,
 )
 from medialane.gateway.admission import SharedCounts
 from medialane.gateway.changed_workers import ChangedWorkersFile
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.encoders import Encoders
-from medialane.gateway.gateway_metrics import no_others
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.intake import warm_up
-from medialane.gateway.media_endpoint import MediaEndpoint
-from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.recording import Recorder
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import OpenRequests
-from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
-from medialane.gateway.sent_media import SentMedia
 from medialane.gateway.trace import RequestTracing
-from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
-from medialane.gateway.worker_control import WorkerControl
 from medialane.gateway.worker_link.join_server import JoinServer
-from medialane.observability.collectors import Memory
 from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
 from medialane.routing import Router
-from medialane.routing.encode_choice import EncodeCosts
-from medialane.store import HoldPasser, StoreGrants, StoreLink
+from medialane.store import StoreLink
 from medialane.vllm_bridge.frontend import prebuilt
-from medialane.vllm_bridge.frontend.app import Action, Frontend
-from medialane.vllm_bridge.frontend.engine_client import encode_params
-from medialane.wire.address import consecutive_ports, parse_named
+from medialane.vllm_bridge.frontend.app import Frontend
+from medialane.wire.address import consecutive_ports
 from medialane.wire.listener import bind_http, bind_unix, inherited
 from medialane.wire.protocol import Hello
 from medialane.wire.security import is_loopback
@@ -88,58 +66,11 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 70
 
 
-@dataclass(frozen=True)
-class _Components:
-    """The components of a gateway. `gateway_config` is `config.gateway` with the stage that the model supports."""
-
-    config: Config
-    gateway_config: GatewayConfig
-    frontend: Frontend
-    keys: AccessKeys
-    store: StoreLink
-    links: WorkerPool
-    changed_workers: ChangedWorkersFile
-    router: Router
-    fairness: LoopFairness
-    metrics: Metrics
-    requests: OpenRequests
-    recent: RecentRequests
-    counts: SharedCounts
-    tracing: RequestTracing | None
-    recorder: Recorder | None
-    is_stopping: Callable[[], bool]
-
-    @property
-    def media_store(self) -> StoreLink | None:
-        """None for a text-only model."""
-        return self.store if self.frontend.takes_media else None
-
-    def health(self) -> Health:
-        needed = None if self.gateway_config.render_only else self.links
-        return health_of(needed, [] if self.media_store is None else [self.media_store.problem])
-
-
 class _Listening(NamedTuple):
     """Whether only this machine reaches the server, and whether it stops."""
 
     is_local: bool
     is_stopping: Callable[[], bool]
-
-
-class GatewayAddresses(NamedTuple):
-    """The addresses that a gateway needs: of the workers, with their names (`parse_named`), and of the store on this
-    host, unless the model is text-only. If several gateways share a port: the paths of all their sockets (see
-    `GatewayMetrics`), and the index of this one."""
-
-    workers: Sequence[str]
-    store: str | None
-    gateways: Sequence[str] = ()
-    gateway_index: int = 0
-
-    @property
-    def configured(self) -> dict[str, str]:
-        """The addresses of the workers by name."""
-        return dict(parse_named(each, "--worker") for each in self.workers)
 
 
 def prebuild(model: str, vllm_args: Sequence[str]) -> None:
@@ -272,7 +203,7 @@ async def _start(
     )
     changed = ChangedWorkersFile(config.gateway.workers_file)
     links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics, changed=changed)
-    components = _Components(
+    components = Components(
         config=config,
         gateway_config=gateway_config,
         frontend=frontend,
@@ -290,7 +221,7 @@ async def _start(
         recorder=_recorder(config, stack),
         is_stopping=listening.is_stopping,
     )
-    gateway = _gateway(components)
+    gateway = gateway_of(components)
     stack.callback(gateway.close)
     await stack.enter_async_context(tasks)
     if keys.tenants is not None:
@@ -313,7 +244,7 @@ async def _start(
     make_reload = partial(
         GatewayReload, reloading, own=gateway_config, share=share, gateway=gateway, keys=keys, frontend=frontend
     )
-    app, group = await _app(components, gateway, addresses, model_tasks, make_reload=make_reload)
+    app, group = await gateway_app(components, gateway, addresses, model_tasks, make_reload=make_reload)
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
     return _Started(frontend, app, group, partial(_give_up, components), components.health)
@@ -335,7 +266,7 @@ def _recorder(config: Config, stack: AsyncExitStack) -> Recorder | None:
     return recorder
 
 
-def _give_up(components: _Components) -> None:
+def _give_up(components: Components) -> None:
     """End all requests: the gateway stops, and their time is over."""
     error = GatewayDraining("the gateway is restarted, and the request has not ended in time (--drain-timeout)")
     logger.warning("%d requests have not ended while draining", len(components.requests))
@@ -352,14 +283,14 @@ def _counts(addresses: GatewayAddresses) -> SharedCounts:
 
 
 async def _connect_to_workers(
-    components: _Components, addresses: GatewayAddresses, stack: AsyncExitStack, tasks: EssentialTasks
+    components: Components, addresses: GatewayAddresses, stack: AsyncExitStack, tasks: EssentialTasks
 ) -> None:
     tasks.start(components.links.run(), "connecting to workers")
     if components.gateway_config.join_listen:
         await _listen_for_workers(components, addresses, stack)
 
 
-async def _listen_for_workers(components: _Components, addresses: GatewayAddresses, stack: AsyncExitStack) -> None:
+async def _listen_for_workers(components: Components, addresses: GatewayAddresses, stack: AsyncExitStack) -> None:
     server = JoinServer(components.config.rpc, components.links.serve_joined)
     stack.push_async_callback(server.close)
     join_at = _join_addresses(components.gateway_config, addresses)[addresses.gateway_index]
@@ -430,170 +361,3 @@ def _links(
     )
     store.watch(lambda _: pool.arena_changed())
     return pool
-
-
-def _gateway(components: _Components) -> Gateway:
-    features = StoreFeatures(
-        components.store,
-        processor_digest=digest(components.frontend.processor_settings),
-        fairness=components.fairness,
-        media=components.config.media,
-        retention_s=components.config.store.hold_retention_s,
-    )
-    router, transfer, store = components.router, components.config.transfer, components.store
-    shm = ShmTransport(HoldPasser(store, retention_s=components.config.store.hold_retention_s))
-    pull = PullTransport(StoreGrants(store), transfer.mover)
-    inline = InlineTransport(store.tensor, transfer.max_inline_bytes)
-    return Gateway(
-        config=components.gateway_config,
-        transports=Transports([shm, pull, inline], transfer.transport),
-        features=features,
-        assembler=components.frontend.assembler,
-        workers=components.links,
-        router=router,
-        metrics=components.metrics,
-        counts=components.counts,
-        has_priorities=components.frontend.has_priorities,
-        plain=_plain_hashes(components, features),
-        encoders=Encoders(
-            components.links,
-            shm,
-            params=encode_params(),
-            costs=EncodeCosts.of(router.config),
-            mean_sequences=lambda: router.mean_sequences,
-            config=components.gateway_config,
-            metrics=components.metrics,
-        ),
-    )
-
-
-def _plain_hashes(components: _Components, features: StoreFeatures) -> PlainHashes | None:
-    hasher = components.frontend.media_hasher() if components.gateway_config.render_only else None
-    if hasher is None:
-        return None
-    return PlainHashes(hasher, features, fairness=components.fairness, media=components.config.media)
-
-
-async def _app(
-    components: _Components,
-    gateway: Gateway,
-    addresses: GatewayAddresses,
-    model_tasks: tuple[str, ...] | None,
-    *,
-    make_reload: Callable[..., GatewayReload],
-) -> tuple[Any, GatewayMetrics | None]:
-    """Build vLLM's app around the gateway, and register the metrics of all components."""
-    metrics, links = components.metrics, components.links
-    metrics.watch_store(lambda: status.stats if (status := components.store.status) is not None else None)
-    metrics.watch_workers(links.endpoints)
-    metrics.watch_routing(gateway.routes.stats)
-    if (limit := gateway.ttft_limit) is not None:
-        metrics.watch_costs(limit.forecast.learned, lambda: limit.factor)
-    metrics.watch_predictions(lambda: dict.fromkeys(components.frontend.assembler.predicted, 1.0))
-    if gateway.queues is not None:
-        metrics.watch_queues(gateway.queues.stats)
-    metrics.watch_waits(gateway.waits)
-    scrape = WorkerScrape(links)
-    metrics.watch_engines(scrape.mirrors)
-    memory = MemoryUse(lambda: {"gateway": [os.getpid()]})
-    metrics.watch_memory(lambda: memory.latest, lambda: _memory(components.store, scrape))
-
-    health = components.health
-    group = (
-        GatewayMetrics(
-            addresses.gateways,
-            addresses.gateway_index,
-            metrics=metrics,
-            health=lambda: health().response(),
-            refresh_own=partial(memory.refresh, SCRAPE_TIMEOUT_S / 2),
-        )
-        if addresses.gateways
-        else None
-    )
-
-    async def refresh() -> None:
-        await asyncio.gather(
-            scrape.refresh(),
-            components.store.refresh(SCRAPE_TIMEOUT_S),
-            group.refresh() if group is not None else memory.refresh(SCRAPE_TIMEOUT_S),
-        )
-
-    ask_others = no_others if group is None else group.ask_others
-    reload = make_reload(ask_others=ask_others)
-    control = WorkerControl(
-        links,
-        configured=addresses.configured,
-        file=components.changed_workers,
-        rpc=components.config.rpc,
-        ask_others=ask_others,
-        index=str(addresses.gateway_index),
-    )
-    if group is not None:
-        group.answers.update({**control.answers, **reload.answers})
-    actions: dict[str, Action] = {
-        "GET /medialane/workers": control.listed,
-        "POST /medialane/workers/{name:path}/drain": control.drain,
-        "PUT /medialane/workers/{name:path}": control.add,
-        "DELETE /medialane/workers/{name:path}": control.remove,
-        "POST /medialane/reload": reload.asked,
-    }
-    if components.config.media.allow_rdma:
-        actions["POST /medialane/publish"] = gateway.publish_images
-    sent = SentMedia(components.store, fairness=components.fairness, timeout_s=components.gateway_config.body_timeout_s)
-    media = MediaEndpoint(sent, components.gateway_config, admit=gateway.admit, num_tokens=gateway.num_image_tokens)
-    operators = Operators(
-        model=components.frontend.model_name,
-        index=addresses.gateway_index,
-        recent=components.recent,
-        workers=links,
-        router=components.router,
-        store=components.media_store,
-        health=health,
-    )
-    endpoints = dict(media.routes) if components.frontend.takes_media else {}
-    if components.gateway_config.page:
-        endpoints |= operators.routes(components.keys, group, is_stopping=components.is_stopping)
-    app = await components.frontend.app(
-        gateway,
-        outer=Middleware(
-            ScopeMiddleware,
-            logs_requests=components.config.logging.access,
-            metrics=metrics,
-            requests=components.requests,
-            recent=components.recent,
-            names_takers=components.config.store.debug_holds,
-            tracing=components.tracing,
-            recorder=components.recorder,
-        ),
-        access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
-        inner=[
-            Middleware(ScrapeMiddleware, refresh=refresh, page=group.page if group is not None else None),
-            Middleware(
-                IntakeMiddleware,
-                media=components.config.media,
-                config=components.gateway_config,
-                fairness=components.fairness,
-                keeps_bodies=components.recorder is not None,
-            ),
-        ],
-        pages={"/medialane/decisions": operators.decisions},
-        actions=actions,
-        endpoints=endpoints,
-        probes={
-            "/health": lambda: health().response(),
-            "/ready": lambda: health().readiness(is_stopping=components.is_stopping()),
-            "/live": lambda: (200, b""),
-        },
-        tasks=model_tasks,
-        render_only=components.gateway_config.render_only,
-        render_payload=components.gateway_config.default_payload,
-        fairness=components.fairness,
-    )
-    return app, group
-
-
-def _memory(store: StoreLink, workers: WorkerScrape) -> Iterator[Memory]:
-    """Yield the memory of the processes that the gateways of this host have in common."""
-    if store.status is not None:
-        yield {}, store.status.stats.memory
-    yield from workers.memory()

@@ -1,0 +1,277 @@
+"""What a gateway consists of, and vLLM's app around it, with our endpoints and the metrics of all components."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from starlette.middleware import Middleware
+
+from medialane.cli.gateway_reload import GatewayReload
+from medialane.cli.operators import Operators
+from medialane.config import Config
+from medialane.core.hashing import digest
+from medialane.core.loop_fairness import LoopFairness
+from medialane.core.process.memory import MemoryUse
+from medialane.gateway import (
+    AccessKeys,
+    AccessMiddleware,
+    Gateway,
+    GatewayMetrics,
+    Health,
+    IntakeMiddleware,
+    ScopeMiddleware,
+    ScrapeMiddleware,
+    StoreFeatures,
+    WorkerPool,
+    WorkerScrape,
+    health_of,
+)
+from medialane.gateway.admission import SharedCounts
+from medialane.gateway.changed_workers import ChangedWorkersFile
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.encoders import Encoders
+from medialane.gateway.gateway_metrics import no_others
+from medialane.gateway.media_endpoint import MediaEndpoint
+from medialane.gateway.plain_hashes import PlainHashes
+from medialane.gateway.recording import Recorder
+from medialane.gateway.requests import RecentRequests
+from medialane.gateway.scope import OpenRequests
+from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
+from medialane.gateway.sent_media import SentMedia
+from medialane.gateway.trace import RequestTracing
+from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
+from medialane.gateway.worker_control import WorkerControl
+from medialane.observability.collectors import Memory
+from medialane.observability.metrics import Metrics
+from medialane.routing import Router
+from medialane.routing.encode_choice import EncodeCosts
+from medialane.store import HoldPasser, StoreGrants, StoreLink
+from medialane.vllm_bridge.frontend.app import Action, Frontend
+from medialane.vllm_bridge.frontend.engine_client import encode_params
+from medialane.wire.address import parse_named
+
+
+class GatewayAddresses(NamedTuple):
+    """The addresses that a gateway needs: of the workers, with their names (`parse_named`), and of the store on this
+    host, unless the model is text-only. If several gateways share a port: the paths of all their sockets (see
+    `GatewayMetrics`), and the index of this one."""
+
+    workers: Sequence[str]
+    store: str | None
+    gateways: Sequence[str] = ()
+    gateway_index: int = 0
+
+    @property
+    def configured(self) -> dict[str, str]:
+        """The addresses of the workers by name."""
+        return dict(parse_named(each, "--worker") for each in self.workers)
+
+
+@dataclass(frozen=True)
+class Components:
+    """The components of a gateway. `gateway_config` is `config.gateway` with the stage that the model supports."""
+
+    config: Config
+    gateway_config: GatewayConfig
+    frontend: Frontend
+    keys: AccessKeys
+    store: StoreLink
+    links: WorkerPool
+    changed_workers: ChangedWorkersFile
+    router: Router
+    fairness: LoopFairness
+    metrics: Metrics
+    requests: OpenRequests
+    recent: RecentRequests
+    counts: SharedCounts
+    tracing: RequestTracing | None
+    recorder: Recorder | None
+    is_stopping: Callable[[], bool]
+
+    @property
+    def media_store(self) -> StoreLink | None:
+        """None for a text-only model."""
+        return self.store if self.frontend.takes_media else None
+
+    def health(self) -> Health:
+        needed = None if self.gateway_config.render_only else self.links
+        return health_of(needed, [] if self.media_store is None else [self.media_store.problem])
+
+
+def gateway_of(components: Components) -> Gateway:
+    """Return what answers requests."""
+    features = StoreFeatures(
+        components.store,
+        processor_digest=digest(components.frontend.processor_settings),
+        fairness=components.fairness,
+        media=components.config.media,
+        retention_s=components.config.store.hold_retention_s,
+    )
+    router, transfer, store = components.router, components.config.transfer, components.store
+    shm = ShmTransport(HoldPasser(store, retention_s=components.config.store.hold_retention_s))
+    pull = PullTransport(StoreGrants(store), transfer.mover)
+    inline = InlineTransport(store.tensor, transfer.max_inline_bytes)
+    return Gateway(
+        config=components.gateway_config,
+        transports=Transports([shm, pull, inline], transfer.transport),
+        features=features,
+        assembler=components.frontend.assembler,
+        workers=components.links,
+        router=router,
+        metrics=components.metrics,
+        counts=components.counts,
+        has_priorities=components.frontend.has_priorities,
+        plain=_plain_hashes(components, features),
+        encoders=Encoders(
+            components.links,
+            shm,
+            params=encode_params(),
+            costs=EncodeCosts.of(router.config),
+            mean_sequences=lambda: router.mean_sequences,
+            config=components.gateway_config,
+            metrics=components.metrics,
+        ),
+    )
+
+
+def _plain_hashes(components: Components, features: StoreFeatures) -> PlainHashes | None:
+    hasher = components.frontend.media_hasher() if components.gateway_config.render_only else None
+    if hasher is None:
+        return None
+    return PlainHashes(hasher, features, fairness=components.fairness, media=components.config.media)
+
+
+async def gateway_app(
+    components: Components,
+    gateway: Gateway,
+    addresses: GatewayAddresses,
+    model_tasks: tuple[str, ...] | None,
+    *,
+    make_reload: Callable[..., GatewayReload],
+) -> tuple[Any, GatewayMetrics | None]:
+    """Build vLLM's app around the gateway, and register the metrics of all components."""
+    metrics, links = components.metrics, components.links
+    _watch(components, gateway)
+    scrape = WorkerScrape(links)
+    metrics.watch_engines(scrape.mirrors)
+    memory = MemoryUse(lambda: {"gateway": [os.getpid()]})
+    metrics.watch_memory(lambda: memory.latest, lambda: _memory(components.store, scrape))
+
+    health = components.health
+    group = (
+        GatewayMetrics(
+            addresses.gateways,
+            addresses.gateway_index,
+            metrics=metrics,
+            health=lambda: health().response(),
+            refresh_own=partial(memory.refresh, SCRAPE_TIMEOUT_S / 2),
+        )
+        if addresses.gateways
+        else None
+    )
+
+    async def refresh() -> None:
+        await asyncio.gather(
+            scrape.refresh(),
+            components.store.refresh(SCRAPE_TIMEOUT_S),
+            group.refresh() if group is not None else memory.refresh(SCRAPE_TIMEOUT_S),
+        )
+
+    ask_others = no_others if group is None else group.ask_others
+    reload = make_reload(ask_others=ask_others)
+    control = WorkerControl(
+        links,
+        configured=addresses.configured,
+        file=components.changed_workers,
+        rpc=components.config.rpc,
+        ask_others=ask_others,
+        index=str(addresses.gateway_index),
+    )
+    if group is not None:
+        group.answers.update({**control.answers, **reload.answers})
+    actions: dict[str, Action] = {
+        "GET /medialane/workers": control.listed,
+        "POST /medialane/workers/{name:path}/drain": control.drain,
+        "PUT /medialane/workers/{name:path}": control.add,
+        "DELETE /medialane/workers/{name:path}": control.remove,
+        "POST /medialane/reload": reload.asked,
+    }
+    if components.config.media.allow_rdma:
+        actions["POST /medialane/publish"] = gateway.publish_images
+    sent = SentMedia(components.store, fairness=components.fairness, timeout_s=components.gateway_config.body_timeout_s)
+    media = MediaEndpoint(sent, components.gateway_config, admit=gateway.admit, num_tokens=gateway.num_image_tokens)
+    operators = Operators(
+        model=components.frontend.model_name,
+        index=addresses.gateway_index,
+        recent=components.recent,
+        workers=links,
+        router=components.router,
+        store=components.media_store,
+        health=health,
+    )
+    endpoints = dict(media.routes) if components.frontend.takes_media else {}
+    if components.gateway_config.page:
+        endpoints |= operators.routes(components.keys, group, is_stopping=components.is_stopping)
+    app = await components.frontend.app(
+        gateway,
+        outer=Middleware(
+            ScopeMiddleware,
+            logs_requests=components.config.logging.access,
+            metrics=metrics,
+            requests=components.requests,
+            recent=components.recent,
+            names_takers=components.config.store.debug_holds,
+            tracing=components.tracing,
+            recorder=components.recorder,
+        ),
+        access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
+        inner=[
+            Middleware(ScrapeMiddleware, refresh=refresh, page=group.page if group is not None else None),
+            Middleware(
+                IntakeMiddleware,
+                media=components.config.media,
+                config=components.gateway_config,
+                fairness=components.fairness,
+                keeps_bodies=components.recorder is not None,
+            ),
+        ],
+        pages={"/medialane/decisions": operators.decisions},
+        actions=actions,
+        endpoints=endpoints,
+        probes={
+            "/health": lambda: health().response(),
+            "/ready": lambda: health().readiness(is_stopping=components.is_stopping()),
+            "/live": lambda: (200, b""),
+        },
+        tasks=model_tasks,
+        render_only=components.gateway_config.render_only,
+        render_payload=components.gateway_config.default_payload,
+        fairness=components.fairness,
+    )
+    return app, group
+
+
+def _watch(components: Components, gateway: Gateway) -> None:
+    """Register the metrics of what the gateway has, read on each scrape."""
+    metrics = components.metrics
+    metrics.watch_store(lambda: status.stats if (status := components.store.status) is not None else None)
+    metrics.watch_workers(components.links.endpoints)
+    metrics.watch_routing(gateway.routes.stats)
+    if (limit := gateway.ttft_limit) is not None:
+        metrics.watch_costs(limit.forecast.learned, lambda: limit.factor)
+    metrics.watch_predictions(lambda: dict.fromkeys(components.frontend.assembler.predicted, 1.0))
+    if gateway.queues is not None:
+        metrics.watch_queues(gateway.queues.stats)
+    metrics.watch_waits(gateway.waits)
+
+
+def _memory(store: StoreLink, workers: WorkerScrape) -> Iterator[Memory]:
+    """Yield the memory of the processes that the gateways of this host have in common."""
+    if store.status is not None:
+        yield {}, store.status.stats.memory
+    yield from workers.memory()
