@@ -25,7 +25,7 @@ from pathlib import Path
 
 from conversations import Held, Question, Shape, hold, questions, share_of_same
 from harness import Bar, Options, Report, median
-from medialane.testing.tiny_model import build_tiny_model, cache_folder
+from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from peers import peer_environment, smg_gateway, smg_version
 from servers import Server, medialane_server, plain_server, settle
 from start_probe import MB, proportional_bytes
@@ -37,9 +37,14 @@ PEERS = (ROUND_ROBIN, SMG)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 THREADS: Mapping[str, Mapping[str, str]] = {"defaults": {}, "equal threads": ONE_THREAD}
 NUM_TOKENS = 16
-IMAGES = Shape(num_users=10, num_turns=4, num_images=2, size=(512, 384))
-TEXT = Shape(num_users=10, num_turns=4, num_images=0, size=(0, 0))
-TRAFFIC = {"two images a question": IMAGES, "text only": TEXT}
+#: Of each question.
+TRAFFIC = {
+    "two images of 1024x768": Shape(num_users=10, num_turns=4, num_images=2, size=(1024, 768)),
+    "two images of 512x384": Shape(num_users=10, num_turns=4, num_images=2, size=(512, 384)),
+    "text only": Shape(num_users=10, num_turns=4, num_images=0, size=(0, 0)),
+}
+#: Eight images of the larger size are 8,000 tokens. Of repeated flags the last one counts.
+FLAGS = (*TINY_MODEL_FLAGS, "--max-model-len=16384")
 
 #: Of conversations: none is held twice in a run.
 _SEEDS = count(1)
@@ -153,12 +158,13 @@ async def _systems(model: str, environment: Path, own: Mapping[str, str]) -> Asy
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ml-bench-")))
         plain = [
-            await stack.enter_async_context(plain_server(model, folder / f"plain-{n}.log", own=own)) for n in range(2)
+            await stack.enter_async_context(plain_server(model, folder / f"plain-{n}.log", flags=FLAGS, own=own))
+            for n in range(2)
         ]
         smg = await stack.enter_async_context(smg_gateway(environment, plain, folder / "smg.log"))
-        settings = ("--workers", "2")
-        log = folder / "medialane.log"
-        ours = await stack.enter_async_context(medialane_server(model, log, settings=settings, own=own))
+        ours = await stack.enter_async_context(
+            medialane_server(model, folder / "medialane.log", settings=("--workers", "2"), flags=FLAGS, own=own)
+        )
         yield {
             OURS: System(OURS, (ours.base_url,), ours.pids),
             ROUND_ROBIN: System(ROUND_ROBIN, tuple(server.base_url for server in plain), lambda: _pids(*plain)),

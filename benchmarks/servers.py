@@ -66,9 +66,11 @@ async def both_servers(model: str, *, observed: bool = False) -> AsyncIterator[t
 
 
 @asynccontextmanager
-async def plain_server(model: str, log: Path, *, own: Mapping[str, str] = _NOTHING) -> AsyncIterator[Server]:
+async def plain_server(
+    model: str, log: Path, *, flags: Sequence[str] = TINY_MODEL_FLAGS, own: Mapping[str, str] = _NOTHING
+) -> AsyncIterator[Server]:
     """Plain vLLM's API server, with `own` variables."""
-    async with plain_vllm(model, TINY_MODEL_FLAGS, environ={**clean_environ(), **own}, log=log) as process:
+    async with plain_vllm(model, flags, environ={**clean_environ(), **own}, log=log) as process:
         yield server_of("plain vLLM", process)
 
 
@@ -79,19 +81,20 @@ async def medialane_server(
     *,
     sources: Path | None = None,
     settings: Sequence[str] = ("--workers", "1"),
+    flags: Sequence[str] = TINY_MODEL_FLAGS,
     own: Mapping[str, str] = _NOTHING,
     observed: bool = False,
 ) -> AsyncIterator[Server]:
-    """`medialane serve` with `own` variables, by default of the installed package, otherwise of the sources in this
-    folder."""
+    """`medialane serve` with vLLM's `flags` and `own` variables, by default of the installed package, otherwise of the
+    sources in this folder."""
     with observers.start_observers(is_on=observed) as watchers:
         environ = {**clean_environ(), **watchers.environ, **own}
         if sources is not None:
             environ["PYTHONPATH"] = str(sources)
         command = ["-m", "medialane", "serve", model, *settings, *watchers.settings]
-        flags = ["--arena-size", "1GiB", "--", *TINY_MODEL_FLAGS, *watchers.flags]
+        own_flags = ["--arena-size", "1GiB", "--", *flags, *watchers.flags]
         async with server_process(
-            "medialane", command, flags, model=model, environ=environ, log=log, stop_s=60
+            "medialane", command, own_flags, model=model, environ=environ, log=log, stop_s=60
         ) as process:
             with watchers.watching(process.base_url):
                 yield server_of("medialane", process)
