@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.core.request import EmbeddingCounts, Endpoint, ModelCard, WorkerLoad
 from medialane.core.stats import (
@@ -28,6 +29,7 @@ from medialane.core.stats import (
     StoreStats,
     WaitStats,
 )
+from medialane.gateway.name_router.metrics_page import up_page
 from medialane.observability.metrics import Metrics
 from medialane.observability.timeline import StageTimeline
 from medialane.worker.metrics_server import WorkerStatus
@@ -92,12 +94,13 @@ def _of_worker() -> list[Metric]:
 
 
 def families() -> dict[str, list[Metric]]:
-    """By table: what a gateway counts, what is of its host, what only a worker's own port has."""
+    """By table: what a gateway counts, what is of its host, what only a worker's own port has, or the name router."""
     own, host = CollectorRegistry(), CollectorRegistry()
     metrics = Metrics(own, host=host)
     _count_all(metrics)
     _watch_all(metrics)
-    return {"gateway": list(own.collect()), "host": list(host.collect()), "worker": _of_worker()}
+    router = list(text_string_to_metric_families(up_page({"vision": True}).decode()))
+    return {"gateway": list(own.collect()), "host": list(host.collect()), "worker": _of_worker(), "router": router}
 
 
 def shown_name(metric: Metric) -> str:

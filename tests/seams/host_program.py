@@ -120,6 +120,7 @@ async def host(folder: Path) -> int:
 def store(folder: Path) -> int:
     import poison
     from medialane.cli import store as command
+    from medialane.cli.reloading import Reloading
 
     poison.install()
     command.PROCESSOR_FACTORY = "gates:build_processor"
@@ -132,7 +133,7 @@ def store(folder: Path) -> int:
     if not set(GATEWAYS) & set(place.names):
         settings |= {"stage": "url", "preparers": "1"}  # as `medialane worker --start-store`
     config = load_config(settings, environ=environ)
-    return command.run(config, str(folder), [], address(folder, "store"))
+    return command.run(Reloading("store", config), str(folder), [], address(folder, "store"))
 
 
 def stop_pulls_at_the_gate(gates: Gates) -> None:

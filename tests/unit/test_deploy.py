@@ -104,6 +104,7 @@ def test_each_series_of_the_gateway_and_its_host_is_on_a_dashboard(known):
         "medialane_embedding_loaded_bytes_total",
         "medialane_headers_predicted",
         "medialane_migration_seconds",
+        "medialane_model_up",  # only of several models
         "medialane_store_embedding_ranges",
         "medialane_store_leased_media",
         "medialane_store_pulls_total",

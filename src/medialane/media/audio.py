@@ -67,6 +67,8 @@ _SIZED_ENCODINGS = ("PCM_U8", "PCM_16", "PCM_24", "PCM_32", "ULAW", "ALAW")
 #: From this many terms, numpy sums a row pairwise instead of sequentially (`pairwise_sum`), which rounds differently.
 _PAIRWISE_TERMS = 8
 
+#: SF_COUNT_MAX of sndfile.h: of a file that is cut off.
+_UNKNOWN_LENGTH = 2**63 - 1
 #: Rates outside this range are errors: telephony has 8 kHz, studio recordings 192 kHz. vLLM accepts any.
 _MIN_RATE_HZ = 1_000
 _MAX_RATE_HZ = 768_000
@@ -135,6 +137,8 @@ def _check_header(*, num_samples: float, sample_rate: int, num_channels: int, co
         raise InvalidAudio(f"the audio has a sample rate of {sample_rate} Hz")
     if not 0 < num_channels <= config.max_audio_channels:
         raise InvalidAudio(f"the audio has {num_channels} channels; supported are 1 to {config.max_audio_channels}")
+    if num_samples >= _UNKNOWN_LENGTH:
+        raise InvalidAudio("the audio is incomplete: its length cannot be found")
     if num_samples > config.max_audio_duration_s * sample_rate:
         raise AudioTooLong(f"the audio is longer than {config.max_audio_duration_s:g} s")
     if num_samples * num_channels * 4 > config.max_audio_decoded_bytes:  # float32
