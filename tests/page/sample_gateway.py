@@ -425,6 +425,13 @@ def _sender(name: str, views: list[dict[str, Any]], items: list[dict[str, Any]],
         "p50_ms": times[len(times) // 2] if times else None,
         "p95_ms": times[int(0.95 * len(times))] if times else None,
         "oldest_ms": None,
+        "prepare_ms": sum(
+            each["stages_ms"].get(step, 0)
+            for each in items
+            if each["outcome"] == "new"
+            for step in ("decode", "process")
+        ),
+        "tenants": sorted({view["tenant"] for view in views}),
     }
 
 

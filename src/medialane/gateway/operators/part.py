@@ -23,13 +23,14 @@ WINDOW_S = 60.0
 MAX_GROUPS = 200
 #: Requests or workers that are added up in an iteration of the event loop: about 2 ms.
 _PIECES = 200
-#: Tenants named for an error.
+#: Tenants named for an error or an origin.
 _MAX_TENANTS = 8
 
 
 class Group(msgspec.Struct):
     """Requests that have something in common: a worker, a tenant, the origin of an item. `waits` are what they waited
-    for it, `oldest_ms` is the longest wait that has not ended."""
+    for it, `oldest_ms` is the longest wait that has not ended, `prepare_s` what decoding and processing the new items
+    took. `tenants` are some of those with items of an origin."""
 
     requests: int = 0
     failed: int = 0
@@ -37,6 +38,8 @@ class Group(msgspec.Struct):
     items: int = 0
     new: int = 0
     oldest_ms: float = 0.0
+    prepare_s: float = 0.0
+    tenants: set[str] = msgspec.field(default_factory=set)
     waits: Waits = msgspec.field(default_factory=Waits)
 
     def waiting(self, ms: float) -> None:
@@ -49,7 +52,13 @@ class Group(msgspec.Struct):
         self.items += other.items
         self.new += other.new
         self.oldest_ms = max(self.oldest_ms, other.oldest_ms)
+        self.prepare_s += other.prepare_s
+        self.tenants |= other.tenants
         self.waits.add(other.waits)
+
+    def of_tenant(self, name: str | None) -> None:
+        if name is not None and len(self.tenants) < _MAX_TENANTS:
+            self.tenants.add(name)
 
 
 class LiveStageCount(msgspec.Struct):
@@ -169,21 +178,22 @@ class _Sums:
         for item in record.items.values():
             if item.live is not None and (group := _group(self.origins, item.origin)) is not None:
                 group.live += 1
+                group.of_tenant(record.tenant)
                 group.waiting(item.live.current_ms)
 
     def add_ended(self, record: RequestRecord) -> None:
         self.prompt_tokens += record.prompt_tokens or 0
         self.cached_tokens += record.cached_tokens or 0
         self._add_attempts(record)
-        num_new = 0
         for item in record.items.values():
-            num_new += item.outcome == "new"
-            self._add_item(item, is_failed=record.is_failed)
+            self._add_item(item, record)
         if record.tenant is not None and (group := _group(self.tenants, record.tenant)) is not None:
             group.requests += 1
             group.failed += record.is_failed
             group.items += record.num_items
-            group.new += num_new
+            new = [item.timeline.seconds for item in record.items.values() if item.outcome == "new"]
+            group.new += len(new)
+            group.prepare_s += sum(seconds.get("decode", 0.0) + seconds.get("process", 0.0) for seconds in new)
             if (ttft_ms := record.ttft_ms) is not None:
                 group.waits.count(ttft_ms)
 
@@ -195,7 +205,7 @@ class _Sums:
         if record.first_token_ms is not None and (group := _group(self.workers, record.worker or "")) is not None:
             group.waits.count(record.first_token_ms)
 
-    def _add_item(self, item: ItemRecord, *, is_failed: bool) -> None:
+    def _add_item(self, item: ItemRecord, record: RequestRecord) -> None:
         if item.outcome is not None:
             self.items[item.outcome] += 1
         if item.embedding is not None:
@@ -205,7 +215,8 @@ class _Sums:
         group.items += 1
         group.requests += 1
         group.new += item.outcome == "new"
-        group.failed += is_failed and item.outcome is None
+        group.failed += record.is_failed and item.outcome is None
+        group.of_tenant(record.tenant)
         if item.outcome != "hit" and (seconds := item.timeline.seconds.get("fetch")) is not None:
             group.waits.count(seconds * 1000)
 

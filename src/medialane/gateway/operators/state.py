@@ -165,6 +165,8 @@ class GroupView(msgspec.Struct, frozen=True):
     p50_ms: float | None
     p95_ms: float | None
     oldest_ms: float | None
+    prepare_ms: float
+    tenants: tuple[str, ...]
 
 
 class State(msgspec.Struct, frozen=True):
@@ -413,6 +415,8 @@ def _groups(of_parts: Iterable[Mapping[str, Group]]) -> list[GroupView]:
             group.waits.percentile_ms(0.5),
             group.waits.percentile_ms(0.95),
             round(group.oldest_ms, 1) or None,
+            round(1000 * group.prepare_s, 1),
+            tuple(sorted(group.tenants)),
         )
         for name, group in first[:MAX_GROUPS]
     ]

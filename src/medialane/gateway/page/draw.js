@@ -154,10 +154,11 @@ export class Chart {
     }
     this.at = make('span', {class: 'at'});
     this.value = make('p', {class: 'value'});
+    this.from = make('span');
     this.top = make('span');
     parent.append(make('div', {class: 'chart'},
       make('h3', {}, title, this.at), this.value, this.svg,
-      make('div', {class: 'axis'}, make('span', {}, '15 min ago'), this.top, make('span', {}, 'now'))));
+      make('div', {class: 'axis'}, this.from, this.top, make('span', {}, 'now'))));
     this.svg.addEventListener('pointermove', (event) => this.point(event));
     this.svg.addEventListener('pointerleave', () => { this.hover = null; this.text(); });
   }
@@ -187,6 +188,7 @@ export class Chart {
     set('area', series.area === false ? '' : areas(series.main, x, y));
     set('fault', (series.fault ?? []).map((value, i) =>
       value ? `M${(x(i) - 1).toFixed(1)} 54V${Math.min(51, y(value)).toFixed(1)}h2V54Z` : '').join(''));
+    write(this.from, `${Math.round(((n + 2) * series.step_s) / 60)} min ago`);
     write(this.top, most > 1e-9 && all.length ? `top ${format(most)}` : '');
     this.text();
   }

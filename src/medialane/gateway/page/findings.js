@@ -8,21 +8,38 @@ const ENOUGH = 5, ENOUGH_ITEMS = 3;
 const LONG_MS = 1000;
 /** How much longer than elsewhere stands out. */
 const MUCH = 3;
-/** Items that are not cached, of a tenant's, and of all that are not. */
+/** Items that are not cached, of a tenant's; what to prepare them takes, of what it takes for all. */
 const MOSTLY_NEW = 0.8, MUCH_WORK = 0.1;
-const MOST = 5;
-const PAUSED_LATELY_S = 120;
+const MOST = 5, MOST_NAMES = 3;
+const PAUSED_LATELY_S = 120, PAUSES_S = 900;
 
 const median = (values) => [...values].sort((a, b) => a - b)[Math.floor((values.length - 1) / 2)] ?? null;
 const others = (all, one, value) => median(all.filter((each) => each !== one && value(each) !== null).map(value));
 
-/** [{level: 'red' | 'amber', subject, text, filter}], the worst first. `pauses` are times in which a worker gave no
- * first token, as seen by this page: name -> [{at, seconds}], seconds null while it lasts. */
-export function findings(state, pauses) {
-  const all = [...gateways(state), ...workers(state, pauses), ...store(state), ...origins(state), ...tenants(state), ...failures(state)];
-  const order = (each) => (each.level === 'red' ? 0 : 1);
-  return all.sort((a, b) => order(a) - order(b)).slice(0, MOST);
+const LEVELS = ['red', 'amber', 'fine', 'grey'];
+const CALM = {level: 'fine', subject: '', text: 'Nothing stands out: all workers answer, and nothing waits long'};
+
+/** [{level, subject, text, filter}], the worst first: red and amber are faults, grey is what may explain one. Workers have
+ * been judged before (`judge`). */
+export function findings(state) {
+  const all = [...gateways(state), ...workers(state), ...store(state), ...origins(state), ...tenants(state), ...failures(state)];
+  if (all.every((each) => each.level === 'grey')) all.push(CALM);
+  return all.sort((a, b) => LEVELS.indexOf(a.level) - LEVELS.indexOf(b.level)).slice(0, MOST);
 }
+
+/** Note of each worker whether it does not respond (`isStuck`), and since when it did not before (`past`: [{at, seconds}]),
+ * of `pauses` that this page has seen: name -> the same, seconds null while it lasts. */
+export function judge({workers: {listed}, time}, pauses) {
+  for (const worker of listed) {
+    worker.isStuck = isStuck(worker, listed);
+    worker.past = (pauses.get(worker.name) ?? []).filter((pause) => pause.seconds !== null && time - pause.at < PAUSES_S);
+  }
+}
+
+const badness = (worker) => (worker.isStuck ? 1e6 : worker.past.length + (worker.first_token_p95_ms >= LONG_MS ? 0.5 : 0));
+
+/** Those that do not respond, those that did not, those that are slow; the others in the order of the server. */
+export const worstFirst = (listed) => [...listed].sort((a, b) => badness(b) - badness(a));
 
 function gateways({gateways: all, workers}) {
   const gone = all.filter((each) => !each.up);
@@ -45,21 +62,21 @@ function isOverdue(worker, listed) {
   return worker.oldest_ms !== null && worker.oldest_ms >= LONG_MS && worker.oldest_ms > MUCH * Math.max(elsewhere, worker.first_token_p50_ms ?? 0);
 }
 
-function workers({workers: {num, listed}, time}, pauses) {
+function workers({workers: {num, listed}, time}) {
   if (!num) return [{level: 'red', subject: 'No worker', text: 'is connected: requests are answered 503 until one is'}];
-  const stuck = listed.filter((worker) => isStuck(worker, listed));
+  const stuck = listed.filter((worker) => worker.isStuck);
   if (stuck.length > 3) {
     const names = stuck.slice(0, 3).map((each) => each.name).join(', ');
     return [{level: 'red', subject: plural(stuck.length, 'worker'), text: `do not answer: ${names} and others`}];
   }
   return listed.map((worker) => {
-    const past = (pauses.get(worker.name) ?? []).filter((pause) => pause.seconds !== null && time - pause.at < 900);
-    if (stuck.includes(worker)) return {level: 'red', subject: worker.name, filter: {worker: worker.name}, text: stuckText(worker) + (past.length ? `. It paused ${times(past.length)} before, last ${ago(time - past.at(-1).at)}` : '')};
-    return slow(worker, listed, past, time);
+    if (!worker.isStuck) return slow(worker, listed, time);
+    const before = worker.past.length ? `. It paused ${times(worker.past.length)} before, last ${ago(time - worker.past.at(-1).at)}` : '';
+    return {level: 'red', subject: worker.name, filter: {worker: worker.name}, text: stuckText(worker) + before};
   }).filter(Boolean);
 }
 
-const times = (number) => (number === 1 ? 'once' : `${number} times`);
+export const times = (number) => (number === 1 ? 'once' : `${number} times`);
 
 /** How long it has not responded; null: unknown. */
 export const silence = (worker) => (worker.state === 'ready' ? worker.silent_ms : worker.oldest_ms) ?? null;
@@ -70,20 +87,28 @@ function stuckText(worker) {
   return `${worker.state === 'stalled' ? 'is stalled' : 'does not respond'}${silence(worker) === null ? '' : `, for ${ms(silence(worker))}`}${waiting}`;
 }
 
-function slow(worker, listed, past, time) {
+/** One pause is over, several are a cycle. */
+function pausesText(past, time) {
+  const typical = ms(1000 * median(past.map((pause) => pause.seconds))), last = ago(time - past.at(-1).at);
+  return past.length === 1 ? `did not respond for ${typical}, ${last}` : `stops for ${typical} at a time: ${times(past.length)} so far, last ${last}`;
+}
+
+function slow(worker, listed, time) {
   const typical = others(listed, worker, (each) => each.first_token_p95_ms);
-  const {first_token_p50_ms: usual, first_token_p95_ms: mine} = worker;
-  const why = past.length ? `It stops for ${ms(1000 * median(past.map((pause) => pause.seconds)))} at a time: ${times(past.length)} so far, last ${ago(time - past.at(-1).at)}` : '';
+  const {first_token_p50_ms: usual, first_token_p95_ms: mine, past} = worker;
+  const why = past.length ? pausesText(past, time) : '';
   const found = {level: 'amber', subject: worker.name, filter: {worker: worker.name}};
   if (mine !== null && worker.requests >= ENOUGH && mine >= LONG_MS && mine >= MUCH * (typical ?? 0)) {
     const elsewhere = typical === null ? '' : `, other workers ${ms(typical)}`;
     const rest = usual < mine / MUCH ? `, though half of its first tokens come within ${ms(usual)}` : '';
-    return {...found, filter: {worker: worker.name, slow: true}, text: `is slow: p95 to the first token ${ms(mine)}${elsewhere}${rest}${why && `. ${why}`}`};
+    return {...found, filter: {worker: worker.name, slow: true}, text: `is slow: p95 to the first token ${ms(mine)}${elsewhere}${rest}${why && `. It ${why}`}`};
   }
-  if (past.length && time - past.at(-1).at < PAUSED_LATELY_S) return {...found, text: `did not respond a while ago. ${why}`};
+  if (past.length && time - past.at(-1).at < PAUSED_LATELY_S) return {...found, text: why};
   if (isOverdue(worker, listed)) return {...found, text: `is slow: a request has waited ${ms(worker.oldest_ms)} for its first token there`};
   return null;
 }
+
+const areBusy = (preparers) => preparers.queued > 0 && preparers.queue_s > 0.5;
 
 function store({store: found}) {
   if (!found) return [];
@@ -91,7 +116,7 @@ function store({store: found}) {
   const {preparers, arena} = found;
   const missing = preparers.num - preparers.alive;
   return [
-    preparers.queued > 0 && preparers.queue_s > 0.5 && {level: 'amber', subject: 'preparers', text: `are all busy: ${plural(preparers.queued, 'media item')} wait${preparers.queued === 1 ? 's' : ''}, for about ${ms(1000 * preparers.queue_s)}`},
+    areBusy(preparers) && {level: 'amber', subject: 'preparers', text: `are all busy: ${plural(preparers.queued, 'media item')} wait${preparers.queued === 1 ? 's' : ''}, for about ${ms(1000 * preparers.queue_s)}`},
     missing > 0 && preparers.alive < preparers.num / 2 && {level: 'amber', subject: 'preparers', text: `are missing: ${preparers.alive} of ${preparers.num} run`},
     arena.held_bytes > 0.85 * arena.size_bytes && {level: 'amber', subject: 'shared memory', text: `is full of media in use (${percent(arena.held_bytes / arena.size_bytes)}): new ones wait for space`},
   ].filter(Boolean);
@@ -103,17 +128,20 @@ function origins({origins: all}) {
     return longest >= LONG_MS / 2 && longest > MUCH * (others(all, origin, (each) => each.p50_ms) ?? 0);
   }).map((origin) => {
     const elsewhere = others(all, origin, (each) => each.p50_ms);
+    const users = origin.tenants.length ? `; used by ${origin.tenants.slice(0, MOST_NAMES).join(', ')}${origin.tenants.length > MOST_NAMES ? ' and others' : ''}` : '';
     const live = origin.live ? `; ${plural(origin.live, 'request')} with media from there in flight` : '';
-    return {level: 'amber', subject: origin.name, filter: {text: origin.name}, text: `answers slowly: to fetch an item takes ${ms(origin.p50_ms ?? origin.oldest_ms)}${elsewhere === null ? '' : `, elsewhere ${ms(elsewhere)}`}${live}`};
+    return {level: 'amber', subject: origin.name, filter: {text: origin.name}, text: `answers slowly: to fetch an item takes ${ms(origin.p50_ms ?? origin.oldest_ms)}${elsewhere === null ? '' : `, elsewhere ${ms(elsewhere)}`}${users}${live}`};
   });
 }
 
-function tenants({tenants: all}) {
-  const fresh = all.reduce((sum, tenant) => sum + tenant.new, 0);
+/** New media are a fault only if others wait for them. */
+function tenants({tenants: all, store: found}) {
+  const work = all.reduce((sum, tenant) => sum + tenant.prepare_ms, 0);
+  const level = found?.preparers && areBusy(found.preparers) ? 'amber' : 'grey';
   if (all.length < 2) return [];
-  return all.filter((tenant) => tenant.items >= ENOUGH && tenant.new >= MOSTLY_NEW * tenant.items && tenant.new >= MUCH_WORK * fresh)
-    .map((tenant) => ({level: 'amber', subject: tenant.name, filter: {tenant: tenant.name},
-      text: `sends new media: ${count(tenant.new)} of its ${count(tenant.items)} items were not cached, ${percent(tenant.new / fresh)} of all that had to be prepared`}));
+  return all.filter((tenant) => tenant.items >= ENOUGH && tenant.new >= MOSTLY_NEW * tenant.items && tenant.prepare_ms > MUCH_WORK * work)
+    .map((tenant) => ({level, subject: tenant.name, filter: {tenant: tenant.name},
+      text: `sends new media: ${count(tenant.new)} of its ${count(tenant.items)} items were not cached, ${percent(tenant.prepare_ms / work)} of the time of all preparations`}));
 }
 
 function failures({rates: {values}, errors}) {

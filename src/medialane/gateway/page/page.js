@@ -2,7 +2,7 @@
 // one drawing a second, of at most some dozens of rows in each section.
 
 import {Chart, ago, bytes, count, find, head, list, make, mark, meter, ms, nameWorkers, percent, plural, say, shortName, show, size, write} from './draw.js';
-import {findings, isStuck, silence} from './findings.js';
+import {findings, isStuck, judge, silence, times, worstFirst} from './findings.js';
 import * as requests from './requests.js';
 import {CELLS, LANES, PART, PARTS, cellOf, spent} from './stages.js';
 
@@ -11,7 +11,7 @@ const MOST_WORKERS = 8, MOST_DECISIONS = 6, MOST_PROBLEMS = 6, MOST_HOSTS = 5, M
 /** From so many workers on there is a map of those that need attention first. */
 const MAP_FROM = 9;
 const STALE_S = 4, RETRY_S = [0.5, 1, 2, 3], DETAIL_S = 1, POLL_S = 2, DRAW_S = 1;
-const LONG_MS = 1000, ANSWER_MS = 5000, MOST_PAUSES = 50;
+const LEAST_MINUTES = 2, LONG_MS = 1000, ANSWER_MS = 5000, MOST_PAUSES = 50;
 /** Requests that are asked for; more where only the page can tell which are wanted. */
 const ASKED = 60, SEARCHED = 400;
 
@@ -72,6 +72,7 @@ function received(answer) {
   if (!state) return showWaiting();
   watchProgress(state);
   watchPauses(state);
+  judge(state, pauses);
   if (!page.state) draw();
 }
 
@@ -256,14 +257,12 @@ function watchPauses({workers: {listed}, time}) {
 }
 
 function drawFindings() {
-  const found = findings(page.state, pauses);
-  const calm = 'Nothing stands out: all workers answer, and nothing waits long.';
-  list(find('#findings ul'), found.length ? found : [{level: 'fine', subject: '', text: calm}], (each) => each.subject, () =>
+  list(find('#findings ul'), findings(page.state), (each) => each.subject, () =>
     make('li', {}, make('span', {class: 'dot'}), make('p', {}, make('b'), make('span'), make('button', {type: 'button'}, 'Show its requests'))), (node, each) => {
     mark(node, each.level);
     const [subject, text, button] = node.lastChild.children;
     write(subject, each.subject);
-    write(text, each.subject ? ` ${each.text}.` : each.text);
+    write(text, `${each.subject && ' '}${each.text}.`);
     show(button, Boolean(each.filter));
     button.onclick = () => showOnly(each.filter);
   });
@@ -329,21 +328,23 @@ function typical(views, cell) {
   }).filter(Boolean).join(' · ') || '–';
 }
 
-const charts = Object.fromEntries([['requests', 'Requests'], ['ttft', 'Time to first token'], ['cache', 'Media already cached'], ['tokens', 'Tokens generated']]
+const charts = Object.fromEntries([['requests', 'Requests'], ['ttft', 'TTFT p95, 5 s'], ['cache', 'Media already cached'], ['tokens', 'Tokens generated']]
   .map(([name, title]) => [name, new Chart(find('#charts'), title)]));
 
 function drawCharts() {
-  const {rates} = page.state;
+  const {rates, gateways, time} = page.state;
   const step = rates.step_s;
+  const started = Math.min(...gateways.map((gateway) => gateway.started_at ?? time));
+  const minutes = Math.max(LEAST_MINUTES, Math.ceil((time - started) / 60));
   // The last step has not ended.
-  const values = Object.fromEntries(Object.entries(rates.values).map(([name, all]) => [name, all.slice(0, -1)]));
+  const values = Object.fromEntries(Object.entries(rates.values).map(([name, all]) => [name, all.slice(-1 - (60 * minutes) / step, -1)]));
   const rate = (name) => values[name].map((value) => value / step);
   const all = rate('requests'), failed = rate('failed');
   charts.requests.fill({main: all, fault: failed, step_s: step},
     (i) => [`${count(all[i])}/s`, failed[i] ? `${count(failed[i])}/s failed` : ''], (value) => `${count(value)}/s`);
   const p50 = values.ttft_p50_ms, p95 = values.ttft_p95_ms;
   charts.ttft.fill({main: p95, second: p50, step_s: step, area: false},
-    (i) => [ms(p95[i]), `p95${p50[i] === null ? '' : `, median ${ms(p50[i])}`}`], ms);
+    (i) => [ms(p95[i]), p50[i] === null ? '' : `median ${ms(p50[i])}`], ms);
   const share = values.items.map((value, i) => (value ? (values.items_cached[i] + values.items_shared[i]) / value : null));
   charts.cache.fill({main: share, most: 1, step_s: step},
     (i) => [percent(share[i]), `of ${count(values.items[i] / step)} items/s`], percent);
@@ -364,51 +365,57 @@ function drawRequests() {
   const matching = views.filter((view) => requests.wants(view, wanted));
   // Those that run, the longest first; then those that have ended, the latest first.
   matching.sort((a, b) => Boolean(b.stage) - Boolean(a.stage) || (a.stage ? a.received_at - b.received_at : b.received_at - a.received_at));
-  requests.drawRequests(matching, {live: isFiltered ? null : live.num, now: time});
+  requests.drawRequests(matching, {live: isFiltered ? null : live.num, now: time, silent: new Set(workers.listed.filter((worker) => worker.isStuck).map((worker) => worker.name))});
 }
 
 const workerRows = find('#worker-rows');
-head(workerRows, 'Worst first', 'State', 'First token>', 'Run + wait>', 'KV', 'Encoder');
+head(workerRows, 'Worst first', 'State', 'First token p95, 1 min>', 'Run + wait>', 'KV in use>', 'Encoder cache>');
 
 function drawWorkers() {
   const {workers} = page.state;
-  const worst = workers.listed.slice(0, MOST_WORKERS);
+  const listed = worstFirst(workers.listed);
+  const worst = listed.slice(0, MOST_WORKERS);
   list(workerRows, worst, (worker) => worker.name, (worker) => {
-    const row = make('div', {class: 'row', title: 'Show its requests'}, make('span', {class: 'cut'}), make('span', {class: 'cut'}), make('span', {class: 'num'}), make('span', {class: 'num'}), make('span', {class: 'meter'}), make('span', {class: 'meter'}));
+    const row = make('div', {class: 'row', title: 'Show its requests'}, make('span', {class: 'cut'}), make('span', {class: 'cut'}), ...Array.from({length: 4}, () => make('span', {class: 'num'})));
     row.addEventListener('click', () => showOnly({worker: worker.name}));
     return row;
   }, fillWorker);
   show(workerRows.head, worst.length > 0);
   show(find('#workers-empty'), !worst.length);
   write(find('#workers-empty'), 'No worker is connected. The gateway’s log says what it waits for.');
-  const states = Object.entries(workers.states).filter(([, number]) => number).map(([state, number]) => `${count(number)} ${state}`);
-  write(find('#workers-note'), [states.length === 1 && workers.num > 1 ? `all ${states[0]}` : states.join(', '), workers.num > worst.length ? `the worst ${worst.length} listed` : null].filter(Boolean).join('; '));
-  drawMap(workers);
+  const silent = listed.filter((worker) => worker.isStuck && worker.state === 'ready').length;
+  const states = Object.entries({silent, ...workers.states, ready: (workers.states.ready ?? 0) - silent}).filter(([, number]) => number).map(([state, number]) => `${count(number)} ${state}`);
+  const paused = listed.filter((worker) => worker.past.length && !worker.isStuck).length;
+  write(find('#workers-note'), [states.length === 1 && workers.num > 1 ? `all ${states[0]}` : states.join(', '), paused ? `${count(paused)} paused before` : null, workers.num > worst.length ? `the worst ${worst.length} listed` : null].filter(Boolean).join('; '));
+  drawMap(workers.num, listed);
 }
 
 function fillWorker(row, worker) {
   const [name, state, first, load, kv, encoder] = row.children;
-  const isStopped = isStuck(worker, page.state.workers.listed);
+  const {isStuck: isStopped, past} = worker;
   write(name, shortName(worker.name));
   say(name, worker.host ? `${worker.name} on ${worker.host}` : worker.name);
+  const last = past.length ? ago(page.state.time - past.at(-1).at) : '';
   const text = isStopped && silence(worker) !== null ? `${worker.state === 'ready' ? 'silent' : worker.state} ${ms(silence(worker))}` : worker.state;
-  write(state, text);
-  mark(state, `cut ${isStopped ? 'bad' : worker.state === 'ready' ? 'muted' : 'trouble'}`);
+  write(state, !isStopped && last ? `paused ${past.length}×, ${last}` : text);
+  say(state, `${text}${last && `; paused ${times(past.length)} before, last ${last}`}`);
+  mark(state, `cut ${isStopped ? 'bad' : worker.state === 'ready' && !last ? 'muted' : 'trouble'}`);
   write(first, ms(worker.first_token_p95_ms));
   mark(first, worker.first_token_p95_ms > LONG_MS ? 'num trouble' : 'num');
-  say(first, `p95 from sending to the first token; median ${ms(worker.first_token_p50_ms)}, of ${plural(worker.requests, 'request')} in a minute`);
-  write(load, worker.waiting ? `${count(worker.running)} + ${count(worker.waiting)}` : count(worker.running));
-  say(load, `${plural(worker.running, 'request')} running, ${count(worker.waiting)} waiting, in its engine`);
+  say(first, `p95 of the last minute, from the hand-over to the first token; median ${ms(worker.first_token_p50_ms)}, of ${plural(worker.requests, 'request')}`);
+  // While it is silent, what its engine has reported last is old.
+  write(load, isStopped ? `${count(worker.in_flight)} sent` : worker.waiting ? `${count(worker.running)} + ${count(worker.waiting)}` : count(worker.running));
+  say(load, `${plural(worker.running, 'request')} running, ${count(worker.waiting)} waiting, as its engine has reported last; ${count(worker.in_flight)} sent that have not ended`);
   mark(load, worker.waiting > Math.max(4, worker.running) ? 'num trouble' : 'num');
-  meter(kv, worker.kv_usage, worker.kv_usage > 0.95);
-  say(kv, `KV cache: ${percent(worker.kv_usage)} in use`);
+  write(kv, percent(worker.kv_usage));
+  mark(kv, worker.kv_usage > 0.95 ? 'num trouble' : 'num');
   const cache = worker.encoder_cache;
-  meter(encoder, cache?.size ? cache.used / cache.size : 0, false);
-  say(encoder, cache?.size ? `Encoder cache: ${count(cache.used)} of ${count(cache.size)} embeddings` : 'no encoder cache');
+  write(encoder, percent(cache?.size ? cache.used / cache.size : null));
+  say(encoder, cache?.size ? `${count(cache.used)} of ${count(cache.size)} embeddings of media; a full cache is usual, the oldest make room` : 'no encoder cache');
 }
 
 /** A square for each worker that is listed, those that need attention first. */
-function drawMap({num, listed}) {
+function drawMap(num, listed) {
   const map = find('#worker-map');
   show(map, num >= MAP_FROM);
   show(find('#worker-map + p'), num >= MAP_FROM);
@@ -417,8 +424,7 @@ function drawMap({num, listed}) {
   const load = (worker) => worker.running + worker.waiting;
   const most = Math.max(1, ...listed.map(load));
   list(map, listed, (worker) => worker.name, () => make('i'), (square, worker) => {
-    const isStopped = isStuck(worker, listed);
-    mark(square, worker.state === 'lost' ? 'lost' : isStopped ? 'stalled' : load(worker) ? `load-${Math.ceil((4 * load(worker)) / most)}` : '');
+    mark(square, worker.state === 'lost' ? 'lost' : worker.isStuck ? 'stalled' : load(worker) ? `load-${Math.ceil((4 * load(worker)) / most)}` : '');
     say(square, `${worker.name}: ${worker.state}, ${plural(load(worker), 'request')}`);
   });
   map.setAttribute('aria-label', `Load of ${plural(listed.length, 'worker')}, the worst first`);
@@ -442,7 +448,7 @@ function drawDecisions() {
     say(row, `${decision.worker}: ${cached}`);
     write(cost, ms(requests.costOf(decision)));
     const best = decision.alternatives?.[0];
-    write(next, best ? `${shortName(best.worker_id)} ${ms(best.score)}` : 'no other');
+    write(next, best ? `${shortName(best.worker_id)} ${requests.costText(best.score, requests.costOf(decision))}` : 'no other');
   });
   show(decisionRows.head, decisions.length > 0);
   show(find('#decisions-empty'), !decisions.length);

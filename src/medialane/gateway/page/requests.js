@@ -62,14 +62,22 @@ export function offer(name, values, all) {
 }
 
 head(rows, 'Started', 'Tenant', 'Media', 'Where its time went', 'Total>', 'Now', 'Worker');
+/** The end of the bars' scale. */
+const tick = make('span', {class: 'tick'});
+rows.head.children[3].append(tick);
 
 let shown = [];
 let selected = null;
 
+/** Names of workers that do not respond. */
+let silent = new Set();
+
 /** Draw some requests. `live` is how many run (null: unknown), `now` the server's time in s. */
-export function drawRequests(views, {live, now}) {
+export function drawRequests(views, {live, now, silent: workers}) {
+  silent = workers;
   shown = views.slice(0, MOST_ROWS);
   const scale = scaleOf(shown);
+  write(tick, ms(scale).replace('.0', ''));
   list(rows, shown, keyOf, buildRow, (row, view) => fillRow(row, view, scale, now));
   const note = live === null ? `${plural(views.length, 'request')} found` : `${count(live)} in flight, then the latest that have ended`;
   write(find('#requests-note'), shown.length ? `${note}${live === null && views.length > shown.length ? `, ${shown.length} shown` : ''}` : '');
@@ -81,10 +89,12 @@ export function drawRequests(views, {live, now}) {
 
 export const keyOf = (view) => `${view.gateway} ${view.id} ${view.received_at}`;
 
-/** Bars have one scale, so that long requests are long; few that are far longer than the others fill theirs. */
+/** Bars have one scale, up to a round time, so that long requests are long; few that are far longer than the others are cut. */
 function scaleOf(views) {
   const totals = views.map((view) => view.total_ms).sort((a, b) => a - b);
-  return 1.15 * (totals[Math.floor(0.85 * (totals.length - 1))] ?? 1) || 1;
+  const least = 1.1 * (totals[Math.floor(0.85 * (totals.length - 1))] || 1);
+  const power = 10 ** Math.floor(Math.log10(least));
+  return power * [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * power >= least);
 }
 
 function buildRow(view) {
@@ -103,12 +113,12 @@ function fillRow(row, view, scale, now) {
   write(tenant, view.tenant ?? '–');
   say(tenant, view.tenant ?? 'no key');
   write(media, mediaText(view));
-  drawBar(bar, spent(view), view.total_ms, Math.min(1, view.total_ms / scale));
+  drawBar(bar, spent(view), view.total_ms, view.total_ms / scale);
   write(total, ms(view.total_ms));
   const [text, kind] = stateOf(view);
   write(state, text);
   mark(state, `cut now ${kind}`);
-  say(state, text);
+  say(state, view.stage || view.ttft_ms === null ? text : `${text}, first token after ${ms(view.ttft_ms)}`);
   write(worker, shortName(view.worker ?? ''));
   say(worker, view.worker ?? '');
   row.classList.toggle('ended', !view.stage);
@@ -118,7 +128,8 @@ function fillRow(row, view, scale, now) {
 
 function stateOf(view) {
   if (view.error) return [view.error.code.replaceAll('_', ' '), 'bad'];
-  if (!view.stage) return [isSlow(view) ? `first token ${ms(view.ttft_ms)}` : 'done', isSlow(view) && view.ttft_ms ? 'trouble' : ''];
+  if (!view.stage) return ['done', ''];
+  if (silent.has(view.worker)) return ['worker silent', 'bad'];
   const current = spent(view).find((each) => each.isRunning);
   const isLong = view.stage !== 'answer' && current?.ms >= SLOW_MS;
   return [`${waitsFor(view.stage)} ${current && view.stage !== 'answer' ? ms(current.ms) : ''}`, isLong ? 'trouble' : ''];
@@ -134,8 +145,9 @@ function mediaText(view) {
   return fresh ? `${name}, ${fresh === view.num_items ? 'new' : `${fresh} new`}` : name;
 }
 
-/** Parts of a bar: `share` of it is the total. */
+/** Parts of a bar: `share` of it is the total; what is above 1 is cut. */
 function drawBar(bar, parts, total, share) {
+  bar.classList.toggle('over', share > 1);
   const sum = Math.max(total, parts.reduce((all, part) => all + part.ms, 0)) || 1;
   while (bar.children.length > parts.length) bar.lastChild.remove();
   while (bar.children.length < parts.length) bar.append(make('i'));
@@ -247,11 +259,14 @@ function items(view) {
 function choices(view) {
   const decision = view.decision;
   if (!decision) return null;
-  return make('div', {}, make('h3', {}, `Routing: ${decision.reason ?? ''}`), ...choiceLines(decision));
+  return make('div', {}, make('h3', {}, `Routing: ${decision.reason ?? ''}. Expected cost, the lowest wins:`), ...choiceLines(decision));
 }
 
 /** What the choice of a worker was compared by, in ms. */
 export const costOf = (decision) => Object.values(decision.cost_ms ?? {}).reduce((all, part) => all + part, 0);
+
+/** A cost beside that of the choice. */
+export const costText = (cost, chosen) => (ms(cost) === ms(chosen) ? 'equal' : ms(cost));
 
 function choiceLines(decision) {
   const all = [{worker_id: decision.worker, score: costOf(decision), cached_tokens: decision.cached_tokens}, ...(decision.alternatives ?? [])];
@@ -260,6 +275,6 @@ function choiceLines(decision) {
     const bar = make('span', {class: i ? 'meter other' : 'meter'}, make('i'));
     bar.firstChild.style.width = `${(100 * each.score) / most}%`;
     return make('div', {class: 'choice', title: each.cached_tokens ? `${count(each.cached_tokens)} tokens cached` : ''},
-      make('span', {class: i ? 'cut muted' : 'cut'}, shortName(each.worker_id)), bar, make('span', {class: 'num muted'}, ms(each.score)));
+      make('span', {class: i ? 'cut muted' : 'cut'}, shortName(each.worker_id)), bar, make('span', {class: 'num muted'}, i ? costText(each.score, all[0].score) : ms(each.score)));
   });
 }
