@@ -23,6 +23,8 @@ SCENES = {
     "failing": Scene(workers=5, stalled=1, failing=0.2),
     "long-names": Scene(workers=12, long_names=True),
 }
+#: What stands out: level and text of each.
+LINES = "[...document.querySelectorAll('#findings li')].map((line) => `${line.className} ${line.innerText}`)"
 #: Elements of a page, whatever it shows.
 MOST_ELEMENTS = 2500
 #: Of the page's script, on a core that it shares with the sample gateway.
@@ -117,10 +119,12 @@ async def test_a_stalled_worker_a_slow_origin_and_failures_stand_out(tab):
     async with shown(tab, scene):
         lines = (await tab.text("#findings")).splitlines()
         assert re.match(r"worker-0 is stalled, for \d+\.\d s: \d+ requests wait there", lines[0])
-        assert any(re.match(r"slow.example.com answers slowly: to fetch an item takes 3\.\d s", line) for line in lines)
+        assert any(re.match(r"slow.example.com answers slowly: to fetch an item takes 3\.\d s.*; used by catalogue;", line) for line in lines)
         assert any("of requests failed in the last minute" in line for line in lines)
+        assert await tab.text("#workers-note") == "1 stalled, 4 ready"
         await tab.click("#findings button")
         await tab.until(f"{ROWS}.length && {ROWS}.every((row) => row.view.worker === 'worker-0')")
+        assert "worker silent" in await tab.text("#request-rows")
 
 
 async def test_a_worker_is_only_said_not_to_respond_while_nothing_of_it_goes_on(tab):
@@ -135,6 +139,34 @@ async def test_a_worker_is_only_said_not_to_respond_while_nothing_of_it_goes_on(
         ]:
             call = f"import('./findings.js').then((module) => module.isStuck({json.dumps(worker | changes)}, []))"
             assert await tab.evaluate(call) is is_stuck
+
+
+@pytest.mark.parametrize(
+    ("num_pauses", "text"),
+    [
+        (1, "did not respond for 5.0 s, 9 s ago"),
+        (3, "stops for 5.0 s at a time: 3 times so far, last 9 s ago"),
+    ],
+)
+async def test_a_worker_that_stops_again_and_again_is_the_worst_though_it_is_ready_now(tab, num_pauses, text):
+    state = SampleGateway(Scene()).state(1000.0)
+    state["workers"]["listed"].sort(key=lambda worker: worker["name"])
+    pauses = [["worker-2", [{"at": 991 - 20 * number, "seconds": 5} for number in reversed(range(num_pauses))]]]
+    async with shown(tab, Scene()):
+        said = await tab.evaluate(f"""import('./findings.js').then((module) => {{
+            const state = {json.dumps(state)};
+            module.judge(state, new Map({json.dumps(pauses)}));
+            const found = module.findings(state).find((each) => each.subject === 'worker-2');
+            return [found.level, found.text, ...module.worstFirst(state.workers.listed).map((each) => each.name)];
+        }})""")
+    assert said == ["amber", text, "worker-2", "worker-0", "worker-1", "worker-3"]
+
+
+async def test_new_media_are_an_observation_unless_others_wait_for_them(tab):
+    for failing, level in [(0.0, "grey"), (0.1, "amber")]:  # with failures, preparers are busy
+        async with shown(tab, Scene(failing=failing)):
+            (line,) = [text for text in await tab.evaluate(LINES) if text.startswith(f"{level} clips")]
+            assert re.search(r"new media: .* items were not cached, \d+ % of the time of all preparations", line)
 
 
 async def test_a_quiet_server_says_that_nothing_stands_out(tab):

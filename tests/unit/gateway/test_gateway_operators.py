@@ -159,7 +159,7 @@ async def test_state_adds_up_what_requests_do():
     (tenant,) = state["tenants"]
     assert (tenant["name"], tenant["requests"], tenant["live"]) == ("acme", 1, 1)
     (found,) = state["origins"]
-    assert (found["name"], found["live"]) == ("slow.example", 1)
+    assert (found["name"], found["live"], found["tenants"]) == ("slow.example", 1, ["acme"])
     assert state["rates"]["values"]["requests"][-1] + state["rates"]["values"]["requests"][-2] == 2
     assert [decision["request"] for decision in state["decisions"]] == ["done"]
     assert "secret" not in json.dumps(state)
