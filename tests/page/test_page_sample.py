@@ -155,7 +155,7 @@ async def test_a_worker_that_stops_again_and_again_is_the_worst_though_it_is_rea
     async with shown(tab, Scene()):
         said = await tab.evaluate(f"""import('./findings.js').then((module) => {{
             const state = {json.dumps(state)};
-            module.judge(state, new Map({json.dumps(pauses)}));
+            module.watchPauses(state, new Map({json.dumps(pauses)}));
             const found = module.findings(state).find((each) => each.subject === 'worker-2');
             return [found.level, found.text, ...module.worstFirst(state.workers.listed).map((each) => each.name)];
         }})""")

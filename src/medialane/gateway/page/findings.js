@@ -19,20 +19,25 @@ const others = (all, one, value) => median(all.filter((each) => each !== one && 
 const LEVELS = ['red', 'amber', 'fine', 'grey'];
 const CALM = {level: 'fine', subject: '', text: 'Nothing stands out: all workers answer, and nothing waits long'};
 
-/** [{level, subject, text, filter}], the worst first: red and amber are faults, grey is what may explain one. Workers have
- * been judged before (`judge`). */
+/** [{level, subject, text, filter}], the worst first: red and amber are faults, grey is what may explain one. Of
+ * workers, `watchPauses` has noted more. */
 export function findings(state) {
   const all = [...gateways(state), ...workers(state), ...store(state), ...origins(state), ...tenants(state), ...failures(state)];
   if (all.every((each) => each.level === 'grey')) all.push(CALM);
   return all.sort((a, b) => LEVELS.indexOf(a.level) - LEVELS.indexOf(b.level)).slice(0, MOST);
 }
 
-/** Note of each worker whether it does not respond (`isStuck`), and since when it did not before (`past`: [{at, seconds}]),
- * of `pauses` that this page has seen: name -> the same, seconds null while it lasts. */
-export function judge({workers: {listed}, time}, pauses) {
+/** Note of each worker whether it does not respond (`isStuck`), and when it did not before (`past`): it may be well when
+ * someone looks. `pauses` are all that this page has seen: name -> [{at, seconds}], seconds null while it lasts. */
+export function watchPauses({workers: {listed}, time}, pauses) {
   for (const worker of listed) {
+    const known = (pauses.get(worker.name) ?? []).filter((pause) => pause.seconds === null || time - pause.at < PAUSES_S);
+    const last = known.at(-1);
     worker.isStuck = isStuck(worker, listed);
-    worker.past = (pauses.get(worker.name) ?? []).filter((pause) => pause.seconds !== null && time - pause.at < PAUSES_S);
+    if (worker.isStuck && last?.seconds !== null) known.push({at: time - (silence(worker) ?? 0) / 1000, seconds: null});
+    else if (!worker.isStuck && last?.seconds === null) last.seconds = time - last.at;
+    worker.past = known.filter((pause) => pause.seconds !== null);
+    pauses.set(worker.name, known);
   }
 }
 

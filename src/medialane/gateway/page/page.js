@@ -2,7 +2,7 @@
 // one drawing a second, of at most some dozens of rows in each section.
 
 import {Chart, ago, bytes, count, find, head, list, make, mark, meter, ms, nameWorkers, percent, plural, say, shortName, show, size, write} from './draw.js';
-import {findings, isStuck, judge, silence, times, worstFirst} from './findings.js';
+import {findings, silence, times, watchPauses, worstFirst} from './findings.js';
 import * as requests from './requests.js';
 import {CELLS, LANES, PART, PARTS, cellOf, spent} from './stages.js';
 
@@ -11,7 +11,7 @@ const MOST_WORKERS = 8, MOST_DECISIONS = 6, MOST_PROBLEMS = 6, MOST_HOSTS = 5, M
 /** From so many workers on there is a map of those that need attention first. */
 const MAP_FROM = 9;
 const STALE_S = 4, RETRY_S = [0.5, 1, 2, 3], DETAIL_S = 1, POLL_S = 2, DRAW_S = 1;
-const LEAST_MINUTES = 2, LONG_MS = 1000, ANSWER_MS = 5000, MOST_PAUSES = 50;
+const LEAST_MINUTES = 2, LONG_MS = 1000, ANSWER_MS = 5000;
 /** Requests that are asked for; more where only the page can tell which are wanted. */
 const ASKED = 60, SEARCHED = 400;
 
@@ -71,8 +71,7 @@ function received(answer) {
   const state = page.next = stateIn(answer);
   if (!state) return showWaiting();
   watchProgress(state);
-  watchPauses(state);
-  judge(state, pauses);
+  watchPauses(state, pauses);
   if (!page.state) draw();
 }
 
@@ -245,17 +244,6 @@ function watchProgress({workers: {listed}, live, time}) {
   }
 }
 
-/** Remember when workers did not respond: they may be well again when someone looks. */
-function watchPauses({workers: {listed}, time}) {
-  for (const worker of listed) {
-    const known = pauses.get(worker.name) ?? [];
-    const last = known.at(-1);
-    const isStopped = isStuck(worker, listed);
-    if (isStopped && last?.seconds !== null) pauses.set(worker.name, [...known, {at: time - (silence(worker) ?? 0) / 1000, seconds: null}].slice(-MOST_PAUSES));
-    else if (!isStopped && last?.seconds === null) last.seconds = time - last.at;
-  }
-}
-
 function drawFindings() {
   list(find('#findings ul'), findings(page.state), (each) => each.subject, () =>
     make('li', {}, make('span', {class: 'dot'}), make('p', {}, make('b'), make('span'), make('button', {type: 'button'}, 'Show its requests'))), (node, each) => {
@@ -397,7 +385,7 @@ function fillWorker(row, worker) {
   say(name, worker.host ? `${worker.name} on ${worker.host}` : worker.name);
   const last = past.length ? ago(page.state.time - past.at(-1).at) : '';
   const text = isStopped && silence(worker) !== null ? `${worker.state === 'ready' ? 'silent' : worker.state} ${ms(silence(worker))}` : worker.state;
-  write(state, !isStopped && last ? `paused ${past.length}×, ${last}` : text);
+  write(state, worker.state === 'ready' && !isStopped && last ? `paused ${past.length}×, ${last}` : text);
   say(state, `${text}${last && `; paused ${times(past.length)} before, last ${last}`}`);
   mark(state, `cut ${isStopped ? 'bad' : worker.state === 'ready' && !last ? 'muted' : 'trouble'}`);
   write(first, ms(worker.first_token_p95_ms));
