@@ -119,7 +119,8 @@ async def test_a_stalled_worker_a_slow_origin_and_failures_stand_out(tab):
     async with shown(tab, scene):
         lines = (await tab.text("#findings")).splitlines()
         assert re.match(r"worker-0 is stalled, for \d+\.\d s: \d+ requests wait there", lines[0])
-        assert any(re.match(r"slow.example.com answers slowly: to fetch an item takes 3\.\d s.*; used by catalogue;", line) for line in lines)
+        slow = r"slow.example.com answers slowly: to fetch an item takes 3\.\d s.*; used by catalogue;"
+        assert any(re.match(slow, line) for line in lines)
         assert any("of requests failed in the last minute" in line for line in lines)
         assert await tab.text("#workers-note") == "1 stalled, 4 ready"
         await tab.click("#findings button")
