@@ -145,6 +145,7 @@ function tenants({tenants: all, store: found}) {
   const level = found?.preparers && areBusy(found.preparers) ? 'amber' : 'grey';
   if (all.length < 2) return [];
   return all.filter((tenant) => tenant.items >= ENOUGH && tenant.new >= MOSTLY_NEW * tenant.items && tenant.prepare_ms > MUCH_WORK * work)
+    .sort((a, b) => b.prepare_ms - a.prepare_ms)
     .map((tenant) => ({level, subject: tenant.name, filter: {tenant: tenant.name},
       text: `sends new media: ${count(tenant.new)} of its ${count(tenant.items)} items were not cached, ${percent(tenant.prepare_ms / work)} of the time of all preparations`}));
 }
