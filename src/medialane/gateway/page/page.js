@@ -513,7 +513,7 @@ function drawCaches() {
   show(find('#caches-empty'), !rows.length);
 }
 
-const senderRows = [['tenants', 'Tenant', 'First token>'], ['origins', 'Media from', 'Fetch>']].map(([name, title, time]) => {
+const senderRows = [['tenants', 'Tenant', 'Median TTFT>'], ['origins', 'Media from', 'Median fetch>']].map(([name, title, time]) => {
   const rows = find(`#${name}-rows`);
   head(rows, title, 'Requests>', 'New items>', time);
   return [name, rows];
