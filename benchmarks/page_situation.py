@@ -273,7 +273,7 @@ async def take_screenshots(site: Site, folder: Path) -> None:
         await asyncio.sleep(_SEEN_S)
         worker = f"worker-{STOPPED}"
         await tab.until(_found(worker, "red"), EVERY_S + STOPPED_S)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.5)
         await _take(tab, folder / "page-worker.png")
         await _show_requests(tab, "127.0.0.9")
         await tab.click("#request-rows .row.ended")
