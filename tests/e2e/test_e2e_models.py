@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from medialane_process import MedialaneProcess, free_port, kill, launch
-from openai_http import picture
+from openai_http import picture, text
 from process_tree import command_of, descendants
 
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS
@@ -102,7 +102,7 @@ async def test_each_model_answers_by_its_names(served):
         status, body = await served.chat(name)
         assert (status, body["model"]) == (200, answers)
         assert body["usage"]["completion_tokens"] == 3
-    image = [{"type": "image_url", "image_url": {"url": picture(1)}}, {"type": "text", "text": "What is it?"}]
+    image = [picture(1), text("What is it?")]
     status, body = await served.chat("vision", image)
     assert status == 200, body
     assert (await served.chat("text", image))[0] == 400
@@ -116,7 +116,7 @@ async def test_all_models_are_listed_measured_and_shown(served):
     assert all('model_name="' in line for line in series)
     for name in ("vision", "text"):
         assert f'medialane_model_up{{model_name="{name}"}} 1' in series
-        assert any(line.startswith("vllm:num_requests_running{") and f'"{name}"' in line for line in series)
+        assert any(line.startswith("process_cpu_seconds_total{") and f'"{name}"' in line for line in series)
     assert any(line.startswith('medialane_arena_bytes{model_name="vision"') for line in series)
     assert await served.ask("/health", method="GET") == (200, b"")
 
