@@ -5,7 +5,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.instrumentator.health import router
 
-from medialane.vllm_bridge.frontend.app import _add_health
+from medialane.vllm_bridge.frontend.app import _add_probe
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def app():
 def test_health_route_is_replaced_and_keeps_vllms_schema(app, answer):
     schema = FastAPI.openapi(app)
     app.openapi_schema = None
-    _add_health(app, lambda: answer)
+    _add_probe(app, "/health", lambda: answer)
     client = TestClient(app)
     response = client.get("/health")
     assert (response.status_code, response.content) == answer

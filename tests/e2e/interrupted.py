@@ -90,7 +90,8 @@ async def _streamed(one: Asked, is_in_middle: asyncio.Event) -> Answer:
             num_tokens += num_tokens_of(event)
             if num_tokens >= SEAM:
                 is_in_middle.set()
-    return Answer(response.status, None, dict(response.headers), events)
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return Answer(response.status, None, headers, events)
 
 
 async def _has_lost_its_worker(client: OpenAiHttp, answer: Answer) -> bool:
@@ -124,7 +125,8 @@ async def interrupted(client: OpenAiHttp, body: dict[str, Any], *faults: Fault, 
             if todo and num_tokens >= SEAM * (1 + len(faults) - len(todo)):
                 await todo.pop(0)(await its_worker(client))
     assert not todo, f"the stream has ended after {num_tokens} tokens: {events[-3:]}"
-    return Answer(response.status, None, dict(response.headers), events)
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return Answer(response.status, None, headers, events)
 
 
 async def its_worker(client: OpenAiHttp) -> str:
