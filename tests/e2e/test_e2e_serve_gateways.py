@@ -393,6 +393,7 @@ async def test_gateways_and_store_are_restarted_under_load_and_no_request_is_los
 async def test_stop_leaves_nothing(served):
     everyone, arenas = descendants(served.process.pid), served.process.arenas()
     assert arenas
+    assert not served.reports("STOPPING=1")  # which also empties the socket: it holds ten reports
     assert served.process.stop() == 0, served.process.tail()
     assert served.reports("STOPPING=1") == 1
     await eventually(lambda: not any(map(is_alive, everyone)), "everyone has ended", 10, more=lambda: everyone)
