@@ -5,10 +5,10 @@ import os
 import signal
 
 import pytest
+from gateway_variants import ENDINGS, GATEWAYS
 from medialane_process import STOP_S
 from openai_http import chat, picture, text
 
-from conftest import ENDINGS, GATEWAYS
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
