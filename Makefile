@@ -88,7 +88,7 @@ test test-all:
 	@$(call pytest,tests/unit tests/seams tests/test_conftest.py $(addprefix --ignore=,$(with_torch) $(forking)) -n $(JOBS) --dist worksteal)
 	@$(call pytest,$(forking) -n 2)
 	@$(call pytest,tests/hostile tests/fuzz tests/contract $(with_torch) -n $(if $(quickly),2,3) --no-loadscope-reorder)
-	@$(call pytest,tests/clients tests/e2e -n 2 --dist loadgroup)
+	@$(call pytest,tests/e2e tests/clients -n 2 --dist loadgroup)
 	@$(if $(quickly),,$(call pytest,tests/page))
 	@$(if $(quickly),,$(call pytest,tests/chaos))
 	@$(if $(quickly),,$(call pytest,tests/e2e_families -n 2))
