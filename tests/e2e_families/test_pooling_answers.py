@@ -76,7 +76,10 @@ class Servers:
 
 
 def _stable(document):
-    return {name: value for name, value in document.items() if name not in ("id", "created")}
+    found = {name: value for name, value in document.items() if name not in ("id", "created", "request_id")}
+    if isinstance(error := found.get("error"), dict):
+        found["error"] = {name: value for name, value in error.items() if name != "request_id"}
+    return found
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
