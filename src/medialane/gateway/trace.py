@@ -25,7 +25,8 @@ from opentelemetry.trace import Link, SpanContext, SpanKind
 
 from medialane.core.errors import MedialaneError, WorkerQueued
 from medialane.core.request import EngineRequest, OutputDelta
-from medialane.gateway.requests.record import HASH_DIGITS, ItemRecord, RequestRecord
+from medialane.gateway.requests.item_record import HASH_DIGITS, ItemRecord
+from medialane.gateway.requests.record import RequestRecord
 from medialane.observability.timeline import Step
 from medialane.observability.tracing import Attributes, Tracing, client_context, context_headers, error_status
 from medialane.routing import RoutedRequest

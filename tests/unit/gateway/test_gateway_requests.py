@@ -12,8 +12,8 @@ from medialane.core.request import CompletionDelta, OutputDelta, RoutingDecision
 from medialane.core.stage import STAGES
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestFilter, RequestRecord
+from medialane.gateway.requests.item_record import without_urls
 from medialane.gateway.requests.rates import BOUNDS_MS, Rates, Waits, series
-from medialane.gateway.requests.record import without_urls
 from medialane.gateway.transports import ShmTransport, TransferPath
 
 HASH = "0123456789abcdef" * 4
