@@ -30,6 +30,9 @@ from medialane.gateway.config import GatewayConfig
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
+#: Methods whose bodies have no meaning; no handler reads them.
+WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
+
 #: Buffer sizes are powers of two, at least this.
 _MIN_BUFFER_BYTES = 64 << 10
 #: Share of the limit that unused buffers may have: first use of a page costs microseconds, unmapping 10 MB costs 2 ms.

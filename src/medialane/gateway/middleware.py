@@ -22,7 +22,16 @@ from medialane.core.modalities import MODALITIES
 from medialane.core.taker import TAKER
 from medialane.gateway.access import given_key
 from medialane.gateway.access_log import log_end
-from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge, Message, Receive, replay
+from medialane.gateway.bodies import (
+    WITHOUT_BODY,
+    Body,
+    BodyMemory,
+    BoundedReceive,
+    BudgetCharge,
+    Message,
+    Receive,
+    replay,
+)
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import ErrorSender, error_form, send_error
 from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
@@ -56,9 +65,6 @@ _BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
 
 #: vLLM's own name of a request's id, in its body.
 _REQUEST_ID_MEMBER = b'"request_id"'
-
-#: Methods whose bodies have no meaning; no handler reads them.
-_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 
 #: What operators do to look at requests is none of them.
 _NOT_KEPT = ("/medialane/login", "/medialane/logout")
@@ -101,7 +107,7 @@ class ScopeMiddleware:
             if self._names_takers:
                 TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
             watched = _WatchedEnd(receive, IdentifiedSend(send, record.id), request)
-            is_kept = scope["method"] not in _WITHOUT_BODY and not scope["path"].endswith(_NOT_KEPT)
+            is_kept = scope["method"] not in WITHOUT_BODY and not scope["path"].endswith(_NOT_KEPT)
             if is_kept:
                 self._recent.begin(record)
             try:
@@ -192,7 +198,7 @@ class IntakeMiddleware:
             return
         content_type = _header(scope, b"content-type") or b""
         is_streamed = _is_streamed(scope)
-        is_read_here = scope["method"] not in _WITHOUT_BODY and not (is_streamed or _is_urlencoded(content_type))
+        is_read_here = scope["method"] not in WITHOUT_BODY and not (is_streamed or _is_urlencoded(content_type))
         limit = self._media.max_body_bytes if is_read_here else self._config.max_text_bytes
         if is_streamed:
             limit = max(self._media.fetch_limits(modality).max_bytes for modality in MODALITIES)

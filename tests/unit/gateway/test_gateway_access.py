@@ -133,6 +133,15 @@ async def test_unread_body_is_not_awaited_for_ever():
             assert await reader.read() == b""
 
 
+async def test_websocket_is_refused_with_an_http_response():
+    handshake = "connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+    handshake += "sec-websocket-key: bWVkaWFsYW5lLXJvdXRlcg==\r\n"
+    async with serving(keys("key", admin_key="admin")) as port, connection(port) as (reader, writer):
+        writer.write(f"GET /sleep HTTP/1.1\r\nhost: a\r\n{KEY}{handshake}\r\n".encode())
+        async with asyncio.timeout(5):
+            assert (await answer(reader))[0] == 403
+
+
 async def test_authorised_body_is_read():
     async with serving(keys("key")) as port, connection(port) as (reader, writer):
         writer.write(post("/v1/models", 2, KEY + "content-type: application/json\r\n") + b"{}")

@@ -535,3 +535,10 @@ async def test_websocket_gets_the_answer_of_a_gateway(routed):
     with pytest.raises(aiohttp.WSServerHandshakeError) as failed:
         await routed.session.ws_connect(routed.url + "/v1/realtime")
     assert failed.value.status == 501
+
+
+async def test_websocket_without_a_key_is_refused():
+    async with routing(KEYED, keyed()) as routed:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as failed:
+            await routed.session.ws_connect(routed.url + "/v1/realtime?model=nope")
+    assert failed.value.status == 401

@@ -10,7 +10,7 @@ import aiohttp
 
 from medialane.core.errors import BodyTooLarge, MedialaneError, ModelUnavailable
 from medialane.core.tasks import first_of
-from medialane.gateway.bodies import BodyMemory, BoundedReceive, BudgetCharge, Receive
+from medialane.gateway.bodies import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.client_address import HEADER as CLIENT
 from medialane.gateway.client_address import address_header
 from medialane.gateway.config import GatewayConfig
@@ -23,8 +23,6 @@ from medialane.gateway.name_router.served_models import Model
 logger = logging.getLogger(__name__)
 
 _MODEL = b"model="
-#: Methods whose bodies have no meaning; gateways do not read them either.
-_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 _WITHOUT_LENGTH = (204, 304)
 #: Of a body that is passed on unread, whose limit the gateway knows.
 _NO_LIMIT = 1 << 62
@@ -47,7 +45,7 @@ class Exchange:
         self.is_websocket: bool = scope["type"] == "websocket"
         self.method: str = "GET" if self.is_websocket else scope["method"]
         self.asked = _asked_model(scope["query_string"])
-        self.has_body = self.method not in _WITHOUT_BODY and (
+        self.has_body = self.method not in WITHOUT_BODY and (
             self.header(b"content-length") not in (b"", b"0") or bool(self.header(b"transfer-encoding"))
         )
         self._receive = receive

@@ -16,8 +16,8 @@ import logging
 from collections.abc import Callable
 
 from medialane.core.errors import ClientDisconnected, MedialaneError, ModelRequired
-from medialane.gateway.access import AccessKeys, Kind, given_key, send_unauthorized
-from medialane.gateway.bodies import BodyMemory, Message, Receive
+from medialane.gateway.access import AccessKeys, Kind, given_key, responding, send_unauthorized
+from medialane.gateway.bodies import BodyMemory, Receive
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import error_form, send_error
 from medialane.gateway.middleware import Scope, Send
@@ -64,7 +64,7 @@ class NameRouter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await receive()  # websocket.connect
-            send = _as_handshake(send)
+        send = responding(scope, send)
         exchange = Exchange(scope, receive, send, root_path=self._root_path)
         id_token = request_id.set(usable_id(given_id(scope)))
         own = IdentifiedSend(send, request_id.get())
@@ -93,7 +93,7 @@ class NameRouter:
             name = await exchange.find_model(self._memory, self._config, self._max_body_bytes)
         model = self._models.find(name)
         if model is None and not may_send:
-            return await send_unauthorized(exchange.scope, own)
+            return await send_unauthorized(own)
         if not name:
             raise self._model_required(exchange)
         if model is None:
@@ -139,12 +139,3 @@ def _is_of_any(exchange: Exchange) -> bool:
     """Return whether every model would give the same answer. A file of the page has a suffix, other paths have none."""
     is_file = exchange.path.startswith(PAGE_PATH) and "." in exchange.path.removeprefix(PAGE_PATH)
     return exchange.path in _OF_ANY or exchange.is_websocket or exchange.method == "OPTIONS" or is_file
-
-
-def _as_handshake(send: Send) -> Send:
-    """Return a `send` that answers a websocket's handshake."""
-
-    async def send_response(message: Message) -> None:
-        await send({**message, "type": f"websocket.{message['type']}"})
-
-    return send_response
