@@ -16,7 +16,7 @@ from medialane.config import Config, SectionName, enter_environ, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import enter_phase
 from medialane.core.process.title import set_title
-from medialane.gateway.access import AccessKeys
+from medialane.gateway.access import AccessKeys, client_keys
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 from medialane.vllm_bridge.seams import probe
@@ -162,4 +162,4 @@ def check_api_key(config: Config, environ: Mapping[str, str]) -> None:
 
 def has_api_key(config: Config, environ: Mapping[str, str]) -> bool:
     """Return whether a gateway with this environment asks clients for a key."""
-    return bool(config.gateway.keys) or any(config.gateway.api_keys or [environ.get("VLLM_API_KEY", "")])
+    return bool(config.gateway.keys or client_keys(config.gateway, environ))

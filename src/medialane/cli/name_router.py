@@ -8,7 +8,6 @@ import logging
 import math
 import socket
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,16 @@ import uvicorn
 import uvloop
 
 from medialane.cli.essential_tasks import EssentialTasks
-from medialane.cli.flags import add_settings, given_settings
-from medialane.cli.reloading import reloaded_by_hangup
+from medialane.cli.flags import add_settings
+from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
 from medialane.cli.tuning import tune_process
-from medialane.cluster.vllm_flags import flag_value
-from medialane.config import Config, SectionName, load_config, process_environ
+from medialane.cluster.vllm_flags import TLS_FLAGS, flag_value
+from medialane.config import Config, SectionName, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.stop import GIVE_UP_S, serve_until_stopped, stopped_by_signals
 from medialane.core.process.title import set_title
 from medialane.gateway import AccessKeys
+from medialane.gateway.access import client_keys
 from medialane.gateway.http_protocol import MAX_HEADERS, http_bounds
 from medialane.gateway.http_server import BoundedServer
 from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
@@ -45,18 +45,20 @@ _decode_models = msgspec.json.Decoder(list[ServedModel]).decode
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", metavar="FILE", type=Path, help="the models, as JSON")
     parser.add_argument("--listen-fd", type=int, metavar="FD")
+    add_source(parser)
     add_settings(parser, SECTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("name router", args.argv)
-    config = load_config(given_settings(args), file=args.config, sections=SECTIONS)
+    reloading = Reloading.of("name-router", args, SECTIONS)
+    config = reloading.config
     configure(config.logging, component="name-router")
     tune_process()
     served = _decode_models(args.models.read_bytes())
     with _bound(config, args.listen_fd) as sock:
-        return uvloop.run(serve(config, served, sock, http_flags=args.vllm_args))
+        return uvloop.run(serve(reloading, served, sock, http_flags=args.vllm_args))
 
 
 def _bound(config: Config, listen_fd: int | None) -> socket.socket:
@@ -65,11 +67,12 @@ def _bound(config: Config, listen_fd: int | None) -> socket.socket:
 
 
 async def serve(
-    config: Config, served: Sequence[ServedModel], sock: socket.socket, *, http_flags: Sequence[str]
+    reloading: Reloading, served: Sequence[ServedModel], sock: socket.socket, *, http_flags: Sequence[str]
 ) -> int:
     """Serve on a bound socket, with those of vLLM's flags that concern its HTTP server. Raises StartupFailed."""
-    models = ServedModels(served)
-    keys = AccessKeys.load(config.gateway, api_keys(config))
+    config, models = reloading.config, ServedModels(served)
+    keys = AccessKeys.load(config.gateway, client_keys(config.gateway, process_environ()))
+    reloading.prepare = lambda loaded: asyncio.to_thread(keys.read_again, loaded.gateway)
     with stopped_by_signals() as stop:
         tasks = EssentialTasks(stop.asked)
         async with tasks:
@@ -88,7 +91,7 @@ async def serve(
             server = BoundedServer(_uvicorn(config, app, http_flags), bounds=bounds)
             drain_s = config.stop.drain_timeout_s
             try:
-                async with reloaded_by_hangup(partial(_read_keys_again, keys, config)):
+                async with reloaded_by_hangup(reloading.reload):
                     await serve_until_stopped(server, sock, stop, drain_timeout_s=drain_s, give_up=lambda: None)
             finally:
                 await models.close()
@@ -97,23 +100,12 @@ async def serve(
     return 1 if tasks.failed else 0
 
 
-async def _read_keys_again(keys: AccessKeys, config: Config) -> None:
-    """Read the files of keys again. Raises StartupFailed."""
-    use_keys, _ = await asyncio.to_thread(keys.read_again, config.gateway)
-    use_keys()
-
-
-def api_keys(config: Config) -> list[str]:
-    """Return the keys of clients, as a gateway with this environment has them."""
-    return list(config.gateway.api_keys) or [key for key in [process_environ().get("VLLM_API_KEY", "")] if key]
-
-
 def _uvicorn(config: Config, app: Any, flags: Sequence[str]) -> uvicorn.Config:
     """Return uvicorn's loaded configuration, with TLS by vLLM's flags. Raises StartupFailed."""
     tls: dict[str, Any] = {
-        name: value
-        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs")
-        if (value := flag_value(flags, f"--{name.replace('_', '-')}")) is not None
+        flag.removeprefix("--").replace("-", "_"): value
+        for flag in TLS_FLAGS
+        if (value := flag_value(flags, flag)) is not None
     }
     try:
         if "ssl_cert_reqs" in tls:

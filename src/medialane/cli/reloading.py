@@ -12,11 +12,10 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal
 
 from medialane.cli.flags import given_settings
 from medialane.config import Config, SectionName, load_config, process_environ
-from medialane.config.reloading import LIVE, SettingsChange, SettingsSource, change_of, take_over
+from medialane.config.reloading import LIVE, Command, SettingsChange, SettingsSource, change_of, take_over
 from medialane.core.errors import StartupFailed
 from medialane.core.process.systemd import shown_reload
 from medialane.core.watched_task import WatchedTask
@@ -47,12 +46,7 @@ async def _nothing(_loaded: Config) -> tuple[Callable[[], None], Sequence[str]]:
 class Reloading:
     """Reads the settings of a process again. `running` is what its parts use, `known` what its source had before."""
 
-    def __init__(
-        self,
-        command: Literal["serve", "gateway", "store", "worker"],
-        running: Config,
-        source: SettingsSource | None = None,
-    ) -> None:
+    def __init__(self, command: Command, running: Config, source: SettingsSource | None = None) -> None:
         """Without a source, no setting changes."""
         self._live = LIVE[command]
         self._running = self._known = running
@@ -61,12 +55,7 @@ class Reloading:
         self.prepare: Prepare = _nothing
 
     @classmethod
-    def of(
-        cls,
-        command: Literal["serve", "gateway", "store", "worker"],
-        args: argparse.Namespace,
-        sections: Sequence[SectionName],
-    ) -> Reloading:
+    def of(cls, command: Command, args: argparse.Namespace, sections: Sequence[SectionName]) -> Reloading:
         """Load the settings of a command. Raises StartupFailed."""
         flags, environ = given_settings(args), process_environ()
         running = load_config(flags, file=args.config, sections=sections)

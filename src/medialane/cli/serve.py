@@ -226,6 +226,7 @@ def _specs(
             environ=environ,
             listener=listener,
             common_flags=common_flags,
+            router_flags=_source_flags(source, folder, ""),
         )
     return local.process_specs(
         config,

@@ -229,11 +229,10 @@ def process_specs(
         reloads=True,
     )
     store_flags = ["--store", f"unix:{store_socket}"]
-    kinds = ["worker"] * engines.num_workers + ["encoder"] * engines.num_encoders
-    numbers = [*range(engines.num_workers), *range(engines.num_encoders)]
-    names = [f"{prefix}{kind} {i}" for kind, i in zip(kinds, numbers, strict=True)]
+    names = [f"worker {i}" for i in range(engines.num_workers)] + [f"encoder {i}" for i in range(engines.num_encoders)]
     labels = [str(i) for i in range(engines.num_workers)] + [f"encoder-{i}" for i in range(engines.num_encoders)]
-    sockets = [folder / f"{kind}-{i}.sock" for kind, i in zip(kinds, numbers, strict=True)]
+    sockets = [folder / f"{name.replace(' ', '-')}.sock" for name in names]
+    names = [prefix + name for name in names]
     workers = [
         ProcessSpec(
             name=name,

@@ -18,15 +18,13 @@ import msgspec
 from medialane.cluster import local
 from medialane.cluster.placement import Hardware, num_gpus
 from medialane.cluster.process_spec import HttpAnswers, ProcessSpec
-from medialane.cluster.vllm_flags import flag_values, has_flag, take_secrets, with_config_file, without_flags
+from medialane.cluster.vllm_flags import TLS_FLAGS, flag_values, has_flag, take_secrets, with_config_file, without_flags
 from medialane.config import Config, ModelTable, Setting, TableRules, allowed_environ, as_environ, settings
 from medialane.core.errors import StartupFailed
 from medialane.gateway.name_router import ServedModel
 
 #: Members of a model's table besides settings.
 _OWN_MEMBERS = ("model", "flags", "gpus")
-#: Of vLLM's HTTP server, which is the router's: it terminates TLS.
-TLS_FLAGS = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers")
 _NOT_FOR_ROUTER = "--enable-ssl-refresh"
 _ROUTER_STOP_S = 10.0
 
@@ -177,9 +175,10 @@ def process_specs(
     environ: Mapping[str, str],
     listener: socket.socket,
     common_flags: Sequence[Sequence[str]],
+    router_flags: Sequence[str] = (),
 ) -> list[ProcessSpec]:
     """Return the specifications of all processes; `config` and `vllm_args` are those of all models, `common_flags` are
-    for the processes of each one. Raises StartupFailed."""
+    for the processes of each one, `router_flags` for the name router. Raises StartupFailed."""
     engines = [local.engines_of(group.config) for group in groups]
     num_engines = sum(each.total for each in engines)
     specs, served = [], []
@@ -200,10 +199,17 @@ def process_specs(
         )
         sockets = local.http_sockets(group.config, own, group_hardware)
         served.append(ServedModel(group.name, group.served_names, tuple(map(str, sockets)), adapters(group)))
-    return [
-        *specs,
-        _router(config, vllm_args, served, folder=folder, environ=environ, listener=listener, groups=groups),
-    ]
+    router = _router(
+        config,
+        vllm_args,
+        served,
+        flags=router_flags,
+        folder=folder,
+        environ=environ,
+        listener=listener,
+        groups=groups,
+    )
+    return [*specs, router]
 
 
 def split_gpus(groups: Sequence[ModelGroup], hardware: Hardware) -> list[tuple[str, ...]]:
@@ -234,6 +240,7 @@ def _router(
     vllm_args: Sequence[str],
     served: Sequence[ServedModel],
     *,
+    flags: Sequence[str],
     folder: Path,
     environ: Mapping[str, str],
     listener: socket.socket,
@@ -247,7 +254,7 @@ def _router(
     descriptor = listener.fileno()
     return ProcessSpec(
         name="router",
-        argv=local.command("name-router", str(file), ["--listen-fd", str(descriptor)], vllm_args),
+        argv=local.command("name-router", str(file), ["--listen-fd", str(descriptor), *flags], vllm_args),
         environ={
             **allowed_environ("router", environ, config.environment.pass_env),
             **as_environ(config, secrets=frozenset({"gateway"})),

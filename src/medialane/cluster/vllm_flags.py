@@ -24,6 +24,8 @@ _MAY_HAVE_PASSWORDS = (
 TRACES_ENDPOINT = "--otlp-traces-endpoint"
 #: Flags about vLLM's own spans, which are made in workers.
 _TRACES = (TRACES_ENDPOINT, "--collect-detailed-traces")
+#: Of vLLM's HTTP server that terminates TLS.
+TLS_FLAGS = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers")
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 

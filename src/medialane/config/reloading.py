@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 import msgspec
 
@@ -37,10 +37,13 @@ _GATEWAY: Final = frozenset({
 #: Of those, what has parts of the gateway that exist only if it is not 0.
 _ON_OR_OFF: Final = frozenset({"gateway-ttft-limit", "gateway-queue-requests"})
 
+Command = Literal["serve", "gateway", "name-router", "store", "worker"]
+
 #: What may change while processes run, by the command. `serve` has the processes that it has started do it.
-LIVE: Final[Mapping[str, frozenset[str]]] = {
+LIVE: Final[Mapping[Command, frozenset[str]]] = {
     "serve": _LOG | _GATEWAY,
     "gateway": _LOG | _GATEWAY,
+    "name-router": _LOG | {"admin-key-file", "metrics-key-file"},
     "store": _LOG,
     "worker": _LOG,
 }
@@ -126,13 +129,10 @@ class SettingsChange(msgspec.Struct, frozen=True):
         )
 
 
-class ReloadAnswer(msgspec.Struct, frozen=True):
+class ReloadAnswer(SettingsChange, frozen=True):
     """What has changed at the gateways of a port. `gateways_missing` have not answered, or have failed: they go on as
     before."""
 
-    changed: list[str] = []
-    needs_restart: list[str] = []
-    files: list[str] = []
     gateways_missing: list[str] = []
 
 

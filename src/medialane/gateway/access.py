@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from medialane.core.errors import LimitExceeded, PermissionDenied, StartupFailed
 from medialane.gateway.admission import SharedCounts, Tenant, Tenants
-from medialane.gateway.bodies import replay
+from medialane.gateway.bodies import WITHOUT_BODY, replay
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import error_form, send_error
 from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
@@ -76,11 +76,8 @@ ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inferen
 
 #: Headers that describe a body.
 _BODY_HEADERS = (b"content-length", b"transfer-encoding", b"content-type")
-_WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 #: Plain vLLM's response.
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
-
-
 #: Where no key suffices.
 _OPERATOR_DENIED = PermissionDenied(
     "this shows all clients' requests, or changes the server: without an admin key (--admin-key-file,"
@@ -212,6 +209,11 @@ class AccessKeys:
         return None if self.tenants is None else self.tenants.of(given)
 
 
+def client_keys(config: GatewayConfig, environ: Mapping[str, str]) -> list[str]:
+    """Return the keys of clients, but for those of --keys, that a gateway with this environment has."""
+    return [key for key in config.api_keys or [environ.get("VLLM_API_KEY", "")] if key]
+
+
 def admin_key(config: GatewayConfig) -> str:
     """Return a key with which a gateway with these settings accepts administrative calls; empty if it needs none.
     Raises StartupFailed."""
@@ -278,8 +280,9 @@ class AccessMiddleware:
         if not self._admits(kind, given, scope, route):
             is_hopeless = kind is Kind.OPERATOR and not self._keys.admin
             if not (is_hopeless or self._keys.is_client(given)):
-                return await send_unauthorized(scope, send)
-            return await send_error(send, _OPERATOR_DENIED if is_hopeless else _denied(kind), error_form(scope))
+                return await send_unauthorized(responding(scope, send))
+            error = _OPERATOR_DENIED if is_hopeless else _denied(kind)
+            return await send_error(responding(scope, send), error, error_form(scope))
         if scope["type"] == "http" and (route is None or kind in {Kind.OPEN, Kind.METRICS}):
             headers = [header for header in scope["headers"] if header[0] not in _BODY_HEADERS]
             scope, receive = {**scope, "headers": headers}, replay(b"", receive)
@@ -300,7 +303,7 @@ class AccessMiddleware:
         if scope["type"] == "http":
             current_scope().tenant = tenant
             current_scope().record.tenant = tenant.name
-            if scope["method"] in _WITHOUT_BODY:
+            if scope["method"] in WITHOUT_BODY:
                 return await self._app(scope, receive, send)
         with ExitStack() as stack:
             try:
@@ -314,7 +317,7 @@ class AccessMiddleware:
             self._metrics.count_refused(tenant.name, error.code)
         if scope["type"] == "http":
             current_scope().fail(error)
-        await send_error(_as_handshake(send) if scope["type"] == "websocket" else send, error, error_form(scope))
+        await send_error(responding(scope, send), error, error_form(scope))
 
 
 def _is_answered_by_cors(scope: Scope, route: str | None) -> bool:
@@ -343,16 +346,17 @@ def _denied(kind: Kind) -> PermissionDenied:
     return PermissionDenied(f"the API key is not sufficient for this path: it needs the {needed} of this server")
 
 
-async def send_unauthorized(scope: Scope, send: Send) -> None:
+async def send_unauthorized(send: Send) -> None:
     """Answer as plain vLLM does to a caller without a key."""
-    send = _as_handshake(send) if scope["type"] == "websocket" else send
     headers = [(b"content-length", str(len(_UNAUTHORIZED)).encode()), (b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 401, "headers": headers})
     await send({"type": "http.response.body", "body": _UNAUTHORIZED})
 
 
-def _as_handshake(send: Send) -> Send:
-    """Return a `send` that sends a websocket this response instead of its handshake's."""
+def responding(scope: Scope, send: Send) -> Send:
+    """Return a `send` for an HTTP response, which a websocket gets instead of its handshake's."""
+    if scope["type"] != "websocket":
+        return send
 
     async def send_response(message: Message) -> None:
         await send({**message, "type": f"websocket.{message['type']}"})

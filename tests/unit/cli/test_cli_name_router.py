@@ -14,6 +14,9 @@ import pytest
 import trustme
 import uvicorn
 
+from medialane.cli.serve import SECTIONS
+from medialane.cluster.model_groups import TABLES
+from medialane.config.reloading import SettingsSource
 from medialane.gateway import GatewayConfig
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
@@ -60,9 +63,15 @@ async def test_process_serves_with_tls_and_keys_until_it_is_asked_to_stop(folder
     admin = folder / "admin.key"
     admin.touch(0o600)
     admin.write_text("admin")
+    settings = folder / "settings.toml"
+    tables = "[models.a]\n[models.b]"
+    settings.write_text(f'admin-key-file = "{admin}"\n{tables}')
+    source = folder / "source.json"
+    SettingsSource.of(SECTIONS, {}, str(settings), {}, rules=TABLES).write(source)
     listener = bind_http("127.0.0.1", 0)
     url = f"https://127.0.0.1:{listener.getsockname()[1]}"
     words = ["-m", "medialane", "name-router", str(folder / "models.json"), "--listen-fd", str(listener.fileno())]
+    words += ["--settings-source", str(source)]
     router = await asyncio.create_subprocess_exec(
         sys.executable,
         *words,
@@ -94,13 +103,16 @@ async def test_process_serves_with_tls_and_keys_until_it_is_asked_to_stop(folder
             assert (await session.post(CHAT, json={"model": "b"}, headers=CLIENT)).status == 503
             assert (await session.post(CHAT, json={"model": "a"})).status == 401
             assert (await session.post(CHAT, json={"model": "a"}, headers=ADMIN)).status == 401
-            admin.write_text("new admin")
+            other = folder / "other.key"
+            other.touch(0o600)
+            other.write_text("new admin")
+            settings.write_text(f'admin-key-file = "{other}"\n{tables}')
             router.send_signal(signal.SIGHUP)
 
             async def has_read_it():
                 return (await session.post(CHAT, json={"model": "a"}, headers=ADMIN)).status == 200
 
-            await eventually(has_read_it, "the file of keys is read again", 10)
+            await eventually(has_read_it, "the settings and their files of keys are read again", 10)
         finally:
             router.send_signal(signal.SIGTERM)
             status = await router.wait()
