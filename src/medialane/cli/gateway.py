@@ -20,7 +20,6 @@ from prometheus_client import CollectorRegistry
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
 from medialane.cli.gateway_app import Components, GatewayAddresses, gateway_app, gateway_of
 from medialane.cli.gateway_reload import GatewayReload
-from medialane.cli.operators import is_local
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
@@ -116,8 +115,9 @@ async def serve(
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stopped_by_signals())
         tasks = EssentialTasks(stop.asked)
-        is_on_loopback = is_loopback(config.server.host) if sock.family == socket.AF_UNIX else is_local(sock)
-        listening = _Listening(is_on_loopback, stop.asked.is_set)
+        # The name router, in front of a unix socket, listens at the host of these settings.
+        host = config.server.host if sock.family == socket.AF_UNIX else sock.getsockname()[0]
+        listening = _Listening(is_loopback(host), stop.asked.is_set)
         await stack.enter_async_context(reloaded_by_hangup(reloading.reload))
         starting = _start(
             reloading, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, listening=listening

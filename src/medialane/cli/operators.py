@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +18,6 @@ from medialane.gateway.operators.state import Limits, OwnView, StoreView, store_
 from medialane.gateway.requests import RecentRequests
 from medialane.routing import Router
 from medialane.store import StoreLink
-from medialane.wire.security import is_loopback
 
 #: How long is waited for new statistics of the store; then the last ones are shown.
 _REFRESH_S = 0.5
@@ -93,8 +91,3 @@ class Operators:
     async def _refresh(self) -> None:
         if self._store is not None:
             await self._store.refresh(_REFRESH_S)
-
-
-def is_local(sock: socket.socket) -> bool:
-    """Return whether a server is reached by this bound socket from its machine only."""
-    return sock.family in (socket.AF_INET, socket.AF_INET6) and is_loopback(sock.getsockname()[0])

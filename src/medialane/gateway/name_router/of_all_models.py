@@ -123,9 +123,10 @@ class OfAllModels:
     async def _send_metrics(self, _scope: Scope, headers: Headers, send: Send) -> None:
         answers = await self._answers(METRICS_PATH, headers, may_be_none=True)
         up = {model.names[0]: any(answer.model is model for answer in answers) for model in self._models}
-        pages = [await asyncio.to_thread(labelled, answer.body, answer.model.names[0]) for answer in answers]
         kind = answers[0].content_type if answers else _TEXT
-        await send_body(send, 200, merge([*pages, up_page(up)]), kind)
+        pages = (labelled(answer.body, answer.model.names[0]) for answer in answers)
+        page = await asyncio.to_thread(lambda: merge([*pages, up_page(up)]))  # of each model some 100 KB
+        await send_body(send, 200, page, kind)
 
     async def _send_health(self, _scope: Scope, headers: Headers, send: Send) -> None:
         answers = await self._ask_all("/health", headers)
