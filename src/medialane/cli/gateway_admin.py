@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -18,6 +18,9 @@ from medialane.gateway.access import admin_key
 
 _REQUEST_TIMEOUT_S = 30.0
 _KEY_FILE = "admin-key-file"
+_NOT_OURS = "is not a gateway of this release of medialane"
+
+T = TypeVar("T")
 
 KEY_HELP = """\
 A gateway with --admin-key-file needs that key, from the same file or from MEDIALANE_ADMIN_KEY. One with only API keys
@@ -46,8 +49,8 @@ class GatewayAdmin:
         self.url = url
         self._has_key = has_key
 
-    async def ask(self, method: str, path: str, parameters: Mapping[str, str] | None = None) -> bytes:
-        """Return the body of the response. Raises StartupFailed: GatewayNotAnswering if there is none."""
+    async def ask(self, kind: type[T], method: str, path: str, parameters: Mapping[str, str] | None = None) -> T:
+        """Return the response, decoded. Raises StartupFailed: GatewayNotAnswering if there is none."""
         try:
             async with self._session.request(method, endpoint(self.url, path), params=parameters or {}) as response:
                 body = await response.read()
@@ -55,9 +58,12 @@ class GatewayAdmin:
             raise StartupFailed(f"--gateway {self.url}: not a URL such as http://127.0.0.1:8000") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise GatewayNotAnswering(f"no gateway answers at {self.url}: {describe_failure(error)}") from error
-        if response.status == 200:
-            return body
-        raise StartupFailed(self._reason(response.status, body))
+        if response.status != 200:
+            raise StartupFailed(self._reason(response.status, body))
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.DecodeError as error:
+            raise StartupFailed(f"{self.url} {_NOT_OURS}") from error
 
     def _reason(self, status: int, body: bytes) -> str:
         if status in (401, 403):
@@ -67,7 +73,7 @@ class GatewayAdmin:
         if message := _message(body):
             return message
         if status in (404, 405):
-            return f"{self.url} is not a gateway of this release of medialane"
+            return f"{self.url} {_NOT_OURS}"
         return f"the gateway at {self.url} answers with status {status}"
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-import msgspec
-
 from medialane.cli.gateway_admin import KEY_HELP, add_gateway, connected
 from medialane.config.reloading import ReloadAnswer
-from medialane.core.errors import StartupFailed
 
 _EPILOG = f"""\
 What can change while a gateway runs: limits, files of keys, the log level, routing weights, certificates. What cannot
@@ -38,11 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _reload(args: argparse.Namespace) -> int:
     async with connected(args) as gateway:
-        body = await gateway.ask("POST", "/medialane/reload")
-        try:
-            answer = msgspec.json.decode(body, type=ReloadAnswer)
-        except msgspec.DecodeError as error:
-            raise StartupFailed(f"{gateway.url} is not a gateway of this release of medialane") from error
+        answer = await gateway.ask(ReloadAnswer, "POST", "/medialane/reload")
     print(f"changed: {', '.join(answer.changed) or 'no setting'}")
     if answer.files:
         print(f"files read again: {', '.join(answer.files)}")

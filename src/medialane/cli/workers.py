@@ -221,13 +221,11 @@ class _Workers:
         """Return the workers; if it `is_patient`, ask a gateway that does not answer again."""
         while True:
             try:
-                return msgspec.json.decode(await self._gateway.ask("GET", _PATH), type=list[WorkerInfo])
+                return await self._gateway.ask(list[WorkerInfo], "GET", _PATH)
             except GatewayNotAnswering:
                 if not is_patient:
                     raise
                 await asyncio.sleep(_POLL_S)
-            except msgspec.DecodeError as error:
-                raise StartupFailed(f"{self._gateway.url} is not a gateway of this release of medialane") from error
 
     async def find(self, name: str) -> WorkerInfo | None:
         """Return a worker, whatever gateway of the port restarts meanwhile."""
@@ -245,8 +243,7 @@ class _Workers:
         return await self._change("DELETE", name, force="true" if is_forced else "false")
 
     async def _change(self, method: str, name: str, call: str = "", **parameters: str) -> WorkerInfo:
-        answer = await self._gateway.ask(method, f"{_PATH}/{quote(name, safe='')}{call}", parameters)
-        return msgspec.json.decode(answer, type=WorkerInfo)
+        return await self._gateway.ask(WorkerInfo, method, f"{_PATH}/{quote(name, safe='')}{call}", parameters)
 
 
 _ACTIONS = {"list": _list, "add": _add, "drain": _drain, "remove": _remove}
