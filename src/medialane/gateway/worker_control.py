@@ -68,6 +68,8 @@ class WorkerControl:
         self._ask_others = ask_others
         self._index = index
         self._changing = asyncio.Lock()
+        #: A lock of its own: two gateways that change workers ask each other to follow.
+        self._following = asyncio.Lock()
 
     @property
     def answers(self) -> Mapping[str, Callable[[str], Awaitable[bytes]]]:
@@ -107,11 +109,12 @@ class WorkerControl:
             except MedialaneError as error:
                 reason = f"worker {name} is not added: {address}: {error.message}"
                 raise InvalidRequest(reason, param="address") from error
+            clients = {name: client}
             try:
-                await self._change(lambda changed: changed.with_added(name, address, self._configured), {name: client})
-            except BaseException:
-                client.leave()
-                raise
+                await self._change(lambda changed: changed.with_added(name, address, self._configured), clients)
+            finally:
+                for unused in clients.values():
+                    unused.leave()
             logger.warning("an operator has added worker %s at %s", name, address)
             return msgspec.json.encode(self._info(self._workers.links[name]))
 
@@ -133,11 +136,11 @@ class WorkerControl:
             return msgspec.json.encode(info)
 
     async def _change(
-        self, change: Callable[[ChangedWorkers], ChangedWorkers], clients: Mapping[str, RpcClient] | None = None
+        self, change: Callable[[ChangedWorkers], ChangedWorkers], clients: dict[str, RpcClient] | None = None
     ) -> None:
         """Change the file, and have all gateways follow it. Raises StartupFailed if it cannot be written."""
         await asyncio.to_thread(self._file.change, change)
-        await self._have_workers_of_file(clients or {})
+        await self._have_workers_of_file({} if clients is None else clients)
         for index, answer in (await self._ask_others(FOLLOW)).items():
             if answer is None:
                 logger.warning("gateway %s has not followed a change of workers: it does when it starts again", index)
@@ -147,15 +150,17 @@ class WorkerControl:
         await self._have_workers_of_file({})
         return b"true"
 
-    async def _have_workers_of_file(self, clients: Mapping[str, RpcClient]) -> None:
-        """Have the workers of the file and no others, but those that join; `clients` are connections to new ones."""
-        wanted = (await asyncio.to_thread(self._file.read)).applied_to(self._configured)
-        links = self._workers.links
-        for name in [name for name, link in links.items() if link.address and link.address != wanted.get(name)]:
-            self._workers.remove(name)
-        for name, address in wanted.items():
-            if name not in links or links[name].is_leaving:
-                self._workers.add(name, address, clients.get(name))
+    async def _have_workers_of_file(self, clients: dict[str, RpcClient]) -> None:
+        """Have the workers of the file and no others, but those that join; `clients` are connections to new ones, of
+        which those that are used are taken out."""
+        async with self._following:
+            wanted = (await asyncio.to_thread(self._file.read)).applied_to(self._configured)
+            links = self._workers.links
+            for name in [name for name, link in links.items() if link.address and link.address != wanted.get(name)]:
+                self._workers.remove(name)
+            for name, address in wanted.items():
+                if name not in links or links[name].is_leaving:
+                    self._workers.add(name, address, clients.pop(name, None))
 
     async def _answer_connected(self, _path: str) -> bytes:
         return msgspec.json.encode(sorted(self._connected()))

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,9 @@ from medialane.core.errors import StartupFailed
 _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
 
 _LOCK = "owner.lock"
+#: Longest time for another process to write a small file, and how often its lock is tried meanwhile.
+_LOCK_S = 5.0
+_LOCK_POLL_S = 0.02
 
 
 def try_lock(descriptor: int) -> bool:
@@ -36,10 +40,15 @@ def try_lock(descriptor: int) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if there is none; waits for whoever has it. Raises OSError."""
+    """Hold the lock of a file, which is made if there is none; blocks while another process has it. Raises OSError,
+    also if that process keeps it (it may be stopped)."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    deadline = time.monotonic() + _LOCK_S
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "another process has kept its lock")
+            time.sleep(_LOCK_POLL_S)
         yield
     finally:
         os.close(descriptor)
