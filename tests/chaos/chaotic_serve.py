@@ -22,6 +22,8 @@ TESTS = Path(__file__).parents[1]
 PROGRAM = Path(__file__).parent / "chaotic" / "medialane"
 SERVER_FLAGS = (
     *TINY_MODEL_FLAGS,
+    # As in tests/e2e/shared_servers.py: in bfloat16, how a prompt is prefilled decides between equally probable tokens.
+    "--dtype=float32",
     with_small_dummies({"image": 8, "video": 1}),
     "--enable-mm-embeds",
     f"--kv-cache-memory-bytes={256 << 20}",
