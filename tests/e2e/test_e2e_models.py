@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -136,15 +137,15 @@ async def test_state_of_all_is_shown_to_this_machine_and_not_through_a_proxy(ser
 @pytest.mark.parametrize("path", PATHS)
 async def test_missing_model_gets_what_its_gateway_would_answer(served, path):
     body = {**PATHS[path], "model": "no such"}
-    (_, socket) = next(iter(served.gateways("medialane gateway").items()))
+    socket = next(iter(served.gateways("medialane gateway").values()))
     async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(socket)) as session:
         direct = await served.ask(path, json=body, session=session)
     status, routed = await served.ask(path, json=body)
-    text = json.dumps(without_id(direct[1]))
-    assert (status, without_id(routed)) in [
-        (direct[0], json.loads(text.replace(f"aliases: {own}.", "aliases: vision, text, words.")))
-        for own in ("vision", "text, words")
-    ]
+    expected, num_named = re.subn(
+        r"aliases: (vision|text, words)\.", "aliases: vision, text, words.", json.dumps(without_id(direct[1]))
+    )
+    assert num_named == 1
+    assert (status, without_id(routed)) == (direct[0], json.loads(expected))
 
 
 def without_id(body):

@@ -84,7 +84,7 @@ async def test_watchdog_of_another_process_gets_none(manager, monkeypatch):
     assert "WATCHDOG=1" not in manager.read()
 
 
-async def test_nobody_reads(tmp_path, monkeypatch):
+async def test_reports_that_nobody_reads_raise_no_error(tmp_path, monkeypatch):
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     show_ready("serving")
     async with watched(lambda: "serving"):

@@ -70,7 +70,7 @@ def test_first_of_several_names_counts():
 
 
 @pytest.mark.parametrize("length", [MAX_NAME_BYTES, MAX_NAME_BYTES + 1])
-def test_longest_name(length):
+def test_name_that_is_too_long_is_not_found(length):
     name = "n" * length
     expected = name if length <= MAX_NAME_BYTES else None
     assert name_in(json.dumps({"model": name}).encode(), size=1000) == expected
@@ -91,11 +91,9 @@ _VALUES = st.recursive(
     indent=st.sampled_from([None, 1]),
 )
 def test_name_is_what_a_parser_finds(body, size, escapes, indent):
-    text = json.dumps(body, ensure_ascii=escapes, indent=indent).encode("utf-8", "surrogatepass")
+    text = json.dumps(body, ensure_ascii=escapes, indent=indent).encode()
     name = body.get("model")
-    assert name_in(text, size=size) == (name if isinstance(name, str) and name.isprintable() else name_in(text))
-    if isinstance(name, str) and not any("\ud800" <= letter <= "\udfff" for letter in name):
-        assert name_in(text, size=size) == name
+    assert name_in(text, size=size) == (name if isinstance(name, str) else None)
 
 
 @given(st.binary(max_size=300), st.integers(1, 50))

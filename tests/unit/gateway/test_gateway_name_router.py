@@ -291,19 +291,13 @@ async def test_client_that_leaves_its_answer_is_gone_at_the_gateway(routed):
         await routed.text.gone.wait()
 
 
-async def test_client_that_leaves_before_its_answer_is_gone_at_the_gateway(routed):
+@pytest.mark.parametrize(
+    ("path", "length"), [pytest.param(b"/wait", 21, id="its answer"), pytest.param(b"/x", 100, id="the end of its body")]
+)
+async def test_client_that_leaves_before_it_is_gone_at_the_gateway(routed, path, length):
     _, writer = await routed.connection()
-    writer.write(b'POST /wait HTTP/1.1\r\nhost: a\r\ncontent-length: 21\r\n\r\n{"model": "org/text"}')
-    await eventually(lambda: routed.text.num_read, "the gateway has read it", 5)
-    writer.close()
-    async with asyncio.timeout(5):
-        await routed.text.gone.wait()
-
-
-async def test_client_that_leaves_its_body_is_gone_at_the_gateway(routed):
-    _, writer = await routed.connection()
-    writer.write(b'POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\n{"model": "org/text", ')
-    await eventually(lambda: routed.text.num_read, "the gateway reads", 5)
+    writer.write(b'POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n{"model": "org/text"}' % (path, length))
+    await eventually(lambda: routed.text.num_read, "the gateway has read what was sent", 5)
     writer.close()
     async with asyncio.timeout(5):
         await routed.text.gone.wait()

@@ -180,11 +180,11 @@ def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests_id():
     assert (failed["worker"], failed["error"], failed["sent"]) == ("w0", "worker_lost", True)
     assert about["first_token_ms"] is failed["first_token_ms"] is None
     tried.sending(Sent(decision))
-    tried.sent_at(time.perf_counter())
+    tried.sent_at(time.perf_counter() - 0.25)
     tried.answered(OutputDelta("r", [], num_cached_tokens=8), decision, 9, {})
     (answered,) = json.loads(decisions_page(member.recent, "0", {"limit": "1"}))["decisions"]
     assert (answered["sent"], answered["engine_cached_tokens"]) == (True, 8)
-    assert answered["first_token_ms"] >= 0
+    assert 250 <= answered["first_token_ms"] < 20_000
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "1.5", "many", "\u0661"])
@@ -260,7 +260,8 @@ async def test_all_who_watch_share_one_document():
             for stream in streams:
                 await stream.content.readuntil(b"data: ")
         num_intervals = (time.perf_counter() - started) / INTERVAL_S
-        assert member.num_parts - before <= num_intervals + 1
+        # One for each stream would be MAX_STREAMS times as many. A document may be made a little early.
+        assert member.num_parts - before <= 2 * num_intervals + 1
         async with session.get("/medialane/state/stream") as refused:
             assert (refused.status, refused.headers["retry-after"]) == (503, "5")
 
