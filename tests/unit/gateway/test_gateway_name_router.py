@@ -292,7 +292,8 @@ async def test_client_that_leaves_its_answer_is_gone_at_the_gateway(routed):
 
 
 @pytest.mark.parametrize(
-    ("path", "length"), [pytest.param(b"/wait", 21, id="its answer"), pytest.param(b"/x", 100, id="the end of its body")]
+    ("path", "length"),
+    [pytest.param(b"/wait", 21, id="its answer"), pytest.param(b"/x", 100, id="the end of its body")],
 )
 async def test_client_that_leaves_before_it_is_gone_at_the_gateway(routed, path, length):
     _, writer = await routed.connection()
