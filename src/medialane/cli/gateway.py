@@ -64,6 +64,9 @@ logger = logging.getLogger(__name__)
 #: Exit status of a gateway that cannot continue: EX_SOFTWARE of sysexits.h. It should be restarted.
 EXIT_FAILED = 70
 
+#: How long the first attempts to connect to workers may hold up the start. One that is ready answers in milliseconds.
+_TRIED_S = 2.0
+
 
 class _Listening(NamedTuple):
     """Whether only this machine reaches the server, and whether it stops."""
@@ -288,6 +291,8 @@ async def _connect_to_workers(
     tasks.start(components.links.run(), "connecting to workers")
     if components.gateway_config.join_listen:
         await _listen_for_workers(components, addresses, stack)
+    # When a gateway is restarted, clients wait in the queue of its socket, and its workers are ready.
+    await components.links.tried(_TRIED_S)
 
 
 async def _listen_for_workers(components: Components, addresses: GatewayAddresses, stack: AsyncExitStack) -> None:

@@ -77,6 +77,13 @@ class WorkerPool:
             await self._has_card.wait()
         return self._card
 
+    async def tried(self, timeout_s: float) -> None:
+        """Wait until `run` has tried to connect to each address, with or without success; no longer than this."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                for link in list(self.links.values()):
+                    await link.was_tried.wait()
+
     def _watch(self, link: WorkerLink) -> None:
         link.on_ready, link.on_change = self._on_ready, self._changed
 

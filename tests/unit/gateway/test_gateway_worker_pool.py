@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 
 import msgspec
 import numpy as np
@@ -112,6 +113,26 @@ async def test_link_connects_once_the_worker_appears(net, attempts):
     assert not link.endpoint().ready
     await net.serve(FakeHandler())
     await eventually(lambda: link.endpoint().ready)
+
+
+async def test_workers_that_run_are_ready_once_all_addresses_were_tried(net, tmp_path):
+    await net.serve(FakeHandler())
+    gone = Net(tmp_path / "gone.sock", CollectorRegistry())
+    pool = WorkerPool([gone.link(), net.link()])
+    async with asyncio.timeout(10):
+        await pool.tried(1000)
+    assert pool.num_ready == 1
+    await gone.close()
+
+
+async def test_address_that_does_not_answer_is_waited_for_as_long_as_is_said(net):
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(net.address.removeprefix("unix:"))
+        silent.listen()
+        pool = WorkerPool([net.link()])
+        async with asyncio.timeout(5):
+            await pool.tried(0.05)
+        assert not pool.num_ready
 
 
 async def test_request_without_a_connection_is_refused(net):

@@ -68,6 +68,8 @@ class WorkerLink:
         self.has_drained = False
         #: Whether it is not to connect again.
         self.is_leaving = False
+        #: Set when `run` has tried to connect, with or without success: the link is ready if it can be.
+        self.was_tried = asyncio.Event()
         self._reports: ReportListener | None = None  # of the worker that is connected, or was last
         self._in_use = asyncio.Lock()
         self.listener: JoinListener | None = None
@@ -257,6 +259,8 @@ class WorkerLink:
         except MedialaneError as error:
             self._report_refusal(error)
             return None
+        finally:
+            self.was_tried.set()  # whoever waits for it runs after `_use`
         self.refusal = None
         return client
 
