@@ -67,14 +67,16 @@ class Answer:
 
     @property
     def error(self) -> str:
-        """The text of an error in any form that vLLM has; empty if it is none."""
-        if self.succeeded:
-            return ""
-        reason = self.document
-        for name in ("error", "message", "detail"):
-            if isinstance(reason, dict) and name in reason:
-                reason = reason[name]
-        return " ".join(str(reason).split())
+        """The text of an error; empty if it is none."""
+        return "" if self.succeeded else " ".join(str(reason_in(self.document)).split())
+
+
+def reason_in(document: Any) -> Any:
+    """Return what an error says in any form that vLLM has; `document` itself if it has none of them."""
+    for name in ("error", "message", "detail"):
+        if isinstance(document, dict) and name in document:
+            document = document[name]
+    return document
 
 
 def whole_document(answer: Answer) -> Any:

@@ -46,12 +46,12 @@ class CheckClient:
         # A kept connection may be closed by the server just when the next request is sent.
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
-            models = await _get(session, f"{base_url}/v1/models")
+            models = await get(session, f"{base_url}/v1/models")
             yield cls(session, base_url, model=models["data"][0]["id"], wants_report=wants_report)
 
     async def routes(self) -> frozenset[str]:
         """Return the paths of the app's endpoints. Raises StartupFailed."""
-        return frozenset((await _get(self._session, f"{self._base_url}/openapi.json"))["paths"])
+        return frozenset((await get(self._session, f"{self._base_url}/openapi.json"))["paths"])
 
     async def no_embeddings(self, metrics_key: str) -> str:
         """Return why medialane's worker keeps no embeddings, from the metrics; empty if it does. Raises
@@ -67,7 +67,7 @@ class CheckClient:
 
     async def _samples(self, name: str, metrics_key: str) -> list[Sample]:
         headers = {"Authorization": f"Bearer {metrics_key}"} if metrics_key else {}
-        page = await _get(self._session, f"{self._base_url}/metrics", headers=headers, read="text")
+        page = await get(self._session, f"{self._base_url}/metrics", headers=headers, read="text")
         families = text_string_to_metric_families(page)
         return [sample for family in families for sample in family.samples if sample.name == name]
 
@@ -105,9 +105,10 @@ class CheckClient:
         return {"data": io.BytesIO(json.dumps(body).encode()), "headers": headers}
 
 
-async def _get(
+async def get(
     session: aiohttp.ClientSession, url: str, *, headers: Mapping[str, str] | None = None, read: str = "json"
 ) -> Any:
+    """Return a document of a server, or a page if `read` is "text". Raises StartupFailed."""
     try:
         async with session.get(url, headers=headers) as response:
             response.raise_for_status()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,22 +71,18 @@ class Setup(Launch):
         return self.vllm_args if has_flag(self.vllm_args, _OPTIONS) else [*self.vllm_args, _OPTIONS]
 
 
+#: Runs a server once, the nth time.
+Start = Callable[[Launch, CheckProgress, int], AbstractAsyncContextManager[ServerProcess]]
+
+
 def plain_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
     """Run plain vLLM, again if a request ends its engine. Raises StartupFailed with the end of its log.
 
     Requests at which it fails are sent again: of several choices (n=2), it may answer 500 if its processes disagree on
     which processed media are cached ("P0/P1 cache drift" in its log).
     """
-    return RevivedServer.opened("plain vLLM", partial(_plain_server, setup, progress), progress, asks_again=True)
-
-
-@asynccontextmanager
-async def _plain_server(setup: Setup, progress: CheckProgress, number: int) -> AsyncIterator[CheckClient]:
-    async with (
-        plain_process(setup, progress, number) as process,
-        _client(process, setup, wants_report=False) as client,
-    ):
-        yield client
+    start = partial(_connected, plain_process, setup, progress, wants_report=False)
+    return RevivedServer.opened("plain vLLM", start, progress, asks_again=True)
 
 
 @asynccontextmanager
@@ -114,16 +110,8 @@ async def plain_process(launch: Launch, progress: CheckProgress, number: int = 1
 
 def medialane_server(setup: Setup, progress: CheckProgress) -> AbstractAsyncContextManager[RevivedServer]:
     """Run `medialane serve`, again if a request ends its worker. Raises StartupFailed with the end of its log."""
-    return RevivedServer.opened("medialane", partial(_medialane_server, setup, progress), progress)
-
-
-@asynccontextmanager
-async def _medialane_server(setup: Setup, progress: CheckProgress, number: int) -> AsyncIterator[CheckClient]:
-    async with (
-        medialane_process(setup, progress, number) as process,
-        _client(process, setup, wants_report=True) as client,
-    ):
-        yield client
+    start = partial(_connected, medialane_process, setup, progress, wants_report=True)
+    return RevivedServer.opened("medialane", start, progress)
 
 
 @asynccontextmanager
@@ -142,9 +130,9 @@ async def medialane_process(launch: Launch, progress: CheckProgress, number: int
         stop_s=_STOP_S,
     )
     async with AsyncExitStack() as stack:
+        stack.callback(phases.remove)
         async with progress.starting("medialane", phases):
             process = await stack.enter_async_context(server)
-        phases.remove()
         yield process
 
 
@@ -168,5 +156,11 @@ def _log_name(first: str, number: int) -> str:
     return first if number == 1 else first.replace(".", f"-{number}.")
 
 
-def _client(process: ServerProcess, setup: Setup, *, wants_report: bool) -> AbstractAsyncContextManager[CheckClient]:
-    return CheckClient.opened(process.base_url.removesuffix("/v1"), api_key=setup.api_key, wants_report=wants_report)
+@asynccontextmanager
+async def _connected(
+    start: Start, setup: Setup, progress: CheckProgress, number: int, *, wants_report: bool
+) -> AsyncIterator[CheckClient]:
+    async with start(setup, progress, number) as process:
+        url = process.base_url.removesuffix("/v1")
+        async with CheckClient.opened(url, api_key=setup.api_key, wants_report=wants_report) as client:
+            yield client

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
@@ -106,8 +107,7 @@ def run(args: argparse.Namespace) -> int:
     check_start(args.model, args.vllm_args, process_environ())
     with logs_folder(args.logs) as logs:
         setup = _setup(args, config, logs)
-        report: CheckReport | TensorReport | None
-        report = until_signal(_compared(setup)) if args.tensors else until_signal(_report(args, config, setup))
+        report = until_signal(_report(setup, tensors=args.tensors))
     if report is None:
         print("interrupted: all servers are stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -162,17 +162,6 @@ def _setup(args: argparse.Namespace, config: Config, logs: Path) -> Setup:
     )
 
 
-async def _report(args: argparse.Namespace, config: Config, setup: Setup) -> CheckReport:
-    progress = CheckProgress(Console(stderr=True, highlight=False))
-    try:
-        return await run_check(setup, progress)
-    finally:
-        progress.close()
-
-
-async def _compared(setup: Setup) -> TensorReport:
-    progress = CheckProgress(Console(stderr=True, highlight=False))
-    try:
-        return await compare_tensors(setup, progress)
-    finally:
-        progress.close()
+async def _report(setup: Setup, *, tensors: bool) -> CheckReport | TensorReport:
+    with closing(CheckProgress(Console(stderr=True, highlight=False))) as progress:
+        return await compare_tensors(setup, progress) if tensors else await run_check(setup, progress)

@@ -6,6 +6,7 @@ import argparse
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -128,10 +129,8 @@ def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, pro
     progress.note(f"replies and reports: {folder}")
 
     async def work() -> bool:
-        try:
+        with closing(progress):
             await comparison.run(journal, progress)
-        finally:
-            progress.close()
         return True
 
     measured_on = machine()
@@ -181,7 +180,7 @@ def _pace(args: argparse.Namespace, traffic: Traffic) -> Pace:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise StartupFailed for arguments that are not meant."""
+    """Raise StartupFailed for a number that is not positive."""
     for name in ("limit", "concurrency", "rounds", "speed", "slo_ttft", "slo_tpot", "timeout"):
         value = getattr(args, name)
         if value is not None and not value > 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Literal
 
@@ -44,10 +44,14 @@ class Agreement(msgspec.Struct, frozen=True):
     partings: tuple[Parting, ...]
 
     @property
+    def num_answered(self) -> int:
+        """Of at least one server."""
+        return self.num_compared - self.counts.get("refused", 0)
+
+    @property
     def equal_share(self) -> float:
-        """Of what both have answered."""
-        answered = self.num_compared - self.counts.get("refused", 0)
-        return self.counts.get("equal", 0) / answered if answered else 1.0
+        """Of what was answered."""
+        return self.counts.get("equal", 0) / self.num_answered if self.num_answered else 1.0
 
 
 def agreement(traffic: Traffic, baseline: Iterable[Reply], other: Iterable[Reply]) -> Agreement:
@@ -102,11 +106,8 @@ def _answers(name: str, plain: Reply, ours: Reply) -> Parting:
 
 
 def _common(a: Sequence[object], b: Sequence[object]) -> int:
-    return sum(1 for _ in _equal_so_far(a, b))
-
-
-def _equal_so_far(a: Sequence[object], b: Sequence[object]) -> Iterator[tuple[object, object]]:
-    return takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    """Return how many items both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _said(reply: Reply) -> str:

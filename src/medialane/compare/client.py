@@ -10,7 +10,8 @@ from typing import Any, Final
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from medialane.compare.asked import Asking
+from medialane.check.client import get
+from medialane.compare.asked import CHAT, Asking
 from medialane.compare.events import read_document, read_stream
 from medialane.compare.reply import Reply
 from medialane.core.errors import StartupFailed
@@ -46,15 +47,15 @@ class CompareClient:
             timeout=aiohttp.ClientTimeout(total=timeout_s),
             read_bufsize=_LINE_BYTES,
         ) as session:
-            models = await _get_json(session, f"{base_url}/v1/models")
-            has_ids = _TOKEN_IDS in await _get(session, f"{base_url}/openapi.json", default=_TOKEN_IDS)
+            models = await get(session, f"{base_url}/v1/models")
+            has_ids = _TOKEN_IDS in await _get_if_any(session, f"{base_url}/openapi.json", default=_TOKEN_IDS)
             yield cls(session, base_url, Asking(_served(models, base_url), as_sent, has_ids))
 
     async def warm_up(self) -> None:
         """Have the server answer something small, whatever it answers."""
         body = {**_WARM_UP, "model": self.asking.model}
         try:
-            async with self._session.post(f"{self._base_url}/v1/chat/completions", json=body) as response:
+            async with self._session.post(self._base_url + CHAT, json=body) as response:
                 await response.read()
         except (aiohttp.ClientError, TimeoutError):
             return  # the first request says what is wrong
@@ -62,7 +63,7 @@ class CompareClient:
     async def counters(self, names: Mapping[str, str], metrics_key: str) -> dict[str, float]:
         """Return the sums of these metrics of the server by our names for them; those that it has."""
         headers = {"Authorization": f"Bearer {metrics_key}"} if metrics_key else {}
-        page = await _get(self._session, f"{self._base_url}/metrics", default="", headers=headers)
+        page = await _get_if_any(self._session, f"{self._base_url}/metrics", default="", headers=headers)
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
@@ -101,16 +102,7 @@ def _served(models: Any, base_url: str) -> str:
         raise StartupFailed(f"{base_url}/v1/models names no model") from None
 
 
-async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
-    try:
-        async with session.get(url) as response:
-            response.raise_for_status()
-            return await response.json()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise StartupFailed(f"{url} gave no answer: {describe_failure(error)}") from error
-
-
-async def _get(
+async def _get_if_any(
     session: aiohttp.ClientSession, url: str, *, default: str, headers: Mapping[str, str] | None = None
 ) -> str:
     """Return a page; `default` if the server has none."""

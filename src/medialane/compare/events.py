@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from medialane.check.case import reason_in
 from medialane.compare.asked import MESSAGES, RESPONSES
 from medialane.compare.reply import Served
 
@@ -122,8 +123,5 @@ def _timed(times: Sequence[float], num_tokens: int) -> Fields:
 
 
 def _error(document: dict[str, Any]) -> str:
-    reason: Any = document
-    for name in ("error", "message", "detail"):
-        if isinstance(reason, dict) and name in reason:
-            reason = reason[name]
+    reason = reason_in(document)
     return "" if reason is document else " ".join(str(reason).split())[:_MAX_ERROR_CHARS]

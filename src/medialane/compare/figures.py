@@ -30,6 +30,11 @@ class Figure(NamedTuple):
         return self.other / self.baseline if self.baseline and self.other is not None else None
 
     @property
+    def ratio_text(self) -> str:
+        """Empty if it says nothing."""
+        return "" if self.ratio is None or self.sense == "none" else f"{self.ratio:.2f}x"
+
+    @property
     def verdict(self) -> Verdict:
         """Of the other one."""
         if self.ratio is None or self.sense == "none" or abs(self.ratio - 1) < _SAME:

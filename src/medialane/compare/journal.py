@@ -7,7 +7,7 @@ at its end, whole or interrupted.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
@@ -149,8 +149,3 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StartupFailed(f"--out {folder}: {error.strerror}") from error
-
-
-def done(replies: Sequence[Reply]) -> frozenset[int]:
-    """Return the numbers of the requests that need not be sent again."""
-    return frozenset(reply.number for reply in replies)

@@ -12,7 +12,7 @@ import msgspec
 
 from medialane.compare.client import CompareClient
 from medialane.compare.reply import Reply
-from medialane.compare.traffic import Traffic, TrafficRequest, UnusableLine
+from medialane.compare.traffic import Traffic, UnusableLine
 
 #: Requests that may be in flight at the times of the traffic, below the usual limit of open files; more are sent late,
 #: which the report says.
@@ -59,14 +59,13 @@ class Replay:
 
     async def _one_after_the_other(self, pending: Iterator[int], began: float) -> None:
         for number in pending:
-            made = await _made(self.traffic.requests[number], self.client)
-            self.replied(await self._sent(made, number, began))
+            self.replied(await self._sent(await self._made(number), number, began))
 
     async def _at_their_times(self, numbers: Sequence[int], began: float, tasks: asyncio.TaskGroup) -> None:
         times = [self.traffic.requests[number].at_s or 0.0 for number in numbers]
         free = asyncio.Semaphore(MAX_IN_FLIGHT)
         for number, at_s in zip(numbers, times, strict=True):
-            made = await _made(self.traffic.requests[number], self.client)
+            made = await self._made(number)
             due = began + (at_s - times[0]) / self.pace.speed
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             await free.acquire()
@@ -80,19 +79,18 @@ class Replay:
 
     async def _sent(self, made: _Made | Reply, number: int, began: float) -> Reply:
         if isinstance(made, Reply):
-            return msgspec.structs.replace(made, number=number)
+            return made
         path, content = made
         return await self.client.ask(path, content, number, began=began)
 
+    async def _made(self, number: int) -> _Made | Reply:
+        """Return a request to be sent, or a reply that says why it cannot be."""
 
-async def _made(request: TrafficRequest, client: CompareClient) -> _Made | Reply:
-    """Return a request to be sent, or a reply that says why it cannot be."""
+        def make() -> _Made:
+            ask = self.traffic.requests[number].make()
+            return ask.path, self.client.asking.content(ask)
 
-    def make() -> _Made:
-        ask = request.make()
-        return ask.path, client.asking.content(ask)
-
-    try:
-        return await asyncio.to_thread(make)
-    except UnusableLine as error:
-        return Reply(0, 0, 0.0, 0.0, error=str(error))
+        try:
+            return await asyncio.to_thread(make)
+        except UnusableLine as error:
+            return Reply(number, 0, 0.0, 0.0, error=str(error))

@@ -11,7 +11,7 @@ from typing import Final
 
 from medialane.check.progress import CheckProgress
 from medialane.compare.client import CompareClient
-from medialane.compare.journal import Journal, ReplyWriter, Turn, done
+from medialane.compare.journal import Journal, ReplyWriter, Turn
 from medialane.compare.replay import Pace, Replay
 from medialane.compare.reply import Reply
 from medialane.compare.sides import RunningServer, Side
@@ -73,16 +73,14 @@ class Comparison:
 
     async def _turn(self, turn: Turn, client: CompareClient, writer: ReplyWriter, progress: CheckProgress) -> None:
         """Send what has no reply yet."""
-        answered = done(turn.replies)
-        num_done = len(answered)
+        done = {reply.number for reply in turn.replies}
 
         def replied(reply: Reply) -> None:
-            nonlocal num_done
-            num_done += 1
             writer.add(reply)
-            progress.case(num_done, len(self.traffic.requests), f"{turn.facts.side}, round {turn.facts.round}")
+            done.add(reply.number)
+            progress.case(len(done), len(self.traffic.requests), f"{turn.facts.side}, round {turn.facts.round}")
 
-        numbers = [n for n in range(len(self.traffic.requests)) if n not in answered]
+        numbers = [n for n in range(len(self.traffic.requests)) if n not in done]
         await Replay(self.traffic, client, self.pace, replied).run(numbers)
 
     @asynccontextmanager

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from medialane.check.progress import CheckProgress
-from medialane.check.server_process import ServerProcess
-from medialane.check.servers import Launch, medialane_process, plain_process
+from medialane.check.servers import Launch, Start, medialane_process, plain_process
 from medialane.core.errors import StartupFailed
 
 PLAIN, OURS = "plain vLLM", "medialane"
@@ -47,11 +46,8 @@ def sides_of(against: Sequence[str], launch: Launch, progress: CheckProgress) ->
     raise StartupFailed("--against: at most two servers are compared")
 
 
-_Start = Callable[[Launch, CheckProgress, int], AbstractAsyncContextManager[ServerProcess]]
-
-
 @asynccontextmanager
-async def _started(start: _Start, launch: Launch, progress: CheckProgress, number: int) -> AsyncIterator[RunningServer]:
+async def _started(start: Start, launch: Launch, progress: CheckProgress, number: int) -> AsyncIterator[RunningServer]:
     async with start(launch, progress, number) as process:
         yield RunningServer(process.base_url.removesuffix("/v1"), process.process_id)
 

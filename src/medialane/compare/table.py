@@ -21,8 +21,7 @@ def show(report: CompareReport, console: Console) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for each in figures(report):
-        ratio = "" if each.ratio is None or each.sense == "none" else f"{each.ratio:.2f}x"
-        coloured = f"[{_COLOURS[each.verdict]}]{ratio}[/]" if ratio else ""
+        coloured = f"[{_COLOURS[each.verdict]}]{each.ratio_text}[/]" if each.ratio_text else ""
         table.add_row(each.name, each.text(each.baseline), each.text(each.other), coloured)
     console.print(table)
     for line in lines(report):

@@ -17,8 +17,8 @@ from typing import Any
 
 from pybase64 import b64encode
 
+from medialane.compare.asked import CHAT
 from medialane.compare.formats.line_format import Line, LineFormat, Sources, count_in, text_in
-from medialane.compare.formats.requests import CHAT
 from medialane.compare.traffic import Ask, UnusableLine
 
 #: vLLM's default for datasets without a length (`--custom-output-len`).

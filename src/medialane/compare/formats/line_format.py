@@ -14,10 +14,6 @@ from medialane.compare.traffic import Ask, UnusableLine
 Line = Mapping[str, Any]
 
 
-def no_time(_line: Line) -> float | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Sources:
     """Where the media of a line are: paths are relative to the folder of its file; others are made."""
@@ -34,7 +30,7 @@ class LineFormat:
     name: str
     matches: Callable[[Line], bool]
     ask: Callable[[Line, Sources], Ask]
-    seconds: Callable[[Line], float | None] = no_time
+    seconds: Callable[[Line], float | None] = lambda _: None
     id_of: Callable[[Line], str] = lambda _: ""
     note: str = ""
 

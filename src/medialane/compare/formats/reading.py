@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -88,7 +89,7 @@ def _rows(path: Path, limit: int | None) -> tuple[list[_Row], list[str]]:
     """Return the rows, and what is wrong with others."""
     if path.suffix.lower() == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = [line for line, _ in zip(csv.DictReader(file), _up_to(limit), strict=False)]
+            lines = list(islice(csv.DictReader(file), limit))
         return [_in_memory(f"row {n}", line) for n, line in enumerate(lines, 1)], []
     with path.open("rb") as file:
         is_list = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
@@ -129,17 +130,12 @@ def _line_rows(path: Path, limit: int | None) -> tuple[list[_Row], list[str]]:
 
 
 def _head(raw: bytes) -> Line:
-    """Return a line without the body that it may have, which is read again later. Raises ValueError."""
+    """Return a line without the body that it may have: it is large, and read again later. Raises ValueError."""
     try:
         line = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        body = {"body": None} if "body" in line else {}
-        return {name: msgspec.json.decode(value) for name, value in line.items() if name not in _LATER} | body
+        return {name: None if name == "body" else msgspec.json.decode(value) for name, value in line.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"it is no JSON object: {error}") from error
-
-
-#: Large, and of no use before the request is made.
-_LATER: Final = frozenset(("body",))
 
 
 def _read_line(path: Path, start: int, size: int) -> Line:
@@ -150,10 +146,6 @@ def _read_line(path: Path, start: int, size: int) -> Line:
     except (OSError, msgspec.DecodeError) as error:
         raise UnusableLine(f"it has changed since the start: {error}") from error
     return document if isinstance(document, dict) else {}
-
-
-def _up_to(limit: int | None) -> Iterator[int]:
-    return iter(range(limit if limit is not None else 1 << 40))
 
 
 def _digest(path: Path) -> str:

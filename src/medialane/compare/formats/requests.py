@@ -8,16 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from medialane.compare.asked import CHAT
 from medialane.compare.formats.line_format import Line, LineFormat, Sources
+from medialane.compare.stand_ins import StandIns
 from medialane.compare.traffic import Ask, UnusableLine
-from medialane.gateway.recording import FORMAT, StandIn, parse_stand_in
-
-CHAT = "/v1/chat/completions"
-_BARE = "data"
+from medialane.gateway.recording import FORMAT, parse_stand_in, with_media
 
 
 def _is_recorded(line: Line) -> bool:
@@ -43,32 +41,26 @@ def _batch(line: Line, sources: Sources) -> Ask:
     url, body = line.get("url"), line.get("body")
     if not isinstance(url, str) or not isinstance(body, dict):
         raise UnusableLine("url must be a string, and body an object")
-    return Ask(urlsplit(url).path, _with_media("", body, sources))
+    return Ask(urlsplit(url).path, _with_media(body, sources.stand_ins))
 
 
 def _body(line: Line, sources: Sources) -> Ask:
-    return Ask(CHAT, _with_media("", line, sources))
+    return Ask(CHAT, _with_media(line, sources.stand_ins))
 
 
-def _with_media(name: str, value: Any, sources: Sources) -> Any:
-    """Return JSON with media of the recorded sizes in place of stand-ins."""
-    match value:
-        case str():
-            return _media(value, sources.stand_ins.bare if name == _BARE else sources.stand_ins.url)
-        case dict():
-            return {key: _with_media(key, each, sources) for key, each in value.items()}
-        case list():
-            return [_with_media(name, each, sources) for each in value]
-        case _:
-            return value
+def _with_media(body: Any, stand_ins: StandIns) -> Any:
+    """Return a body with media of the recorded sizes in place of stand-ins."""
 
+    def made(text: str, is_bare: bool) -> str:
+        try:
+            stand_in = parse_stand_in(text)
+        except ValueError as error:
+            raise UnusableLine(str(error)) from error
+        if stand_in is None:
+            return text
+        return stand_ins.bare(stand_in) if is_bare else stand_ins.url(stand_in)
 
-def _media(text: str, made: Callable[[StandIn], str]) -> str:
-    try:
-        stand_in = parse_stand_in(text)
-    except ValueError as error:
-        raise UnusableLine(str(error)) from error
-    return text if stand_in is None else made(stand_in)
+    return with_media(body, made)
 
 
 RECORDED = LineFormat(

@@ -20,38 +20,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
+from medialane.compare.asked import CHAT, COMPLETIONS
 from medialane.compare.formats.line_format import Line, LineFormat, Sources, count_in, number_in
-from medialane.compare.formats.requests import CHAT
 from medialane.compare.traffic import Ask, UnusableLine
 from medialane.core.hashing import content_hash
 from medialane.gateway.recording import StandIn
 
-_COMPLETIONS = "/v1/completions"
 #: In the vocabulary of any model, and no special tokens.
 _TOKENS = range(100, 1000)
 _WORDS = (
-    "the",
-    "sea",
-    "was",
-    "calm",
-    "and",
-    "a",
-    "boat",
-    "lay",
-    "by",
-    "the",
-    "old",
-    "stone",
-    "wall",
-    "in",
-    "sun",
-    "as",
+    "the", "sea", "was", "calm", "and", "a", "boat", "lay", "by", "the", "old", "stone", "wall", "in", "sun", "as",
     "we",
-)
+)  # fmt: skip
 #: ServeGen's traces of hashes do not have the length of the answer.
 _UNKNOWN_OUTPUT = 64
 #: Of an image of a trace that has no size: that of a photo for a chat.
@@ -61,12 +46,8 @@ _PIXELS_PER_TOKEN = 28 * 28
 _MOST_TOKENS_OF_IMAGE = 16384
 
 
-def _mooncake(line: Line, _sources: Sources) -> Ask:
-    return _tokens(_prompt(line, 512), count_in(line, "output_length"))
-
-
-def _bailian(line: Line, _sources: Sources) -> Ask:
-    return _tokens(_prompt(line, 16), count_in(line, "output_length"))
+def _hashed(block_size: int, line: Line, _sources: Sources) -> Ask:
+    return _tokens(_prompt(line, block_size), count_in(line, "output_length"))
 
 
 def _offline(line: Line, sources: Sources) -> Ask:
@@ -87,12 +68,12 @@ def _servegen(line: Line, sources: Sources) -> Ask:
     images = [_image(f"{name}:{n}", tokens) for n, tokens in enumerate(_list(line, "image_tokens"))]
     if images:
         return _chat([sources.stand_ins.url(each) for each in images], _words([name], num_input), num_output)
-    return _tokens(list(_block(name, num_input)), num_output)
+    return _tokens(_block(name, num_input), num_output)
 
 
 def _burst(line: Line, _sources: Sources) -> Ask:
     name = f"{line.get('Timestamp')}:{line.get('Session ID', '')}:{line.get('Request tokens')}"
-    return _tokens(list(_block(name, count_in(line, "Request tokens"))), count_in(line, "Response tokens"))
+    return _tokens(_block(name, count_in(line, "Request tokens")), count_in(line, "Response tokens"))
 
 
 def _prompt(line: Line, block_size: int) -> list[int]:
@@ -105,14 +86,14 @@ def _prompt(line: Line, block_size: int) -> list[int]:
     return [*prompt, *_block(own, length - len(prompt))]
 
 
-def _block(seed: Any, size: int) -> Iterator[int]:
-    return iter(Random(str(seed)).choices(_TOKENS, k=max(0, size)))  # noqa: S311 - the same in each run
+def _block(seed: Any, size: int) -> list[int]:
+    return Random(str(seed)).choices(_TOKENS, k=max(0, size))  # noqa: S311 - the same in each run
 
 
-def _tokens(prompt: Sequence[int], num_output: int) -> Ask:
+def _tokens(prompt: list[int], num_output: int) -> Ask:
     if not prompt:
         raise UnusableLine("its prompt is empty")
-    return Ask(_COMPLETIONS, {"prompt": list(prompt), **_exactly(num_output)})
+    return Ask(COMPLETIONS, {"prompt": prompt, **_exactly(num_output)})
 
 
 def _chat(urls: Sequence[str], words: str, num_output: int) -> Ask:
@@ -162,7 +143,7 @@ TRACES = (
     LineFormat(
         "Qwen-Bailian trace",
         lambda line: "input_length" in line and "chat_id" in line,
-        _bailian,
+        partial(_hashed, 16),
         seconds=_seconds,
         note=_MADE_UP,
     ),
@@ -176,7 +157,7 @@ TRACES = (
     LineFormat(
         "Mooncake trace",
         lambda line: "input_length" in line and "timestamp" in line,
-        _mooncake,
+        partial(_hashed, 512),
         seconds=_milliseconds,
         note=_MADE_UP,
     ),

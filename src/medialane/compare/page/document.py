@@ -98,12 +98,11 @@ def _cards(report: CompareReport) -> Iterator[str]:
     agreement = report.agreement
     if agreement.num_compared:
         verdict = "better" if agreement.equal_share == 1 else "same"
-        answered = agreement.num_compared - agreement.counts.get("refused", 0)
         yield (
             f'<div class="card"><h3>answers equal<span class="chip {verdict}">'
             f"{'all' if agreement.equal_share == 1 else 'not all'}</span></h3>"
             f'<div class="value">{agreement.equal_share * 100:.4g} %</div>'
-            f'<div class="than">{agreement.counts.get("equal", 0)} of {answered}</div></div>'
+            f'<div class="than">{agreement.counts.get("equal", 0)} of {agreement.num_answered}</div></div>'
         )
 
 
@@ -255,8 +254,7 @@ def _table(report: CompareReport) -> str:
     head = f'<tr><th></th><th><i class="a"></i>{a}</th><th><i class="b"></i>{b}</th><th>ratio</th></tr>'
     rows = []
     for each in figures(report):
-        ratio = "" if each.ratio is None or each.sense == "none" else f"{each.ratio:.2f}x"
-        chip = f'<span class="chip {each.verdict}">{ratio}</span>' if ratio else ""
+        chip = f'<span class="chip {each.verdict}">{each.ratio_text}</span>' if each.ratio_text else ""
         values = f"<td>{each.text(each.baseline)}</td><td>{each.text(each.other)}</td>"
         rows.append(f"<tr><td>{escape(each.name)}</td>{values}<td>{chip}</td></tr>")
     return f'<div class="scroll"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'

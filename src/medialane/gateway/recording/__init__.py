@@ -15,7 +15,7 @@ from medialane.gateway.recording.config import RecordingConfig
 from medialane.gateway.recording.line import FORMAT, Observed, RecordedItem, RecordedLine
 from medialane.gateway.recording.recorded_body import Recordable
 from medialane.gateway.recording.recorder import MAX_PENDING_BYTES, RECORDED_PATHS, Recorder
-from medialane.gateway.recording.stand_in import StandIn, parse_stand_in
+from medialane.gateway.recording.stand_in import StandIn, parse_stand_in, with_media
 
 __all__ = [
     "FORMAT",
@@ -29,4 +29,5 @@ __all__ = [
     "RecordingConfig",
     "StandIn",
     "parse_stand_in",
+    "with_media",
 ]

@@ -60,24 +60,11 @@ class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
-class RecordedLine(msgspec.Struct, frozen=True, omit_defaults=True):
+class RecordedLine(msgspec.Struct, frozen=True, kw_only=True):
     """`body` of a form is its fields, with each file as `file_url`, as in vLLM's batch files."""
 
     custom_id: str
+    method: Literal["POST"] = "POST"
     url: str
     body: dict[str, Any]
-    method: Literal["POST"] = msgspec.field(default="POST")
-    medialane: Observed | None = None
-
-
-def encode_line(line: RecordedLine) -> bytes:
-    # omit_defaults would leave out the method, which other readers of batch files need.
-    document: dict[str, object] = {
-        "custom_id": line.custom_id,
-        "method": line.method,
-        "url": line.url,
-        "body": line.body,
-    }
-    if line.medialane is not None:
-        document["medialane"] = line.medialane
-    return msgspec.json.encode(document) + b"\n"
+    medialane: Observed

@@ -18,14 +18,12 @@ from python_multipart.exceptions import FormParserError
 from medialane.core.media import MediaRef, MediaSize
 from medialane.gateway.intake import form_fields, is_multipart
 from medialane.gateway.recording.config import RecordingConfig
-from medialane.gateway.recording.line import Observed, RecordedLine, encode_line
+from medialane.gateway.recording.line import Observed, RecordedLine
 from medialane.gateway.recording.redaction import Redaction, without_secrets
-from medialane.gateway.recording.stand_in import StandIn
+from medialane.gateway.recording.stand_in import StandIn, with_media
 from medialane.gateway.references import References
 from medialane.gateway.requests import RequestRecord
 
-#: The only member that has bare base64 (`intake.place.Base64Place`); elsewhere media are URLs.
-_BARE = "data"
 #: Members by which clients tell their users apart.
 _USERS = ("user", "safety_identifier", "prompt_cache_key")
 _SALT = "cache_salt"
@@ -119,23 +117,17 @@ class RecordedBody:
         if tenant is not None and config.redacts_tenants:
             tenant = self._redaction.name(tenant)
         observed = Observed.of(record.view(), tenant=tenant, media=config.media, redacted=config.redact)
-        return encode_line(RecordedLine(record.id, record.path, self._with_media("", body), medialane=observed))
+        body = with_media(body, self._recorded)
+        line = RecordedLine(custom_id=record.id, url=record.path, body=body, medialane=observed)
+        return msgspec.json.encode(line) + b"\n"
 
     def _is_reference(self, text: str) -> bool:
         return self._request.references.number(text) is not None
 
-    def _with_media(self, name: str, value: Any) -> Any:
-        match value:
-            case str() if (number := self._request.references.number(value)) is not None:
-                return self._media(number, is_bare=name == _BARE)
-            case dict():
-                return {key: self._with_media(key, each) for key, each in value.items()}
-            case list():
-                return [self._with_media(name, each) for each in value]
-            case _:
-                return value
-
-    def _media(self, number: int, *, is_bare: bool) -> str:
+    def _recorded(self, text: str, is_bare: bool) -> str:
+        number = self._request.references.number(text)
+        if number is None:
+            return text
         ref = self._request.refs[number]
         if self._config.media == "whole":
             if ref.data is not None:

@@ -79,9 +79,6 @@ class Redaction:
 
         return _WORD.sub(other, text)
 
-    def tokens(self, token_ids: list[int]) -> list[int]:
-        return list(self._other_tokens(token_ids))
-
     def _value(self, name: str, value: Any, is_reference: Callable[[str], bool]) -> Any:
         match value:
             case str() if name in _EMPTIED:
@@ -91,13 +88,13 @@ class Redaction:
             case dict():
                 return self.body(value, is_reference)
             case [int(), *_] if all(type(each) is int for each in value):
-                return self.tokens(value)
+                return list(self._tokens(value))
             case list():
                 return [self._value(name, each, is_reference) for each in value]
             case _:
                 return value
 
-    def _other_tokens(self, token_ids: list[int]) -> Iterator[int]:
+    def _tokens(self, token_ids: list[int]) -> Iterator[int]:
         chain = blake3(key=self._key)
         for token_id in token_ids:
             self._pause()

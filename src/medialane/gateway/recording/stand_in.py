@@ -7,6 +7,8 @@ found in caches where the original was.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 import msgspec
@@ -16,6 +18,8 @@ from medialane.gateway.references import REFERENCE_SCHEME
 
 SAMPLE_SCHEME = f"{REFERENCE_SCHEME}sample/"
 _PATTERN = re.compile(rf"{SAMPLE_SCHEME}(image|video|audio)/([0-9a-f]{{1,64}})(?:\?(.*))?")
+#: The only member that has bare base64 (`intake.place.Base64Place`); elsewhere media are URLs.
+_BARE = "data"
 _MEMBERS = ("width", "height", "num_frames", "num_samples", "num_bytes")
 #: What a number in a file may be at most: a line must not have compare fill the memory.
 _MOST = 1 << 30
@@ -41,6 +45,19 @@ class StandIn(msgspec.Struct, frozen=True):
     def url(self) -> str:
         known = {name: value for name in _MEMBERS if (value := getattr(self, name))}
         return f"{SAMPLE_SCHEME}{self.modality}/{self.key}" + (f"?{urlencode(known)}" if known else "")
+
+
+def with_media(value: Any, other: Callable[[str, bool], str], name: str = "") -> Any:
+    """Return JSON with `other(text, is_bare)` in place of each string; media are bare base64 or URLs there."""
+    match value:
+        case str():
+            return other(value, name == _BARE)
+        case dict():
+            return {key: with_media(each, other, key) for key, each in value.items()}
+        case list():
+            return [with_media(each, other, name) for each in value]
+        case _:
+            return value
 
 
 def parse_stand_in(url: str) -> StandIn | None:
