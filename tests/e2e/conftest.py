@@ -1,7 +1,8 @@
 """More servers over those of shared_servers.py, and the order of tests.
 
 The gateways of GATEWAYS and the two hosts of test_e2e_hosts.py start while those tests run that need none. Tests that
-kill processes come after all others and wait until everything is up again; then `serve` is stopped.
+kill processes come after all others, those of tests/clients too, and wait until everything is up again; then `serve`
+is stopped.
 """
 
 import importlib.util
@@ -43,14 +44,15 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    places = [number for number, item in enumerate(items) if item.path.parent == Path(__file__).parent]
-    for number, item in zip(places, sorted((items[n] for n in places), key=_turn), strict=True):
-        items[number] = item
+    items.sort(key=_turn)
 
 
 def _turn(item: pytest.Item) -> int:
+    """When it runs. The first test is one of this folder, whose fixtures start all servers."""
     if item.path.stem in _LAST:
-        return 2 + _LAST.index(item.path.stem)
+        return 3 + _LAST.index(item.path.stem)
+    if item.path.parent != Path(__file__).parent:
+        return 2
     return int("gateways" in item.fixturenames)
 
 

@@ -145,11 +145,10 @@ async def serve(request, starting_serve, plain_vllm) -> MedialaneProcess:
     await starting_serve.answers()
     await eventually(lambda: "Ctrl-C stops it" in starting_serve.log.read_text(), "all workers are ready", START_S)
     needed = {name for item in request.session.items for name in item.fixturenames}
-    # What is skipped, its own tests skip; the first of tests/clients knows none of these, and they start later.
-    with suppress(pytest.skip.Exception, pytest.FixtureLookupError):
-        if "starting_gateways" in needed:
-            request.getfixturevalue("starting_gateways")
-        if "starting_hosts" in needed:
+    if "starting_gateways" in needed:
+        request.getfixturevalue("starting_gateways")
+    if "starting_hosts" in needed:
+        with suppress(pytest.skip.Exception):  # the tests that use them are skipped
             request.getfixturevalue("starting_hosts")
     return starting_serve
 
