@@ -155,14 +155,14 @@ async def test_no_header_key_or_salt_is_recorded(file):
 
 async def test_redacted_text_keeps_lengths_and_common_beginnings_alone(file):
     prompts = ["You are helpful.\nThe patient Ada Lovelace coughs", "You are helpful.\nThe patient Bob Smith sneezes"]
-    first, second = await recorded(file, *(chat(text(each), user="ada") for each in prompts), redact="text")
+    first, second = await recorded(file, *(chat(text(each), user="lovelace") for each in prompts), redact="text")
     one, other = (line["body"]["messages"][0]["content"][0]["text"] for line in (first, second))
     assert [len(word) for word in one.split()] == [len(word) for word in prompts[0].split()]
     same = [a == b for a, b in zip(one.split(), other.split(), strict=True)]
     assert same == [True] * 5 + [False] * 3
     assert not set(prompts[0].split()) & set(one.split())
     assert first["body"]["messages"][0]["role"] == "user"
-    assert "ada" not in file.read_text().lower()
+    assert "lovelace" not in file.read_text().lower()
 
 
 async def test_redacted_token_ids_keep_common_beginnings(file):

@@ -24,9 +24,8 @@ from medialane.core.errors import StartupFailed
 _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
 
 _LOCK = "owner.lock"
-#: Longest time for another process to write a small file, and how often its lock is tried meanwhile.
-_LOCK_S = 5.0
-_LOCK_POLL_S = 0.02
+#: How often a lock is tried that another process has.
+_POLL_S = 0.02
 
 
 def try_lock(descriptor: int) -> bool:
@@ -39,16 +38,16 @@ def try_lock(descriptor: int) -> bool:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, timeout_s: float = 5.0) -> Iterator[None]:
     """Hold the lock of a file, which is made if there is none; blocks while another process has it. Raises OSError,
-    also if that process keeps it (it may be stopped)."""
+    TimeoutError if that process keeps it (it may be stopped)."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline = time.monotonic() + _LOCK_S
+    deadline = time.monotonic() + timeout_s
     try:
         while not try_lock(descriptor):
             if time.monotonic() > deadline:
                 raise TimeoutError(errno.ETIMEDOUT, "another process has kept its lock")
-            time.sleep(_LOCK_POLL_S)
+            time.sleep(_POLL_S)
         yield
     finally:
         os.close(descriptor)
