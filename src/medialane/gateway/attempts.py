@@ -349,7 +349,9 @@ class Attempts:
 
     def _count(self, delta: OutputDelta) -> None:
         """Count the tokens of an output; a cumulative one has all so far."""
-        num_tokens = sum(len(completion.token_ids) for completion in delta.completions)
+        num_tokens = 0
+        for completion in delta.completions:  # not `sum`: this costs each token of every stream
+            num_tokens += len(completion.token_ids)
         self.call.scope.record.generated_tokens += num_tokens - self._num_counted
         self._num_counted = num_tokens if self.call.request.cumulative else 0
 

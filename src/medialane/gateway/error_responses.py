@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,15 +103,18 @@ class ErrorSender:
         self._is_stream = False
         self._last = b""
 
-    async def __call__(self, message: Message) -> None:
+    def __call__(self, message: Message) -> Awaitable[None]:
+        """Not a coroutine for what it passes on: this costs each token of every stream."""
         if self._responded:
-            return
+            return _nothing()
         if message["type"] == "http.response.start":
-            await self._on_start(message)
-        elif message["type"] == "http.response.body":
-            await self._on_piece(message)
-        else:
-            await self._send(message)
+            return self._on_start(message)
+        if message["type"] != "http.response.body":
+            return self._send(message)
+        if not self._has_started or self._request.failure is not None or self._request.extracted.refs:
+            return self._on_piece(message)
+        self._last = message.get("body", b"") or self._last
+        return self._send(message)
 
     async def fail_stream(self, cause: Exception) -> bool:
         """Complete the response after the app has raised `cause`. False if the request has no error of ours."""
@@ -167,6 +170,10 @@ class ErrorSender:
         events = bytes(piece).split(b"\n\n")
         own = self._form.event(error, self._last)
         return b"\n\n".join(own if _is_error(event) else event for event in events)
+
+
+async def _nothing() -> None:
+    """What is sent when the response is complete."""
 
 
 def _with_length(start: Message, body: bytes, sent: Message) -> Message:

@@ -160,7 +160,7 @@ class _WatchedEnd:
             self.is_disconnected = True
         return message
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             if not self.is_disconnected:  # nobody gets what the app still sends
                 self._request.record.status = message["status"]
@@ -168,7 +168,7 @@ class _WatchedEnd:
             message = {**message, "headers": [*message.get("headers", ()), (b"server-timing", timing)]}
         elif message["type"] == "http.response.body" and not self.is_disconnected:
             self.is_complete = not message.get("more_body", False)
-        await self._send(message)
+        return self._send(message)  # no coroutine of its own: this costs each token of every stream
 
 
 class IntakeMiddleware:

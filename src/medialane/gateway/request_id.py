@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 from medialane.observability.logging import trace_of
@@ -68,7 +69,13 @@ class IdentifiedSend:
         self._id = request_id
         self._start: Message | None = None
 
-    async def __call__(self, message: Message) -> None:
+    def __call__(self, message: Message) -> Awaitable[None]:
+        """Not a coroutine for what it passes on: this costs each token of every stream."""
+        if message["type"] == "http.response.body" and self._start is None:
+            return self._send(message)
+        return self._begin(message)
+
+    async def _begin(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != HEADER]
             message = {**message, "headers": [*headers, (HEADER, self._id.encode())]}

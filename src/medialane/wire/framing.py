@@ -26,6 +26,7 @@ class FrameReader:
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
         self._data: bytes | bytearray = b""
+        self._view = memoryview(self._data)
         self._position = 0
 
     def receive(self, chunk: bytes) -> None:
@@ -33,11 +34,13 @@ class FrameReader:
         if self._position == len(self._data):
             self._data = chunk
         elif self._position == 0 and isinstance(self._data, bytearray):
+            self._view.release()
             self._data += chunk  # no frame was returned from this buffer, so no memoryview prevents resizing
         else:
-            rest = bytearray(memoryview(self._data)[self._position :])
+            rest = bytearray(self._view[self._position :])
             rest += chunk
             self._data = rest
+        self._view = memoryview(self._data)
         self._position = 0
 
     def next_frame(self) -> memoryview | None:
@@ -45,17 +48,17 @@ class FrameReader:
 
         Raises ProtocolViolation if the length in the header exceeds the limit.
         """
-        data, start = self._data, self._position + HEADER.size
-        if len(data) < start:
+        view, start = self._view, self._position + HEADER.size
+        if len(view) < start:
             return None
-        (length,) = HEADER.unpack_from(data, self._position)
+        (length,) = HEADER.unpack_from(view, self._position)
         if length > self.max_frame_bytes:
             raise ProtocolViolation(f"a frame of {length} bytes was announced, {self.max_frame_bytes} are allowed")
         end = start + length
-        if len(data) < end:
+        if len(view) < end:
             return None
         self._position = end
-        return memoryview(data)[start:end]
+        return view[start:end]
 
 
 def append_frame(buffer: bytearray, message: msgspec.Struct, max_frame_bytes: int) -> int:

@@ -61,7 +61,13 @@ class RemoteRequest:
                 raise self._error
             if self._complete:
                 raise StopAsyncIteration
-            await self._wait()
+            if self._waiter is not None:
+                raise RuntimeError("a RemoteRequest has one consumer")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         if self._mergeable and len(self._queue) > MAX_SEPARATE_DELTAS:
             deltas = [delta for delta, _ in self._queue]
             self._queue.clear()
@@ -125,15 +131,6 @@ class RemoteRequest:
         self._num_queued_bytes = 0
         self.on_error(error)
         self._send_abort(self.request_id)
-
-    async def _wait(self) -> None:
-        if self._waiter is not None:
-            raise RuntimeError("a RemoteRequest has one consumer")
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

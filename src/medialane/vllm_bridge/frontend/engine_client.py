@@ -132,7 +132,8 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
                 async for delta in deltas:
                     if delta.prompt_token_ids:
                         answer.prompt_token_ids = delta.prompt_token_ids
-                    note_placed(prompt, delta.placed)
+                    if delta.placed:
+                        note_placed(prompt, delta.placed)
                     yield to_request_output(
                         delta,
                         request_id=request_id,

@@ -40,7 +40,7 @@ class PreparedItems(MultiModalKwargsItems):  # type: ignore[misc]  # vllm is not
 def note_placed(prompt: Mapping[str, Any], placed: Sequence[MediaSpan]) -> None:
     """Record where a worker has placed the items of a decoder's input."""
     items = prompt.get("mm_kwargs")
-    if isinstance(items, PreparedItems) and placed:
+    if isinstance(items, PreparedItems):
         num_tokens = Counter[str]()
         for span in placed:
             num_tokens[span.modality] += span.length
