@@ -40,7 +40,7 @@ def _joined(events: Iterable[Any]) -> dict[str, Any]:
 def _choice(event: Any) -> int:
     """Events of several answers of one request come in any order; the last ones are about all."""
     choices = event.get("choices")
-    return choices[0]["index"] if choices else 0 if choices is None else 1000
+    return choices[0].get("index", 0) if choices else 0 if choices is None else 1000
 
 
 def _emptied(value: Any, path: str, pieces: dict[str, list[Any]]) -> Any:
