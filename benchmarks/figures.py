@@ -54,11 +54,9 @@ _HEADLINES = (
         "serve", "1024x768 new c=1: CPU per request / plain", "CPU time per request, new images", "{:.2f}x plain vLLM"
     ),
     Headline(
-        "handover",
-        "handover: times faster than vLLM's better way at 18.8 MB",
-        "Passing 18.8 MB of tensors to EngineCore",
-        "{:.1f}x faster than vLLM",
+        "serve", "text c=8: CPU per request / plain", "CPU time per request, text only, 8 clients", "{:.2f}x plain vLLM"
     ),
+    Headline("serve", "text c=8: TTFT p50 / plain", "TTFT p50, text only, 8 clients at once", "{:.2f}x plain vLLM"),
     Headline(
         "encode",
         "1024x768, known to the other worker: TTFT p50 / --encode-cache off",
