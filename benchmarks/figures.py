@@ -63,12 +63,6 @@ _HEADLINES = (
         "TTFT p50 of an image that only another worker of the host has encoded",
         "{:.2f}x without kept embeddings",
     ),
-    Headline(
-        "routing",
-        "ttft p50, of round-robin's",
-        "TTFT p50 with cache-aware routing, simulated workers",
-        "{:.2f}x round-robin",
-    ),
 )
 
 
