@@ -24,7 +24,7 @@ from medialane.gateway import open_scope
 from process_ends import ProcessEnds
 from waiting import eventually
 
-pytestmark = pytest.mark.whole
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(60)]  # processes are started, and again
 
 NAMES = ("worker 0", "worker 1")
 #: Tokens of an answer during which a worker is killed: three seconds of them, at 5 ms a step.
