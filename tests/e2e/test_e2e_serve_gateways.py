@@ -350,8 +350,8 @@ async def test_media_requests_wait_for_a_killed_store_and_are_answered(served):
 
 async def test_workers_are_restarted_under_load_and_no_request_is_lost(served):
     load = SteadyLoad(served.client)
-    load.start(short=4, long=2)
-    await eventually(lambda: len(load.answers) == 6, "all have been answered", 60)
+    load.start(short=4, long=4)  # so that one runs at a worker when that drains
+    await eventually(lambda: len(load.answers) == 8, "all have been answered", 60)
     status, output = await served.command("workers", "drain", "--all")
     await load.stop()
     assert status == 0, output
