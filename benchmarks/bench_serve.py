@@ -25,7 +25,7 @@ ABOUT = "requests with images, and of text only, through medialane and plain vLL
 SIZES = ((512, 384), (1024, 768))
 #: Of a request without images: a question of some 60 tokens, and an answer.
 NUM_WORDS, NUM_TOKENS = 20, 32
-#: A text passes two processes more than in plain vLLM, before its first token and after it.
+#: Most that the TTFT of a text may be, of plain vLLM's: it passes one process more, the worker.
 TEXT_TTFT = 1.25
 
 

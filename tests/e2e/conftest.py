@@ -27,6 +27,9 @@ from otlp_collector import Collector, grpc_collector
 
 API_KEY = "tested-key"
 
+HERE = Path(__file__).parent
+CLIENTS = HERE.parent / "clients"
+
 #: Files that run last, in this order.
 _LAST = (
     "test_e2e_migration",
@@ -44,14 +47,16 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=_turn)
+    places = [number for number, item in enumerate(items) if item.path.parent in (HERE, CLIENTS)]
+    for number, item in zip(places, sorted((items[n] for n in places), key=_turn), strict=True):
+        items[number] = item
 
 
 def _turn(item: pytest.Item) -> int:
     """When it runs. The first test is one of this folder, whose fixtures start all servers."""
     if item.path.stem in _LAST:
         return 3 + _LAST.index(item.path.stem)
-    if item.path.parent != Path(__file__).parent:
+    if item.path.parent == CLIENTS:
         return 2
     return int("gateways" in item.fixturenames)
 

@@ -173,7 +173,7 @@ class ErrorSender:
 
 
 async def _nothing() -> None:
-    """What is sent when the response is complete."""
+    """Send nothing: what the app says after our response is dropped."""
 
 
 def _with_length(start: Message, body: bytes, sent: Message) -> Message:

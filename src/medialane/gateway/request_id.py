@@ -76,6 +76,7 @@ class IdentifiedSend:
         return self._begin(message)
 
     async def _begin(self, message: Message) -> None:
+        """Send the start of a response; that of an error with its body, to which the id is added."""
         if message["type"] == "http.response.start":
             headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != HEADER]
             message = {**message, "headers": [*headers, (HEADER, self._id.encode())]}

@@ -131,16 +131,14 @@ class WorkerControl:
                     "them to other workers",
                     param="name",
                 )
-            await self._change(lambda changed: changed.with_removed(link.name, self._configured))
+            await self._change(lambda changed: changed.with_removed(link.name, self._configured), {})
             logger.warning("an operator has removed worker %s", link.name)
             return msgspec.json.encode(info)
 
-    async def _change(
-        self, change: Callable[[ChangedWorkers], ChangedWorkers], clients: dict[str, RpcClient] | None = None
-    ) -> None:
+    async def _change(self, change: Callable[[ChangedWorkers], ChangedWorkers], clients: dict[str, RpcClient]) -> None:
         """Change the file, and have all gateways follow it. Raises StartupFailed if it cannot be written."""
         await asyncio.to_thread(self._file.change, change)
-        await self._have_workers_of_file({} if clients is None else clients)
+        await self._have_workers_of_file(clients)
         for index, answer in (await self._ask_others(FOLLOW)).items():
             if answer is None:
                 logger.warning("gateway %s has not followed a change of workers: it does when it starts again", index)

@@ -48,7 +48,8 @@ class StandIn(msgspec.Struct, frozen=True):
 
 
 def with_media(value: Any, other: Callable[[str, bool], str], name: str = "") -> Any:
-    """Return JSON with `other(text, is_bare)` in place of each string; media are bare base64 or URLs there."""
+    """Return JSON in which each string is replaced by `other(text, is_bare)`. Where it `is_bare`, media are base64
+    without a `data:` URL around it."""
     match value:
         case str():
             return other(value, name == _BARE)
