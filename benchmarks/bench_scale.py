@@ -8,14 +8,19 @@ Traces are short (`trace s` of virtual time), so that all cases together take le
 with new sessions only, whose follow-ups come after four seconds or more: fewer requests arrive (`arrivals/s`) than at
 the rate for which `core share` is computed (`requests/s`), they share mostly system prompts and images, and caches are
 colder than in `bench routing`.
+
+The second table is no simulation: the gateway's own pool, links, router and request path, over real sockets, to workers
+that another process plays (`connected_workers`): what load reports and requests cost in CPU, by the number of workers.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Sequence
 
+import connected_workers
 import harness
 from bench_routing import oracle
 from medialane.routing.config import RoutingConfig
@@ -36,6 +41,12 @@ BUSY = (256, 4)
 #: How much of the prefix that one gateway finds in caches the others' gateways must find together.
 MIN_QUALITY = 0.97
 TABLE = "traffic and cost of one gateway; quality"
+#: Load reports a second that a busy worker sends (measured; changes within 20 ms are sent together), and requests a
+#: second of the gateway, in the second table.
+REPORTS_PER_S, REQUESTS_PER_S = 27.0, 500.0
+MEASURED_WORKERS = (1, 64, 256, 1000)
+MAX_CORES = 0.5
+MEASURED = "CPU of one gateway, real links: load reports and requests"
 #: Gateways connect before the first request; those messages are not counted.
 _START_S = 1.0
 
@@ -45,7 +56,39 @@ Row = dict[str, object]
 def run(options: harness.Options) -> harness.Report:
     sizes = {16: 500} if options.quick else SIZES
     counts = NUM_GATEWAYS[:2] if options.quick else NUM_GATEWAYS
-    return report([row for workers, turns in sizes.items() for row in measure(workers, turns, counts)])
+    found = report([row for workers, turns in sizes.items() for row in measure(workers, turns, counts)])
+    _measure_links(found, MEASURED_WORKERS[:2] if options.quick else MEASURED_WORKERS, 2 if options.quick else 10)
+    return found
+
+
+def _measure_links(found: harness.Report, sizes: Sequence[int], seconds: float) -> None:
+    rows: list[Row] = []
+    for num_workers in sizes:
+        with tempfile.TemporaryDirectory(prefix="medialane-bench-") as folder:
+            idle, busy = (
+                connected_workers.measure(
+                    f"{folder}/{requests}", num_workers, reports=REPORTS_PER_S, requests=requests, seconds=seconds
+                )
+                for requests in (0.0, REQUESTS_PER_S)
+            )
+        rows.append(
+            {
+                "workers": num_workers,
+                "reports/s": busy.reports_per_s,
+                "requests/s": busy.requests_per_s,
+                "us/report": idle.cores / idle.reports_per_s * 1e6,
+                "us/request": (busy.cores - idle.cores * busy.reports_per_s / idle.reports_per_s)
+                / busy.requests_per_s
+                * 1e6,
+                "cores of reports": idle.cores,
+                "cores": busy.cores,
+            }
+        )
+        sent = busy.reports_per_s / REPORTS_PER_S / num_workers
+        found.bars.append(harness.Bar(f"{num_workers} workers: reports sent, of the rate", sent, 0.97, "at least"))
+    found.tables[MEASURED] = rows
+    most = float(str(rows[-1]["cores"]))
+    found.bars.append(harness.Bar(f"{sizes[-1]} workers: cores, reports and requests", most, MAX_CORES, "at most"))
 
 
 def report(rows: list[Row]) -> harness.Report:

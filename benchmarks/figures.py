@@ -109,9 +109,10 @@ def readme() -> str:
 
 
 def scale() -> str:
-    """Return docs/comparisons/scale.md with its table replaced."""
-    (rows,) = _result("scale").results["scale"].values()
-    return _with_table(SCALE, _table(rows, [name for name in rows[0] if name not in _NOT_IN_SCALE]))
+    """Return docs/comparisons/scale.md with its tables replaced."""
+    (tables,) = _result("scale").results.values()
+    shown = [_table(rows, [name for name in rows[0] if name not in _NOT_IN_SCALE]) for rows in tables.values()]
+    return _with_table(SCALE, "\n".join(shown))
 
 
 def encode() -> str:

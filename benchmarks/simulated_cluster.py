@@ -201,7 +201,7 @@ class _Connection:
 
     paused = False
 
-    def __init__(self, wire: _Wire, receive: Callable[[Any], None]) -> None:
+    def __init__(self, wire: _Wire, receive: Callable[[Any], object]) -> None:
         self.closed = asyncio.Event()
         self._wire = wire
         self._receive = receive
@@ -232,7 +232,7 @@ class _Link:
         self.client = SimpleNamespace(reports=self._reports)
         self._card = worker.card
         routed: Any = routes.joined(cast("Any", self))
-        receive: Callable[[Any], None] = self._reports.received
+        receive: Callable[[Any], object] = self._reports.received
         if cluster.meter is not None:
             receive, routed.changed = cluster.meter.receiving(receive), cluster.meter.applying(routed.changed)
         self._reports.watch(routed)

@@ -29,7 +29,7 @@ class TrafficMeter:
         self.num_bytes.clear()
         self.received_s = 0.0
 
-    def receiving(self, receive: Callable[[Any], None]) -> Callable[[Any], None]:
+    def receiving(self, receive: Callable[[Any], object]) -> Callable[[Any], None]:
         """Return `receive` with the decoding that a connection does, measured."""
 
         def measured(message: msgspec.Struct) -> None:

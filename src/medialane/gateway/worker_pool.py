@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 
 import msgspec
 
@@ -63,6 +64,11 @@ class WorkerPool:
         self._has_card = asyncio.Event()
         self._outage = Outage()
         self._changes = asyncio.Event()
+        #: The workers that take requests, and those whose engine does not go on: counted when a link reports a change,
+        #: since both are read for each request.
+        self._ready: set[WorkerLink] = set()
+        self._stalled: set[WorkerLink] = set()
+        self._num_gateways: int | None = None
         #: While `run` runs: the tasks of the links with an address.
         self._group: asyncio.TaskGroup | None = None
         #: Of what outlives the request by which an operator adds a worker.
@@ -85,20 +91,26 @@ class WorkerPool:
                     await link.was_tried.wait()
 
     def _watch(self, link: WorkerLink) -> None:
-        link.on_ready, link.on_change = self._on_ready, self._changed
+        link.on_ready, link.on_change = self._on_ready, partial(self._changed, link)
 
-    def _changed(self) -> None:
+    def _changed(self, link: WorkerLink) -> None:
         """Have the requests of stalled workers moved to another one, if any is ready. If none is, they wait: the engine
         may continue, and if it does not, its worker exits. So do answers that cannot go on elsewhere."""
-        changes, self._changes = self._changes, asyncio.Event()
-        changes.set()
-        if not self.num_ready:
+        is_worker = link.role == "worker" and self.links.get(link.name) is link  # one that was removed may be connected
+        for links, state in ((self._ready, "ready"), (self._stalled, "stalled")):
+            (links.add if is_worker and link.state == state else links.discard)(link)
+        self._num_gateways = None
+        self._wake()
+        if not self._ready:
             self._outage.begin()
             return
         self._outage.end()
-        for link in self.of_role("worker"):
-            if link.state == "stalled":
-                link.fail_movable()
+        for stalled in self._stalled:
+            stalled.fail_movable()
+
+    def _wake(self) -> None:
+        changes, self._changes = self._changes, asyncio.Event()
+        changes.set()
 
     def _on_ready(self, card: ModelCard) -> None:
         if self._card is None and card.role == "worker":
@@ -120,6 +132,7 @@ class WorkerPool:
         """Called when this gateway has another store."""
         for link in self.links.values():
             link.arena_changed()
+        self._wake()
 
     def endpoints(self) -> list[Endpoint]:
         """Return one endpoint per worker, with the total load of its ranks."""
@@ -133,20 +146,24 @@ class WorkerPool:
     @property
     def num_ready(self) -> int:
         """Number of workers that take requests, encoders not counted."""
-        return sum(link.is_ready for link in self.of_role("worker"))
+        return len(self._ready)
 
     @property
     def num_gateways(self) -> int:
         """Most gateways that any worker is connected to, this one included."""
-        return max((link.client.reports.num_gateways for link in self.links.values() if link.client), default=1)
+        if self._num_gateways is None:
+            reports = [link.client.reports for link in self.links.values() if link.client]
+            self._num_gateways = max((each.num_gateways for each in reports), default=1)
+        return self._num_gateways
 
     def check_ready(self) -> None:
         """Raise NoWorkerReady if no worker takes requests."""
-        if not self.num_ready:
+        if not self._ready:
             raise NoWorkerReady("no worker is ready to take requests", retry_after_s=self.retry_after_s)
 
     async def changed_before(self, give_up_at: float) -> bool:
-        """Wait until a worker may have become ready, or has reported; False if none has by then (time.monotonic)."""
+        """Wait until a worker may have become ready, or reachable by another path; False if none has by then
+        (time.monotonic)."""
         with suppress(TimeoutError):
             async with asyncio.timeout(give_up_at - time.monotonic()):
                 return await self._changes.wait()
@@ -228,7 +245,7 @@ class WorkerPool:
         if self.links.get(link.name) is link:  # it may have a successor
             del self.links[link.name]
             link.forget()
-            self._changed()
+            self._changed(link)
 
     async def serve_joined(self, join: Join, client: RpcClient) -> None:
         """Use a worker that has connected, until it is lost. Raises the reason to refuse it."""
@@ -283,6 +300,7 @@ class WorkerPool:
             del self.links[link.name]
             self._joined.discard(link.name)
             link.forget()
+            self._changed(link)
 
 
 def on_hosts_of(lost: Iterable[str], addresses: Mapping[str, str]) -> frozenset[str]:

@@ -109,19 +109,6 @@ def test_worker_that_maps_the_arena_later_counts_as_of_this_host(make_routes):
         assert chosen == {"w0" if near.same_host else "w1"}
 
 
-def test_choice_does_not_scan_the_links(make_routes):
-    class Unwalkable(dict):
-        def values(self):
-            raise AssertionError("a choice among a thousand workers has no time for that")
-
-    link = link_to("w0")
-    pool = WorkerPool([link])
-    routes = Routes(Router(seed=1), pool, Metrics(CollectorRegistry()))
-    routes.joined(link)
-    pool.links = Unwalkable(pool.links)
-    assert routes.choose(*left_to_worker(0)).link is link
-
-
 def test_worker_failing_to_join_can_leave_and_rejoin(make_routes):
     link = link_to("w0")
     routes = make_routes(link)

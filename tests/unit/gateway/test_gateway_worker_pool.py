@@ -17,6 +17,7 @@ from medialane.core.errors import (
     WorkerBusy,
     WorkerDraining,
     WorkerLost,
+    WorkerStalled,
 )
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
@@ -46,7 +47,7 @@ class Net:
         self.registry = registry
         self.own_arena = None
         self._stack = contextlib.AsyncExitStack()
-        self._metrics = Metrics(registry)
+        self.metrics = Metrics(registry)
 
     async def serve(self, handler, rpc=RPC):
         server = RpcServer(handler, rpc)
@@ -61,7 +62,7 @@ class Net:
             Hello(gateway_id="g", **hello),
             rpc=rpc,
             config=config,
-            metrics=self._metrics,
+            metrics=self.metrics,
             own_arena=lambda: self.own_arena,
         )
         link.listener = None if listener is None else listener.joined
@@ -258,6 +259,57 @@ async def test_pool_counts_ready_workers(net, tmp_path):
     assert pool.num_ready == 0
 
 
+async def test_neither_a_request_nor_a_load_report_walks_the_links(net):
+    class Unwalkable(dict):
+        def values(self):
+            raise AssertionError("with a thousand workers there is no time for that")
+
+    heard = Heard()
+    await net.serve(FakeHandler())
+    pool = WorkerPool([net.link(heard)])
+    await eventually(lambda: pool.num_ready == 1)
+    await eventually(lambda: pool.num_gateways == 1)
+    pool.links = Unwalkable(pool.links)
+    num_reports = heard.num_reports
+    await eventually(lambda: heard.num_reports > num_reports + 2)
+    pool.check_ready()
+    assert (pool.num_ready, pool.num_gateways) == (1, 1)
+
+
+async def test_worker_lost_without_a_listener_is_not_ready(net):
+    server = await net.serve(FakeHandler())
+    pool = WorkerPool([net.link()])
+    await eventually(lambda: pool.num_ready == 1)
+    await server.close()
+    await eventually(lambda: pool.num_ready == 0)
+    with pytest.raises(NoWorkerReady):
+        pool.check_ready()
+
+
+async def test_requests_sent_to_a_stalled_worker_move_at_its_next_report(net, tmp_path):
+    handler = FakeHandler(delay_s=30)
+    await net.serve(handler)
+    link = net.link()
+    other = FakeHandler()
+    server = RpcServer(other, RPC)
+    await server.serve(f"unix:{tmp_path}/other.sock")
+    beside = WorkerLink(
+        f"unix:{tmp_path}/other.sock", Hello(gateway_id="g"), rpc=RPC, config=GatewayConfig(), metrics=net.metrics
+    )
+    pool = WorkerPool([link, beside])
+    running = asyncio.create_task(beside.run())
+    try:
+        await eventually(lambda: pool.num_ready == 2)
+        handler.is_stalled = True
+        await eventually(lambda: link.state == "stalled")
+        remote = link.submit(request("late"))  # chosen before the worker was known to be stalled
+        with pytest.raises(WorkerStalled):
+            await num_tokens(remote)
+    finally:
+        await net.end(running)
+        await server.close()
+
+
 async def test_pool_waits_for_the_card_of_the_first_worker(net):
     pool = WorkerPool([net.link()])
     waiting = asyncio.create_task(pool.first_card())
@@ -285,6 +337,7 @@ class Heard:
         self.calls = []
         self.moves = []  # link.same_host
         self.held = None
+        self.num_reports = 0
 
     def joined(self, link):
         self.link = link
@@ -297,6 +350,7 @@ class Heard:
         self.held = None
 
     def reported(self, loads):
+        self.num_reports += 1
         if self.calls[-1][0] != "reported":
             self.calls.append(("reported", *[load.num_running for load in loads]))
 

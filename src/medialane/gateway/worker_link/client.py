@@ -51,8 +51,8 @@ MAX_JOIN_BYTES = 64 * 1024
 class RpcClient:
     """A connection registered with a worker. It does not reconnect: call `connect` again after `closed`.
 
-    `requests`, `reports` and `calls` are what it is for; `on_change` is called when the worker has reported its load,
-    and when the connection is lost.
+    `requests`, `reports` and `calls` are what it is for; `on_change` is called when the worker has reported another
+    state or arena, another number of gateways, or that it is still stalled; and when the connection is lost.
     """
 
     welcome: Welcome
@@ -143,11 +143,9 @@ class RpcClient:
                 self.requests.on_released(request_id)
             case Failed(request_id, report):
                 self.requests.on_failed(request_id, report)
-            case LoadReport():
-                self.reports.received(message)
-                self.on_change()
-            case ArenaMapped() | KvBlocks() | Pending() | PendingEnded() | Gateways() | EncoderCleared():
-                self.reports.received(message)
+            case LoadReport() | ArenaMapped() | KvBlocks() | Pending() | PendingEnded() | Gateways() | EncoderCleared():
+                if self.reports.received(message):
+                    self.on_change()
             case AdminDone() | AdminFailed() | MetricValues():
                 self.calls.received(message)
             case Pong():

@@ -116,8 +116,10 @@ class ClientReports:
         self._listener = listener
         self._deliver_soon()
 
-    def received(self, message: Report) -> None:
-        """Raises ProtocolViolation."""
+    def received(self, message: Report) -> bool:
+        """Return whether what requests wait for has changed: the state, the arena, the number of gateways; or the
+        worker is still stalled, and may have got requests since. Raises ProtocolViolation."""
+        before = self.state
         match message:
             case LoadReport():
                 self._receive_loads(message)
@@ -131,6 +133,8 @@ class ClientReports:
                 self.num_gateways = number
         if self._listener is not None:
             self._notify(self._listener, message)
+        is_load = isinstance(message, LoadReport)
+        return self.state != before or (is_load and before == "stalled") or isinstance(message, ArenaMapped | Gateways)
 
     def announce(self, work: PendingWork) -> Callable[[bool], None]:
         """Announce pending work to the worker's other gateways. Call the returned function once, when it ends, with

@@ -75,7 +75,7 @@ class WorkerLink:
         self.listener: JoinListener | None = None
         #: Called with the card of a worker or encoder that has become ready.
         self.on_ready: Callable[[ModelCard], None] = lambda _card: None
-        #: Called when `is_ready` may have changed, and with each report of a worker that is stalled.
+        #: Called when `state` or `role` may have changed, and with each report of a worker that is stalled.
         self.on_change: Callable[[], None] = lambda: None
         self.refusal: MedialaneError | None = None
         self._failure: Exception | None = None
@@ -272,6 +272,7 @@ class WorkerLink:
         logger.info("%s %s is ready", self.role, self.name)
         self.has_drained = False
         self._worker = ConnectedWorker(self.name, client, differing, self._own_arena, self._can_grant)
+        client.on_change = self.on_change
         self._join(client)
         self.on_ready(client.welcome.card)
         self.on_change()
@@ -282,7 +283,6 @@ class WorkerLink:
             return
         self._reports = self.listener(self)
         client.reports.watch(self._reports)
-        client.on_change = self.on_change
 
     async def _disconnect(self, client: RpcClient) -> None:
         self._worker = self._reports = None
