@@ -100,7 +100,7 @@ class _PlayedWorker(asyncio.Protocol):
 
 
 def play(path: str, per_s: float, sent: Any) -> None:
-    """Serve every connection to the socket as a worker that reports `per_s` times a second; `sent` counts the reports."""
+    """Serve each connection to the socket as a worker that reports `per_s` times a second; `sent` counts reports."""
     uvloop.run(_play(path, per_s, sent))
 
 

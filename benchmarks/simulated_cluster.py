@@ -186,9 +186,9 @@ class _Wire:
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], object]] = deque()
 
-    def send(self, action: Callable[[], None]) -> None:
+    def send(self, action: Callable[[], object]) -> None:
         self._waiting.append(action)  # a heap of timers does not keep the order of equal times
         self._cluster.loop.call_later(self._cluster.hop_s, self._deliver)
 

@@ -40,7 +40,7 @@ class TrafficMeter:
 
         return measured
 
-    def applying(self, apply: Callable[[Any], None]) -> Callable[[Any], None]:
+    def applying(self, apply: Callable[[Any], object]) -> Callable[[Any], None]:
         """Return `apply`, measured."""
 
         def measured(message: object) -> None:
