@@ -247,10 +247,6 @@ async def test_any_gateway_shows_the_requests_of_both(served):
         assert {each["gateway"] for each in live} == {"0", "1"}
         found = (await served.client.get(f"/medialane/requests/{live[0]['id']}")).json
         assert found["items"][0]["modality"] == "image"
-    command = [sys.executable, "-m", "medialane", "top", "--gateway", served.client.base_url, "--insecure", "--once"]
-    environ = {**os.environ, "MEDIALANE_ADMIN_KEY": ADMIN}
-    shown = await asyncio.to_thread(subprocess.run, command, env=environ, capture_output=True, text=True)
-    assert (shown.returncode, "2 of 2 gateways" in shown.stdout) == (0, True), shown
     for answer in answers:
         answer.cancel()
     await asyncio.gather(*answers, return_exceptions=True)

@@ -99,7 +99,7 @@ def _flags_of(parser: argparse.ArgumentParser) -> set[str]:
 def test_flags_named_in_a_guide_exist(page):
     """But for those of others, in the first column of a comparison, and of vLLM's own benchmark."""
     theirs, ours = "", re.sub(r"^vllm bench (?:.*\\\n)*.*$", "", page.read_text(), flags=re.MULTILINE)
-    if page.name.startswith(("from-", "llm-d")):
+    if page.name.startswith(("from-", "llm-d", "upgrading")):
         theirs = "\n".join(re.findall(r"^\|(.*?)\|", ours, re.MULTILINE))
         ours = re.sub(r"^\|.*?\|", "|", ours, flags=re.MULTILINE)
     ours = re.sub(r"vllm bench (?:\\\n|[^\n`])*", "", ours)

@@ -65,7 +65,6 @@ COMMANDS = {
     ),
     "bench": Command("bench", "run a benchmark"),
     "certs": Command("certs", "make the TLS certificates of several hosts"),
-    "top": Command("top", "what requests, workers and caches do, as it happens"),
     "status": Command("status", "what a running gateway is connected to: hosts, workers, store, health"),
     "workers": Command("workers", "list, add, drain and remove the workers of running gateways"),
     "reload": Command("reload", "have running gateways read their settings again, and say what needs a restart"),

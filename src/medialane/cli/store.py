@@ -21,7 +21,6 @@ from medialane import __version__
 from medialane.arena import KEPT, LINEAGE_BYTES, Arena, HoldLog, Lineage, NamesArea, reap
 from medialane.cli.essential_tasks import unless_set
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
-from medialane.cli.store_replace import replace, serve_lock
 from medialane.cli.store_state import hold_line
 from medialane.cli.tuning import tune_process
 from medialane.cluster.model_files import fetch_files, repositories
@@ -52,6 +51,7 @@ from medialane.store import Aliases, EncodedStore, Items, MediaLeases, Published
 from medialane.store.known_features import KnownFeatures
 from medialane.store.media_leases import MAX_LEASES
 from medialane.store.messages import StoreStatus
+from medialane.wire.address import parse_unix
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +96,8 @@ def _preparer_environ(
     return allowed | ({"HF_HUB_OFFLINE": "1"} if repositories(model, vllm_args, environ) else {})
 
 
-def run(reloading: Reloading, model: str, vllm_args: Sequence[str], address: str, *, replaces: bool = False) -> int:
-    """Serve until SIGINT or SIGTERM (0), or until it turns out that the model takes no media (NOT_NEEDED). If it
-    `replaces` the store at the address, that exits first.
+def run(reloading: Reloading, model: str, vllm_args: Sequence[str], address: str) -> int:
+    """Serve until SIGINT or SIGTERM (0), or until it turns out that the model takes no media (NOT_NEEDED).
 
     Raises StartupFailed.
     """
@@ -106,16 +105,14 @@ def run(reloading: Reloading, model: str, vllm_args: Sequence[str], address: str
 
     async def served() -> int:
         async with reloaded_by_hangup(reloading.reload):
-            return await serve(reloading.config, model, vllm_args, address, replaces=replaces)
+            return await serve(reloading.config, model, vllm_args, address)
 
     return uvloop.run(served())
 
 
-async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str, *, replaces: bool = False) -> int:
+async def serve(config: Config, model: str, vllm_args: Sequence[str], address: str) -> int:
     lineage = _lineage(config, model, vllm_args, address)
     with stopped_by_signals() as stop:
-        if replaces:
-            await replace(address, b"".join(lineage), config.rpc)
         async with AsyncExitStack() as stack:
             arena, prefaulted, leave = await stack.enter_async_context(_arena(config, lineage, address))
             store = _Store(config, model, vllm_args, arena, lineage=lineage)
@@ -127,7 +124,7 @@ async def serve(config: Config, model: str, vllm_args: Sequence[str], address: s
                 await stop.asked.wait()
             await first_of(store.drain(), stop.at_once.wait(), asyncio.sleep(config.stop.drain_timeout_s))
             # `serve` starts the next store, or removes the arena when it ends itself; workers with a store do neither.
-            if config.arena.keep or has_one_owner(serve_lock(address)):
+            if config.arena.keep or has_one_owner(_serve_lock(address)):
                 await leave()  # first: what ends from here on changes nothing in the file, as clients may still write
     return 0
 
@@ -216,9 +213,7 @@ class _Store:
             max_connections=config.store.max_connections,
             processor=lambda: self._pool.processor_settings,
             status=self._status,
-            on_damaged=partial(_exit_at_once, 1, "the next store begins with a new arena"),
-            lineage=b"".join(self._lineage),
-            on_replaced=partial(_exit_at_once, 0, "the next store takes over"),
+            on_damaged=_exit_at_once,
         )
         stack.push_async_callback(self._server.close)
         await self._server.serve(address)
@@ -272,11 +267,11 @@ def _log_holds(holds: HoldLog) -> None:
         logger.warning("%s", hold_line(record))
 
 
-def _exit_at_once(status: int, why: str) -> None:
+def _exit_at_once() -> None:
     """Change nothing in the arena, in which clients hold entries, or may be writing to them."""
-    logger.info("%s: this one exits", why)
+    logger.info("the next store begins with a new arena: this one exits")
     logging.shutdown()
-    os._exit(status)
+    os._exit(1)
 
 
 def names_area(config: Config, arena: Arena) -> NamesArea:
@@ -321,6 +316,12 @@ def published_images(
     if mover is None:
         raise StartupFailed("--allow-media-rdma needs NIXL: install the extra nixl, and use --peer-nixl on")
     return PublishedImages(arena, pulls, mover, config)
+
+
+def _serve_lock(address: str) -> str:
+    """Return the lock of the `medialane serve` in whose folder a store listens; empty if there is none."""
+    lock = parse_unix(address).path.rpartition("/")[0] + "/owner.lock"
+    return lock if os.path.exists(lock) else ""
 
 
 def _lineage(config: Config, model: str, vllm_args: Sequence[str], address: str) -> Lineage:
@@ -373,7 +374,7 @@ async def _arena(config: Config, lineage: Lineage, address: str) -> AsyncIterato
     arena = Arena.open(config.arena, lineage=lineage, grows=True)
     if arena.was_adopted:
         logger.info("adopted %d entries of an earlier store's arena", arena.stats().num_entries)
-    arena.keep_for(KEPT if config.arena.keep else serve_lock(address))
+    arena.keep_for(KEPT if config.arena.keep else _serve_lock(address))
     stop, loop = threading.Event(), asyncio.get_running_loop()
 
     def on_progress(num_bytes: int) -> None:

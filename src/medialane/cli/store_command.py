@@ -7,7 +7,6 @@ import argparse
 from medialane.cli import store
 from medialane.cli.flags import PROTECTION, add_settings
 from medialane.cli.reloading import Reloading, add_source
-from medialane.cli.store_replace import check_replace
 from medialane.cluster.placement import find_hardware
 from medialane.cluster.preflight import check_start
 from medialane.config import SectionName, enter_environ, process_environ
@@ -35,7 +34,6 @@ memory. `medialane serve` starts one.
 
 example:
   medialane store ./model --listen unix:/run/medialane/store.sock
-  medialane store ./model --listen unix:/run/medialane/store.sock --replace    # instead of the one that runs there
   medialane worker ./model --listen unix:/run/medialane/worker.sock --store unix:/run/medialane/store.sock
   medialane gateway ./model --worker unix:/run/medialane/worker.sock --store unix:/run/medialane/store.sock"""
 
@@ -48,13 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen", metavar="ADDRESS", required=True, help="unix socket to listen on: unix:/path (mode 0600)"
     )
-    parser.add_argument(
-        "--replace",
-        action="store_true",
-        help="take over from the store that runs there, with all that it has cached, while requests run: it exits, and "
-        "gateways and workers connect to this one. Refused, and the other one runs on, if the model or a setting that "
-        "decides what is made of media differs",
-    )
     add_source(parser)
     add_settings(parser, SECTIONS, common=_COMMON)
 
@@ -66,15 +57,12 @@ def run(args: argparse.Namespace) -> int:
     config = reloading.config
     log = configure(config.logging, component="store")
     parse_unix(args.listen, "--listen")
-    if args.replace:
-        check_replace(args.listen)
-    else:
-        check_listen(args.listen, "--listen", config.rpc)
-    if config.store.peer_listen and not args.replace:  # the other store listens there
+    check_listen(args.listen, "--listen", config.rpc)
+    if config.store.peer_listen:
         check_listen(config.store.peer_listen, "--peer-listen", config.rpc)
     environ = process_environ()
     check_start(args.model, args.vllm_args, environ)
     # For the fork server of the preparers, which imports vllm.
     on_gpu = bool(find_hardware(environ).gpus)
     enter_environ(config, "store", args.model, args.vllm_args, on_gpu=on_gpu, own=log.environ())
-    return store.run(reloading, args.model, args.vllm_args, args.listen, replaces=args.replace)
+    return store.run(reloading, args.model, args.vllm_args, args.listen)

@@ -77,7 +77,7 @@ from medialane.wire.registration import other_version
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -110,8 +110,6 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     `processor` are the processor settings for which a gateway wants features; empty for a worker. Their digest is part
     of the features' keys. `scraped` is the kind of a client whose page of metrics has those of the store, too, if they
     are exposed there (`StoreStatus.exposed_by`).
-
-    `replaces` is sent by the next store, which takes over arenas of this lineage: if that is the receiver's, it exits.
     """
 
     version: int = PROTOCOL_VERSION
@@ -121,7 +119,6 @@ class StoreHello(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only
     slot: int = 0
     holds: dict[int, HeldEntry] = {}
     scraped: ScrapedAs | None = None
-    replaces: bytes = b""
 
 
 class StoreWelcome(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):

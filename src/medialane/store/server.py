@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 #: Longest time in which clients release what they do not use; a client whose event loop is healthy takes milliseconds.
 RECLAIM_TIMEOUT_S = 0.5
 
-#: After the welcome of the store that replaces this one, which is to be sent.
-REPLACED_AFTER_S = 0.05
-
 
 class StoreServer:
     """Serves `items` to the gateways and workers of this host. Call `serve` once, and `close` in any case.
@@ -52,8 +49,6 @@ class StoreServer:
         processor: Callable[[], Mapping[str, str]],
         status: Callable[[], StoreStatus],
         on_damaged: Callable[[], object] = lambda: None,
-        lineage: bytes = b"",
-        on_replaced: Callable[[], object] = lambda: None,
     ) -> None:
         self._items = items
         self._arena = arena
@@ -65,8 +60,6 @@ class StoreServer:
         self._sessions: dict[StoreSession, None] = {}
         self._absent = AbsentClients(arena)
         self._on_damaged = on_damaged
-        self._lineage = lineage
-        self._on_replaced = on_replaced
         self._listener: Listener | None = None
 
     async def serve(self, address: str) -> None:
@@ -128,9 +121,6 @@ class StoreServer:
         """Raises StartupFailed for a client of another release, or with other processor settings; StoreUnavailable if
         what it holds shows that the arena cannot be used."""
         check_version(hello.version, PROTOCOL_VERSION, ("client", "store"))
-        if hello.replaces:
-            self._check_next(hello.replaces)
-            asyncio.get_running_loop().call_later(REPLACED_AFTER_S, self._on_replaced)
         self._check_processor(hello)
         session.slot, session.use = self._earlier_use(hello)
         try:
@@ -172,11 +162,6 @@ class StoreServer:
         if not scraped or any(hello.scraped == "gateway" for hello in scraped):
             return ""
         return scraped[0].client_id
-
-    def _check_next(self, lineage: bytes) -> None:
-        """Raise StartupFailed if the store that is to replace this one could not take over its arena."""
-        if lineage != self._lineage:
-            raise StartupFailed("the running store was started with another model, other settings, or another release")
 
     def _check_processor(self, hello: StoreHello) -> None:
         """Raise StartupFailed if features made here would be others than the client wants."""

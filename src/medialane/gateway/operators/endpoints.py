@@ -1,4 +1,4 @@
-"""The JSON API of the page and of `medialane top`, its event stream, the login, and the page's files
+"""The JSON API of the page, its event stream, the login, and the page's files
 (docs/reference/state.md).
 
 Theory of operation. A gateway that is asked makes its own part, and gets those of its siblings over their sockets. All
