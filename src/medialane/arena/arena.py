@@ -55,6 +55,7 @@ class Arena:
             self._clear,
             shares=config.shares,
             usable_bytes=max(0, file.usable_bytes - PAGE_BYTES) if grows else None,
+            max_entries=file.index.max_entries,
         )
 
     @classmethod
