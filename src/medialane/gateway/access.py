@@ -13,6 +13,9 @@ listed needs the admin key if there is one, else an API key: what an upgrade or 
     login     LOGIN                                         none is needed
     admin     all others                                    --admin-key; without it those of --api-key
 
+Where clients have keys, requests of each tenant or API key find what they have cached themselves, unless the operator
+has one cache for all (`--share-cache`): whether something is cached is in answers, and in how long they take.
+
 With `--keys`, a tenant's key is accepted where one of `--api-key` would be, but for nothing administrative. The limits
 of tenants, too, are decided here, for all requests of clients that have a body: one that is refused costs its header.
 
@@ -121,6 +124,7 @@ class AccessKeys:
     admin: Sequence[bytes] = field(default=(), repr=False)
     metrics: Sequence[bytes] = field(default=(), repr=False)
     is_local: bool = False
+    shares_cache: bool = False
 
     @staticmethod
     def load(
@@ -135,7 +139,8 @@ class AccessKeys:
         if config.keys and (api_keys := tuple(api_keys)):
             raise StartupFailed("--keys and API keys (--api-key, MEDIALANE_API_KEYS, VLLM_API_KEY) are both set")
         tenants = Tenants(config.keys, counts) if config.keys else None
-        keys = AccessKeys([_digest(key.encode()) for key in api_keys], tenants, is_local=is_local)
+        api = [_digest(key.encode()) for key in api_keys]
+        keys = AccessKeys(api, tenants, is_local=is_local, shares_cache=config.share_cache)
         use, _ = keys.read_again(config)
         use()
         return keys
@@ -277,6 +282,7 @@ class AccessMiddleware:
         given = given_key(scope)
         if scope["type"] == "http":
             current_scope().record.path = route or ""
+            current_scope().has_own_cache = not (self._keys.shares_cache or self._keys.is_open(Kind.CLIENT))
         if not self._admits(kind, given, scope, route):
             is_hopeless = kind is Kind.OPERATOR and not self._keys.admin
             if not (is_hopeless or self._keys.is_client(given)):

@@ -66,6 +66,10 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     queue_target_s: PositiveFloat = field(default=0.02, name="gateway-queue-target")
     """work that is kept at the engines and preparers themselves: a request is sent when it is expected to begin there
     within this time"""
+    share_cache: bool = field(default=False, name="share-cache")
+    """where clients have keys (--keys, --api-key), have one cache for all of them: an answer tells its client then, by
+    its time and its counts of cached tokens and media, what others have sent; by default, each tenant or key has its
+    own"""
     require_salt: bool = field(default=False, name="require-salt")
     """refuse requests with media but without cache_salt: for servers that several tenants use with one API key"""
     max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")

@@ -196,7 +196,7 @@ class Gateway:
     @while_connected
     async def named_feature(self, mm_hash: str, salt: str) -> Feature:
         scope = self._admitted()
-        ref = MediaRef("image", "mm_hash", content=mm_hash, salt=salt, is_feature=True, owner=scope.owner)
+        ref = scope.owned(MediaRef("image", "mm_hash", content=mm_hash, salt=salt, is_feature=True))
         return (await self._client_features.find(ref, scope)).feature
 
     @while_connected
@@ -323,6 +323,7 @@ class Gateway:
         Raises MedialaneError.
         """
         scope, block_ids = current_scope(), dict[int, BlockIds]()
+        request = msgspec.structs.replace(request, cache_salt=scope.salt(request.cache_salt))
         try:
             prepared = await self._with_embeddings(request, prepared, scope, block_ids)
             request = self._prioritized(request, scope)

@@ -255,7 +255,7 @@ class IntakeMiddleware:
         charge.set(intake.num_bytes)
         request.received_at = time.perf_counter()
         request.extracted = ExtractedMedia(
-            intake.refs,
+            tuple(map(request.owned, intake.refs)),
             text_bytes=len(intake.body),
             wants_report=intake.report,
             parse_error=intake.parse_error,
@@ -271,14 +271,7 @@ class IntakeMiddleware:
                 return extract_files(
                     buffer, content_type, self._media, self._config, references=request.references, size=size
                 )
-            return extract(
-                buffer,
-                self._media,
-                self._config,
-                references=request.references,
-                size=size,
-                owner=request.owner,
-            )
+            return extract(buffer, self._media, self._config, references=request.references, size=size)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""An arena's owner to kill when its table is full: `python full_owner.py DIRECTORY SIZE_BYTES`. Prints the number of its
-entries and the newest key, then goes on storing tiny ones until it is killed."""
+"""An arena's owner to kill when its table is full: `python full_owner.py DIRECTORY SIZE_BYTES`. Prints how many entries
+it has, and the newest key, then goes on storing tiny ones until it is killed."""
 
 import itertools
 import sys
