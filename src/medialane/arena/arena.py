@@ -133,6 +133,11 @@ class Arena:
         return self._file.view.max_payload_bytes
 
     @property
+    def max_entries(self) -> int:
+        """How many entries there may be, however small they are."""
+        return self._file.index.max_entries
+
+    @property
     def view(self) -> ArenaView:
         """The owner's mapping, to read entries in this process. It is closed with the arena."""
         return self._file.view

@@ -50,6 +50,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """longest wait for an encoder; then the request is sent to its worker, which encodes"""
     max_requests: PositiveInt = field(default=1024, name="gateway-max-requests")
     """most concurrent requests with media, over all gateways of a port; more get 503 with Retry-After"""
+    tenant_share: PositiveFloat = field(default=0.5, name="gateway-tenant-share")
+    """share of --gateway-max-requests and of --gateway-max-bodies-bytes that one tenant (--keys) may have; its other
+    requests get 429"""
     ttft_limit_s: NonNegativeFloat = field(default=0.0, name="gateway-ttft-limit")
     """refuse requests whose first token is expected later than so many seconds after their body has arrived, by learned
     times; 0 refuses none"""
@@ -155,6 +158,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
 
     def validate(self) -> None:
         check_bounds(self)
+        if self.tenant_share > 1:
+            raise StartupFailed("gateway_tenant_share must be at most 1")
         if not 0 < self.reconnect_initial_s <= self.reconnect_max_s:
             raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
         if self.join_listen:

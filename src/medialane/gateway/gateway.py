@@ -111,7 +111,7 @@ class Gateway:
             stage_for=self._stage_for,
         )
         self._generation = Generation(self._sender)
-        self._admission = Admission(config.max_requests)
+        self._admission = Admission(config.max_requests, tenant_share=config.tenant_share)
         self.ttft_limit: TtftLimit | None = None
         self.queues: Queues | None = None
         self._has_priorities = has_priorities
