@@ -34,8 +34,8 @@ class _Bound(NamedTuple):
 
 
 class Aliases:
-    """An LRU cache, of which a tenant has a share; names expire after `ttl_s` seconds without use. They are kept in `records` and taken from there;
-    the `clock` must be that of the process which has written them."""
+    """An LRU cache, of which a tenant has a share; names expire after `ttl_s` seconds without use. They are kept in
+    `records` and taken from there; the `clock` must be that of the process which has written them."""
 
     def __init__(
         self,
