@@ -10,23 +10,26 @@ from contextlib import AsyncExitStack, aclosing
 
 import msgspec
 import pytest
-from gateway_parts import Parts, png, request
+from gateway_parts import Parts, png, prompt, ref, request
 from prometheus_client import CollectorRegistry
 
-from medialane.core.errors import MedialaneError, UnknownMediaUuid
+from medialane.core.errors import ClientDisconnected, MedialaneError, UnknownMediaUuid
 from medialane.core.feature import MediaPrompt
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
+    ExtractedMedia,
     GatewayConfig,
     IntakeMiddleware,
     ScopeMiddleware,
     current_scope,
+    open_scope,
 )
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
+from waiting import eventually
 
 FAST = {"reconnect_initial_s": 0.01, "reconnect_max_s": 0.05}
 PATH = "/v1/chat/completions"
@@ -157,4 +160,23 @@ async def test_server_without_keys_has_one_cache_whatever_key_is_sent(arena, pre
         await server.ask("ann", data=png())
         assert (await server.ask("ben", data=png()))[1] == "hit"
         server.close()
+        parts.store.leases.close()
+
+
+async def test_tensors_that_nobody_reads_are_released_in_time(arena, preparers, worker, caplog):
+    """A client reads some of a response, made of what its request holds in the arena, and then no more."""
+    config = GatewayConfig(**FAST, min_body_rate_grace_s=0.2, min_body_rate_bytes_per_s=1e6)
+    async with Parts(arena, preparers, [worker], config=config) as parts:
+        with open_scope() as scope:
+            scope.extracted = ExtractedMedia((ref(png()),))
+            prepared = await parts.gateway.prepare(prompt(png()))
+            (feature,) = [placed.feature for placed in prepared.features]
+            tensors = parts.gateway.tensors(feature)
+            assert parts.num_held > 0
+            with pytest.raises(ClientDisconnected):
+                async with asyncio.timeout(5), parts.gateway.sending(sum(map(len, tensors))):
+                    await asyncio.Event().wait()
+        assert scope.error_code == "request_timeout"
+        await eventually(lambda: parts.num_held == 0)
+        assert "has not read" in caplog.text
         parts.store.leases.close()

@@ -1,4 +1,4 @@
-"""A cache of bounded size of which each tenant has a share: what it adds beyond that replaces its own oldest entries."""
+"""A cache of bounded size, of which each tenant has a share: more than that replaces its own oldest entries."""
 
 from __future__ import annotations
 

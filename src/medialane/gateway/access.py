@@ -68,11 +68,13 @@ RELOAD_PATH = "/medialane/reload"
 OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, WORKER_PATH, RELOAD_PATH})
 LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
 METRICS = "/metrics"
+#: Its response is as large as its client likes, and held in the arena until that has read it.
+FEATURE_PATH = "/medialane/v1/features/{mm_hash}"
 CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
 CLIENT = frozenset({
     "/invocations", "/tokenize", "/detokenize", "/tokenizer_info", "/generative_scoring", "/pooling", "/classify",
     "/score", "/rerank", "/load", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/medialane/publish",
-    MEDIA_PATH, LEASE_PATH, "/medialane/v1/features/{mm_hash}",
+    MEDIA_PATH, LEASE_PATH, FEATURE_PATH,
 })  # fmt: skip
 #: Administrative although a prefix of clients' routes applies.
 ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"})
@@ -293,7 +295,7 @@ class AccessMiddleware:
             headers = [header for header in scope["headers"] if header[0] not in _BODY_HEADERS]
             scope, receive = {**scope, "headers": headers}, replay(b"", receive)
         elif kind is Kind.CLIENT and (tenant := self._keys.tenant(given)) is not None:
-            return await self._serve(tenant, scope, receive, send)
+            return await self._serve(tenant, scope, receive, send, is_counted=route == FEATURE_PATH)
         return await self._app(scope, receive, send)
 
     def _admits(self, kind: Kind, given: bytes, scope: Scope, route: str | None) -> bool:
@@ -304,12 +306,13 @@ class AccessMiddleware:
             or (kind is Kind.OPERATOR and self._keys.admits_operator(scope))
         )
 
-    async def _serve(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a tenant's request, or refuse it by its limits, which do not count what has no body."""
+    async def _serve(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send, *, is_counted: bool) -> None:
+        """Serve a tenant's request, or refuse it by its limits, which do not count what has no body unless it
+        `is_counted`."""
         if scope["type"] == "http":
             current_scope().tenant = tenant
             current_scope().record.tenant = tenant.name
-            if scope["method"] in WITHOUT_BODY:
+            if scope["method"] in WITHOUT_BODY and not is_counted:
                 return await self._app(scope, receive, send)
         with ExitStack() as stack:
             try:

@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 class BodyMemory:
     """The limit on the bytes of all requests together, and the buffers of their bodies: what is charged and what unused
-    buffers have is at most `max_bytes`; the requests of one tenant are charged `max_tenant_bytes` at most. One per event loop."""
+    buffers have is at most `max_bytes`; the requests of one tenant are charged `max_tenant_bytes` at most. One per
+    event loop."""
 
     def __init__(
         self, max_bytes: int, *, max_tenant_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
@@ -199,21 +200,13 @@ class BoundedReceive:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            async with asyncio.timeout(self._allowed_s() - self._waited_s):
+            async with asyncio.timeout(self._config.body_seconds(self._num_bytes) - self._waited_s):
                 return await self._receive()
         except TimeoutError as error:
-            logger.warning("a client sent only %d bytes of a request body in %g s", self._num_bytes, self._allowed_s())
+            logger.warning("a client sent only %d bytes of a request body in %g s", self._num_bytes, self._waited_s)
             raise ClientTooSlow("the request body was sent too slowly") from error
         finally:
             self._waited_s += loop.time() - started
-
-    def _allowed_s(self) -> float:
-        """Return how many seconds the client may have taken for the bytes received so far."""
-        config = self._config
-        if not config.min_body_rate_bytes_per_s:
-            return config.body_timeout_s
-        by_rate = config.min_body_rate_grace_s + self._num_bytes / config.min_body_rate_bytes_per_s
-        return min(config.body_timeout_s, by_rate)
 
 
 class Body:

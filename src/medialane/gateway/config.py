@@ -93,9 +93,11 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """most memory for request bodies and the media in them, over all requests and all gateways of a port together;
     more get 503 with Retry-After"""
     body_timeout_s: PositiveFloat = field(default=300.0, name="gateway-body-timeout")
-    """longest time to receive a request body"""
+    """longest time to receive a request body, or to send tensors; a client that reads nothing of a response for this
+    time is disconnected"""
     min_body_rate_bytes_per_s: NonNegativeFloat = field(default=10_000.0, name="gateway-min-body-rate-bytes-per-s")
-    """a client that sends a body more slowly than this gets 408; 0 disables the limit"""
+    """a client that sends a body more slowly than this gets 408, one that reads tensors more slowly is disconnected; 0
+    disables the limit"""
     min_body_rate_grace_s: NonNegativeFloat = field(default=10.0, name="gateway-min-body-rate-grace")
     """time before min_body_rate_bytes_per_s applies"""
     max_header_bytes: PositiveInt = field(default=64 << 10, name="gateway-max-header-bytes")
@@ -139,6 +141,13 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     can read /metrics"""
     metrics_key: SecretText = field(default="", name="metrics-key")
     """the metrics key itself, instead of its file"""
+
+    def body_seconds(self, num_bytes: int) -> float:
+        """Return how many seconds a client may take for this part of a body."""
+        if not self.min_body_rate_bytes_per_s:
+            return self.body_timeout_s
+        by_rate = self.min_body_rate_grace_s + num_bytes / self.min_body_rate_bytes_per_s
+        return min(self.body_timeout_s, by_rate)
 
     @property
     def default_payload(self) -> Literal["tensors", "none", "references"]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.continuation import Continuable
 from medialane.core.errors import (
+    ClientDisconnected,
+    ClientTooSlow,
     FeatureUnsupported,
     InvalidRequest,
     MedialaneError,
@@ -177,6 +180,18 @@ class Gateway:
 
     def tensors(self, feature: Feature) -> list[memoryview]:
         return self._features.tensors(feature)
+
+    @asynccontextmanager
+    async def sending(self, num_bytes: int) -> AsyncGenerator[None]:
+        scope = current_scope()
+        limit_s = self._config.body_seconds(num_bytes)
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError as error:
+            logger.warning("a client has not read %d bytes of tensors in %g s: it is disconnected", num_bytes, limit_s)
+            scope.fail(ClientTooSlow("the response was read too slowly"))
+            raise ClientDisconnected("the response was read too slowly") from error
 
     @while_connected
     async def refer(self, prepared: PreparedPrompt) -> list[str]:
