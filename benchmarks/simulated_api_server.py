@@ -76,6 +76,9 @@ class InProcessEngine:
     def tensors(self, feature: Feature) -> list[memoryview]:
         _text_only()
 
+    def sending(self, num_bytes: int) -> NoReturn:
+        _text_only()
+
     async def refer(self, prepared: PreparedPrompt) -> list[str]:
         _text_only()
 

@@ -1,6 +1,7 @@
 """A request backend without a gateway: it records the calls of vLLM's app and outputs fixed tokens."""
 
 import asyncio
+from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -92,6 +93,9 @@ class FakeBackend:
 
     def tensors(self, feature):
         return []
+
+    def sending(self, num_bytes):
+        return nullcontext()
 
     async def prepare(self, prompt, *, with_tensors=False):
         self.scopes.append(current_scope())

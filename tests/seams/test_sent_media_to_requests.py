@@ -119,9 +119,10 @@ async def answer(parts, server, url, *, tenant="search", salt="", describes=Fals
     content = [{"type": "image_url", "image_url": {"url": url}}]
     body = {"messages": [{"role": "user", "content": content}], **({"cache_salt": salt} if salt else {})}
     with open_scope() as scope:
+        scope.has_own_cache = True
         scope.tenant = server.keys.tenant(hashlib.sha256(KEYS[tenant].encode()).digest())
-        intake = extract(json.dumps(body).encode(), MediaConfig(), references=scope.references, owner=scope.owner)
-        scope.extracted = ExtractedMedia(intake.refs)
+        intake = extract(json.dumps(body).encode(), MediaConfig(), references=scope.references)
+        scope.extracted = ExtractedMedia(tuple(map(scope.owned, intake.refs)))
         items = tuple(map(parts.gateway.resolve, [scope.references.text(0)]))
         make = parts.gateway.describe if describes else parts.gateway.prepare
         prepared = await make(MediaPrompt([1, 2, PLACEHOLDER_TOKEN], items))

@@ -58,8 +58,9 @@ async def ask(parts, *content, salt=None, stage_options=b"{}", client=""):
     """Send a body as clients do; this stands in for vLLM: its hook resolves every reference in the body's order."""
     body = {"messages": [{"role": "user", "content": list(content)}], "cache_salt": salt}
     with open_scope() as scope:
-        found = extract(json.dumps(body).encode(), MediaConfig(), references=scope.references, owner=client)
-        scope.extracted = ExtractedMedia(found.refs)
+        found = extract(json.dumps(body).encode(), MediaConfig(), references=scope.references)
+        scope.client = client
+        scope.extracted = ExtractedMedia(tuple(map(scope.owned, found.refs)))
         items = tuple([await parts.gateway.by_uuid(scope.references.text(n)) for n in range(len(scope.extracted.refs))])
         token_ids = [1] + [token for _ in items for token in (2, PLACEHOLDER_TOKEN)]
         tokens = await parts.answer(MediaPrompt(token_ids, items, stage_options))

@@ -55,6 +55,7 @@ class Arena:
             self._clear,
             shares=config.shares,
             usable_bytes=max(0, file.usable_bytes - PAGE_BYTES) if grows else None,
+            max_entries=file.index.max_entries,
         )
 
     @classmethod
@@ -130,6 +131,11 @@ class Arena:
     def max_payload_bytes(self) -> int:
         """The largest payload that fits into an empty arena."""
         return self._file.view.max_payload_bytes
+
+    @property
+    def max_entries(self) -> int:
+        """How many entries there may be, however small they are."""
+        return self._file.index.max_entries
 
     @property
     def view(self) -> ArenaView:

@@ -15,6 +15,7 @@ A writing or pinned entry is *held* and cannot be evicted. Every entry is freed 
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ class Entry:
 class EntryTable(Generic[V]):
     """Entries of one arena in [start, start + size_bytes) of its file; V is the type of values of cached entries.
 
-    `shares` are fractions of `size_bytes` by kind; the default is 1. `usable_bytes` is the size until `extend`.
+    `shares` are fractions of `size_bytes` by kind; the default is 1. `usable_bytes` is the size until `extend`. There
+    are at most `max_entries`, held ones included.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class EntryTable(Generic[V]):
         *,
         shares: Mapping[EntryKind, float] = MappingProxyType({}),
         usable_bytes: int | None = None,
+        max_entries: int = sys.maxsize,
     ) -> None:
+        self._max_entries = max_entries
         self._arena = arena
         self._start = start
         self._allocator = Allocator(size_bytes, usable_bytes=usable_bytes)
@@ -119,7 +123,7 @@ class EntryTable(Generic[V]):
     def reserve(self, nbytes: int, kind: EntryKind = "processed", *, more_bytes: int = 0) -> Entry:
         """Reserve a range for an entry of `kind`, and `more_bytes` behind it, evicting idle entries if necessary.
 
-        Raises ArenaFull if held entries leave no space; nothing was evicted then.
+        Raises ArenaFull if held entries leave no space, or are as many as there may be; nothing was evicted then.
         """
         if not self.may_reserve:
             raise ArenaFull(_NOT_FREE, retry_after_s=self._places.retry_after_s)
@@ -127,6 +131,9 @@ class EntryTable(Generic[V]):
         offset = self._allocator.allocate(size)
         if offset is None:
             offset = self._evict_for(size, kind)
+        elif self._num_entries >= self._max_entries and not self._evict_oldest():
+            self._allocator.free(offset)
+            raise ArenaFull(_NOT_FREE, retry_after_s=self._places.retry_after_s)
         range_ = ArenaRange(self._arena, self._start + offset, nbytes, next(self._generations))
         entry = Entry(range_, size, kind)
         self._hold_writing(entry)
@@ -317,15 +324,16 @@ class EntryTable(Generic[V]):
             processed_bytes=self._kind_bytes["processed"],
             embedded_bytes=self._kind_bytes["embedded"],
             num_reservations=self._num_reservations,
-            num_entries=len(self._held)
-            - self._num_reservations
-            + sum(map(len, self._idle.values()))
-            + len(self._unclaimed),
+            num_entries=self._num_entries - self._num_reservations,
             num_leases=self._num_leases,
             num_hits=self._num_hits,
             num_misses=self._num_misses,
             num_evictions=self._num_evictions,
         )
+
+    @property
+    def _num_entries(self) -> int:
+        return len(self._held) + sum(map(len, self._idle.values())) + len(self._unclaimed)
 
     def _idle_since_now(self, entry: Entry) -> None:
         """Put an entry without pins at the end of the LRU order, or at its start if it is demoted."""
@@ -349,6 +357,14 @@ class EntryTable(Generic[V]):
         if found is None:
             raise AssertionError(f"evicting {len(span.offsets)} neighbours left no hole of {nbytes} bytes")
         return found
+
+    def _evict_oldest(self) -> bool:
+        """Free the least recently used entry. Return False if none may be evicted."""
+        first = (next(iter(idle.values())) for idle in self._idle.values() if idle and self.may_evict)
+        oldest = min(first, key=lambda entry: entry.last_use, default=None)
+        if oldest is not None:
+            self._evict(oldest)
+        return oldest is not None
 
     def _over_share(self, kind: EntryKind, need: int) -> list[EntryKind]:
         """Return the kinds that exceed their share if `kind` gets `need` more bytes."""

@@ -51,7 +51,7 @@ FILE_GLOB = "medialane-*.arena"
 ARENA_ID = re.compile(r"[0-9a-f]{32}")
 
 FILE_MAGIC = b"medialan"
-VERSION = 2
+VERSION = 3
 ENTRY_MAGIC = 0x4D4C_454E  # "MLEN"
 
 LINEAGE_BYTES = 16

@@ -176,7 +176,8 @@ class _Store:
         stack.callback(names.close)
         urls, uuids = names.records("url"), names.records("uuid")
         fetcher = await stack.enter_async_context(Fetcher(config.media, open_body=encoded.open, records=urls))
-        aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=config.store.uuid_ttl_s, records=uuids)
+        ttl_s, share = config.store.uuid_ttl_s, config.store.media_lease_tenant_share
+        aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=ttl_s, tenant_share=share, records=uuids)
         self._leases = MediaLeases(arena, config.store, records=names.records("lease"))  # before anything is evicted
         stack.callback(self._leases.close)
         mover = nixl_mover(config, arena.id, arena.slot)
@@ -201,7 +202,7 @@ class _Store:
             aliases=aliases,
             leases=self._leases,
             published=published,
-            features=KnownFeatures(ttl_s=config.store.uuid_ttl_s),
+            features=KnownFeatures(ttl_s=ttl_s, tenant_share=share),
         )
         self._memory = MemoryUse(partial(self._pids, mover))
         await stack.enter_async_context(WatchedTask(self._memory.run, "the reading of memory use"))

@@ -32,6 +32,11 @@ def merged_options(request: bytes, item: bytes) -> bytes:
     return canonical_options({**_decode_object(request), **_decode_object(item)})
 
 
+def owner_salt(owner: str, salt: str) -> str:
+    """Return the salt of what an owner's requests with this `cache_salt` cache: no request of another owner has it."""
+    return blake3(msgspec.msgpack.encode(("medialane-salt-1", owner, salt))).hexdigest()
+
+
 def decoded_key(*, content: str, io: bytes, salt: str) -> str:
     """Return the key of an item's decoded form, 64 hex digits, without decoding it. Parameters as in `feature_key`."""
     return blake3(msgspec.msgpack.encode(("medialane-decoded-1", content, io, salt))).hexdigest()

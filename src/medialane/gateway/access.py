@@ -13,6 +13,9 @@ listed needs the admin key if there is one, else an API key: what an upgrade or 
     login     LOGIN                                         none is needed
     admin     all others                                    --admin-key; without it those of --api-key
 
+Where clients have keys, requests of each tenant or API key find what they have cached themselves, unless the operator
+has one cache for all (`--share-cache`): whether something is cached is in answers, and in how long they take.
+
 With `--keys`, a tenant's key is accepted where one of `--api-key` would be, but for nothing administrative. The limits
 of tenants, too, are decided here, for all requests of clients that have a body: one that is refused costs its header.
 
@@ -65,11 +68,13 @@ RELOAD_PATH = "/medialane/reload"
 OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, WORKER_PATH, RELOAD_PATH})
 LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
 METRICS = "/metrics"
+#: Its response is as large as its client likes, and held in the arena until that has read it.
+FEATURE_PATH = "/medialane/v1/features/{mm_hash}"
 CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
 CLIENT = frozenset({
     "/invocations", "/tokenize", "/detokenize", "/tokenizer_info", "/generative_scoring", "/pooling", "/classify",
     "/score", "/rerank", "/load", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/medialane/publish",
-    MEDIA_PATH, LEASE_PATH, "/medialane/v1/features/{mm_hash}",
+    MEDIA_PATH, LEASE_PATH, FEATURE_PATH,
 })  # fmt: skip
 #: Administrative although a prefix of clients' routes applies.
 ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"})
@@ -121,6 +126,7 @@ class AccessKeys:
     admin: Sequence[bytes] = field(default=(), repr=False)
     metrics: Sequence[bytes] = field(default=(), repr=False)
     is_local: bool = False
+    shares_cache: bool = False
 
     @staticmethod
     def load(
@@ -135,7 +141,8 @@ class AccessKeys:
         if config.keys and (api_keys := tuple(api_keys)):
             raise StartupFailed("--keys and API keys (--api-key, MEDIALANE_API_KEYS, VLLM_API_KEY) are both set")
         tenants = Tenants(config.keys, counts) if config.keys else None
-        keys = AccessKeys([_digest(key.encode()) for key in api_keys], tenants, is_local=is_local)
+        api = [_digest(key.encode()) for key in api_keys]
+        keys = AccessKeys(api, tenants, is_local=is_local, shares_cache=config.share_cache)
         use, _ = keys.read_again(config)
         use()
         return keys
@@ -277,6 +284,7 @@ class AccessMiddleware:
         given = given_key(scope)
         if scope["type"] == "http":
             current_scope().record.path = route or ""
+            current_scope().has_own_cache = not (self._keys.shares_cache or self._keys.is_open(Kind.CLIENT))
         if not self._admits(kind, given, scope, route):
             is_hopeless = kind is Kind.OPERATOR and not self._keys.admin
             if not (is_hopeless or self._keys.is_client(given)):
@@ -287,7 +295,7 @@ class AccessMiddleware:
             headers = [header for header in scope["headers"] if header[0] not in _BODY_HEADERS]
             scope, receive = {**scope, "headers": headers}, replay(b"", receive)
         elif kind is Kind.CLIENT and (tenant := self._keys.tenant(given)) is not None:
-            return await self._serve(tenant, scope, receive, send)
+            return await self._serve(tenant, scope, receive, send, is_counted=route == FEATURE_PATH)
         return await self._app(scope, receive, send)
 
     def _admits(self, kind: Kind, given: bytes, scope: Scope, route: str | None) -> bool:
@@ -298,12 +306,13 @@ class AccessMiddleware:
             or (kind is Kind.OPERATOR and self._keys.admits_operator(scope))
         )
 
-    async def _serve(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a tenant's request, or refuse it by its limits, which do not count what has no body."""
+    async def _serve(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send, *, is_counted: bool) -> None:
+        """Serve a tenant's request, or refuse it by its limits, which do not count what has no body unless it
+        `is_counted`."""
         if scope["type"] == "http":
             current_scope().tenant = tenant
             current_scope().record.tenant = tenant.name
-            if scope["method"] in WITHOUT_BODY:
+            if scope["method"] in WITHOUT_BODY and not is_counted:
                 return await self._app(scope, receive, send)
         with ExitStack() as stack:
             try:

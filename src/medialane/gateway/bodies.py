@@ -15,14 +15,14 @@ import logging
 import math
 import mmap
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
+from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.retry_after import Places
 from medialane.gateway.config import GatewayConfig
@@ -45,10 +45,15 @@ logger = logging.getLogger(__name__)
 
 class BodyMemory:
     """The limit on the bytes of all requests together, and the buffers of their bodies: what is charged and what unused
-    buffers have is at most `max_bytes`. One per event loop."""
+    buffers have is at most `max_bytes`; the requests of one tenant are charged `max_tenant_bytes` at most. One per
+    event loop."""
 
-    def __init__(self, max_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_bytes: int, *, max_tenant_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._max_bytes = max_bytes
+        self._max_tenant_bytes = max_bytes if max_tenant_bytes is None else max_tenant_bytes
+        self._of_tenant: Counter[str] = Counter()
         self._clock = clock
         #: Charged.
         self.num_bytes = 0
@@ -59,8 +64,13 @@ class BodyMemory:
         self._idle: dict[int, deque[tuple[mmap.mmap, float]]] = {}
         self._trimming: asyncio.TimerHandle | None = None
 
-    def charge(self, num_bytes: int) -> None:
-        """Add bytes, or subtract if negative. Raises BodyMemoryExhausted if the limit would be exceeded."""
+    def charge(self, num_bytes: int, tenant: str = "") -> None:
+        """Add bytes, or subtract if negative. Raises BodyMemoryExhausted if the limit would be exceeded,
+        ConcurrencyLimitExceeded if the tenant's would."""
+        if tenant and num_bytes > 0 and self._of_tenant[tenant] + num_bytes > self._max_tenant_bytes:
+            most = self._max_tenant_bytes
+            message = f"the bodies of this API key's requests in flight have {most} bytes, its share of their memory"
+            raise ConcurrencyLimitExceeded(message, retry_after_s=self.places.promise())
         if num_bytes > 0 and self.num_bytes + num_bytes > self._max_bytes:
             logger.warning(
                 "request bodies hold %d bytes: rejecting with 503 (--gateway-max-bodies-bytes)", self.num_bytes
@@ -68,6 +78,9 @@ class BodyMemory:
             message = "the memory budget for request bodies is exhausted"
             raise BodyMemoryExhausted(message, retry_after_s=self.places.promise())
         self.num_bytes += num_bytes
+        self._of_tenant[tenant] += num_bytes
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
         if self.num_bytes + self._idle_bytes > self._max_bytes:
             self._unmap_idle(math.inf)
 
@@ -129,15 +142,16 @@ def _unmap(buffers: Sequence[mmap.mmap]) -> None:
 
 
 class BudgetCharge:
-    """A request's share of the memory for bodies. `release` is idempotent."""
+    """What a request, of this tenant if of any, has of the memory for bodies. `release` is idempotent."""
 
-    def __init__(self, memory: BodyMemory) -> None:
+    def __init__(self, memory: BodyMemory, tenant: str = "") -> None:
         self._memory = memory
+        self._tenant = tenant
         self._num_bytes = 0
 
     def set(self, num_bytes: int) -> None:
-        """Charge `num_bytes` instead of the previous amount, which stays charged if this raises BodyMemoryExhausted."""
-        self._memory.charge(num_bytes - self._num_bytes)
+        """Charge `num_bytes` instead of the previous amount, which stays charged if this raises what `charge` does."""
+        self._memory.charge(num_bytes - self._num_bytes, self._tenant)
         self._num_bytes = num_bytes
         if num_bytes:
             self._memory.places.take(self)
@@ -186,21 +200,13 @@ class BoundedReceive:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            async with asyncio.timeout(self._allowed_s() - self._waited_s):
+            async with asyncio.timeout(self._config.body_seconds(self._num_bytes) - self._waited_s):
                 return await self._receive()
         except TimeoutError as error:
-            logger.warning("a client sent only %d bytes of a request body in %g s", self._num_bytes, self._allowed_s())
+            logger.warning("a client sent only %d bytes of a request body in %g s", self._num_bytes, self._waited_s)
             raise ClientTooSlow("the request body was sent too slowly") from error
         finally:
             self._waited_s += loop.time() - started
-
-    def _allowed_s(self) -> float:
-        """Return how many seconds the client may have taken for the bytes received so far."""
-        config = self._config
-        if not config.min_body_rate_bytes_per_s:
-            return config.body_timeout_s
-        by_rate = config.min_body_rate_grace_s + self._num_bytes / config.min_body_rate_bytes_per_s
-        return min(config.body_timeout_s, by_rate)
 
 
 class Body:

@@ -50,6 +50,9 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """longest wait for an encoder; then the request is sent to its worker, which encodes"""
     max_requests: PositiveInt = field(default=1024, name="gateway-max-requests")
     """most concurrent requests with media, over all gateways of a port; more get 503 with Retry-After"""
+    tenant_share: PositiveFloat = field(default=0.5, name="gateway-tenant-share")
+    """share of --gateway-max-requests and of --gateway-max-bodies-bytes that one tenant (--keys) may have; its other
+    requests get 429"""
     ttft_limit_s: NonNegativeFloat = field(default=0.0, name="gateway-ttft-limit")
     """refuse requests whose first token is expected later than so many seconds after their body has arrived, by learned
     times; 0 refuses none"""
@@ -66,6 +69,10 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     queue_target_s: PositiveFloat = field(default=0.02, name="gateway-queue-target")
     """work that is kept at the engines and preparers themselves: a request is sent when it is expected to begin there
     within this time"""
+    share_cache: bool = field(default=False, name="share-cache")
+    """where clients have keys (--keys, --api-key), have one cache for all of them: an answer tells its client then, by
+    its time and its counts of cached tokens and media, what others have sent; by default, each tenant or key has its
+    own"""
     require_salt: bool = field(default=False, name="require-salt")
     """refuse requests with media but without cache_salt: for servers that several tenants use with one API key"""
     max_text_bytes: PositiveInt = field(default=4 << 20, name="gateway-max-text-bytes")
@@ -86,9 +93,11 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """most memory for request bodies and the media in them, over all requests and all gateways of a port together;
     more get 503 with Retry-After"""
     body_timeout_s: PositiveFloat = field(default=300.0, name="gateway-body-timeout")
-    """longest time to receive a request body"""
+    """longest time to receive a request body, or to send tensors; a client that reads nothing of a response for this
+    time is disconnected"""
     min_body_rate_bytes_per_s: NonNegativeFloat = field(default=10_000.0, name="gateway-min-body-rate-bytes-per-s")
-    """a client that sends a body more slowly than this gets 408; 0 disables the limit"""
+    """a client that sends a body more slowly than this gets 408, one that reads tensors more slowly is disconnected; 0
+    disables the limit"""
     min_body_rate_grace_s: NonNegativeFloat = field(default=10.0, name="gateway-min-body-rate-grace")
     """time before min_body_rate_bytes_per_s applies"""
     max_header_bytes: PositiveInt = field(default=64 << 10, name="gateway-max-header-bytes")
@@ -133,6 +142,13 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     metrics_key: SecretText = field(default="", name="metrics-key")
     """the metrics key itself, instead of its file"""
 
+    def body_seconds(self, num_bytes: int) -> float:
+        """Return how many seconds a client may take for this part of a body."""
+        if not self.min_body_rate_bytes_per_s:
+            return self.body_timeout_s
+        by_rate = self.min_body_rate_grace_s + num_bytes / self.min_body_rate_bytes_per_s
+        return min(self.body_timeout_s, by_rate)
+
     @property
     def default_payload(self) -> Literal["tensors", "none", "references"]:
         """`render_payload` of this server."""
@@ -151,6 +167,8 @@ class GatewayConfig(msgspec.Struct, frozen=True):
 
     def validate(self) -> None:
         check_bounds(self)
+        if self.tenant_share > 1:
+            raise StartupFailed("gateway_tenant_share must be at most 1")
         if not 0 < self.reconnect_initial_s <= self.reconnect_max_s:
             raise StartupFailed("reconnect_initial_s must be positive and at most reconnect_max_s")
         if self.join_listen:

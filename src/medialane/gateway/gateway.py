@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from medialane.core.admin import AdminCall, AdminResult
 from medialane.core.continuation import Continuable
 from medialane.core.errors import (
+    ClientDisconnected,
+    ClientTooSlow,
     FeatureUnsupported,
     InvalidRequest,
     MedialaneError,
@@ -111,7 +114,7 @@ class Gateway:
             stage_for=self._stage_for,
         )
         self._generation = Generation(self._sender)
-        self._admission = Admission(config.max_requests)
+        self._admission = Admission(config.max_requests, tenant_share=config.tenant_share)
         self.ttft_limit: TtftLimit | None = None
         self.queues: Queues | None = None
         self._has_priorities = has_priorities
@@ -178,6 +181,18 @@ class Gateway:
     def tensors(self, feature: Feature) -> list[memoryview]:
         return self._features.tensors(feature)
 
+    @asynccontextmanager
+    async def sending(self, num_bytes: int) -> AsyncGenerator[None]:
+        scope = current_scope()
+        limit_s = self._config.body_seconds(num_bytes)
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError as error:
+            logger.warning("a client has not read %d bytes of tensors in %g s: it is disconnected", num_bytes, limit_s)
+            scope.fail(ClientTooSlow("the response was read too slowly"))
+            raise ClientDisconnected("the response was read too slowly") from error
+
     @while_connected
     async def refer(self, prepared: PreparedPrompt) -> list[str]:
         scope, options = current_scope(), prepared.source.options
@@ -196,7 +211,7 @@ class Gateway:
     @while_connected
     async def named_feature(self, mm_hash: str, salt: str) -> Feature:
         scope = self._admitted()
-        ref = MediaRef("image", "mm_hash", content=mm_hash, salt=salt, is_feature=True, owner=scope.owner)
+        ref = scope.owned(MediaRef("image", "mm_hash", content=mm_hash, salt=salt, is_feature=True))
         return (await self._client_features.find(ref, scope)).feature
 
     @while_connected
@@ -323,6 +338,7 @@ class Gateway:
         Raises MedialaneError.
         """
         scope, block_ids = current_scope(), dict[int, BlockIds]()
+        request = msgspec.structs.replace(request, cache_salt=scope.salt(request.cache_salt))
         try:
             prepared = await self._with_embeddings(request, prepared, scope, block_ids)
             request = self._prioritized(request, scope)

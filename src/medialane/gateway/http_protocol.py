@@ -9,7 +9,8 @@ complete: uvicorn would read and discard it forever. Of that rest, which a clien
 everything would still send, `MAX_DISCARDED_BYTES` are read; then the connection is reset, which ends the client's
 sending, and leaves it the response, which it has received before.
 
-Bodies are limited where they are read (`bodies`).
+Bodies are limited where they are read (`bodies`). A client that does not read its response holds what that is made of:
+it is disconnected when it has read nothing for as long as a body may take.
 
 When the server stops, uvicorn would close idle connections at once, on which a request may be under way.
 """
@@ -53,6 +54,7 @@ class HttpBounds(msgspec.Struct, frozen=True):
     max_header_bytes: int
     max_headers: int
     header_timeout_s: float
+    write_timeout_s: float
 
 
 def http_bounds(config: GatewayConfig, *, max_headers: int = MAX_HEADERS, files_each: int = 1) -> HttpBounds:
@@ -63,6 +65,7 @@ def http_bounds(config: GatewayConfig, *, max_headers: int = MAX_HEADERS, files_
         max_header_bytes=config.max_header_bytes,
         max_headers=max_headers,
         header_timeout_s=config.header_timeout_s,
+        write_timeout_s=config.body_timeout_s,
     )
 
 
@@ -94,6 +97,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_stopping = is_stopping
         self._max_header_bytes = min(bounds.max_header_bytes, self.config.h11_max_incomplete_event_size or 1 << 62)
         self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
         self._header_bytes = 0
         self._num_headers = 0
         #: Bytes fed to the parser since its last callback.
@@ -111,7 +115,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_deadline()
+        self._clear_write_deadline()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than the response is made: not at all for too long ends the connection, also one
+        that is being closed."""
+        super().pause_writing()
+        self._write_deadline = self.loop.call_later(self._bounds.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._clear_write_deadline()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._error is not None:
@@ -209,6 +224,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _set_deadline(self) -> None:
         self._clear_deadline()
         self._deadline = self.loop.call_later(self._bounds.header_timeout_s, self._expire)
+
+    def _clear_write_deadline(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
 
     def _clear_deadline(self) -> None:
         if self._deadline is not None:

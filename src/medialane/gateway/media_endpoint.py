@@ -86,7 +86,8 @@ class MediaEndpoint:
             self._admit(request)
             with request.timeline.measure("fetch"):
                 return await self._shown(await self._media.put(file, receive))
-        owner, salt, media = request.owner, salt_of(scope["headers"]), scope["path_params"]["hash"]
+        owner, media = request.owner, scope["path_params"]["hash"]
+        salt = request.salt(salt_of(scope["headers"])) or ""
         if not is_hash(media):
             raise InvalidRequest("the hash of media has 64 hexadecimal digits in lower case", param="hash")
         fields = _query(scope, ("ttl",) if method == "POST" else ())
@@ -109,7 +110,7 @@ class MediaEndpoint:
             raise EmptyMedia("the body is empty")
         return SentFile(
             request.owner,
-            salt,
+            request.salt(salt) or "",
             int(declared) if declared is not None and declared.isdigit() else 0,
             _modality(_header(scope, b"content-type") or b""),
             None if uuid is None else Alias(uuid, "", owner=request.owner),

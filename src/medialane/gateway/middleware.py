@@ -190,7 +190,8 @@ class IntakeMiddleware:
         self._media = media
         self._config = config
         self._fairness = fairness
-        self._memory = BodyMemory(config.max_bodies_bytes)
+        most_of_tenant = max(int(config.max_bodies_bytes * config.tenant_share), media.max_body_bytes)
+        self._memory = BodyMemory(config.max_bodies_bytes, max_tenant_bytes=most_of_tenant)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -204,7 +205,8 @@ class IntakeMiddleware:
             limit = max(self._media.fetch_limits(modality).max_bytes for modality in MODALITIES)
         request, form = current_scope(), error_form(scope)
         request.client = given_key(scope).hex()
-        request.memory = charge = BudgetCharge(self._memory)
+        tenant = "" if request.tenant is None else request.tenant.name
+        request.memory = charge = BudgetCharge(self._memory, tenant)
         request.defer(charge.release)
         try:
             request.asks_report = _asks_report(scope)
@@ -255,7 +257,7 @@ class IntakeMiddleware:
         charge.set(intake.num_bytes)
         request.received_at = time.perf_counter()
         request.extracted = ExtractedMedia(
-            intake.refs,
+            tuple(map(request.owned, intake.refs)),
             text_bytes=len(intake.body),
             wants_report=intake.report,
             parse_error=intake.parse_error,
@@ -271,14 +273,7 @@ class IntakeMiddleware:
                 return extract_files(
                     buffer, content_type, self._media, self._config, references=request.references, size=size
                 )
-            return extract(
-                buffer,
-                self._media,
-                self._config,
-                references=request.references,
-                size=size,
-                owner=request.owner,
-            )
+            return extract(buffer, self._media, self._config, references=request.references, size=size)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from medialane.core.errors import (
     ClientDisconnected,
@@ -25,6 +26,7 @@ from medialane.core.errors import (
     MedialaneError,
     to_report,
 )
+from medialane.core.hashing import owner_salt
 from medialane.core.media import MediaRef
 from medialane.core.media_lease import TENANT
 from medialane.gateway.bodies import BudgetCharge
@@ -66,7 +68,8 @@ class RequestScope:
     """Owns the resources of one request and releases them in reverse order.
 
     `memory` is charged by what is made of its media in this process. `references` are those of intake. `client` is the
-    digest of the API key that came with it, `tenant` whose that is (`--keys`). `trace` is None unless it is traced.
+    digest of the API key that came with it, `tenant` whose that is (`--keys`). With `has_own_cache` it finds only what
+    requests of its owner have cached. `trace` is None unless it is traced.
 
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header, `expectation`
     when its first token is expected, if there are limits; `preparation` that of its media, if there are queues.
@@ -82,6 +85,7 @@ class RequestScope:
         self.asks_report = False
         self.client = ""
         self.tenant: Tenant | None = None
+        self.has_own_cache = False
         self.extracted = ExtractedMedia()
         self.failure: Failure | None = None
         self.received_at = self.timeline.started_at
@@ -99,6 +103,15 @@ class RequestScope:
     def owner(self) -> str:
         """Whose media it may refer to: the tenant's, or those of its API key."""
         return self.client if self.tenant is None else f"{TENANT}{self.tenant.name}"
+
+    def salt(self, given: str | None) -> str | None:
+        """Return the salt of what the request caches and finds, for the `cache_salt` that its client has given."""
+        return owner_salt(self.owner, given or "") if self.has_own_cache else given
+
+    def owned(self, ref: MediaRef) -> MediaRef:
+        """Return a reference of the request's body as one of its owner."""
+        alias = None if ref.alias is None else replace(ref.alias, owner=self.owner)
+        return replace(ref, owner=self.owner, alias=alias, salt=self.salt(ref.salt) or "")
 
     @property
     def wants_report(self) -> bool:

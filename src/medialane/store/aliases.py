@@ -7,7 +7,6 @@ both a name and content, the name never affects which content is used.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from blake3 import blake3
 from medialane.core.errors import UuidConflict
 from medialane.core.media import Alias
 from medialane.core.name_records import NOT_KEPT, NameRecords, boot_time
+from medialane.core.tenant_lru import TenantLru, tenant_of
 
 
 class AliasTarget(NamedTuple):
@@ -30,17 +30,19 @@ class AliasTarget(NamedTuple):
 class _Bound(NamedTuple):
     target: AliasTarget
     expires_at: float
+    tenant: bytes = b""
 
 
 class Aliases:
-    """An LRU cache; names expire after `ttl_s` seconds without use. They are kept in `records` and taken from there;
-    the `clock` must be that of the process which has written them."""
+    """An LRU cache, of which a tenant has a share; names expire after `ttl_s` seconds without use. They are kept in
+    `records` and taken from there; the `clock` must be that of the process which has written them."""
 
     def __init__(
         self,
         *,
         max_aliases: int,
         ttl_s: float,
+        tenant_share: float = 1.0,
         clock: Callable[[], float] = boot_time,
         records: NameRecords = NOT_KEPT,
     ) -> None:
@@ -48,7 +50,8 @@ class Aliases:
         self._ttl_s = ttl_s
         self._clock = clock
         self._records = records
-        self._bound: OrderedDict[bytes, _Bound] = OrderedDict()  # the least recently used first, which expires first
+        #: The least recently used first, which expires first.
+        self._bound: TenantLru[_Bound] = TenantLru(max_aliases, tenant_share=tenant_share)
         self._restore()
 
     def __len__(self) -> int:
@@ -64,9 +67,7 @@ class Aliases:
         key = _key(salt, alias)
         if (bound := self._bound.get(key)) is not None and bound.target.content != content:
             raise UuidConflict("this uuid is in use for other content: choose another one")
-        if bound is None and len(self._bound) >= self._max_aliases:
-            self._forget_oldest()
-        self._use(key, AliasTarget(content, alias.io, alias.options))
+        self._use(key, AliasTarget(content, alias.io, alias.options), tenant_of(alias.owner))
 
     def find(self, salt: str, alias: Alias) -> AliasTarget | None:
         """Return what the name is bound to, or None. Options given with the name now override those it is bound to."""
@@ -75,26 +76,29 @@ class Aliases:
         if (bound := self._bound.get(key)) is None:
             return None
         target = bound.target
-        self._use(key, target)
+        self._use(key, target, bound.tenant)
         return target._replace(
             io=target.io if alias.io == b"{}" else alias.io,
             options=target.options if alias.options == b"{}" else alias.options,
         )
 
-    def _use(self, key: bytes, target: AliasTarget) -> None:
+    def _use(self, key: bytes, target: AliasTarget, tenant: bytes) -> None:
         """Let the name expire later."""
-        bound = self._bound[key] = _Bound(target, self._clock() + self._ttl_s)
-        self._bound.move_to_end(key)
+        bound = _Bound(target, self._clock() + self._ttl_s, tenant)
+        self._put(key, bound)  # first, so that there is a free record
         self._records.write(key, msgspec.msgpack.encode(bound))
+
+    def _put(self, key: bytes, bound: _Bound) -> None:
+        for forgotten in self._bound.put(key, bound, tenant=bound.tenant):
+            self._records.erase(forgotten)
 
     def _expire(self) -> None:
         now = self._clock()
-        while self._bound and next(iter(self._bound.values())).expires_at <= now:
-            self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        key, _ = self._bound.popitem(last=False)
-        self._records.erase(key)
+        while (key := next(iter(self._bound), None)) is not None:
+            if (bound := self._bound.get(key)) is None or bound.expires_at > now:
+                break
+            self._bound.pop(key)
+            self._records.erase(key)
 
     def _restore(self) -> None:
         """Take the names of an earlier process; what exceeds the settings of this one is forgotten."""
@@ -102,9 +106,7 @@ class Aliases:
         kept = [(key, msgspec.msgpack.decode(payload, type=_Bound)) for key, payload in self._records.read()]
         kept.sort(key=lambda one: one[1].expires_at)
         for key, bound in kept:
-            self._bound[key] = bound._replace(expires_at=min(bound.expires_at, latest))
-        while len(self._bound) > self._max_aliases:
-            self._forget_oldest()
+            self._put(key, bound._replace(expires_at=min(bound.expires_at, latest)))
         self._expire()
 
 

@@ -20,9 +20,9 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     media_lease_ttl_s: PositiveFloat = field(default=3600.0, name="media-lease-ttl")
     """how long media that a client has sent once (PUT /medialane/v1/media) are kept, at most and by default"""
     media_lease_share: NonNegativeFloat = field(default=0.25, name="media-lease-share")
-    """share of the shared memory that such media may have; 0 accepts none"""
+    """share of the shared memory, and of the entries in it, that such media may have; 0 accepts none"""
     media_lease_tenant_share: PositiveFloat = field(default=0.5, name="media-lease-tenant-share")
-    """share of that which those of one tenant (--keys) may have"""
+    """share of that which those of one tenant (--keys) may have, and of the uuids and features that are remembered"""
     max_connections: PositiveInt = field(default=256, name="store-max-connections")
     """most gateways and workers connected to one store"""
     wait_timeout_s: PositiveFloat = field(default=10.0, name="store-wait-timeout")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
-from cachetools import LRUCache, TTLCache
+from cachetools import LRUCache
 
 from medialane.core.media import MediaRef
+from medialane.core.tenant_lru import TenantLru, tenant_of
 
 #: Of all records; one has about 600 bytes.
 MAX_BYTES = 32 << 20
@@ -43,13 +44,27 @@ class KnownFeature(msgspec.Struct, frozen=True):
     source: FeatureSource | None
 
 
+class _Remembered(NamedTuple):
+    known: KnownFeature
+    tenant: bytes
+    expires_at: float
+
+
 class KnownFeatures:
-    """An LRU cache of at most `max_bytes`; records expire `ttl_s` seconds after their last use."""
+    """An LRU cache of at most `max_bytes`, of which a tenant has a share; records expire `ttl_s` seconds after their
+    last use."""
 
     def __init__(
-        self, *, ttl_s: float = 3600.0, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        ttl_s: float = 3600.0,
+        max_bytes: int = MAX_BYTES,
+        tenant_share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._known: TTLCache[bytes, KnownFeature] = TTLCache(max_bytes, ttl_s, clock, _nbytes)
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._known: TenantLru[_Remembered] = TenantLru(max_bytes, tenant_share=tenant_share)
         #: The key of the client that has used a feature last, by hash.
         self._newest: LRUCache[str, bytes] = LRUCache(max(1, max_bytes // _RECORD_BYTES))
 
@@ -58,11 +73,10 @@ class KnownFeatures:
         key = _key(mm_hash, of)
         if source is not None and len(source.ref.url or "") > MAX_URL_CHARS:
             source = msgspec.structs.replace(source, ref=msgspec.structs.replace(source.ref, url=None))
-        if source is None and (known := self._known.get(key)) is not None:
+        if source is None and (known := self._find(key)) is not None:
             source = known.source
-        with suppress(ValueError):  # too large to be kept
-            self._known[key] = KnownFeature(source)
-            self._newest[mm_hash] = key
+        self._put(key, KnownFeature(source), tenant_of(of.owner))
+        self._newest[mm_hash] = key
 
     def find(self, ref: MediaRef) -> KnownFeature | None:
         """Return what is known of the feature that the client of `ref` names, None if it may not name it."""
@@ -74,9 +88,17 @@ class KnownFeatures:
         return None if key is None else self._find(key)
 
     def _find(self, key: bytes) -> KnownFeature | None:
-        if (known := self._known.get(key)) is not None:
-            self._known[key] = known  # expires later
-        return known
+        if (found := self._known.get(key)) is None:
+            return None
+        if found.expires_at <= self._clock():
+            self._known.pop(key)
+            return None
+        self._put(key, found.known, found.tenant)  # expires later
+        return found.known
+
+    def _put(self, key: bytes, known: KnownFeature, tenant: bytes) -> None:
+        remembered = _Remembered(known, tenant, self._clock() + self._ttl_s)
+        self._known.put(key, remembered, tenant=tenant, size=_nbytes(known))
 
 
 def _nbytes(known: KnownFeature) -> int:

@@ -8,7 +8,8 @@ Leases are kept in records of the arena's file, written before the answer that r
 the file over pins their entries before it evicts anything. Times are of the clock that all processes of the host share
 (`core.name_records.boot_time`).
 
-Each lease counts with its bytes, also if several have one entry. Uploads count from their beginning.
+Each lease counts as one, and with its bytes, also if several have one entry. Uploads count from their beginning. The
+leases of a store, and of a tenant, have a share of the arena's bytes and of its entries.
 """
 
 from __future__ import annotations
@@ -82,39 +83,54 @@ class _Leased(NamedTuple):
 
 
 class _Bounds:
-    """How many bytes leases and uploads have, and may have. `until_next` returns when the next lease ends, in s."""
+    """How many leases and uploads there are, with how many bytes, and may be, each by an owner of which a tenant has
+    `tenant_share`. `until_next` returns when the next lease ends, in s."""
 
-    def __init__(self, max_bytes: int, max_tenant_bytes: int, until_next: Callable[[], int | None]) -> None:
+    def __init__(
+        self, *, max_bytes: int, max_items: int, tenant_share: float, until_next: Callable[[], int | None]
+    ) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self.num_items = 0
-        self._max_tenant_bytes = max_tenant_bytes
+        self._num_items = 0
+        self._max_items = max_items
+        self._max_tenant_bytes = int(max_bytes * tenant_share)
+        self._max_tenant_items = int(max_items * tenant_share)
         self._until_next = until_next
         self._bytes_of: Counter[bytes] = Counter()
+        self._items_of: Counter[bytes] = Counter()
 
     def check(self, owner: _Owner, more_bytes: int, *, item_bytes: int) -> None:
-        """Raise MediaLeasesFull if `more_bytes` exceed the bounds, MediaTooLarge if the item always would."""
+        """Raise MediaLeasesFull if `more_bytes` exceed the bounds, or the items that are counted do; MediaTooLarge if
+        the item always would."""
         most = self._max_tenant_bytes if owner.is_tenant else self.max_bytes
         if item_bytes > most:
             message = f"the media have {item_bytes} bytes or more; what this server keeps of a client may have {most}"
             raise MediaTooLarge(message)
-        if owner.is_tenant and self._bytes_of[owner.digest] + more_bytes > most:
-            message = f"the media that are kept for this API key would have more than {most} bytes"
-            raise MediaLeasesFull(f"{message}: delete some (DELETE /medialane/v1/media/HASH)")
-        if self.num_bytes + more_bytes > self.max_bytes or self.num_items > MAX_LEASES:
+        if owner.is_tenant:
+            self._check_share(owner, more_bytes)
+        if self.num_bytes + more_bytes > self.max_bytes or self._num_items > self._max_items:
             message = "the memory for media that are kept for clients is full"
             raise MediaLeasesFull(message, retry_after_s=self._until_next())
+
+    def _check_share(self, owner: _Owner, more_bytes: int) -> None:
+        own, delete = "the media that are kept for this API key would", "delete some (DELETE /medialane/v1/media/HASH)"
+        if self._bytes_of[owner.digest] + more_bytes > self._max_tenant_bytes:
+            raise MediaLeasesFull(f"{own} have more than {self._max_tenant_bytes} bytes: {delete}")
+        if self._items_of[owner.digest] > self._max_tenant_items:
+            raise MediaLeasesFull(f"{own} be more than {self._max_tenant_items}: {delete}")
 
     def free_bytes(self, owner: _Owner) -> int:
         """Return how many more bytes an owner's media may have."""
         free = self.max_bytes - self.num_bytes
         return min(free, self._max_tenant_bytes - self._bytes_of[owner.digest]) if owner.is_tenant else free
 
-    def count(self, owner: _Owner, num_bytes: int) -> None:
+    def count(self, owner: _Owner, num_bytes: int, *, num_items: int = 0) -> None:
         self.num_bytes += num_bytes
-        self._bytes_of[owner.digest] += num_bytes
-        if not self._bytes_of[owner.digest]:
-            del self._bytes_of[owner.digest]
+        self._num_items += num_items
+        for counted, more in ((self._bytes_of, num_bytes), (self._items_of, num_items)):
+            counted[owner.digest] += more
+            if not counted[owner.digest]:
+                del counted[owner.digest]
 
 
 class Upload:
@@ -155,7 +171,12 @@ class MediaLeases:
         self._arena = arena
         self._max_ttl_s = config.media_lease_ttl_s
         max_bytes = int(arena.size_bytes * config.media_lease_share)
-        self._bounds = _Bounds(max_bytes, int(max_bytes * config.media_lease_tenant_share), self._until_next)
+        self._bounds = _Bounds(
+            max_bytes=max_bytes,
+            max_items=min(MAX_LEASES, int(arena.max_entries * config.media_lease_share)),
+            tenant_share=config.media_lease_tenant_share,
+            until_next=self._until_next,
+        )
         self._clock = clock
         self._records = records
         self._leased: dict[bytes, _Leased] = {}
@@ -178,13 +199,15 @@ class MediaLeases:
 
     @contextmanager
     def upload(self, owner: str) -> Iterator[Upload]:
-        """Count what an owner is sending, while the block lasts."""
-        upload = Upload(self._bounds, _Owner.of(owner))
-        self._bounds.num_items += 1
+        """Count what an owner is sending, while the block lasts. Raises MediaLeasesFull."""
+        own = _Owner.of(owner)
+        upload = Upload(self._bounds, own)
+        self._bounds.count(own, 0, num_items=1)
         try:
+            self._bounds.check(own, 0, item_bytes=0)
             yield upload
         finally:
-            self._bounds.num_items -= 1
+            self._bounds.count(own, 0, num_items=-1)
             upload.set(0)
 
     def add(
@@ -267,14 +290,12 @@ class MediaLeases:
         except (MediaLeasesFull, MediaTooLarge):
             entry.release()
             raise
-        self._bounds.count(record.owner, num_bytes)
-        self._bounds.num_items += 1
+        self._bounds.count(record.owner, num_bytes, num_items=1)
 
     def _end(self, name: bytes) -> None:
         self._records.erase(name)
         leased = self._leased.pop(name)
-        self._bounds.count(leased.record.owner, -leased.num_bytes)
-        self._bounds.num_items -= 1
+        self._bounds.count(leased.record.owner, -leased.num_bytes, num_items=-1)
         leased.entry.release()
 
     def _expire(self) -> None:

@@ -25,6 +25,7 @@ from medialane.core.errors import (
     from_report,
     to_report,
 )
+from medialane.core.hashing import owner_salt
 from medialane.core.media import EncodedMedia, MediaRef, MediaSize, Modality
 from medialane.core.media_lease import LeasedMedia, leased_hash, media_hash
 from medialane.core.modalities import MODALITIES
@@ -117,11 +118,11 @@ class MediaUploads:
         return found
 
     def _entry(self, owner: str, salt: str, media: str) -> Lease[EncodedMedia]:
-        """Return a lease on the bytes of this hash, if they were sent with this salt or without one. The caller owns
-        it. Raises UnknownMedia."""
+        """Return a lease on the bytes of this hash, if they were sent with this salt or without one (with that of their
+        owner alone). The caller owns it. Raises UnknownMedia."""
         entry = self._leases.entry(owner, media)
-        content = entry.value.content_hash
-        if media not in (media_hash(owner=owner, salt=own, content=content) for own in {"", salt}):
+        content, salts = entry.value.content_hash, {"", owner_salt(owner, ""), salt}
+        if media not in (media_hash(owner=owner, salt=own, content=content) for own in salts):
             entry.release()
             raise UnknownMedia(UNKNOWN)
         return entry

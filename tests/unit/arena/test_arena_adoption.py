@@ -5,10 +5,12 @@ import fcntl
 import os
 import random
 import shutil
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+import full_owner
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -256,12 +258,41 @@ def test_mapping_of_a_client_stays_valid_across_owners(arena, config, shm):
     later.close()
 
 
-def test_many_small_entries_make_an_arena_that_is_not_taken_over(arena, config):
-    for index in range(index_bytes(16 * PART) // SLOT_BYTES):  # the first one is not for an entry
-        write(arena, f"{index}", 10).release()
-    later = next_owner(arena, config)
-    assert not later.was_adopted
+def test_arena_full_of_tiny_entries_is_taken_over_after_kill_9(shm):
+    """Its owner goes on evicting for each new one, and is killed anywhere in that."""
+    size_bytes = 16 << 20
+    program = [sys.executable, str(Path(__file__).with_name("full_owner.py")), shm, str(size_bytes)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        num_entries, newest = map(int, process.stdout.readline().split())
+        process.kill()
+    assert num_entries == index_bytes(size_bytes) // SLOT_BYTES - 2
+    later = Arena.open(ArenaConfig(size_bytes=size_bytes, directory=shm), lineage=full_owner.LINEAGE)
+    assert later.was_adopted
+    settle(later)
+    assert num_entries - 1 <= later.stats().num_entries <= num_entries
+    kept = [n for n in range(newest - num_entries, newest + 1_000_000) if later.contains(str(n), "encoded")]
+    assert kept == list(range(kept[-1] - len(kept) + 1, kept[-1] + 1))
+    assert len(kept) >= num_entries - 1
+    full_owner.store(later, "next")
+    full_owner.store(later, "another")
+    assert later.stats().num_entries == num_entries
+    assert content(later, "another", "encoded") is not None
     later.close()
+
+
+def test_tiny_entries_that_are_held_leave_no_place(arena):
+    leases = []
+    with pytest.raises(ArenaFull):
+        leases.extend(write(arena, f"{index}", 10) for index in range(index_bytes(16 * PART) // SLOT_BYTES))
+    free_bytes = arena.stats().free_bytes
+    with pytest.raises(ArenaFull):
+        arena.reserve(10)
+    assert arena.stats().free_bytes == free_bytes
+    leases[0].release()
+    write(arena, "next", 10).release()
+    assert not arena.contains("0")
+    for lease in leases[1:]:
+        lease.release()
 
 
 def test_file_is_spared_while_a_client_or_its_keeper_lives(arena, config, shm, tmp_path):

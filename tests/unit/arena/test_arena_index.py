@@ -144,14 +144,15 @@ def test_no_few_flipped_bits_make_another_entry(data):
         assert is_harmless(damaged, expected), f"bits {bits}"
 
 
-def test_index_without_a_free_slot_is_not_used_by_the_next_owner():
-    data = bytearray(4 * SLOT_BYTES)
+def test_next_owner_finds_as_many_entries_as_there_may_be():
+    data = bytearray(5 * SLOT_BYTES)
     index = over(data)
-    for generation in (1, 2, 3):
+    for generation in range(1, index.max_entries + 1):
         index.use_generation(generation)
+        index.put(entry(generation, State.WRITING))
         index.put(entry(generation))
-    assert len(load(data)[2]) == 3
-    index.use_generation(4)
-    index.put(entry(4))
-    with pytest.raises(ValueError, match="more entries"):
-        load(data)
+    assert [each.state for each in load(data)[2]] == [State.PUBLISHED] * 3
+
+
+def test_index_of_a_large_arena_is_bounded():
+    assert index_module.index_bytes(1 << 40) == index_module.MAX_SLOTS * SLOT_BYTES

@@ -2,9 +2,10 @@
 
 import pytest
 
-from medialane.core.errors import PreparersBusy
+from medialane.core.errors import ConcurrencyLimitExceeded, PreparersBusy
 from medialane.gateway import RequestScope
-from medialane.gateway.admission import Admission
+from medialane.gateway.admission import Admission, SharedCounts, Tenant
+from medialane.gateway.admission.keys_file import TenantLimits
 
 
 def test_request_over_the_limit_is_rejected_until_the_scope_of_another_is_closed():
@@ -21,6 +22,31 @@ def test_request_over_the_limit_is_rejected_until_the_scope_of_another_is_closed
     second.close()
     third.close()
     assert admission.num_in_flight == 0
+
+
+def test_tenant_has_a_share_of_the_requests_and_others_go_on():
+    admission = Admission(4, tenant_share=0.5)
+
+    def scope(name):
+        made = RequestScope()
+        made.tenant = None if not name else Tenant(TenantLimits(name, "0" * 64), SharedCounts(), float)
+        return made
+
+    first, second = scope("ann"), scope("ann")
+    admission.admit(first)
+    admission.admit(second)
+    with pytest.raises(ConcurrencyLimitExceeded, match="its share") as refused:
+        admission.admit(scope("ann"))
+    assert refused.value.retry_after_s
+    others = [scope("ben"), scope("")]
+    for other in others:
+        admission.admit(other)
+    with pytest.raises(PreparersBusy):
+        admission.admit(scope("ben"))
+    first.close()
+    admission.admit(first := scope("ann"))
+    for each in (first, second, *others):
+        each.close()
 
 
 def test_refused_requests_are_sent_away_until_others_are_expected_to_have_ended():

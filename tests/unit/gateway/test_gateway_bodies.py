@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow
+from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
 from medialane.core.loop_fairness import SMALL_BYTES, LoopFairness
 from medialane.gateway import GatewayConfig
 from medialane.gateway.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge
@@ -201,3 +201,19 @@ async def test_waiting_for_a_disconnect_has_no_timeout():
     incoming = BoundedReceive(receive, 100, BudgetCharge(BodyMemory(100)), GatewayConfig(body_timeout_s=0.05))
     await incoming()
     assert (await incoming())["type"] == "http.disconnect"
+
+
+def test_tenant_has_a_share_of_the_memory_and_others_go_on():
+    memory = BodyMemory(100, max_tenant_bytes=60)
+    first, second, other = BudgetCharge(memory, "ann"), BudgetCharge(memory, "ann"), BudgetCharge(memory, "ben")
+    first.set(40)
+    second.set(20)
+    with pytest.raises(ConcurrencyLimitExceeded, match="its share") as refused:
+        second.set(21)
+    assert refused.value.retry_after_s
+    other.set(40)
+    first.release()
+    second.set(60)
+    second.release()
+    other.release()
+    assert memory.num_bytes == 0

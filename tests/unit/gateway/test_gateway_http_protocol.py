@@ -249,6 +249,40 @@ async def test_response_may_take_longer_than_the_header_timeout():
         assert (await status_and_body(reader))[0] == 200
 
 
+class EndlessApp(App):
+    """Sends until its client is gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = asyncio.Event()
+
+    async def __call__(self, scope, receive, send):
+        await receive()
+        gone = asyncio.create_task(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": bytes(1 << 18), "more_body": True})
+        self.ended.set()
+
+
+async def test_client_that_reads_nothing_is_disconnected():
+    async with serving(EndlessApp(), body_timeout_s=0.3) as (port, app), connection(port) as (_, writer):
+        writer.write(REQUEST)
+        async with asyncio.timeout(5):
+            await app.ended.wait()
+        assert not app.server.server_state.connections
+
+
+async def test_client_that_reads_on_is_not_disconnected():
+    async with serving(EndlessApp(), body_timeout_s=0.3) as (port, app), connection(port) as (reader, writer):
+        writer.write(REQUEST)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.8):
+                while await reader.read(1 << 20):
+                    pass
+        assert not app.ended.is_set()
+
+
 async def test_remaining_body_is_not_read_forever():
     async with serving(header_timeout_s=0.3) as (port, _), connection(port) as (reader, writer):
         writer.write(b"GET /unread HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")

@@ -26,6 +26,7 @@ from medialane.core.errors import (
     TooManyMediaItems,
     UnsupportedMediaType,
 )
+from medialane.gateway import RequestScope
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake import Intake
 from medialane.gateway.intake import extract as extract_with
@@ -416,7 +417,9 @@ def test_salt_is_required_with_media_only(body):
 
 def test_alias_has_its_owner():
     body = json.dumps(chat(image(HTTP) | {"uuid": "u"}, image(HTTP))).encode()
-    named, unnamed = extract(body, CONFIG, owner="the client").refs
+    scope = RequestScope()
+    scope.client = "the client"
+    named, unnamed = map(scope.owned, extract(body, CONFIG).refs)
     assert (named.alias.owner, unnamed.alias) == ("the client", None)
 
 

@@ -13,8 +13,17 @@ from medialane.core.errors import LimitExceeded, StartupFailed
 from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, ScopeMiddleware, current_scope
 from medialane.gateway.admission import SharedCounts, Tenants
 from medialane.observability.metrics import Metrics
+from waiting import eventually
 
-ROUTES = {"/v1/chat/completions", "/v1/models", "/v1/messages", "/health", "/metrics", "/sleep"}
+ROUTES = {
+    "/medialane/v1/features/{mm_hash}",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/messages",
+    "/health",
+    "/metrics",
+    "/sleep",
+}
 
 
 def sha256(key):
@@ -330,3 +339,18 @@ def test_names_that_hash_to_one_row_are_counted_apart():
     assert [counts.total(name) for name in names] == list(range(600))
     counts.assign(names[::2])
     assert [counts.total(name) for name in names[::2]] == list(range(0, 600, 2))
+
+
+async def test_reader_of_a_feature_counts_among_the_requests_of_its_tenant(keys_file):
+    """It holds the arena as long as it reads; other requests without a body hold nothing."""
+    door = Door(keys_file(line("ann", concurrency=1), line("ben", concurrency=1)))
+    path = "/medialane/v1/features/{mm_hash}"
+    door.may_answer.clear()
+    reading = asyncio.create_task(door.ask("key of ann", path, "GET"))
+    await eventually(lambda: len(door.tenants) == 1)
+    status, _, error = await door.ask("key of ann", path, "GET")
+    assert (status, error["error"]["code"]) == (429, "concurrency_limit_exceeded")
+    door.may_answer.set()
+    assert (await door.ask("key of ben", path, "GET"))[0] == 200
+    assert (await door.ask("key of ann", "/v1/models", "GET"))[0] == 200
+    assert (await reading)[0] == 200

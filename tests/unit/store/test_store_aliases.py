@@ -7,6 +7,7 @@ import pytest
 from kept_names import KeptNames
 from medialane.core.errors import UuidConflict
 from medialane.core.media import Alias
+from medialane.core.media_lease import TENANT
 from medialane.store.aliases import Aliases, AliasTarget
 
 
@@ -145,3 +146,19 @@ def test_records_contain_no_name_and_no_tenant(clock):
     ((key, payload),) = kept.items()
     assert len(key) == 32
     assert not any(secret in key + payload for secret in (b"tenant", b"uuid", b"client"))
+
+
+def test_tenant_at_its_share_replaces_its_own_names_also_with_the_next_store(clock):
+    kept = KeptNames()
+    aliases = Aliases(max_aliases=8, ttl_s=10, tenant_share=0.5, clock=clock, records=kept)
+    aliases.bind("", alias("theirs", owner=TENANT + "ben"), "content")
+    aliases.bind("", alias("no tenant's"), "content")
+    for number in range(20):
+        aliases.bind("", alias(str(number), owner=TENANT + "ann"), "content")
+    later = Aliases(max_aliases=8, ttl_s=10, tenant_share=0.5, clock=clock, records=kept)
+    later.bind("", alias("20", owner=TENANT + "ann"), "content")
+    for each, known in ((aliases, range(16, 20)), (later, range(17, 21))):
+        assert len(each) == 6
+        assert all(each.find("", alias(str(number), owner=TENANT + "ann")) for number in known)
+        assert each.find("", alias("theirs", owner=TENANT + "ben"))
+        assert each.find("", alias("no tenant's"))

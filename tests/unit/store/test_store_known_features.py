@@ -106,3 +106,13 @@ def test_records_expire_after_their_last_use_and_are_bounded():
     now[0] = 18.0
     assert known.find(named(f"{1:064}")) is not None
     assert known.find(named(f"{2:064}")) is None
+
+
+def test_tenant_at_its_share_replaces_its_own_features_only():
+    known = KnownFeatures(max_bytes=6000, tenant_share=0.5)
+    known.remember("0", named("0", owner="tenant:ben"))
+    for number in range(1, 50):
+        known.remember(f"{number}", named(f"{number}", owner="tenant:ann"))
+    assert known.find(named("0", owner="tenant:ben")) is not None
+    found = [known.find(named(f"{number}", owner="tenant:ann")) is not None for number in range(1, 50)]
+    assert found == [False] * 44 + [True] * 5

@@ -302,6 +302,35 @@ async def test_leases_are_bounded_in_total_and_for_each_tenant(world):
     assert world.leases.stats.num_leases == 5
 
 
+async def test_tiny_leases_of_a_tenant_leave_others_their_share(make_world, monkeypatch):
+    monkeypatch.setattr("medialane.store.media_leases.MAX_LEASES", 8)
+    world = await make_world()
+    client = await world.client()
+    leased = [await put(client, png(seed)) for seed in range(4)]
+    with pytest.raises(MediaLeasesFull, match="API key would be more than 4"):
+        await put(client, b"never sent")
+    for seed in range(4, 8):
+        await put(client, png(seed), OTHER)
+    await ask(client, "end", leased[0].hash)
+    await put(client, png(9))
+    assert world.leases.stats.num_leases == 8
+    await world.replace_store()
+    await client.link.ready()
+    assert world.leases.stats.num_leases == 8
+    with pytest.raises(MediaLeasesFull, match="API key"):
+        await put(client, b"never sent")
+
+
+async def test_tiny_leases_leave_entries_of_the_arena_to_others(make_world):
+    """However small they are, and whoever has them."""
+    world = await make_world(media_lease_share=4.5 / 1086)
+    client = await world.client()
+    for seed in range(4):
+        await put(client, png(seed), "of no tenant")
+    with pytest.raises(MediaLeasesFull, match="is full"):
+        await put(client, png(4), "of no tenant")
+
+
 async def test_media_of_unknown_length_are_bounded(make_world):
     world = await make_world(media_lease_share=0.1)
     with pytest.raises(MediaTooLarge):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
-from medialane.core.errors import PreparersBusy
+from medialane.core.errors import ConcurrencyLimitExceeded, PreparersBusy
 from medialane.core.retry_after import Places
 from medialane.gateway.scope import RequestScope
 
 
 class Admission:
-    """The admitted requests, at most `limit`. One event loop."""
+    """The admitted requests, at most `limit`, of which one tenant has a share. One event loop."""
 
-    def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: int, *, tenant_share: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
+        self._tenant_share = tenant_share
         self._admitted: set[RequestScope] = set()
+        self._of_tenant: Counter[str] = Counter()
         self._places = Places(clock=clock)
 
     @property
@@ -24,16 +27,24 @@ class Admission:
 
     def admit(self, scope: RequestScope) -> None:
         """Admit a request until its scope ends; again for the same one has no effect. Raises PreparersBusy if there is
-        no free slot."""
+        no free slot, ConcurrencyLimitExceeded if its tenant has all that it may have."""
         if scope in self._admitted:
             return
+        tenant = "" if scope.tenant is None else scope.tenant.name
+        if tenant and self._of_tenant[tenant] >= (most := max(1, int(self.limit * self._tenant_share))):
+            message = f"this API key has {most} requests with media in flight, its share of what the server accepts"
+            raise ConcurrencyLimitExceeded(message, retry_after_s=self._places.promise())
         if len(self._admitted) >= self.limit:
             message = "too many concurrent requests with media"
             raise PreparersBusy(message, retry_after_s=self._places.promise())
         self._admitted.add(scope)
+        self._of_tenant[tenant] += 1
         self._places.take(scope)
-        scope.defer(lambda: self._end(scope))
+        scope.defer(lambda: self._end(scope, tenant))
 
-    def _end(self, scope: RequestScope) -> None:
+    def _end(self, scope: RequestScope, tenant: str) -> None:
         self._admitted.discard(scope)
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
         self._places.free(scope)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import chain
 
 import msgspec
-from msgspec.structs import replace
 
 from medialane.core.errors import InvalidMediaUrl, InvalidRequest, TooManyMediaItems
 from medialane.core.media import MediaRef
@@ -69,12 +68,11 @@ def extract(
     *,
     references: References,
     size: int | None = None,
-    owner: str = "",
 ) -> Intake:
     """Extract the media of a request body (chat completions, batches of them, responses, Anthropic's messages), and
     write `references` instead.
 
-    The body is the first `size` bytes of `body`, by default all of them. `owner` is that of its media (`core.media`).
+    The body is the first `size` bytes of `body`, by default all of them.
 
     Raises TooManyMediaItems, InvalidMediaUrl (a URL in our own scheme), InvalidDataUrl, InvalidBase64, MediaTooLarge,
     EmptyMedia, InvalidEmbeds, InvalidRequest (an option of an item, the member `medialane`, or no `cache_salt` although
@@ -113,7 +111,6 @@ def extract(
     if features is not None:
         edits.append(features.edit(skeleton, references, len(refs)))
         refs += [item.extract(skeleton, salt=cache_salt or "", config=config) for item in features.in_order]
-    refs = [_owned(ref, owner) for ref in refs]
     if refs:
         check_salt(cache_salt, limits)
     if not scan.is_strict:
@@ -130,10 +127,6 @@ def extract(
         model=model,
         stream=bytes(parsed.stream) == b"true",
     )
-
-
-def _owned(ref: MediaRef, owner: str) -> MediaRef:
-    return replace(ref, owner=owner, alias=None if ref.alias is None else replace(ref.alias, owner=owner))
 
 
 def _check_num_items(by_prompt: list[list[Place]], config: MediaConfig) -> None:

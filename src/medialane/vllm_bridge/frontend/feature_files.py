@@ -59,7 +59,7 @@ def install(app: Any, backend: RequestBackend, fairness: LoopFairness, making: M
             texts = {name: value if isinstance(value, str) else _json(value) for name, value in metadata.items()}
             parts = safetensors_of(found, tensors, texts) if form == "safetensors" else _msgpack(found, tensors)
             headers = {"content-type": _MEDIA_TYPES[form], FEATURE_HEADER.decode(): _json(texts).encode()}
-            return _Pieces(parts, headers, fairness)
+            return _Pieces(parts, headers, fairness, backend)
 
     parameters = [
         {"name": "format", "in": "query", "schema": {"enum": list(_MEDIA_TYPES), "default": "safetensors"}},
@@ -78,22 +78,27 @@ def install(app: Any, backend: RequestBackend, fairness: LoopFairness, making: M
 
 
 class _Pieces(Response):
-    """Sends buffers, a piece in each iteration of the event loop."""
+    """Sends buffers, a piece in each iteration of the event loop, to a client that reads them in time."""
 
-    def __init__(self, parts: Sequence[Buffer], headers: Mapping[str, bytes], fairness: LoopFairness) -> None:
+    def __init__(
+        self, parts: Sequence[Buffer], headers: Mapping[str, bytes], fairness: LoopFairness, backend: RequestBackend
+    ) -> None:
+        self._backend = backend
         self._parts = parts
+        self._num_bytes = sum(map(len, parts))
         self._fairness = fairness
         self.status_code, self.background = 200, None
         self.raw_headers = [(name.encode(), value) for name, value in headers.items()]
-        self.raw_headers.append((b"content-length", b"%d" % sum(map(len, parts))))
+        self.raw_headers.append((b"content-length", b"%d" % self._num_bytes))
 
     async def __call__(self, _scope: Any, _receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for piece in cut(self._parts):
-            async with self._fairness.step(len(piece)):
-                body = bytes(piece)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        async with self._backend.sending(self._num_bytes):
+            for piece in cut(self._parts):
+                async with self._fairness.step(len(piece)):
+                    body = bytes(piece)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def safetensors_of(feature: Feature, tensors: Sequence[memoryview], metadata: Mapping[str, str]) -> list[Buffer]:

@@ -203,11 +203,13 @@ class RenderAnswer:
         for text in marked:
             parts += [self._parts[int(text[:_NUMBER_DIGITS])], text[_NUMBER_DIGITS:]]
         start, self._start = self._start, None
+        num_bytes = sum(map(_sent_bytes, parts))
         if start is not None:
-            await self._send(self._started(start, None if more_body else sum(map(_sent_bytes, parts))))
-        async for piece in self._joined(parts):
-            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b"", "more_body": more_body})
+            await self._send(self._started(start, None if more_body else num_bytes))
+        async with self._backend.sending(num_bytes):
+            async for piece in self._joined(parts):
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            await self._send({"type": "http.response.body", "body": b"", "more_body": more_body})
 
     def _started(self, start: Message, length: int | None) -> Message:
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import numpy as np
@@ -67,6 +68,11 @@ class RequestBackend(Protocol):
     def tensors(self, feature: Feature) -> list[memoryview]:
         """Return the bytes of the large tensors of a feature of `prepare`, read-only: in the arena, valid until the
         current request ends. Raises MedialaneError if the arena is lost."""
+        ...
+
+    def sending(self, num_bytes: int) -> AbstractAsyncContextManager[None]:
+        """Send tensors of the arena in the block, this many bytes, as long as the client may take to read them: then it
+        raises ClientDisconnected, and what is read no longer is released."""
         ...
 
     async def refer(self, prepared: PreparedPrompt) -> list[str]:
