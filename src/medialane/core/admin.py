@@ -77,9 +77,17 @@ class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AddLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`lora` is a LoRA request in the engine's encoding, as in `EngineRequest`."""
+    """`lora` is a LoRA request in the engine's encoding, of which the files are loaded as they are now. The result is
+    their version: requests name it (`EngineRequest.adapter`)."""
 
     lora: bytes
+
+
+class UnloadLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Unloads all versions of the adapter `name` but `keep`: those in use once their requests have ended."""
+
+    name: str
+    keep: str = ""
 
 
 AdminCall = (
@@ -96,10 +104,11 @@ AdminCall = (
     | StartProfile
     | StopProfile
     | AddLora
+    | UnloadLora
 )
 
-#: The result of a call: a boolean for calls that return one, else None.
-AdminResult = bool | None
+#: The result of a call: a boolean or a text for calls that return one, else None.
+AdminResult = bool | str | None
 
 
 def changes_encoder(call: AdminCall) -> TypeGuard[ResetEncoderCache | Sleep]:
