@@ -166,7 +166,8 @@ PUBLIC = {
     "vllm.engine.protocol": {"EngineClient"},
     "vllm.exceptions": {
         "GenerationError", "GracefulHTTPError", "LoRAAdapterNotFoundError", "MaxQueuedTokensError",
-        "QueueOverflowError", "VLLMClientError", "VLLMError", "VLLMServerError", "VLLMUnprocessableEntityError", "VLLMValidationError",
+        "QueueOverflowError", "VLLMClientError", "VLLMError", "VLLMServerError", "VLLMUnprocessableEntityError",
+        "VLLMValidationError",
     },
     "vllm.inputs": {
         "build_enc_dec_input", "mm_enc_dec_input", "mm_input", "split_enc_dec_input", "tokens_input",

@@ -2,10 +2,10 @@
 
 The files at an adapter's path may be replaced at any time (trainers do), while vLLM's engine knows an adapter by its
 id, its caches know it by its name, and the engine reads the files again whenever it needs an adapter that it has
-evicted (by default it keeps one). So an adapter is identified by its content: a *version* is the digest of the files that vLLM
-reads, it is part of the engine's name of the adapter (`NAME@VERSION`), and with that of its id, of block hashes, KV
-events and keys of the encoder cache. The engine reads a private copy of the files, which exists for as long as a
-request may need it.
+evicted (by default it keeps one). So an adapter is identified by its content: a *version* is the digest of the files
+that vLLM reads, it is part of the engine's name of the adapter (`NAME@VERSION`), and with that of its id, of block
+hashes, KV events and keys of the encoder cache. The engine reads a private copy of the files, which exists for as long
+as a request may need it.
 
 Requests name the version that their gateway has loaded. A worker without it (it was started later) reads the path
 again, and refuses the request if other files are there now.
