@@ -22,6 +22,12 @@ def write_adapter(folder: Path, seed: int) -> str:
             tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, 128, generator=generator)
             tensors[f"{name}.lora_B.weight"] = torch.randn(size, RANK, generator=generator) / 8
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
+    config = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "target_modules": ["q_proj", "o_proj"],
+        "bias": "none",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return str(folder)

@@ -6,7 +6,7 @@ explicitly, so a peer cannot call an arbitrary method by name.
 
 from __future__ import annotations
 
-from typing import Literal, TypeGuard
+from typing import Annotated, Literal, TypeGuard
 
 import msgspec
 
@@ -107,8 +107,8 @@ AdminCall = (
     | UnloadLora
 )
 
-#: The result of a call: a boolean or a text for calls that return one, else None.
-AdminResult = bool | str | None
+#: The result of a call: a boolean, or the version of an adapter, for calls that return one, else None.
+AdminResult = bool | Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")] | None
 
 
 def changes_encoder(call: AdminCall) -> TypeGuard[ResetEncoderCache | Sleep]:

@@ -5,27 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from medialane.core.admin import AddLora, AdminCall, AdminResult, UnloadLora
+from medialane.core.admin import AddLora, UnloadLora
 from medialane.core.errors import AdminCallIncomplete, GenerationFailed, MedialaneError, NotFound
 from medialane.vllm_bridge.engine.adapters import versioned
+from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 
 logger = logging.getLogger(__name__)
 
 
 class AdapterVersions:
     """Has workers load and unload adapters. They read the files, which may be on their hosts only, and return the
-    version; `administer` makes all connected ones execute a call. A worker that was not connected loads the version
+    version. A worker that was not connected loads the version
     with the first request that names it."""
 
-    def __init__(
-        self, administer: Callable[[AdminCall], Awaitable[list[AdminResult]]], encode: Callable[[Any], bytes]
-    ) -> None:
-        self._administer = administer
+    def __init__(self, backend: RequestBackend, encode: Callable[[Any], bytes]) -> None:
+        self._backend = backend
         self._encode = encode
         #: By name; None for adapters of the command line until their first request: no worker is ready before.
         self._versions: dict[str, str | None] = {}
@@ -44,7 +43,7 @@ class AdapterVersions:
     async def unload(self, name: str) -> None:
         """Raises MedialaneError: it is still loaded then."""
         async with self._changing[name]:
-            await self._administer(UnloadLora(name))
+            await self._backend.administer(UnloadLora(name))
             self._versions.pop(name, None)
 
     async def of(self, lora: LoRARequest) -> LoRARequest:
@@ -70,7 +69,7 @@ class AdapterVersions:
     async def _load(self, lora: LoRARequest) -> None:
         name, previous = lora.lora_name, self._versions.get(lora.lora_name)
         try:
-            versions = {str(version) for version in await self._administer(AddLora(self._encode(lora)))}
+            versions = {str(version) for version in await self._backend.administer(AddLora(self._encode(lora)))}
             if len(versions) != 1:
                 raise AdminCallIncomplete(
                     f"the workers have read different files of the LoRA adapter {name!r} at {lora.lora_path}: "
@@ -86,6 +85,6 @@ class AdapterVersions:
     async def _keep(self, name: str, version: str) -> None:
         """Unload the other versions. Where that fails, they only use memory."""
         try:
-            await self._administer(UnloadLora(name, version))
+            await self._backend.administer(UnloadLora(name, version))
         except MedialaneError as error:
             logger.warning("other versions of the LoRA adapter %r are not unloaded: %s", name, error.message)

@@ -67,7 +67,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         self._backend = backend
         self._tasks = tasks
         self._encoder = MsgpackEncoder()
-        self.adapters = AdapterVersions(backend.administer, self._encode)
+        self.adapters = AdapterVersions(backend, self._encode)
         self._continuations = Continuations(vllm_config, renderer, self._encode)
         #: vLLM's app handles all prompts of a request in one iteration of the event loop, unless it waits here.
         self._pieces = FewPerIteration()
