@@ -136,6 +136,7 @@ def build_engine(
             show_vllm_lines(config.logging_config.log_level)
             check_prefix_cache(config)
             unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory, role=role)
+            embeddings = EngineEmbeddings(config, wanted=encode_cache, reason=unfit, role=role)
             enter_phase("starting the engine")
             llm = AsyncLLM.from_vllm_config(
                 config,
@@ -154,7 +155,7 @@ def build_engine(
         recorder,
         events,
         folder,
-        embeddings=EngineEmbeddings(config, wanted=encode_cache, reason=unfit, role=role),
+        embeddings=embeddings,
         arena_directory=arena_directory,
         release_timeout_s=release_timeout_s,
     )
