@@ -84,7 +84,7 @@ async def test_running_answers_end_with_the_weights_that_they_began_with(engine,
     first = await engine.load(write_adapter(tmp_path / "a", 3))
     old, _ = await engine.answer(first, max_tokens=200)
     running = asyncio.create_task(engine.answer(first, max_tokens=200))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # time: the answer has begun, and takes seconds
     second = await engine.load(write_adapter(tmp_path / "a", 4))
     await engine.engine.administer(UnloadLora("sql", second.lora_name.partition("@")[2]))
     (new, _), (ended, _) = await asyncio.gather(engine.answer(second, max_tokens=200), running)
