@@ -137,6 +137,19 @@ async def test_unloading_waits_for_the_requests_that_use_the_adapter(adapters, e
     await adapters.unload("sql")  # idempotent
 
 
+async def test_request_keeps_its_answer_if_the_engine_fails_to_unload_behind_it(engine, sql, tmp_path):
+    async def fail(_number):
+        raise GenerationFailed("the engine failed a call of remove_lora")
+
+    adapters = Adapters(tmp_path, load=engine.load, remove=fail)
+    lora = versioned(sql, await adapters.add(sql))
+    async with adapters.using(lora):
+        await adapters.unload("sql")
+    await adapters.add(sql)
+    with pytest.raises(GenerationFailed):
+        await adapters.unload("sql")
+
+
 async def test_unloading_keeps_other_adapters_and_the_version_that_replaced_it(adapters, engine, sql, tmp_path):
     other = LoRARequest("other", 1, write(tmp_path / "other", "other"))
     await adapters.add(other)

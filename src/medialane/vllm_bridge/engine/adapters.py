@@ -29,7 +29,7 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 
-from medialane.core.errors import AdapterChanged, GenerationFailed
+from medialane.core.errors import AdapterChanged, GenerationFailed, MedialaneError
 from medialane.core.hashing import content_hash
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,10 @@ class Adapters:
         finally:
             adapter.num_requests -= 1
             if adapter.is_unloaded and not adapter.num_requests:
-                await self._drop_unused()
+                try:
+                    await self._drop_unused()
+                except MedialaneError as error:  # the request has its answer, and `ping` finds an engine that is lost
+                    logger.warning("the engine has not unloaded %s: %s", adapter.lora.lora_name, error.message)
 
     def _known(self, lora: LoRARequest, *, exact: bool) -> _Adapter | None:
         named = self._loaded.get(lora.lora_name)
