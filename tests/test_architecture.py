@@ -165,14 +165,16 @@ PUBLIC = {
     "vllm.engine.arg_utils": {"AsyncEngineArgs"},
     "vllm.engine.protocol": {"EngineClient"},
     "vllm.exceptions": {
-        "GenerationError", "GracefulHTTPError", "MaxQueuedTokensError", "QueueOverflowError", "VLLMClientError",
-        "VLLMError", "VLLMServerError", "VLLMUnprocessableEntityError", "VLLMValidationError",
+        "GenerationError", "GracefulHTTPError", "LoRAAdapterNotFoundError", "MaxQueuedTokensError",
+        "QueueOverflowError", "VLLMClientError", "VLLMError", "VLLMServerError", "VLLMUnprocessableEntityError",
+        "VLLMValidationError",
     },
     "vllm.inputs": {
         "build_enc_dec_input", "mm_enc_dec_input", "mm_input", "split_enc_dec_input", "tokens_input",
     },
     "vllm.logprobs": {"Logprob"},
     "vllm.lora.request": {"LoRARequest"},
+    "vllm.lora.utils": {"get_adapter_absolute_path"},
     "vllm.multimodal": {"MULTIMODAL_REGISTRY"},
     "vllm.multimodal.inputs": {
         "BaseMultiModalField", "MultiModalBatchedField", "MultiModalFieldElem", "MultiModalFlatField",

@@ -160,16 +160,30 @@ def test_calls_with_which_weights_are_changed(call, expected):
     assert changes_encoder(call) == expected
 
 
+async def measured(*_, **__):
+    return [[{"widths": {"image": 8}, "dtypes": {"image": "float32"}, "faults": {}}]]
+
+
+async def test_encoder_whose_weights_are_replaced_while_it_is_loaded_is_unknown(monkeypatch):
+    """Otherwise old embeddings would have the digest of the new weights."""
+    monkeypatch.setattr(engine_embeddings, "encoder_card", lambda *_: EncoderCard("d" * 64, "float32", {"image": 8}))
+    monkeypatch.setattr(engine_embeddings, "weights_version", lambda _: "old")
+    engines = [EngineEmbeddings(None, wanted=wanted, reason="") for wanted in ("auto", "on")]
+    monkeypatch.setattr(engine_embeddings, "weights_version", lambda _: "new")
+    await engines[0].learn(measured)
+    assert engines[0].card is None
+    assert "weights have changed" in engines[0].reason
+    with pytest.raises(StartupFailed, match="weights have changed"):
+        await engines[1].learn(measured)
+
+
 async def test_encoders_that_get_the_same_call_last_have_equal_digests_and_new_ones():
-    engines = [EngineEmbeddings(None, wanted="auto", reason="") for _ in range(2)]
-
-    async def ask(*_, **__):
-        return [[{"widths": {"image": 8}, "dtypes": {"image": "float32"}, "faults": {}}]]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_embeddings, "encoder_card", lambda *_: EncoderCard("d" * 64, "float32", {"image": 8}))
+        patch.setattr(engine_embeddings, "weights_version", lambda _: "version")
+        engines = [EngineEmbeddings(None, wanted="auto", reason="") for _ in range(2)]
         for engine in engines:
-            await engine.learn(ask)
+            await engine.learn(measured)
     first, second = engines
     first.renew("of a call that only one of them got")
     assert first.card.digest != second.card.digest

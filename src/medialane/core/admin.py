@@ -6,7 +6,7 @@ explicitly, so a peer cannot call an arbitrary method by name.
 
 from __future__ import annotations
 
-from typing import Literal, TypeGuard
+from typing import Annotated, Literal, TypeGuard
 
 import msgspec
 
@@ -77,9 +77,17 @@ class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AddLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`lora` is a LoRA request in the engine's encoding, as in `EngineRequest`."""
+    """`lora` is a LoRA request in the engine's encoding, of which the files are loaded as they are now. The result is
+    their version: requests name it (`EngineRequest.adapter`)."""
 
     lora: bytes
+
+
+class UnloadLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Unloads all versions of the adapter `name` but `keep`: those in use once their requests have ended."""
+
+    name: str
+    keep: str = ""
 
 
 AdminCall = (
@@ -96,10 +104,11 @@ AdminCall = (
     | StartProfile
     | StopProfile
     | AddLora
+    | UnloadLora
 )
 
-#: The result of a call: a boolean for calls that return one, else None.
-AdminResult = bool | None
+#: The result of a call: a boolean, or the version of an adapter, for calls that return one, else None.
+AdminResult = bool | Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")] | None
 
 
 def changes_encoder(call: AdminCall) -> TypeGuard[ResetEncoderCache | Sleep]:

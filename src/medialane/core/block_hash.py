@@ -43,8 +43,8 @@ def prompt_block_ids(
     their blocks.
 
     `token_ids` are expanded (with every placeholder token). Pass a uint32 array to avoid the conversion of a list,
-    which costs more than the hash. `lora` is the adapter's name; an empty `lora` or `cache_salt` is the same as None.
-    Raises OverflowError for a token id outside [0, 2^32).
+    which costs more than the hash. `lora` is the engine's name of the adapter; an empty `lora` or `cache_salt` is the
+    same as None. Raises OverflowError for a token id outside [0, 2^32).
     """
     ids = token_sums(token_array(token_ids), _coefficients(block_size))
     if media:

@@ -138,6 +138,7 @@ class ModelUnavailable(Unavailable, code="model_unavailable"): ...  # its gatewa
 class WorkerLost(Unavailable, code="worker_lost"): ...
 class GatewayDraining(Unavailable, code="gateway_draining"): ...  # the answer has not ended within --drain-timeout
 class WorkerBusy(Unavailable, code="worker_busy"): ...  # its engine's queue is full: another worker may have room
+class AdapterChanged(Unavailable, code="adapter_changed"): ...  # its files, since it was loaded: load it again
 class AlreadyJoined(Unavailable, code="already_joined"): ...  # a worker that is connected through another address
 
 class AdminCallIncomplete(Unavailable, code="admin_call_incomplete"):

@@ -89,10 +89,11 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     `is_pooling`, they are pooling parameters, and the output is one tensor. If not `reads_prefix_cache`, the engine
     computes all tokens of the prompt, whatever it has cached.
 
-    `lora` is a LoRA request in the engine's encoding, `lora_name` the adapter's name in it; `reasoning` are the
-    reasoning parser's arguments. Outputs are deltas, or a single final one; if `cumulative`, each has everything so
-    far. If `has_passed_holds`, the store tells the worker that it holds entries that the prompt refers to. With a
-    `place`, the worker refuses it (WorkerQueued) if other gateways' requests have made its queue longer than that.
+    `lora` is a LoRA request in the engine's encoding, `lora_name` the adapter's name as clients know it, `adapter` its
+    name with its version, as in the engine's KV events; `reasoning` are the reasoning parser's arguments. Outputs are
+    deltas, or a single final one; if `cumulative`, each has everything so far. If `has_passed_holds`, the store tells
+    the worker that it holds entries that the prompt refers to. With a `place`, the worker refuses it (WorkerQueued) if
+    other gateways' requests have made its queue longer than that.
 
     `generated` are the tokens that the answer has had at an earlier worker: they follow the prompt once that is
     rendered and validated, since a placeholder's id among them is no item, and the output begins behind them.
@@ -105,6 +106,7 @@ class EngineRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str | None = None
     lora: bytes | None = None
     lora_name: str | None = None
+    adapter: str | None = None
     priority: int = 0
     data_parallel_rank: int | None = None
     session_id: str | None = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from medialane.core.admin import AddLora, AdminCall, AdminResult, changes_encoder, concerns_encoders
+from medialane.core.admin import AddLora, AdminCall, AdminResult, UnloadLora, changes_encoder, concerns_encoders
 from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady
 from medialane.core.tasks import gather_or_cancel
 from medialane.gateway.worker_link.link import WorkerLink
@@ -41,9 +41,10 @@ async def administer(workers: WorkerPool, call: AdminCall, *, timeout_s: float) 
 
 
 def _links(workers: WorkerPool, call: AdminCall) -> Sequence[WorkerLink]:
-    """Return all workers; for AddLora, the connected ones: others load it with the first request that names it."""
+    """Return all workers; for adapters, the connected ones: others have none, and load one with the first request that
+    names it."""
     links = workers.of_role("worker")
-    if isinstance(call, AddLora):
+    if isinstance(call, AddLora | UnloadLora):
         links = [link for link in links if link.client is not None]
     if not links:
         raise NoWorkerReady("no worker is ready", retry_after_s=5)

@@ -18,6 +18,7 @@ import msgspec
 
 from medialane.core.continuation import Continuable
 from medialane.core.errors import (
+    AdapterChanged,
     GenerationFailed,
     HandoverFailed,
     InvalidFeature,
@@ -291,7 +292,7 @@ class Attempts:
                                 self.call.prepared.media.note_embedded(delta.embedded)
                             yield delta
                     self._learn_end()
-                except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy) as error:
+                except (HandoverFailed, InvalidFeature, WorkerLost, WorkerBusy, AdapterChanged) as error:
                     self._note_failure(error)
                     if self.has_begun:
                         raise self._in_the_middle(error) from error
@@ -429,7 +430,8 @@ class Attempts:
         self._sent_at = 0.0
 
     def _where_there_is_room(self, error: MedialaneError) -> Call:
-        """Choose a worker that has not refused the request for want of room. Raises `error` if there is none."""
+        """Choose a worker that has not refused the request for want of room, or of its adapter's version. Raises
+        `error` if there is none."""
         busy = self.call.busy | {self.call.route.link.name}
         try:
             return self._sender.reroute(self.call, busy)._replace(busy=busy)

@@ -122,7 +122,7 @@ class Routes:
             num_tokens=len(prefix.token_ids) + len(prefix.unplaced_items),  # each has at least one
             media=prefix.media + prefix.unplaced_items,
             handover_bytes=_num_bytes(prepared),
-            lora=request.lora_name,
+            lora=request.adapter,
             session_id=request.session_id,
             rank=request.data_parallel_rank,
             excluded=excluded,
@@ -200,7 +200,7 @@ class Routes:
                 tokens,
                 block_size=size,
                 media=prefix.media,
-                lora=request.lora_name,
+                lora=request.adapter,
                 cache_salt=request.cache_salt,
             )
             for size in sizes

@@ -14,8 +14,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
 
     `block_ids` are those of its full blocks, in order, by the tokens per block: at least one size, and every one that a
     worker has. `media` are in the order of their offsets. `handover_bytes` is the size of its media if sent to a worker
-    on another host. `lora` is the adapter's name, `model` the model that the worker must serve, `rank` the
-    data-parallel rank that the client requested (None: any). `excluded` are workers that must not be chosen.
+    on another host. `lora` is the adapter's name with its version, `model` the model that the worker must serve, `rank`
+    the data-parallel rank that the client requested (None: any). `excluded` are workers that must not be chosen.
     """
 
     block_ids: dict[int, BlockIds]

@@ -1,6 +1,8 @@
 """The encoder's digest: equal on every host for the same weights, another one for others."""
 
+import json
 import shutil
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,6 +47,23 @@ def test_changed_weights_are_detected(folder, place):
     with (folder / "model-1.safetensors").open("r+b") as file:
         file.seek(place)
         file.write(b"\xff")
+    assert weights(folder) != before
+
+
+def test_small_tensor_between_the_samples_of_a_large_file_is_detected(folder):
+    """A projector that was trained, in a file of which one byte in a thousand is read."""
+    sizes = {"model.large": 300 << 20, "visual.merger": 50 << 10, "model.larger": 400 << 20}
+    offsets = [0, *accumulate(sizes.values())]
+    places = {name: {"data_offsets": pair} for name, pair in zip(sizes, pairwise(offsets), strict=True)}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **places}).encode()
+    file = folder / "model-1.safetensors"
+    with file.open("wb") as written:
+        written.write(len(header).to_bytes(8, "little") + header)
+        written.truncate(8 + len(header) + offsets[-1])  # sparse
+    before = weights(folder)
+    with file.open("r+b") as changed:
+        changed.seek(8 + len(header) + offsets[1])
+        changed.write(b"\1" * sizes["visual.merger"])
     assert weights(folder) != before
 
 

@@ -7,7 +7,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import get_args
 
-import msgspec
 import pytest
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
@@ -24,7 +23,7 @@ from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, Placehol
 from medialane.core.loop_fairness import PIECES_PER_ITERATION
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import CompletionDelta, OutputDelta, TokenLogprob
-from medialane.vllm_bridge.engine.administration import ACTIONS
+from medialane.vllm_bridge.engine.administration import ACTIONS, ADAPTER_ACTIONS
 from medialane.vllm_bridge.frontend.engine_client import BridgedError, RoutedEngineClient
 from medialane.vllm_bridge.items.prepared_input import engine_input
 
@@ -319,8 +318,8 @@ async def test_failed_administrative_call_names_the_workers(name):
 def test_every_administrative_method_of_vllms_protocol_is_handled():
     methods = {n for n in EngineClient.__abstractmethods__ if not isinstance(vars(EngineClient)[n], property)}
     assert methods == set(ADMIN) | OTHERS
-    assert {type(call) for _, call, *_ in ADMIN.values()} | {admin.AddLora} == set(get_args(admin.AdminCall))
-    assert set(ACTIONS) == set(get_args(admin.AdminCall))
+    assert {type(call) for _, call, *_ in ADMIN.values()} == set(ACTIONS)
+    assert set(ACTIONS) | set(ADAPTER_ACTIONS) == set(get_args(admin.AdminCall))
 
 
 @pytest.mark.parametrize("name", ["is_sleeping", "is_paused"])
@@ -333,22 +332,16 @@ async def test_reset_fails_if_one_worker_fails():
     assert await client(AdminBackend([True, False])).reset_prefix_cache() is False
 
 
-async def test_adapter_id_is_the_same_in_every_gateway():
-    backend = AdminBackend([True])
+async def test_request_has_the_adapters_name_and_the_version_that_the_workers_have_loaded():
+    backend = AdminBackend(["v1"])
     found = client(backend)
     found.is_serving = True
     assert await found.add_lora(LORA)
     await outputs(found.generate(tokens_input([1]), SamplingParams(), "r", lora_request=LORA))
-    later = msgspec.structs.replace(LORA, lora_int_id=7)
-    other = msgspec.structs.replace(LORA, lora_path="/adapters/sql-2")
-    for one in (later, other):
-        await found.add_lora(one)
-    loaded = [MsgpackDecoder(LoRARequest).decode(call.lora) for call in backend.calls]
     (request,) = backend.requests
     used = MsgpackDecoder(LoRARequest).decode(request.lora)
-    assert (used.lora_name, used.lora_path) == ("sql", "/adapters/sql")
-    assert used.lora_int_id == loaded[0].lora_int_id == loaded[1].lora_int_id != loaded[2].lora_int_id
-    assert all(0 < lora.lora_int_id < 1 << 31 for lora in loaded)
+    assert (used.lora_name, used.lora_path) == ("sql@v1", "/adapters/sql")
+    assert (request.lora_name, request.adapter) == ("sql", "sql@v1")
 
 
 async def test_command_line_adapters_do_not_wait_for_workers():

@@ -132,7 +132,9 @@ async def test_unknown_call_closes_the_connection(call, net, handler, raw):
     assert handler.calls == []
 
 
-@pytest.mark.parametrize("answer", [["AdminDone", 1, "yes"], ["AdminDone", "1", True], ["MetricValues", None, False]])
+@pytest.mark.parametrize(
+    "answer", [["AdminDone", 1, "yes"], ["AdminDone", 1, 7], ["AdminDone", "1", True], ["MetricValues", None, False]]
+)
 def test_results_are_typed(answer):
     with pytest.raises(ProtocolViolation):
         decode_from_worker(memoryview(raw_frame(answer)[4:]))

@@ -77,7 +77,7 @@ def sequence_of(
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids or (),
         items=sorted(items, key=lambda item: item.placeholder.offset),
-        lora=request.lora_name,
+        lora=request.adapter,
         cache_salt=request.cache_salt,
         seed=params.seed,
     )

@@ -1,7 +1,8 @@
 """Which encoder an engine has: everything that its embeddings depend on, as a digest.
 
 Workers with equal digests use each other's embeddings. So the digest includes the weights: the commit of a model of a
-hub, or samples of the files in a folder, which are the same on each host. Reading whole files would take minutes.
+hub, or samples of the files in a folder, which are the same on each host. Reading whole files would take minutes. The
+samples include every tensor: training changes a tensor everywhere, but perhaps only a small one (a projector).
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import msgspec
 import torch
 import transformers
 import vllm
@@ -33,6 +35,11 @@ _SAMPLE_BYTES = 64 << 10
 
 #: In all files together, at least one of each.
 _MAX_SAMPLES = 512
+
+#: Of the middle of each tensor of a safetensors file.
+_TENSOR_BYTES = 4 << 10
+#: The format's own limit.
+_MAX_HEADER_BYTES = 100 << 20
 
 
 class UnknownEncoder(Exception):
@@ -119,11 +126,35 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _sampled(path: Path, num_samples: int) -> str:
-    """Return a digest of the file's size, its beginning, and samples at equal distances, the last at its end."""
+    """Return a digest of the file's size, its beginning, samples at equal distances, the last at its end, and samples
+    of its tensors."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         parts = [str(size).encode(), file.read(_HEADER_BYTES)]
         for number in range(1, num_samples + 1):
             file.seek(max(0, size * number // num_samples - _SAMPLE_BYTES))
             parts.append(file.read(_SAMPLE_BYTES))
+        for start, end in _tensors(file, size):
+            file.seek(max(start, (start + end - _TENSOR_BYTES) // 2))
+            parts.append(file.read(min(_TENSOR_BYTES, end - start)))
     return content_hash(b"".join(parts))
+
+
+def _tensors(file: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """Return where the tensors of a safetensors file are; of another file, nothing."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length < min(size, _MAX_HEADER_BYTES):
+        return []
+    try:
+        header = msgspec.json.decode(file.read(length), type=dict[str, _Tensor])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
+    places = (tensor.data_offsets for tensor in header.values() if tensor.data_offsets is not None)
+    return sorted((8 + length + start, 8 + length + end) for start, end in places if 0 <= start < end)
+
+
+class _Tensor(msgspec.Struct):
+    """Of a safetensors header; its `__metadata__` has no place."""
+
+    data_offsets: tuple[int, int] | None = None

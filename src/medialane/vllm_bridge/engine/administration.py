@@ -1,4 +1,4 @@
-"""Administrative calls, executed by vLLM's AsyncLLM."""
+"""Administrative calls, executed by vLLM's AsyncLLM and by what an engine knows of its adapters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from medialane.core import admin
 from medialane.core.admin import AdminCall
+from medialane.vllm_bridge.engine.adapters import Adapters
 from medialane.vllm_bridge.engine.engine_request import readable
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 
 _LORA = MsgpackDecoder(LoRARequest)
 
 
-def _add_lora(llm: AsyncLLM, call: admin.AddLora) -> Awaitable[bool]:
+def _add_lora(adapters: Adapters, call: admin.AddLora) -> Awaitable[str]:
     with readable("LoRA request"):
         lora = _LORA.decode(call.lora)
-    return llm.add_lora(lora)
+    return adapters.add(lora)
 
 
 #: Makes the engine execute a call of each type. Awaiting the result raises what vLLM raises; a LoRA request that cannot
@@ -39,5 +40,9 @@ ACTIONS: dict[type[AdminCall], Callable[[AsyncLLM, Any], Awaitable[bool | None]]
         call.profile_prefix, delay_iterations=call.delay_iterations, max_iterations=call.max_iterations
     ),
     admin.StopProfile: lambda llm, _: llm.stop_profile(),
+}
+
+ADAPTER_ACTIONS: dict[type[AdminCall], Callable[[Adapters, Any], Awaitable[str | None]]] = {
     admin.AddLora: _add_lora,
+    admin.UnloadLora: lambda adapters, call: adapters.unload(call.name, keep=call.keep),
 }

@@ -56,8 +56,8 @@ from medialane.core.request import (
     WorkerLoad,
     WorkerRole,
 )
-from medialane.vllm_bridge.engine.adapters import LoadedAdapters
-from medialane.vllm_bridge.engine.administration import ACTIONS
+from medialane.vllm_bridge.engine.adapters import Adapters, plain_name
+from medialane.vllm_bridge.engine.administration import ACTIONS, ADAPTER_ACTIONS
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import (
@@ -77,6 +77,7 @@ from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.settings import processor_settings
 from medialane.vllm_bridge.log_level import show_vllm_lines
+from medialane.vllm_bridge.seams.encoder_cache import may_span_hosts
 from medialane.vllm_bridge.seams.engine import (
     SchedulerStats,
     call_every_engine,
@@ -135,6 +136,7 @@ def build_engine(
             show_vllm_lines(config.logging_config.log_level)
             check_prefix_cache(config)
             unfit = keep_embeddings(config, encode_cache, arena_directory=arena_directory, role=role)
+            embeddings = EngineEmbeddings(config, wanted=encode_cache, reason=unfit, role=role)
             enter_phase("starting the engine")
             llm = AsyncLLM.from_vllm_config(
                 config,
@@ -153,7 +155,7 @@ def build_engine(
         recorder,
         events,
         folder,
-        embeddings=EngineEmbeddings(config, wanted=encode_cache, reason=unfit, role=role),
+        embeddings=embeddings,
         arena_directory=arena_directory,
         release_timeout_s=release_timeout_s,
     )
@@ -181,10 +183,20 @@ class _RankRecorder(StatLoggerBase):  # type: ignore[misc]  # vllm is not typed
         self.stats = SchedulerStats()
 
     def record(self, scheduler_stats: SchedulerStats | None, *_args: Any, **_kwargs: Any) -> None:
+        if scheduler_stats is not None:  # vLLM's own loggers come after this one
+            for counts in (scheduler_stats.waiting_lora_adapters, scheduler_stats.running_lora_adapters):
+                _name_plainly(counts)
         self.stats = scheduler_stats or self.stats
 
     def log_engine_initialized(self) -> None:
         """vLLM's own loggers log it."""
+
+
+def _name_plainly(counts: dict[str, int]) -> None:
+    """Sum up the versions of each adapter, under the name by which clients and routers know it."""
+    for name, count in list(counts.items()):
+        del counts[name]
+        counts[plain_name(name)] = counts.get(plain_name(name), 0) + count
 
 
 def _load(num_unfinished: int, stats: SchedulerStats) -> WorkerLoad:
@@ -221,8 +233,12 @@ class VllmEngine:
         encode_with(llm, ArenaEncoder)
         profile = ProcessorProfile(processor_of(llm.renderer)) if self.takes_media else None
         self._reader = RequestReader(llm, profile, self._arenas, embeddings)
-        lora = llm.vllm_config.lora_config
-        self._adapters = LoadedAdapters(self._load_adapter, capacity=lora.max_cpu_loras if lora is not None else 0)
+        self._adapters = Adapters(
+            folder.path,
+            load=self._load_adapter,
+            remove=lambda number: self._ask("remove_lora", number, timeout_s=ADAPTER_TIMEOUT_S),
+            reads_path=may_span_hosts(llm.vllm_config),
+        )
         self.card = _card(llm, profile)
 
     @property
@@ -306,7 +322,10 @@ class VllmEngine:
             placed = placed_media(engine_input) if expanded_here else []
             reads_arena = sent is not None or has_arena_items(engine_input)  # vLLM takes items out of its input
             named = self._reader.named_for_engine(engine_input)
-            async with aclosing(self._outputs(request, named, sent)) as outputs:
+            async with (
+                self._adapters.using(self._reader.lora(request), exact=bool(request.generated)) as lora,
+                aclosing(self._outputs(request, named, sent, lora)) as outputs,
+            ):
                 first = True
                 async for output in outputs:
                     if reads_arena and has_error(output):
@@ -319,6 +338,8 @@ class VllmEngine:
         with mapped_errors():
             async with self._new_encoder_after(call):
                 try:
+                    if (action := ADAPTER_ACTIONS.get(type(call))) is not None:
+                        return await action(self._adapters, call)
                     result = await self._result_or_death(ACTIONS[type(call)](self.llm, call))
                 except (*REQUEST_ERRORS, EngineDeadError, MedialaneError):
                     raise
@@ -351,7 +372,7 @@ class VllmEngine:
             self._folder.remove()
 
     async def _outputs(
-        self, request: EngineRequest, engine_input: Any, embeddings: bytes | None
+        self, request: EngineRequest, engine_input: Any, embeddings: bytes | None, lora: LoRARequest | None
     ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
         """Yield vLLM's outputs. Returns only after EngineCore has released the request."""
         arguments = self._reader.arguments(request)
@@ -360,8 +381,7 @@ class VllmEngine:
         else:
             run, params = self.llm.generate, self._reader.params(request, embeddings)
             clamp(params, engine_input, self.card.max_model_len)
-        await self._adapters.ensure(arguments["lora_request"])
-        generating = run(engine_input, params, request.request_id, **arguments)
+        generating = run(engine_input, params, request.request_id, lora_request=lora, **arguments)
         cut_short = settled = False
         try:
             async with aclosing(generating):
@@ -451,8 +471,10 @@ class VllmEngine:
             await self.llm.do_log_stats()
 
     async def _load_adapter(self, lora: LoRARequest) -> None:
-        if self.llm.vllm_config.lora_config is not None:  # otherwise vLLM raises a descriptive error
+        try:
             await self._ask("add_lora", lora, timeout_s=ADAPTER_TIMEOUT_S)
+        except GenerationFailed as error:
+            raise GenerationFailed(str(error.__cause__) or error.message) from error
 
     async def _bind_lifetime(self, timeout_s: float) -> None:
         """Make every EngineCore exit when this process does, even if it is killed."""

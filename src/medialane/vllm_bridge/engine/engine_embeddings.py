@@ -14,7 +14,7 @@ from vllm.config import ModelConfig, VllmConfig
 from medialane.core.errors import GenerationFailed
 from medialane.core.hashing import content_hash
 from medialane.core.request import EmbeddingCounts, EncoderCard, WorkerRole
-from medialane.vllm_bridge.encoder_cache.encoder_card import UnknownEncoder, encoder_card
+from medialane.vllm_bridge.encoder_cache.encoder_card import UnknownEncoder, encoder_card, weights_version
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, checked
 from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
 
@@ -31,7 +31,7 @@ _TIMEOUT_S = 20.0
 
 class EngineEmbeddings:
     """`card` is None, and `reason` says why, if embeddings are not kept. `arenas` can be read by all of the engine's
-    processes."""
+    processes. Made before the engine: weights that are replaced while it loads them are not known."""
 
     def __init__(self, config: VllmConfig, *, wanted: EncodeCache, reason: str, role: WorkerRole = "worker") -> None:
         self.card: EncoderCard | None = None
@@ -41,6 +41,7 @@ class EngineEmbeddings:
         self.longest_step_s = 0.0  # that embeddings took of a step of a scheduler
         self._config = config
         self._digest = ""  # of the encoder as it was loaded
+        self._weights = "" if reason else _weights(config)  # before it is
         self._wanted: EncodeCache = wanted
         self._role: WorkerRole = role
 
@@ -51,8 +52,10 @@ class EngineEmbeddings:
                 engines = await ask("medialane_encoder", timeout_s=MEASURE_TIMEOUT_S)
                 measured = [rank for ranks in engines for rank in ranks]
                 loop = asyncio.get_running_loop()
-                self.card = await loop.run_in_executor(None, encoder_card, self._config, measured)
-                self._digest = self.card.digest
+                card = await loop.run_in_executor(None, encoder_card, self._config, measured)
+                if self._weights not in ("", await loop.run_in_executor(None, _weights, self._config)):
+                    raise UnknownEncoder("the files of the weights have changed while the engine started")
+                self.card, self._digest = card, card.digest
             except (UnknownEncoder, GenerationFailed) as error:
                 self.reason = checked(self._wanted, str(error), self._role)
         if self.card is None:
@@ -95,6 +98,14 @@ class EngineEmbeddings:
             totals_of_ranks = [totals for totals in await ask("medialane_embeddings", timeout_s=timeout_s) if totals]
             self.counts = EmbeddingCounts(*map(sum, zip(*(counts for counts, _ in totals_of_ranks), strict=True)))
             self.longest_step_s = max((longest_s for _, longest_s in totals_of_ranks), default=0.0)
+
+
+def _weights(config: VllmConfig) -> str:
+    """Return the version of the model's weights; empty if it is unknown, as that of a model that is not downloaded."""
+    try:
+        return weights_version(config)
+    except UnknownEncoder:
+        return ""
 
 
 async def accepted_embeds(config: ModelConfig, ask: Ask) -> AcceptedEmbeds | None:

@@ -66,12 +66,11 @@ class RequestReader:
         self._lora = MsgpackDecoder(LoRARequest)
 
     def arguments(self, request: EngineRequest) -> dict[str, Any]:
-        """Return keyword arguments of `AsyncLLM.generate`, or `encode` for pooling. Raises PromptRejected."""
-        with readable("LoRA request"):
-            lora = None if request.lora is None else self._lora.decode(request.lora)
+        """Return keyword arguments of `AsyncLLM.generate`, or `encode` for pooling, without the adapter. Raises
+        PromptRejected."""
         with readable("reasoning arguments"):
             reasoning = request.reasoning and msgspec.msgpack.decode(request.reasoning, type=dict[str, Any])
-        common = {"lora_request": lora, "trace_headers": request.trace_headers, "priority": request.priority}
+        common = {"trace_headers": request.trace_headers, "priority": request.priority}
         if request.is_pooling:  # vLLM itself chooses the rank of pooling requests
             return common
         return {
@@ -81,6 +80,11 @@ class RequestReader:
             "reasoning_ended": request.reasoning_ended,
             "reasoning_parser_kwargs": reasoning,
         }
+
+    def lora(self, request: EngineRequest) -> LoRARequest | None:
+        """Return the request for the adapter, as gateways know it. Raises PromptRejected."""
+        with readable("LoRA request"):
+            return None if request.lora is None else self._lora.decode(request.lora)
 
     def params(self, request: EngineRequest, embeddings: bytes | None = None) -> SamplingParams:
         """Return the sampling parameters, decoded by type without pickle, with the request's `embeddings`. Raises

@@ -49,6 +49,7 @@ from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.seams.api_server import (
     count_media_tokens_by,
     init_app_state,
+    unload_adapters_by,
     validate_in_thread,
 )
 from medialane.vllm_bridge.seams.vision_chunk import takes_chunks
@@ -187,6 +188,7 @@ class Frontend:
         # With it, a document is scored by the worker that has its query: scores would be lost with that worker.
         self.args.enable_flash_late_interaction = False
         await init_app_state(client, app.state, self.args, tasks)
+        unload_adapters_by(app.state, client.adapters.unload)
         if self.is_pooling:
             pooling_endpoints.install(app.state, self.renderer, backend)
         if "transcription" in tasks:

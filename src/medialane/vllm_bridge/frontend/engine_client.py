@@ -23,8 +23,8 @@ from medialane.core import admin
 from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected
 from medialane.core.loop_fairness import FewPerIteration
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.vllm_bridge.engine.adapters import with_own_id
 from medialane.vllm_bridge.engine.outputs import to_pooling_output, to_request_output
+from medialane.vllm_bridge.frontend.adapter_versions import AdapterVersions
 from medialane.vllm_bridge.frontend.continuation import ContinuableAnswer, Continuations
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
@@ -67,6 +67,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         self._backend = backend
         self._tasks = tasks
         self._encoder = MsgpackEncoder()
+        self.adapters = AdapterVersions(backend, self._encode)
         self._continuations = Continuations(vllm_config, renderer, self._encode)
         #: vLLM's app handles all prompts of a request in one iteration of the event loop, unless it waits here.
         self._pieces = FewPerIteration()
@@ -116,7 +117,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         with self._bridged():
             prompt = decoder_input(await self._rendered(prompt))
             request = msgspec.structs.replace(
-                self._request(
+                await self._request(
                     request_id, prompt, sampling_params, lora_request=lora_request, trace_headers=trace_headers
                 ),
                 prompt_text=prompt_text or prompt.get("prompt"),
@@ -182,7 +183,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         with self._bridged():
             reads_cache = not pooling_params.skip_reading_prefix_cache and self.model_config.is_prefix_caching_supported
             request = msgspec.structs.replace(
-                self._request(
+                await self._request(
                     request_id, prompt, pooling_params, lora_request=lora_request, trace_headers=trace_headers
                 ),
                 priority=priority,
@@ -195,7 +196,7 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
                     prompt["prompt_token_ids"] = delta.prompt_token_ids or request.prompt.token_ids
                     yield to_pooling_output(delta, request_id=request_id, prompt_token_ids=prompt["prompt_token_ids"])
 
-    def _request(
+    async def _request(
         self,
         request_id: str,
         prompt: Any,
@@ -205,13 +206,15 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         trace_headers: Mapping[str, str] | None,
     ) -> EngineRequest:
         """Return what generation and pooling requests have in common."""
+        lora = None if lora_request is None else await self.adapters.of(lora_request)
         return EngineRequest(
             request_id=request_id,
             prompt=ExpandedPrompt(_token_ids(prompt)),
             sampling_params=self._encode(params),
             cache_salt=prompt.get("cache_salt"),
-            lora=None if lora_request is None else self._encode(with_own_id(lora_request)),
+            lora=None if lora is None else self._encode(lora),
             lora_name=None if lora_request is None else lora_request.lora_name,
+            adapter=None if lora is None else lora.lora_name,
             trace_headers=None if trace_headers is None else dict(trace_headers),
         )
 
@@ -270,12 +273,13 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
         return await self._agreed(admin.IsSleeping(), "are asleep")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Make all ready workers load an adapter; others load it with the first request that names it, as do all
-        workers for adapters of the command line, which vLLM adds while the app is built, before any worker is ready."""
+        """Make all ready workers load an adapter; those of the command line, which vLLM adds while the app is built,
+        before any worker is ready, are loaded with the first request that names them."""
         if not self.is_serving:
+            self.adapters.load_later(lora_request)
             return True
         try:  # vLLM's app maps the error to a response: 404 for an adapter that does not exist
-            await self._backend.administer(admin.AddLora(self._encode(with_own_id(lora_request))))
+            await self.adapters.load(lora_request)
         except MedialaneError as error:
             raise BridgedError(error) from error
         return True

@@ -16,6 +16,8 @@ from vllm.entrypoints.launchers.launcher import validate_api_server_args
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
 from vllm.entrypoints.openai.chat_completion import serving
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.logger import configure_logging_from_args
 
@@ -72,3 +74,23 @@ def validate_in_thread(is_large: Callable[[object], bool], executor: ThreadPoolE
 
     in_thread.__wrapped__ = validate  # type: ignore[attr-defined]
     utils.request_body_to_args = in_thread  # type: ignore[assignment]
+
+
+def unload_adapters_by(state: Any, unload: Callable[[str], Awaitable[None]]) -> None:
+    """Have the app of this state, which only forgets the adapter that it is to unload, await `unload(name)`, too. If
+    that raises, the adapter is still loaded."""
+    models = state.openai_serving_models
+    forget = models.unload_lora_adapter
+
+    async def unload_everywhere(request: UnloadLoRAAdapterRequest) -> Any:
+        loaded = models.lora_requests.get(request.lora_name)
+        answer = await forget(request)
+        if not isinstance(answer, ErrorResponse):
+            try:
+                await unload(request.lora_name)
+            except BaseException:
+                models.lora_requests.setdefault(request.lora_name, loaded)
+                raise
+        return answer
+
+    models.unload_lora_adapter = unload_everywhere

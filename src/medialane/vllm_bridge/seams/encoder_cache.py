@@ -110,15 +110,23 @@ def unfit_reason(config: VllmConfig, *, only_encodes: bool = False) -> str:
         "LoRA adapters may change the encoder (--enable-tower-connector-lora)": lora is not None
         and lora.enable_tower_connector_lora,
         "the model's layers are split over pipeline stages": parallel.pipeline_parallel_size > 1,
-        "the model may run on several hosts": parallel.nnodes > 1
-        or parallel.data_parallel_size_local != parallel.data_parallel_size
-        or parallel.distributed_executor_backend in ("ray", "external_launcher")
-        or parallel.data_parallel_backend == "ray",
+        "the model may run on several hosts": may_span_hosts(config),
         "no media are allowed (--limit-mm-per-prompt)": media is not None
         and media.enable_mm_embeds  # otherwise the model does not support media
         and not _allowed(model),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def may_span_hosts(config: VllmConfig) -> bool:
+    """Return whether processes of an engine may run on other hosts than its front end."""
+    parallel = config.parallel_config
+    return bool(
+        parallel.nnodes > 1
+        or parallel.data_parallel_size_local != parallel.data_parallel_size
+        or parallel.distributed_executor_backend in ("ray", "external_launcher")
+        or parallel.data_parallel_backend == "ray"
+    )
 
 
 def _allowed(model_config: Any) -> Sequence[str]:

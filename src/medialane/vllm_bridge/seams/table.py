@@ -123,6 +123,21 @@ GROUPS: tuple[Group, ...] = (
         """),
     ),
     Group(
+        name="unloading of adapters",
+        purpose="workers unload a LoRA adapter that vLLM's app unloads",
+        module="seams.api_server",
+        processes=("gateway",),
+        without="an adapter that was unloaded uses memory of the workers until it is loaded again, or they restart",
+        instead="none: the app forgets the adapter, and does not call its EngineClient",
+        tests=("tests/contract/test_vllm_adapters.py",),
+        seams=_seams("""
+            replace vllm.entrypoints.openai.models.serving:OpenAIServingModels.unload_lora_adapter(self, request) in
+                vllm.entrypoints.serve.lora.api_router:_attach_router
+            read vllm.entrypoints.serve.engine.protocol:ErrorResponse
+            read vllm.entrypoints.serve.lora.protocol:UnloadLoRAAdapterRequest with model_fields
+        """),
+    ),
+    Group(
         name="middleware stack",
         purpose="middleware is instantiated once, ours included, although vLLM builds the stack before ours is added",
         module="seams.api_server",
