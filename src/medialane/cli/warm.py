@@ -234,6 +234,7 @@ def become(child: Child, supervisor: int, by_imports: Mapping[str, str]) -> list
     descriptors, environment and command line of the request, and the variables `by_imports` that libraries set when
     they are imported. Return the command line."""
     os.setsid()
+    heartbeat.forget()
     set_title(child.request.command)  # the command adds the rest
     deadline = time.monotonic() + _REPARENT_S
     while os.getppid() != supervisor:

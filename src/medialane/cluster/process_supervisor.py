@@ -18,6 +18,7 @@ from medialane.cluster.restart_delay import RestartDelay
 from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
 from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
+from medialane.core.process.exits import ExitCounts
 from medialane.core.process.heartbeat import HeartbeatPipe
 from medialane.core.process.oom_kills import LACK_OF_MEMORY
 from medialane.core.process.phase import READY, Phase, PhaseFile
@@ -67,6 +68,7 @@ class SupervisorContext:
     config: ClusterConfig
     observer: Observer
     orphan_reaper: OrphanReaper
+    exits: ExitCounts
     stopping: asyncio.Event
     all_ready: asyncio.Event
     fail: Callable[[StartupFailed], None]
@@ -174,6 +176,8 @@ class ProcessSupervisor:
             monitor.add_done_callback(lambda task: self._kill_unmonitored(process, task))
             self._status = await process.wait()
             killed = await _result_or_cancel(monitor)
+            if not self._context.stopping.is_set() and self._status != NOT_NEEDED:
+                self._context.exits.add(self.spec.name, hung=process.hang is not None)
         finally:
             process.kill()
             self._context.orphan_reaper.forget(process.pid)
@@ -185,7 +189,7 @@ class ProcessSupervisor:
         """Start the process; return None if the supervisor stops meanwhile. Raises OSError."""
         self.spec.ready.reset()
         self._shown = Phase("")
-        environ = {**self.spec.environ, **self._phases.environ()}
+        environ = {**self.spec.environ, **self._phases.environ(), **self._context.exits.environ}
         output = self._log.open()
         try:
             if self.spec.warm is not None:

@@ -7,7 +7,7 @@ if it has used no CPU time since (its own, not that of its children: an engine m
 and after `MAX_BUSY_S` in any case.
 
 Not counted is time in which the process could not have sent a beat: before the first one and after `pause` (start-up
-blocks the event loop, and has a timeout of its own), at a debugger's stop (state t), waiting for a core that others use,
+blocks the event loop, and has a timeout of its own), at a debugger's stop (state t), waiting for a core,
 and whatever the supervisor itself has slept through: suspension of the host, a frozen container. A process that was
 stopped by a signal (state T) hangs also when no beats are expected.
 """
@@ -18,7 +18,7 @@ import asyncio
 import os
 import stat
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from typing import Final
 
@@ -42,17 +42,20 @@ _MIN_DESCRIPTOR = 200
 def beat(sign: bytes = _BEAT) -> None:
     """Send a beat to the supervisor, if there is one. Never waits, and never fails: a supervisor that does not read has
     enough of them, and one that has exited needs none."""
-    descriptor = os.environ.get(VARIABLE, "")
-    if descriptor.isdecimal() and _is_pipe(int(descriptor)):
-        try:
-            os.write(int(descriptor), sign)
-        except (BlockingIOError, BrokenPipeError):
-            return
+    if (descriptor := _descriptor()) is not None:
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(descriptor, sign)
 
 
 def pause() -> None:
     """Announce that there will be no beats for some time."""
     beat(_PAUSE)
+
+
+def forget() -> None:
+    """Close the pipe of the process that this one was forked from."""
+    if (descriptor := _descriptor()) is not None:
+        os.close(descriptor)
 
 
 @asynccontextmanager
@@ -73,12 +76,13 @@ async def _beat() -> None:
         await asyncio.sleep(BEAT_S)
 
 
-def _is_pipe(descriptor: int) -> bool:
-    """Return whether it is still the pipe: a process may have inherited the variable, but not the descriptor."""
-    try:
-        return stat.S_ISFIFO(os.fstat(descriptor).st_mode)
-    except OSError:
-        return False
+def _descriptor() -> int | None:
+    """Return that of the pipe; None for a process that has none, or has inherited the variable without it."""
+    number = os.environ.get(VARIABLE, "")
+    with suppress(OSError):
+        if number.isdecimal() and stat.S_ISFIFO(os.fstat(int(number)).st_mode):
+            return int(number)
+    return None
 
 
 class HeartbeatPipe:
