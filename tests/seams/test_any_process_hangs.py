@@ -75,7 +75,6 @@ async def test_processes_that_hang_are_replaced_and_cost_only_their_own_requests
     assert await streams[1] == right[1]
     assert await answered(host, 1, other, BACK_S)
     media_s = time.monotonic() - began
-    print(f"the stream ended after {cut_s:.1f} s, media were back after {media_s:.1f} s; hung: {names}")
     assert max(cut_s, media_s) < BACK_S
     assert await answered(host, 0, image, BACK_S) == right[0]
     await eventually(lambda: all(host.pid_of(name) != before[name] for name in names), "all are replaced")

@@ -3,13 +3,13 @@
 Theory of operation. The kernel reports an exit; a process that is stopped, or whose event loop is blocked, exits never,
 and keeps what others wait for. So each process sends a beat every second while it serves: to the supervisor through a
 pipe that it inherits, a fork server through its control channel. One that has not sent a beat for `MAX_SILENT_S` hangs
-if it has used no CPU time since (its own, not that of its children: an engine may compute while nobody can reach it),
-and after `MAX_BUSY_S` in any case.
+if it has used no CPU time since (its own, not that of its children: an engine may compute while nobody can reach it)
+and did not wait for a core, and after `MAX_BUSY_S` in any case.
 
 Not counted is time in which the process could not have sent a beat: before the first one and after `pause` (start-up
-blocks the event loop, and has a timeout of its own), at a debugger's stop (state t), waiting for a core,
-and whatever the supervisor itself has slept through: suspension of the host, a frozen container. A process that was
-stopped by a signal (state T) hangs also when no beats are expected.
+blocks the event loop, and has a timeout of its own), at a debugger's stop (state t), and whatever the supervisor
+itself has slept through: suspension of the host, a frozen container. A process that was stopped by a signal (state T)
+hangs also when no beats are expected.
 """
 
 from __future__ import annotations
@@ -125,7 +125,6 @@ class HangWatch:
         self._is_expected = False
         self._silent_s = 0.0
         self._at_beat: Activity | None = None
-        self._last: Activity | None = None
 
     def beat(self) -> None:
         """The process has sent a beat, and will send more."""
@@ -144,19 +143,16 @@ class HangWatch:
 
     def _tick(self, now: Activity | None) -> str | None:
         """Count a tick, however long it took: longer ones are those of a supervisor that did not run."""
-        before, self._last = self._last, now
-        if now is None or before is None:
-            return None  # it has exited, or is new
+        if now is None:
+            return None  # it has exited
         is_stopped = now.state == "T"
         if self._at_beat is None or not (self._is_expected or is_stopped):
             self._silent_s, self._at_beat = 0.0, now
         elif now.state != "t":
-            self._silent_s += max(0.0, TICK_S - (now.waited_s - before.waited_s))
-        if self._silent_s < MAX_SILENT_S:
+            self._silent_s += TICK_S
+        _, cpu_s, waited_s = self._at_beat
+        could_run_s = self._silent_s - (now.waited_s - waited_s)
+        is_busy = not is_stopped and now.cpu_s - cpu_s >= MIN_CPU_SHARE * could_run_s
+        if self._silent_s < MAX_BUSY_S and (is_busy or could_run_s < MAX_SILENT_S):
             return None
-        if is_stopped:
-            return f"hung: stopped by a signal for {self._silent_s:.0f} s"
-        is_busy = now.cpu_s - self._at_beat.cpu_s >= MIN_CPU_SHARE * self._silent_s
-        if is_busy and self._silent_s < MAX_BUSY_S:
-            return None
-        return f"hung: no sign of life for {self._silent_s:.0f} s"
+        return f"hung: {'stopped by a signal' if is_stopped else 'no sign of life'} for {self._silent_s:.0f} s"
