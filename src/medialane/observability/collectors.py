@@ -205,7 +205,7 @@ def _preparers(stats: PoolStats) -> Iterator[Metric]:
 
 def exit_metrics(exits: Mapping[str, ProcessExits]) -> Iterator[Metric]:
     """Yield the series of the ends of the host's processes."""
-    text = "Ends of processes that are then restarted, by cause: exited (also drained), or killed because they hung"
+    text = "Ends of processes that are then restarted, by cause: exited (or drained), killed because they hung"
     family = CounterMetricFamily("medialane_process_exits", text, labels=("process", "cause"))
     for name, each in exits.items():
         family.add_metric((name, "exited"), each.num - each.num_hung)
