@@ -21,8 +21,8 @@ _SHOWN_S = 60.0
 
 
 class ProcessExits(msgspec.Struct):
-    """Ends of a process that is then restarted. `num_hung` of `num` are those of one that was killed because it hung, at
-    `hung_at` (seconds since the epoch) for the last time."""
+    """Ends of a process that is then restarted. `num_hung` of `num` are those of one that was killed because it
+    hung, at `hung_at` (seconds since the epoch) for the last time."""
 
     num: int = 0
     num_hung: int = 0
