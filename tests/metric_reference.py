@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from medialane.core.process.exits import ProcessExits
 from medialane.core.request import EmbeddingCounts, Endpoint, ModelCard, WorkerLoad
 from medialane.core.stats import (
     ArenaStats,
@@ -74,6 +75,7 @@ def _watch_all(metrics: Metrics) -> None:
     metrics.watch_queues(lambda: {"engine": QueueStats(0, 0.0, 0.0)})
     metrics.watch_waits(lambda: WaitStats({"w": 0.0}, 0.0))
     metrics.watch_store(_store)
+    metrics.watch_exits(lambda: {"store": ProcessExits(1)})
     metrics.watch_workers(lambda: [worker])
     metrics.watch_memory(lambda: {"gateway": 1}, lambda: [({"worker": "w"}, {"engine": 1})])
     metrics.watch_gateways(lambda: {"0": 1.0})

@@ -73,8 +73,8 @@ OWNERS = {
     "ray": ("cluster/ray/ray_cluster.py",),
     # Machine code for the scan of bodies; half a second to import: only gateways load it.
     "numba": ("gateway/intake/native_json.py", "vllm_bridge/items/processor_factory.py"),
-    # File locks, which show whether an owner is alive, and whether a range is being written.
-    "fcntl": ("core/process/owner_lock.py", "arena/fill.py", "arena/slots.py"),
+    # File locks, which show whether an owner is alive, and whether a range is being written; numbers of descriptors.
+    "fcntl": ("core/process/owner_lock.py", "core/process/heartbeat.py", "arena/fill.py", "arena/slots.py"),
     "cryptography": ("wire/certificate_authority.py",),
     "av": ("media/video.py", "media/video_capture.py", "media/audio.py", "media/kinds.py", "testing/sample_video.py"),
 }

@@ -801,8 +801,16 @@ HOSTS_ROWS: Rows = {
         ),
         graph(
             "Restarts of preparers",
-            "After a crash or a kill; not those recycled as scheduled.",
-            f"increase({of('medialane_preparer_restarts_total')}{_RATE})",
+            "After a crash or a kill; not those recycled as scheduled. Also of the fork servers that they come from.",
+            [
+                (f"increase({of('medialane_preparer_restarts_total')}{_RATE})", "{{instance}} preparers"),
+                (f"increase({of('medialane_forkserver_restarts_total')}{_RATE})", "{{instance}} fork servers"),
+            ],
+        ),
+        graph(
+            "Exits of processes",
+            "Of the processes of `serve`, by cause: exited, or hung and were killed for it.",
+            [(f"increase({of('medialane_process_exits_total')}{_RATE})", "{{instance}} {{process}} {{cause}}")],
         ),
         graph(
             "Quarantined ranges",

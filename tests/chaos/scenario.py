@@ -60,8 +60,8 @@ _KILLED = {
     "gateway": GATEWAY_LOST,
     "worker": NOTHING,
 }
-#: Seconds for which a process is stopped: less than it takes `serve` to replace it, and than an image's time limit. A
-#: worker may be stopped for longer than --worker-stall-timeout.
+#: Seconds for which a process is stopped: less than the 10 s after which `serve` replaces it, and than an
+#: image's time limit. A worker may be stopped for longer than --worker-stall-timeout.
 _STOPPED_S = {
     "warm": 4.0,
     "preparer": 4.0,

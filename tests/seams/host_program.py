@@ -8,8 +8,10 @@ A host alone has everything. One of several hosts has a `Place`, in its folder: 
 
 import asyncio
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -27,6 +29,7 @@ from medialane.core.errors import MedialaneError
 from medialane.core.feature import EmbeddingUse, Feature, FoundItem, MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.core.process.stop import stopped_by_signals
+from medialane.core.process.systemd import watched
 from medialane.core.request import EngineRequest, OutputDelta
 from medialane.wire.config import RpcConfig
 from medialane.worker.serve import serve_worker
@@ -231,7 +234,8 @@ async def gateway(folder: Path, name: str) -> int:
             server = await asyncio.start_unix_server(
                 lambda *streams: serve(parts, *streams), path, limit=MAX_LINE_BYTES
             )
-            await stop.asked.wait()
+            async with watched():
+                await stop.asked.wait()
             server.close()
         await client.close()
     fairness.close()
@@ -277,6 +281,7 @@ def _send(writer: asyncio.StreamWriter, line: Line) -> None:
 
 
 def main(name: str, folder: Path) -> int:
+    signal.signal(signal.SIGRTMIN, lambda *_: time.sleep(3600))  # time: the loop of this process is blocked
     if name == "store":
         return store(folder)
     run = host(folder) if name == "host" else worker(folder, name) if name in WORKERS else gateway(folder, name)

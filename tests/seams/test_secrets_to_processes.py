@@ -67,14 +67,14 @@ def check_preparers(store_pid, process, log):
     """Wait until the store is ready; then neither its fork servers nor its preparers have a secret."""
     wait_until(lambda: "store is ready" in log() or process.poll() is not None, "the store is ready", START_S)
     assert process.poll() is None, log()
+    expected = ["medialane forkserver"] * 2 + ["medialane preparer 1", "medialane preparer 2"]  # with the spare
+
+    def titles():
+        commands = sorted(map(command_of, descendants(store_pid())))
+        return [title.rpartition(" of store ")[0] or title for title in commands]
+
+    wait_until(lambda: titles() == expected, "its processes run", more=titles)
     below = descendants(store_pid())
-    titles = sorted(map(command_of, below))
-    assert [title.rpartition(" of store ")[0] or title for title in titles] == [
-        "medialane forkserver",
-        "medialane forkserver",  # the spare
-        "medialane preparer 1",
-        "medialane preparer 2",
-    ]
     assert {pid: secrets_of(pid, SECRETS) for pid in below} == {pid: set() for pid in below}
     assert not any(secret in log() for secret in SECRETS.values())
 

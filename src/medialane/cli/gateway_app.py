@@ -16,6 +16,7 @@ from medialane.cli.operators import Operators
 from medialane.config import Config
 from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
+from medialane.core.process.exits import exits_of_host, hang_problems
 from medialane.core.process.memory import MemoryUse
 from medialane.gateway import (
     AccessKeys,
@@ -100,7 +101,7 @@ class Components:
 
     def health(self) -> Health:
         needed = None if self.gateway_config.render_only else self.links
-        return health_of(needed, [] if self.media_store is None else [self.media_store.problem])
+        return health_of(needed, [*hang_problems(), None if self.media_store is None else self.media_store.problem])
 
 
 def gateway_of(components: Components) -> Gateway:
@@ -260,6 +261,7 @@ def _watch(components: Components, gateway: Gateway) -> None:
     """Register the metrics of what the gateway has, read on each scrape."""
     metrics = components.metrics
     metrics.watch_store(lambda: status.stats if (status := components.store.status) is not None else None)
+    metrics.watch_exits(exits_of_host)
     metrics.watch_workers(components.links.endpoints)
     metrics.watch_routing(gateway.routes.stats)
     if (limit := gateway.ttft_limit) is not None:

@@ -23,6 +23,7 @@ from medialane.cluster.vllm_flags import TLS_FLAGS, flag_value
 from medialane.config import Config, SectionName, process_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process.stop import GIVE_UP_S, serve_until_stopped, stopped_by_signals
+from medialane.core.process.systemd import watched
 from medialane.core.process.title import set_title
 from medialane.gateway import AccessKeys
 from medialane.gateway.access import client_keys
@@ -91,7 +92,7 @@ async def serve(
             server = BoundedServer(_uvicorn(config, app, http_flags), bounds=bounds)
             drain_s = config.stop.drain_timeout_s
             try:
-                async with reloaded_by_hangup(reloading.reload):
+                async with watched(), reloaded_by_hangup(reloading.reload):
                     await serve_until_stopped(server, sock, stop, drain_timeout_s=drain_s, give_up=lambda: None)
             finally:
                 await models.close()

@@ -33,6 +33,7 @@ from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.cluster.warm import Fork, Forked, ForkFailed, answer_fork, read_start, receive_fork
 from medialane.config import Config, SectionName, load_config, process_environ, replace_environ
 from medialane.core.errors import StartupFailed
+from medialane.core.process import heartbeat
 from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.core.process.phase import enter_phase
 from medialane.core.process.title import WARM, set_title
@@ -139,11 +140,13 @@ class Forks:
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while True:
-                if selector.select(_SETTLE_S if self._waiting else None):
+                heartbeat.beat()
+                child = None
+                if selector.select(_SETTLE_S if self._waiting else heartbeat.BEAT_S):
                     child = self._accept()
-                else:
+                elif self._waiting:
+                    heartbeat.pause()
                     self._read()
-                    child = None
                     while self._waiting and child is None:
                         child = self._fork(*self._waiting.pop(0))
                 if child is not None:
@@ -231,6 +234,7 @@ def become(child: Child, supervisor: int, by_imports: Mapping[str, str]) -> list
     descriptors, environment and command line of the request, and the variables `by_imports` that libraries set when
     they are imported. Return the command line."""
     os.setsid()
+    heartbeat.forget()
     set_title(child.request.command)  # the command adds the rest
     deadline = time.monotonic() + _REPARENT_S
     while os.getppid() != supervisor:

@@ -5,6 +5,8 @@ group's leader exits, for whatever reason, the whole group is killed before the 
 finds no old engine on its GPU. The group id cannot be reused in the meantime: the leader is not reaped before the group
 has been killed.
 
+A process that hangs (`core.process.heartbeat`) is killed with its group, and this is how it has ended.
+
 Two mechanisms keep processes from outliving a supervisor that was killed: the kernel's parent-death signal terminates
 the process itself, and the orphan reaper then kills the rest of its group.
 """
@@ -20,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from medialane.cluster.process_group import CLEANUP_S, kill_members, members, send
+from medialane.core.process.heartbeat import HangWatch, HeartbeatPipe
 from medialane.core.process.oom_kills import OomKills
 from medialane.core.process.parent_death import dies_with_this_process
 
@@ -45,10 +48,16 @@ class Fork:
 
 
 class ChildProcess:
-    """A running child process and its group. Bound to the event loop that spawned it."""
+    """A running child process and its group. Bound to the event loop that spawned it. `hang` is how it hung, if it was
+    killed for that. Owns the end of `heartbeat` that is read."""
 
-    def __init__(self, process: subprocess.Popen[bytes] | Fork, started_at: float) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes] | Fork, started_at: float, heartbeat: HeartbeatPipe | None = None
+    ) -> None:
+        self.hang: str | None = None
         self._process = process
+        self._heartbeat = heartbeat
+        self._watching = asyncio.create_task(self._end_if_it_hangs(), name=f"heartbeat of {process.pid}")
         self._started_at = started_at
         self._lifetime_s: float | None = None
         self._ended = asyncio.Event()
@@ -66,8 +75,11 @@ class ChildProcess:
         Call it from the main thread: the kernel sends the parent-death signal when the calling thread exits. Raises
         OSError if the program cannot be started.
         """
-        started_at = time.monotonic()
-        return cls(spawn_leader(argv, environ, output, pass_fds=pass_fds), started_at)
+        started_at, heartbeat = time.monotonic(), HeartbeatPipe()
+        with heartbeat.passed():
+            passed = (*pass_fds, heartbeat.writer)
+            process = spawn_leader(argv, {**environ, **heartbeat.environ}, output, pass_fds=passed)
+        return cls(process, started_at, heartbeat)
 
     @property
     def pid(self) -> int:
@@ -85,6 +97,8 @@ class ChildProcess:
     async def wait(self) -> int:
         """Wait until the process has exited and its group is killed. Returns the exit status, -N for signal N."""
         await self._ended.wait()
+        self._watching.cancel()
+        await asyncio.wait((self._watching,))
         try:
             self.kill()
             await self._empty(CLEANUP_S)
@@ -96,7 +110,7 @@ class ChildProcess:
 
     def describe_exit(self) -> str:
         """Return how it ended (see `OomKills`). To be called when `wait` has returned."""
-        return self._oom_kills.describe_exit(self._process.returncode or 0)
+        return self.hang or self._oom_kills.describe_exit(self._process.returncode or 0)
 
     def terminate(self) -> None:
         """Send SIGTERM to the first process only."""
@@ -128,11 +142,18 @@ class ChildProcess:
             self.kill()
         return await self.wait()
 
+    async def _end_if_it_hangs(self) -> None:
+        self.hang = await HangWatch(self.pid, self._heartbeat).hung()
+        self.kill()
+
     def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
         self._lifetime_s = time.monotonic() - self._started_at
         self._oom_kills.close()
+        self._watching.cancel()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         self._ended.set()
 
     async def _empty(self, timeout_s: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from medialane.cluster.child_process import CLEAN_EXIT, ChildProcess, Fork
+from medialane.cluster.child_process import ChildProcess, Fork
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog, is_secondary
 from medialane.cluster.process_spec import NOT_NEEDED, NUM_INTERPRETER_WORDS, ProcessSpec
@@ -18,7 +18,8 @@ from medialane.cluster.restart_delay import RestartDelay
 from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
 from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
-from medialane.core.process.cpu_time import is_stopped
+from medialane.core.process.exits import ExitCounts
+from medialane.core.process.heartbeat import HeartbeatPipe
 from medialane.core.process.oom_kills import LACK_OF_MEMORY
 from medialane.core.process.phase import READY, Phase, PhaseFile
 from medialane.core.tasks import first_of
@@ -26,12 +27,10 @@ from medialane.core.tasks import first_of
 POLL_S = 0.2
 #: Exits of a process that had become ready, while others are still starting, after which the start fails.
 MAX_EXITS_IN_START = 5
-#: A process that was stopped (SIGSTOP) for so long is killed and restarted: it hangs, but does not exit.
-MAX_STOPPED_S = 60.0
-_STOPPED_POLL_S = 1.0
 _SHOWN_LINES = 15
-#: How long a process may wait for the warm process to fork it. The first time, that reads the model before.
-FORK_TIMEOUT_S = 10.0
+#: How long a process may wait for the warm process to fork it, which takes milliseconds: one that does not answer is
+#: not waited for until it is found to hang. The first time, that reads the model before.
+FORK_TIMEOUT_S = 5.0
 FIRST_FORK_TIMEOUT_S = 120.0
 #: How long it may wait for a warm process that is being restarted.
 WARM_TIMEOUT_S = 60.0
@@ -69,6 +68,7 @@ class SupervisorContext:
     config: ClusterConfig
     observer: Observer
     orphan_reaper: OrphanReaper
+    exits: ExitCounts
     stopping: asyncio.Event
     all_ready: asyncio.Event
     fail: Callable[[StartupFailed], None]
@@ -118,10 +118,6 @@ class ProcessSupervisor:
                 self._context.observer.ended(self.spec.name, self.spec.not_needed, None)
                 self.is_ready.set()  # for those that wait for it
                 return
-            if how == CLEAN_EXIT and self.is_ready.is_set():  # asked to drain: no crash, whose restart has to wait
-                self.is_ready.clear()
-                self._context.observer.ended(self.spec.name, how, 0.0)
-                continue
             self._num_exits += 1
             if self._fails_start():
                 self._fail(how)
@@ -180,6 +176,8 @@ class ProcessSupervisor:
             monitor.add_done_callback(lambda task: self._kill_unmonitored(process, task))
             self._status = await process.wait()
             killed = await _result_or_cancel(monitor)
+            if not self._context.stopping.is_set() and self._status != NOT_NEEDED:
+                self._context.exits.add(self.spec.name, hung=process.hang is not None)
         finally:
             process.kill()
             self._context.orphan_reaper.forget(process.pid)
@@ -191,7 +189,7 @@ class ProcessSupervisor:
         """Start the process; return None if the supervisor stops meanwhile. Raises OSError."""
         self.spec.ready.reset()
         self._shown = Phase("")
-        environ = {**self.spec.environ, **self._phases.environ()}
+        environ = {**self.spec.environ, **self._phases.environ(), **self._context.exits.environ}
         output = self._log.open()
         try:
             if self.spec.warm is not None:
@@ -218,31 +216,34 @@ class ProcessSupervisor:
 
     async def _fork(self, warm: WarmProcess, environ: Mapping[str, str], output: int) -> ChildProcess | None:
         """Raises NotForked."""
-        started_at = time.monotonic()
-        forking = asyncio.create_task(
-            warm.fork(
-                self.spec.argv[NUM_INTERPRETER_WORDS:],
-                environ,
-                [output, *self.spec.pass_fds],
-                needs_model=self.spec.needs_model,
-                timeout_s=FORK_TIMEOUT_S if self._has_been_ready else FIRST_FORK_TIMEOUT_S,
-            )
-        )
+        started_at, heartbeat = time.monotonic(), HeartbeatPipe()
         self.is_forking = True
-        try:
-            await first_of(self._context.stopping.wait(), asyncio.wait([forking]))
-            return ChildProcess(Fork(forking.result()), started_at) if forking.done() else None
-        finally:
-            forking.cancel()  # a fork that nobody waits for is not made, or ends
-            self.is_forking = False
+        with heartbeat.passed():
+            forking = asyncio.create_task(
+                warm.fork(
+                    self.spec.argv[NUM_INTERPRETER_WORDS:],
+                    {**environ, **heartbeat.environ},
+                    [output, *self.spec.pass_fds, heartbeat.writer],
+                    needs_model=self.spec.needs_model,
+                    timeout_s=FORK_TIMEOUT_S if self._has_been_ready else FIRST_FORK_TIMEOUT_S,
+                )
+            )
+            try:
+                await first_of(self._context.stopping.wait(), asyncio.wait([forking]))
+                pid = forking.result() if forking.done() else None
+            finally:
+                forking.cancel()  # a fork that nobody waits for is not made, or ends
+                self.is_forking = False
+        if pid is None:
+            heartbeat.close()
+            return None
+        return ChildProcess(Fork(pid), started_at, heartbeat)
 
     async def _monitor(self, process: ChildProcess) -> str | None:
-        """Kill the process if it does not become ready in time, or is stopped for too long then; return the reason."""
+        """Kill the process if it does not become ready in time; return the reason."""
         reason = await self._wait_until_ready(process)
-        if reason is None:
-            await _stopped_for(MAX_STOPPED_S, process.pid)
-            reason = f"stopped for {MAX_STOPPED_S:g} s"
-        process.kill()
+        if reason is not None:
+            process.kill()
         return reason
 
     async def _wait_until_ready(self, process: ChildProcess) -> str | None:
@@ -287,14 +288,6 @@ def failure_report(name: str, how: str, log: ProcessLog, *, was_ready: bool = Fa
     if not lines:
         return head
     return "\n".join([head, f"  the end of {log.path} ({how}):", *(f"  | {line}" for line in lines)])
-
-
-async def _stopped_for(seconds: float, pid: int) -> None:
-    """Wait until a process has been stopped for so long."""
-    stopped_s = 0.0
-    while stopped_s < seconds:
-        await asyncio.sleep(_STOPPED_POLL_S)
-        stopped_s = stopped_s + _STOPPED_POLL_S if is_stopped(pid) else 0.0
 
 
 async def _result_or_cancel(task: asyncio.Task[str | None]) -> str | None:

@@ -25,6 +25,7 @@ from medialane.cluster.process_spec import ProcessSpec
 from medialane.cluster.process_supervisor import POLL_S, Observer, ProcessSupervisor, SupervisorContext
 from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
+from medialane.core.process.exits import ExitCounts
 from medialane.core.process.subreaper import reap_orphans, set_subreaper
 from medialane.core.tasks import first_of
 
@@ -40,7 +41,13 @@ class Supervisor:
     def __init__(self, specs: Sequence[ProcessSpec], *, config: ClusterConfig, logs: Path, observer: Observer) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._context = SupervisorContext(
-            config, observer, OrphanReaper(), asyncio.Event(), asyncio.Event(), self._fail
+            config,
+            observer,
+            OrphanReaper(),
+            ExitCounts(logs / "exits.json"),
+            asyncio.Event(),
+            asyncio.Event(),
+            self._fail,
         )
         self._supervisors: dict[str, ProcessSupervisor] = {}
         for spec in specs:
@@ -87,6 +94,7 @@ class Supervisor:
             if self._has_forks:
                 set_subreaper(on=False)
             self._context.orphan_reaper.close()
+            self._context.exits.remove()
             if not self._failure.cancel() and not self._failure.cancelled():
                 self._failure.exception()  # retrieved: the caller of `stop` need not have awaited it
 

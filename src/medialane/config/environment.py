@@ -24,6 +24,8 @@ import msgspec
 
 from medialane.config.loading import load_config
 from medialane.config.settings import PREFIX, Config, SectionName, settings
+from medialane.core.process.exits import VARIABLE as EXITS_FILE
+from medialane.core.process.heartbeat import VARIABLE as HEARTBEAT
 from medialane.core.process.phase import VARIABLE as PHASE_FILE
 from medialane.core.process.systemd import VARIABLES as OF_SYSTEMD
 from medialane.observability.logging import VARIABLE as LOG_PROCESS
@@ -245,7 +247,7 @@ def enter_environ(
     """
     if role is not None:
         kept = allowed_environ(role, os.environ, config.environment.pass_env)
-        for name in os.environ.keys() - {*kept, PHASE_FILE, *OF_SYSTEMD}:
+        for name in os.environ.keys() - {*kept, EXITS_FILE, HEARTBEAT, PHASE_FILE, *OF_SYSTEMD}:
             del os.environ[name]
     defaults = vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=1)
     for name, value in (defaults | _vllm_logging(vllm_args, os.environ)).items():

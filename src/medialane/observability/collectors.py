@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from medialane.core.process.exits import ProcessExits
 from medialane.core.process.memory import ProcessKind
 from medialane.core.request import WORKER_STATES, Endpoint
 from medialane.core.stats import (
@@ -192,12 +193,24 @@ def _preparers(stats: PoolStats) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "medialane_preparer_restarts", "Preparers restarted after a crash or kill", value=stats.num_restarts
     )
+    text = "Fork servers, which preparers are forked from, replaced after they exited or hung"
+    yield CounterMetricFamily("medialane_forkserver_restarts", text, value=stats.num_forkserver_restarts)
     yield _counter(
         "medialane_preparer_jobs",
         "Preparation jobs by outcome",
         "outcome",
         {"done": stats.num_done, "failed": stats.num_failed},
     )
+
+
+def exit_metrics(exits: Mapping[str, ProcessExits]) -> Iterator[Metric]:
+    """Yield the series of the ends of the host's processes."""
+    text = "Ends of processes that are then restarted, by cause: exited (or drained), killed because they hung"
+    family = CounterMetricFamily("medialane_process_exits", text, labels=("process", "cause"))
+    for name, each in exits.items():
+        family.add_metric((name, "exited"), each.num - each.num_hung)
+        family.add_metric((name, "hung"), each.num_hung)
+    yield family
 
 
 def routing_metrics(stats: RoutingStats) -> Iterator[Metric]:

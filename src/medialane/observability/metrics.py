@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from medialane.core.process.exits import ProcessExits
 from medialane.core.process.memory import ProcessKind
 from medialane.core.request import Endpoint
 from medialane.core.stats import LearnedCost, QueueStats, RoutingStats, StoreStats, WaitStats
@@ -22,6 +23,7 @@ from medialane.observability.collectors import (
     Memory,
     connection_metrics,
     cost_metrics,
+    exit_metrics,
     gauge,
     memory_metric,
     queue_metrics,
@@ -269,6 +271,10 @@ class Metrics:
     def watch_store(self, read: Callable[[], StoreStats | None]) -> None:
         """Expose the state of the host's store, read on each scrape; nothing while there is none."""
         self._watch(self.host, lambda: store_metrics(read()))
+
+    def watch_exits(self, read: Callable[[], Mapping[str, ProcessExits]]) -> None:
+        """Expose how often the processes of the host have ended, read on each scrape."""
+        self._watch(self.host, lambda: exit_metrics(read()))
 
     def watch_workers(self, read: Callable[[], Iterable[Endpoint]]) -> None:
         """Expose the state of the workers, read on each scrape."""

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from medialane.core.errors import MedialaneError, StartupFailed
+from medialane.core.process.heartbeat import BEAT_S
 from medialane.core.process.title import set_title
 from medialane.observability.logging import configure_child
 from medialane.prepare import confinement
@@ -42,6 +43,7 @@ from medialane.prepare.forkserver_environment import enter
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
     SPARE,
+    Alive,
     ControlReport,
     ControlRequest,
     Exited,
@@ -106,13 +108,13 @@ class Forkserver:
         facts, settings = self._facts, dict(self._processor.settings)
         send_report(self._control, Ready(facts.warm_s, facts.sandbox, ctypes.addressof(self._probe), settings))
         try:
-            while self._serve_once(None):
-                pass
+            while self._serve_once(BEAT_S):
+                send_report(self._control, Alive())
         finally:
             self._end_children()
 
-    def _serve_once(self, timeout_s: float | None) -> bool:
-        """Wait for and handle events. Returns False if the control channel is closed."""
+    def _serve_once(self, timeout_s: float) -> bool:
+        """Wait for events and handle them. Returns False if the control channel is closed."""
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.data, Child):
                 self._reap(key.data)

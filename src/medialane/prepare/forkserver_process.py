@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from medialane.core.errors import StartupFailed
+from medialane.core.process.heartbeat import HangWatch
 from medialane.core.process.oom_kills import OomKills
 from medialane.prepare import prebuilt
 from medialane.prepare.forkserver_environment import exec_environ
 from medialane.prepare.messages import (
     MAX_CONTROL_BYTES,
     SPARE,
+    Alive,
     ControlReport,
     Exited,
     Fork,
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 #: Timeout of a fork, and then of PreparerReady or Ready: copying the page tables of 1 GB takes 20 ms on an idle core.
 FORK_TIMEOUT_S = 20.0
+
+_CLOSED = "closed"
 
 
 class ForkserverLost(Exception):
@@ -67,6 +71,8 @@ class ForkserverProcess:
         self._num_forks = 0
         self._refusal: str | None = None
         self._oom_kills = OomKills(process.pid)
+        self._watch = HangWatch(process.pid)
+        self._watching = asyncio.create_task(self._lose_if_it_hangs(), name=f"heartbeat of {process.pid}")
         self._channel = ChannelToChild(
             control, decode_control_report, self._handle, self._lose, max_bytes=MAX_CONTROL_BYTES
         )
@@ -162,7 +168,9 @@ class ForkserverProcess:
 
     async def close(self, grace_s: float = 2.0) -> None:
         """Terminate it and all its preparers: close its channel, kill it after `grace_s`. Idempotent."""
-        self._lose("closed")
+        self._lose(_CLOSED)
+        self._watching.cancel()
+        await asyncio.wait((self._watching,))
         if not await end_process(self._process, grace_s):
             logger.error("fork server (pid %d) could not be killed", self.pid)
 
@@ -202,6 +210,8 @@ class ForkserverProcess:
 
     def _handle(self, report: ControlReport, fds: list[int]) -> None:
         match report:
+            case Alive():
+                self._watch.beat()
             case Ready():
                 self._handle_ready(report)
             case SetupFailed():
@@ -243,13 +253,20 @@ class ForkserverProcess:
         else:
             forked.set_result(process)
 
+    async def _lose_if_it_hangs(self) -> None:
+        self._lose(await self._watch.hung())
+
     def _lose(self, reason: str) -> None:
+        """Called when it has exited, or is to: its preparers, which run jobs, would not end before it does."""
         if self.lost.is_set():
             return
         reason = reason or "it exited"
+        if reason != _CLOSED:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         self.lost.set()
         self._oom_kills.close()
-        log = logger.info if reason == "closed" else logger.error
+        log = logger.info if reason == _CLOSED else logger.error
         log("fork server (pid %d): %s%s", self.pid, reason, f": {self._refusal}" if self._refusal else "")
         self._channel.close()
         _end(self._ready, reason)

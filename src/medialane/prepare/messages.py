@@ -112,6 +112,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     settings: dict[str, str] = {}
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life, every second, from when it is ready (`core.process.heartbeat`)."""
+
+
 class SetupFailed(msgspec.Struct, frozen=True, tag=True):
     """The fork server exits because of an error that the operator must fix."""
 
@@ -143,7 +147,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 SPARE = 0
 
 ControlRequest = Setup | Fork
-ControlReport = Ready | SetupFailed | Forked | ForkFailed | Exited
+ControlReport = Ready | Alive | SetupFailed | Forked | ForkFailed | Exited
 
 
 class ProcessItem(msgspec.Struct, frozen=True, tag=True):

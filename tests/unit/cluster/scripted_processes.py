@@ -13,6 +13,8 @@ HEADER = """
 import os, signal, subprocess, sys, time
 def ready():
     open(sys.argv[1], "w").close()
+def beat():
+    os.write(int(os.environ["MEDIALANE_HEARTBEAT_FD"]), b"+")
 def stay():
     time.sleep(60)  # time: a leftover of a failed test ends by itself
 def child():
@@ -56,6 +58,9 @@ class Recorder:
 
     def printed(self, part: str, lines: Sequence[str]) -> None:
         self.lines.extend(f"{part}: {line}" for line in lines)
+
+    def ends(self, part: str) -> list[str]:
+        return [event[2] for event in self.events if event[:2] == ("ended", part)]
 
     def count(self, *event: str) -> int:
         return sum(e[: len(event)] == event for e in self.events)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
-from medialane.cluster import process_supervisor, running
+from medialane.cluster import running
 from medialane.core.errors import StartupFailed
-from medialane.core.process import oom_kills
+from medialane.core.process import heartbeat, oom_kills
+from medialane.core.process.exits import exits_of_host, hang_problems
 from waiting import eventually, wait_until
 
 IDLE = "ready(); stay()"
@@ -79,19 +80,56 @@ async def test_process_dying_later_is_restarted_and_others_continue(tmp_path):
         assert ("ended", "worker 0", "killed by SIGKILL") in seen.events
 
 
-async def test_stopped_process_is_killed_and_restarted_in_bounded_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(process_supervisor, "MAX_STOPPED_S", 0.4)
-    monkeypatch.setattr(process_supervisor, "_STOPPED_POLL_S", 0.1)
+@pytest.fixture
+def quick_to_find_hangs(monkeypatch):
+    monkeypatch.setattr(heartbeat, "TICK_S", 0.1)
+    monkeypatch.setattr(heartbeat, "MAX_SILENT_S", 1.0)
+    monkeypatch.setattr(heartbeat, "MAX_BUSY_S", 3.0)
+
+
+BEATS = "ready()\nwhile True: beat(); time.sleep(0.1)"  # time: of a heartbeat
+
+
+@pytest.mark.parametrize("script", [BEATS, IDLE], ids=["with beats", "while it starts"])
+async def test_stopped_process_is_killed_and_restarted_in_bounded_time(tmp_path, quick_to_find_hangs, script):
     seen = Recorder()
-    async with running(make_supervisor(tmp_path, seen, [script_part(tmp_path, "store", IDLE)])) as supervisor:
-        pid = supervisor.pids["store"]
+    parts = [script_part(tmp_path, name, script) for name in ("store", "other")]
+    async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
+        before = supervisor.pids
         for number in (signal.SIGSTOP, signal.SIGCONT):
-            os.kill(pid, number)
-            await asyncio.sleep(0.2)  # time: less than it may be stopped
-        assert supervisor.pids["store"] == pid
-        os.kill(pid, signal.SIGSTOP)
+            os.kill(before["store"], number)
+            await asyncio.sleep(0.4)  # time: less than it may be stopped
+        assert supervisor.pids == before
+        os.kill(before["store"], signal.SIGSTOP)
         await eventually(lambda: seen.count("ready", "store") == 2)
-        assert ("ended", "store", "stopped for 0.4 s") in seen.events
+        assert supervisor.pids["other"] == before["other"]
+        assert any(how.startswith("hung: stopped by a signal") for how in seen.ends("store"))
+
+
+@pytest.mark.parametrize("hang", ["time.sleep(60)", "sum(iter(int, 1))"])  # time: a hang
+async def test_process_whose_loop_blocks_is_killed_and_restarted(tmp_path, quick_to_find_hangs, monkeypatch, hang):
+    seen, once = Recorder(), tmp_path / "once"
+    blocks = f"ready(); beat()\nif not os.path.exists({str(once)!r}): open({str(once)!r}, 'w'); {hang}\n"
+    parts = [script_part(tmp_path, "store", blocks + BEATS), script_part(tmp_path, "other", BEATS)]
+    async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
+        other = supervisor.pids["other"]
+        monkeypatch.setenv("MEDIALANE_EXITS_FILE", str(tmp_path / "exits.json"))
+        await eventually(lambda: seen.count("ready", "store") == 2)
+        (how,) = seen.ends("store")
+        assert how.startswith("hung: no sign of life for ")
+        assert (exits_of_host()["store"].num_hung, exits_of_host()["store"].num) == (1, 1)
+        assert list(hang_problems()) == ["store has hung, and was restarted (see the log of serve)"]
+        await asyncio.sleep(1.5)  # time: longer than a process may be silent
+        assert (len(seen.ends("store")), supervisor.pids["other"]) == (1, other)
+    assert not exits_of_host()
+
+
+async def test_process_that_is_long_in_a_computation_is_no_hang(tmp_path, quick_to_find_hangs):
+    seen = Recorder()
+    computes = "ready(); beat(); end = time.monotonic() + 1.7\nwhile time.monotonic() < end: pass\n"
+    async with running(make_supervisor(tmp_path, seen, [script_part(tmp_path, "store", computes + BEATS)])):
+        await asyncio.sleep(2.5)  # time: of the computation, and some beats
+    assert not seen.ends("store")
 
 
 @pytest.mark.parametrize("script", ["sys.exit(69)", "ready(); time.sleep(0.5); sys.exit(69)"])  # time: seen to be ready
@@ -113,12 +151,12 @@ async def test_crashing_process_is_restarted_with_backoff(tmp_path):
     assert ("ended", "worker 0", "exit status 3") in seen.events
 
 
-async def test_process_that_was_asked_to_end_is_restarted_at_once_however_often(tmp_path):
+async def test_process_that_is_ready_and_exits_without_an_error_again_and_again_is_restarted_with_backoff(tmp_path):
     seen = Recorder()
     part = script_part(tmp_path, "worker 0", "ready(); time.sleep(0.5); sys.exit(0)")  # time: seen ready before
     async with running(make_supervisor(tmp_path, seen, [part])):
-        await eventually(lambda: len(seen.pauses) >= 3)
-    assert seen.pauses[:3] == [0, 0, 0]
+        await eventually(lambda: len(seen.pauses) >= 4)
+    assert seen.pauses[:4] == [0, 0.05, 0.1, 0.2], "the first time at once: it may have been asked to drain"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from scripted_processes import Recorder, is_running, make_supervisor, number_in,
 from medialane.cluster import ProcessSpec, SocketExists
 from medialane.cluster.child_process import ChildProcess, Fork
 from medialane.cluster.warm import NotForked, WarmProcess
+from medialane.core.process import heartbeat
 from medialane.core.process.subreaper import set_subreaper
 from waiting import eventually
 
@@ -185,7 +186,11 @@ async def test_fork_whose_environment_may_change_an_import_is_refused(host):
         await host.fork("x", environ={"LD_PRELOAD": "/lib/x.so"})
 
 
-async def test_process_that_exits_with_the_warm_one_waits_for_the_next_and_is_its_fork(tmp_path, caplog):
+@pytest.mark.parametrize("end_of_warm", [signal.SIGKILL, signal.SIGSTOP])
+async def test_process_that_exits_with_the_warm_one_waits_for_the_next_and_is_its_fork(
+    tmp_path, caplog, monkeypatch, end_of_warm
+):
+    monkeypatch.setattr(heartbeat, "MAX_SILENT_S", 3.0)
     path = tmp_path / "warm.sock"
     environ = {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
     warm = ProcessSpec("warm", (sys.executable, str(PROGRAM), str(path)), environ, SocketExists(path), layer=-1)
@@ -205,8 +210,8 @@ async def test_process_that_exits_with_the_warm_one_waits_for_the_next_and_is_it
     supervisor = make_supervisor(tmp_path, observer, [warm, part], start_timeout_s=30.0)
     try:
         await supervisor.start()
-        for name in ("warm", "part"):
-            os.kill(supervisor.pids[name], signal.SIGKILL)
+        os.kill(supervisor.pids["warm"], end_of_warm)
+        os.kill(supervisor.pids["part"], signal.SIGKILL)
         await eventually(lambda: observer.count("ready", "part") == 2, timeout_s=30)
         assert "from scratch" not in caplog.text
     finally:

@@ -30,6 +30,7 @@ from medialane.core.errors import (
 )
 from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import MediaSize
+from medialane.core.process import heartbeat
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import (
@@ -668,6 +669,36 @@ async def test_hanging_forkserver_is_replaced(arena, encoded, monkeypatch):
         await eventually(lambda: pool.stats().num_alive == 1, timeout_s=10)
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert not is_running(forkserver)
+
+
+async def test_stopped_forkserver_is_found_without_a_request_and_its_jobs_go_on_at_the_spare(
+    arena, encoded, monkeypatch
+):
+    monkeypatch.setattr(heartbeat, "MAX_SILENT_S", 2.0)
+    monkeypatch.setattr(heartbeat, "TICK_S", 0.2)
+    async with running(make_pool(arena)) as pool:
+        await eventually(lambda: pool.spare_pid is not None)
+        spare, (forkserver,) = pool.spare_pid, children()
+        job = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=4), "a" * 64))
+        await eventually(lambda: pool.stats().num_busy == 1)
+        os.kill(forkserver, signal.SIGSTOP)
+        await eventually(lambda: pool.stats().num_forkserver_restarts == 1, timeout_s=10)
+        await eventually(lambda: pool.degradation is None and not is_running(forkserver), timeout_s=5)
+        assert pool.forkserver_pids[0] == spare
+        (await job).release()
+
+
+async def test_stopped_spare_is_replaced_before_it_is_needed(arena, encoded, monkeypatch):
+    monkeypatch.setattr(heartbeat, "MAX_SILENT_S", 3.0)
+    async with running(make_pool(arena)) as pool:
+        await eventually(lambda: pool.spare_pid is not None)
+        spare = pool.spare_pid
+        os.kill(spare, signal.SIGSTOP)
+        await eventually(lambda: pool.spare_pid not in (spare, None), timeout_s=10)
+        assert not is_running(spare)
+        os.kill(pool.forkserver_pids[0], signal.SIGKILL)
+        await eventually(lambda: pool.stats().num_forkserver_restarts == 1, timeout_s=5)
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
 
 
 async def test_disabled_pool_is_not_impaired(arena):

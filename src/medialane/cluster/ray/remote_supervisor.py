@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from medialane.cluster.child_process import CLEAN_EXIT
 from medialane.cluster.process_supervisor import MAX_EXITS_IN_START, Observer
 from medialane.cluster.ray.remote import RemoteCluster, RemoteSpec, member_name
 from medialane.cluster.restart_delay import RestartDelay
@@ -111,13 +110,13 @@ class RemoteSupervisor:
             end = await self._cluster.watch(spec.name)  # it has ended: returns at once
             was_ready = spec.name in self._ready
             self._ready.discard(spec.name)
-            num_exits += end.how != CLEAN_EXIT
+            num_exits += 1
             has_been_ready = has_been_ready or was_ready
             if not self._all_ready.is_set() and (not has_been_ready or num_exits >= MAX_EXITS_IN_START):
                 self._observer.ended(spec.name, end.how, None)
                 raise StartupFailed(end.report)
             logger.warning("%s", end.report)
-            delay_s = 0.0 if end.how == CLEAN_EXIT else delay.next(had_become_ready=was_ready)
+            delay_s = delay.next(had_become_ready=was_ready)
             self._observer.ended(spec.name, end.how, delay_s)
             await first_of(self._stopping.wait(), asyncio.sleep(delay_s))
             if not self._stopping.is_set():

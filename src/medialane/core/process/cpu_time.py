@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from medialane.core.process.descendants import descendants
 
@@ -28,9 +28,22 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return sum(_seconds(stat) for pid in pids if (stat := _stat(pid)))
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped by a signal, debuggers excepted."""
-    return _stat(pid)[:1] == [b"T"]
+class Activity(NamedTuple):
+    """The state of a process (proc(5): T is stopped by a signal, t by a debugger), the CPU time that it has used, and
+    how long its first thread has waited for a core (0 if the kernel does not count that)."""
+
+    state: str
+    cpu_s: float
+    waited_s: float
+
+
+def activity(pid: int) -> Activity | None:
+    """Return what a process does; None if it has exited."""
+    stat = _stat(pid)
+    if not stat:
+        return None
+    _, waited_ns, *_ = _read(f"/proc/{pid}/schedstat").split() or (b"", b"0")
+    return Activity(stat[_STATE].decode(), _seconds(stat), int(waited_ns) / 1e9)
 
 
 def _seconds(stat: list[bytes]) -> float:

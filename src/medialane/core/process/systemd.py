@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
+from medialane.core.process.heartbeat import beating
+
 logger = logging.getLogger(__name__)
 
 SOCKET: Final = "NOTIFY_SOCKET"
@@ -54,17 +56,18 @@ def shown_reload() -> Iterator[None]:
 
 @asynccontextmanager
 async def watched(status: Callable[[], str] | None = None) -> AsyncIterator[None]:
-    """Prove during the block that the event loop runs, if systemd wants to know (WatchdogSec=), and report changes of
-    the status."""
-    if SOCKET not in os.environ:
-        yield
-        return
-    beating = asyncio.create_task(_beat(status), name="reports to systemd")
-    try:
-        yield
-    finally:
-        beating.cancel()
-        await asyncio.wait([beating])
+    """Prove during the block that the event loop runs, to the supervisor, and to systemd if it wants to know
+    (WatchdogSec=), and report changes of the status to systemd."""
+    async with beating():
+        if SOCKET not in os.environ:
+            yield
+            return
+        reports = asyncio.create_task(_beat(status), name="reports to systemd")
+        try:
+            yield
+        finally:
+            reports.cancel()
+            await asyncio.wait([reports])
 
 
 async def _beat(status: Callable[[], str] | None) -> None:
