@@ -30,7 +30,12 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal, debuggers excepted."""
-    return _stat(pid)[:1] == [b"T"]
+    return state_of(pid) == "T"
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process (proc(5): R, S, D, T, t, Z); Z if it has exited."""
+    return (_stat(pid) or [b"Z"])[_STATE].decode()
 
 
 def _seconds(stat: list[bytes]) -> float:
