@@ -25,7 +25,7 @@ from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.core.errors import StartupFailed
 
 #: Plain vLLM's API server, as arguments of Python.
-PLAIN_VLLM = ("-m", "vllm.entrypoints.openai.api_server")
+PLAIN_VLLM = ("-P", "-m", "vllm.entrypoints.openai.api_server")
 
 #: Below the ports that Linux gives to sockets which ask for none in particular, by default.
 PORTS = range(15_000, 32_768)

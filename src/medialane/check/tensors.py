@@ -25,7 +25,7 @@ async def compare_tensors(setup: Setup, progress: CheckProgress) -> TensorReport
     log, report = setup.logs / TENSOR_LOG, setup.logs / "tensors.json"
     task, phases = setup.logs / "tensors.task", PhaseFile(setup.logs / "tensors.phase")
     task.write_bytes(msgspec.json.encode(TensorTask(setup.model, tuple(setup.vllm_args), tuple(setup.only))))
-    argv = [sys.executable, "-m", _PROGRAM, str(task), str(report)]
+    argv = [sys.executable, "-P", "-m", _PROGRAM, str(task), str(report)]
     # As plain vLLM without plugins; ours changes nothing in this process anyway.
     environ = {**setup.environ, "VLLM_PLUGINS": "", **phases.environ()}
     async with progress.starting("tensors", phases):

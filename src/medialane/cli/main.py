@@ -21,6 +21,8 @@ from medialane import __version__
 ERROR_PREFIX = "medialane: error: "
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
+#: Commands whose processes have no secrets, and forks that others are to read.
+_READABLE = ("warm", "doctor", "bench")
 
 
 class Command(NamedTuple):
@@ -103,10 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, *words: str) -> int:
     from medialane.core.errors import StartupFailed
+    from medialane.core.process.isolation import hide_memory, import_nothing_from_here
     from medialane.core.process.title import reserve_title
 
     command = COMMANDS[name]
     reserve_title()
+    if name != "bench":  # whose programs import from the folder that they are in
+        import_nothing_from_here()
+    if name not in _READABLE:
+        hide_memory()
     try:
         module = importlib.import_module(f"medialane.cli.{command.module}")
         return int(module.run(parse_words(name, command, module.add_arguments, list(words))))

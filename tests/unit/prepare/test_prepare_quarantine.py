@@ -88,7 +88,7 @@ async def test_item_that_computes_too_long_is_at_fault(arena, encoded, monkeypat
     """It has had the CPU."""
     monkeypatch.setattr(job_run, "MIN_CPU_SHARE", 0.02)  # machines of tests are busy
     async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
-        with pytest.raises(PreparerTimeout, match="longer than 0.3 s"):
+        with pytest.raises(PreparerTimeout, match=r"longer than 0\.3 s"):
             await prepare(pool, encoded, options=b'{"fault": "spin"}')
 
 
