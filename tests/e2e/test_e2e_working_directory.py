@@ -5,6 +5,7 @@ import os
 import select
 import shutil
 import struct
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,10 @@ MODULES = (
     "pkgutil", "multiprocessing", "llvmlite", "numba", "setproctitle",
 )  # fmt: skip
 #: What libraries look for in the working directory, and what is nobody's business.
-FILES = {
-    ".env": "SECRET=1", ".numba_config.yaml": "debug: 1", ".pdbrc": "import os", "pyproject.toml": "[",
-    "setup.cfg": "[", "ucx.conf": "UCX_TLS=tcp", "matplotlibrc": "backend: x", ".python-version": "2.7", ".netrc": "machine x",
-    "uv.toml": "[", "id_rsa": "private", "credentials.yaml": "key: 1", "requirements.txt": "x", "nccl.conf": "NCCL_DEBUG=INFO",
-}  # fmt: skip
+FILES = (
+    ".env", ".netrc", ".pdbrc", ".python-version", "id_rsa", "credentials.yaml", "requirements.txt", "pyproject.toml",
+    "setup.cfg", "pydistutils.cfg", "uv.toml", "matplotlibrc", "nccl.conf", "ray.yaml", "logging.conf", "config.yaml",
+)  # fmt: skip
 _IN_OPEN, _IN_NONBLOCK = 0x20, 0o4000
 _EVENT = struct.Struct("iIII")
 
@@ -57,8 +57,8 @@ def cloned(tmp_path, tiny_model) -> Path:
             f"open({str(marker)!r}, 'a').write(__file__ + chr(10))\nraise SystemExit(9)\n"
         )
     (folder / "_json.cpython-311-x86_64-linux-gnu.so").write_bytes(b"\x7fELF")
-    for name, content in FILES.items():
-        (folder / name).write_text(content)
+    for name in FILES:
+        (folder / name).write_text("[")
     return folder
 
 
@@ -85,3 +85,12 @@ async def test_only_the_model_is_read_in_the_working_directory(cloned, tmp_path,
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
     assert opened & ours - {""}, "the model's files are read"
     assert not opened & planted
+
+
+@pytest.mark.parametrize("name", [".numba_config.yaml", "ucx.conf"])
+def test_settings_of_libraries_in_the_working_directory_are_refused(tmp_path, name):
+    (tmp_path / name).write_text("")
+    words = [Path(sys.executable).with_name("medialane"), "serve", "."]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"medialane: error: {name} in the working directory")

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, *words: str) -> int:
     from medialane.core.errors import StartupFailed
-    from medialane.core.process.isolation import hide_memory, import_nothing_from_here
+    from medialane.core.process.isolation import hide_memory, import_nothing_from_here, refuse_library_settings
     from medialane.core.process.title import reserve_title
 
     command = COMMANDS[name]
@@ -115,6 +115,8 @@ def _run(name: str, *words: str) -> int:
     if name not in _READABLE:
         hide_memory()
     try:
+        if command.takes_vllm_args:
+            refuse_library_settings()
         module = importlib.import_module(f"medialane.cli.{command.module}")
         return int(module.run(parse_words(name, command, module.add_arguments, list(words))))
     except StartupFailed as error:

@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Final
 
+from medialane.core.errors import StartupFailed
 from medialane.core.process.libc import last_error, libc
 
 _PR_SET_DUMPABLE = 4
+#: Files that libraries read in the working directory, and the variables that do the same. They may name folders of
+#: compiled code (NUMBA_CACHE_DIR, UCX_MODULE_DIR), so reading them is running what is there.
+_READ_HERE: Final = {".numba_config.yaml": "NUMBA_...", "ucx.conf": "UCX_..."}
 
 
 def import_nothing_from_here() -> None:
@@ -26,6 +31,17 @@ def import_nothing_from_here() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(absolute)
     os.environ["PYTHONSAFEPATH"] = "1"
     sys.path[:] = [path for path in sys.path if os.path.isabs(path) and path not in relative]
+
+
+def refuse_library_settings() -> None:
+    """Raise StartupFailed if the working directory has settings of a library, which has no switch for not reading
+    them."""
+    for name, variables in _READ_HERE.items():
+        if os.path.lexists(name):
+            raise StartupFailed(
+                f"{name} in the working directory may have code loaded from anywhere: start in another one, or remove "
+                f"it (variables do the same: {variables})"
+            )
 
 
 def hide_memory() -> None:
