@@ -5,7 +5,6 @@ import os
 import select
 import shutil
 import struct
-import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,12 +84,3 @@ async def test_only_the_model_is_read_in_the_working_directory(cloned, tmp_path,
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
     assert opened & ours - {""}, "the model's files are read"
     assert not opened & planted
-
-
-@pytest.mark.parametrize("name", [".numba_config.yaml", "ucx.conf"])
-def test_settings_of_libraries_in_the_working_directory_are_refused(tmp_path, name):
-    (tmp_path / name).write_text("")
-    words = [Path(sys.executable).with_name("medialane"), "serve", "."]
-    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith(f"medialane: error: {name} in the working directory")

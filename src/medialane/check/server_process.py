@@ -23,6 +23,7 @@ from medialane.cluster import HttpAnswers
 from medialane.cluster.child_process import spawn_leader
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.core.errors import StartupFailed
+from medialane.core.private_file import private
 
 #: Plain vLLM's API server, as arguments of Python.
 PLAIN_VLLM = ("-P", "-m", "vllm.entrypoints.openai.api_server")
@@ -111,7 +112,7 @@ async def logged_process(
 def _spawn(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
     if log is None:
         return spawn_leader(argv, environ)
-    with log.open("wb") as output:
+    with open(log, "wb", opener=private) as output:
         return spawn_leader(argv, environ, output.fileno())
 
 

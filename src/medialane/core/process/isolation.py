@@ -24,9 +24,10 @@ _READ_HERE: Final = {".numba_config.yaml": "NUMBA_...", "ucx.conf": "UCX_..."}
 def import_nothing_from_here() -> None:
     """Neither this process, from now on, nor those that inherit its environment import from the working directory: of
     PYTHONPATH they have only the absolute paths."""
-    given = os.environ.pop("PYTHONPATH", "").split(os.pathsep)
+    variable = os.environ.pop("PYTHONPATH", "")
+    given = variable.split(os.pathsep) if variable else []
     absolute = [path for path in given if os.path.isabs(path)]
-    relative = {os.path.abspath(path) for path in given} - set(absolute) if any(given) else set()
+    relative = {os.path.abspath(path) for path in given} - set(absolute)
     if absolute:
         os.environ["PYTHONPATH"] = os.pathsep.join(absolute)
     os.environ["PYTHONSAFEPATH"] = "1"
