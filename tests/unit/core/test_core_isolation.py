@@ -100,7 +100,13 @@ print(json.dumps(tried))
 @contextmanager
 def holding_a_secret(calls):
     # Root's capabilities would keep those without from reading it, too.
-    program = f"from medialane.core.process.isolation import *\n{WITHOUT_CAPABILITIES}{calls}\nprint('ready', flush=True)\ninput()"
+    program = f"""\
+from medialane.core.process.isolation import hide_memory, show_memory
+{WITHOUT_CAPABILITIES}
+{calls}
+print("ready", flush=True)
+input()
+"""
     words = [sys.executable, "-c", program]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"ready\n"
