@@ -127,7 +127,7 @@ async def _web_server(images: Sequence[bytes]) -> AsyncIterator[str]:
 
 def _medialane(model: str) -> AbstractAsyncContextManager[ServerProcess]:
     """Run `medialane serve` with two workers, as a user would; its progress is shown on the terminal."""
-    command = ["-m", "medialane", "serve", model, "--workers", "2"]
+    command = ["-P", "-m", "medialane", "serve", model, "--workers", "2"]
     flags = ["--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8", "--", *TINY_MODEL_FLAGS]
     # Of VLLM_API_KEY plain vLLM knows, too.
     environ = process_environ() | {"MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}

@@ -18,6 +18,7 @@ from medialane.config.environment import as_environ
 from medialane.config.loading import FILE, MODELS, TableRules, load_config, load_models
 from medialane.config.settings import PREFIX, Config, SectionName, Setting, settings
 from medialane.core.errors import StartupFailed
+from medialane.core.private_file import write_private
 
 _LOG: Final = frozenset({"log-level"})
 #: What may change while a gateway runs.
@@ -87,7 +88,7 @@ class SettingsSource(msgspec.Struct, frozen=True):
             raise StartupFailed(f"{path}: the source of the settings cannot be read: {error}") from error
 
     def write(self, path: Path) -> None:
-        path.write_bytes(msgspec.json.encode(self))
+        write_private(path, msgspec.json.encode(self))
 
     def load(self, running: Config) -> Config:
         """Read the file again; secrets are those of the `running` process. Raises StartupFailed naming the setting."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from medialane.core.errors import StartupFailed
+from medialane.core.private_file import write_private
 from medialane.core.process.owner_lock import locked
 
 
@@ -61,7 +62,7 @@ class ChangedWorkersFile:
         try:
             with locked(self._path.with_name(f"{self._path.name}.lock")):
                 unfinished = self._path.with_name(f"{self._path.name}.new")
-                unfinished.write_bytes(msgspec.json.encode(change(self.read())))
+                write_private(unfinished, msgspec.json.encode(change(self.read())))
                 unfinished.replace(self._path)
         except OSError as error:
             raise StartupFailed(f"--workers-file {self._path}: {error.strerror}") from error

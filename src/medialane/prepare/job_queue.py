@@ -74,6 +74,8 @@ class Job:
         self.request = ask(self.job_id)
         #: How long a preparer was busy with it, once it reports that.
         self.busy_s: float | None = None
+        #: The CPU time that its preparer had used when it got the job.
+        self.cpu_before_s = 0.0
         self.is_sent = False
         self.is_retried = False
         self.ends_at = math.inf

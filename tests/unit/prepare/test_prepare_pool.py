@@ -244,22 +244,22 @@ async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, enco
                 abandon()
 
             reservation.abandon = watched_abandon
+            monkeypatch.setattr(arena, "reserve", reserve)  # of the second try
             return reservation
 
         monkeypatch.setattr(arena, "reserve", watched_reserve)
-        with pytest.raises(PreparerTimeout):
-            await pool.prepare_item(encoded, b"{}", "a" * 64)
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
         await eventually(lambda: arena.stats().num_reservations == 0)
     assert abandoned_while_running == [False]
 
 
-async def test_hanging_job_times_out(arena, encoded):
+async def test_hanging_job_times_out_after_two_tries(arena, encoded):
     async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
         (victim,) = pool.preparer_pids
         started = time.monotonic()
         with pytest.raises(PreparerTimeout):
             await pool.prepare_item(encoded, options(fault="hang"), "a" * 64)
-        assert 0.25 < time.monotonic() - started < 0.8
+        assert 0.55 < time.monotonic() - started < 1.6
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert not is_running(victim)
 
