@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from medialane.core.errors import PreparersBusy
+from medialane.core.errors import MediaOverloaded
 from medialane.core.retry_after import Places
 from medialane.gateway.scope import RequestScope
 
@@ -23,13 +23,13 @@ class Admission:
         return len(self._admitted)
 
     def admit(self, scope: RequestScope) -> None:
-        """Admit a request until its scope ends; again for the same one has no effect. Raises PreparersBusy if there is
-        no free slot."""
+        """Admit a request until its scope ends; again for the same one has no effect. Raises MediaOverloaded if no
+        slot is free."""
         if scope in self._admitted:
             return
         if len(self._admitted) >= self.limit:
             message = "too many concurrent requests with media"
-            raise PreparersBusy(message, retry_after_s=self._places.promise())
+            raise MediaOverloaded(message, retry_after_s=self._places.promise())
         self._admitted.add(scope)
         self._places.take(scope)
         scope.defer(lambda: self._end(scope))
