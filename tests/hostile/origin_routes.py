@@ -181,7 +181,7 @@ ROUTES: dict[str, Route] = {
     "/partial": status(206, GOOD, Content_Range="bytes 0-9/100"),
     "/whole": status(206, GOOD, Content_Range=f"bytes 0-{len(GOOD) - 1}/{len(GOOD)}"),
     "/203": status(203, GOOD),
-    "/to-spaces": redirect("/gut ü.jpg?a=%2F"),
+    "/to-spaces": redirect("/gut \u00c3\u00bc.jpg?a=%2F"),  # UTF-8, in a header of Latin-1
     "/gut%20%C3%BC.jpg": status(200, GOOD),
     "/no-content": raw(b"HTTP/1.1 204 No Content\r\n\r\n"),
     "/not-modified": raw(b"HTTP/1.1 304 Not Modified\r\n\r\n"),

@@ -286,7 +286,7 @@ def _mapped_errors() -> Iterator[None]:
         raise
     except aiohttp.ClientSSLError as error:
         raise UpstreamFailed("TLS connection to the media host failed") from error
-    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, socket.gaierror) as error:
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
         raise_exhausted(error)
         raise _RetryableFailure(UpstreamFailed("cannot connect to the media host")) from error
     except (aiohttp.ClientError, ValueError) as error:
@@ -341,13 +341,18 @@ class _Names(AbstractResolver):
 
     async def host(self, target: URL, time: FetchTime) -> str:
         """Return the host that a request to `target` needs a place of. Raises MediaOverloaded, MediaUrlForbidden,
-        TimeoutError, OSError."""
+        TimeoutError, ClientOSError."""
         name, port = target.raw_host or "", target.port or 0
         _looked_up.set(None)
         if is_ip_address(name):
             return _host([name], port)
         if (name, port) not in self._known:
-            _looked_up.set(await self._look_up(name, port, time))
+            try:
+                _looked_up.set(await self._look_up(name, port, time))
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise aiohttp.ClientOSError(*error.args) from error  # like aiohttp's connector
         return self._known[name, port]
 
     async def resolve(
