@@ -25,10 +25,10 @@ from medialane.core.errors import (
     InvalidFeature,
     InvalidImage,
     InvalidRequest,
+    MediaOverloaded,
     MediaTooLarge,
     NoWorkerReady,
     PreparerCrashed,
-    PreparersBusy,
     PromptTooLong,
     StoreUnavailable,
     WorkerLost,
@@ -781,7 +781,7 @@ async def test_request_over_the_limit_is_rejected_until_another_ends(arena, prep
         with open_scope():
             await parts.gateway.prepare(prompt(png()))
             await parts.gateway.prepare(prompt(png()))  # another prompt of the same request
-            with open_scope(), pytest.raises(PreparersBusy) as refused:
+            with open_scope(), pytest.raises(MediaOverloaded) as refused:
                 await parts.gateway.prepare(prompt(png()))
             assert refused.value.retry_after_s
         with open_scope():
@@ -794,7 +794,7 @@ async def test_uuids_are_looked_up_after_admission(arena, preparers, worker):
             await parts.gateway.prepare(prompt(png()))
             with open_scope() as scope:
                 scope.extracted = ExtractedMedia((MediaRef("image", "p", alias=Alias("u", "image")),))
-                with pytest.raises(PreparersBusy):
+                with pytest.raises(MediaOverloaded):
                     await parts.gateway.by_uuid(scope.references.text(0))
 
 

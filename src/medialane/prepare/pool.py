@@ -131,8 +131,8 @@ class PreparerPool:
         `io` holds the decoding options (as in `MediaRef`), `options` those of the processor; without `options` the item
         is only decoded (stage `decoded`).
 
-        The caller keeps `encoded`: the job pins it separately. Raises PreparersBusy (queue full, or no preparer within
-        the queue timeout), ArenaFull, MediaTooLarge (the feature exceeds the arena), PreparerTimeout, PreparerCrashed
+        The caller keeps `encoded`: the job pins it separately. Raises MediaOverloaded (queue full, or no preparer in
+        time), ArenaFull, MediaTooLarge (the feature exceeds the arena), PreparerTimeout, PreparerCrashed
         (also if the item is in quarantine), Unavailable, and what decoding and processing raise. A job cancelled in the
         queue is dropped; one cancelled while running is stopped unless it finishes within ABANDONED_S: then its feature
         stays cached.
