@@ -1,0 +1,55 @@
+"""Drops pure wheels from a lock where every machine has a platform's wheel of the same version: part of `make lock`.
+
+Usage: python requirements/platform_wheels.py requirements/FILE.txt < PYLOCK, the same lock as pylock.toml, which has the
+names of the files.
+
+A pure wheel beside platform wheels is their rest: soundfile's has no libsndfile, those of aiohttp, protobuf and mypy are
+several times slower. An installer takes it only by mistake: where one index has the pure wheel and another the right one,
+uv takes the file of the index that comes first. A pure wheel stays if some machine that vLLM has a wheel for has no other:
+Linux with glibc, x86-64 and ARM, each Python of PYTHONS. Musl and other processors have no wheel of vLLM or torch either.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+#: Those that vLLM 0.32 and the wheels it needs support, as in the Makefile.
+PYTHONS = ("cp311", "cp312", "cp313", "cp314")
+MACHINES = ("x86_64", "aarch64")
+
+
+def fits(filename: str, python: str, machine: str) -> bool:
+    """Whether a wheel's file name says that it has code of this machine, for this Python."""
+    pythons, abi, platforms = filename.removesuffix(".whl").rsplit("-", 3)[-3:]
+    if not re.search(rf"manylinux\w*_{machine}(\.|$)", platforms):
+        return False
+    if abi == "abi3":
+        return any(int(tag[3:]) <= int(python[3:]) for tag in pythons.split(".") if tag.startswith("cp3"))
+    if abi == "none":
+        return bool({"py3", python} & set(pythons.split(".")))
+    return abi == python
+
+
+def needless(filenames: list[str]) -> list[str]:
+    """Return the pure wheels among those of one version that no machine needs."""
+    pure = [name for name in filenames if name.endswith("-none-any.whl")]
+    machines = [(python, machine) for python in PYTHONS for machine in MACHINES]
+    everywhere = all(any(fits(name, *each) for name in filenames) for each in machines)
+    return pure if everywhere else []
+
+
+def drop(lock: str, pylock: str) -> str:
+    """Return the lock without the hashes of needless wheels."""
+    for package in tomllib.loads(pylock)["packages"]:
+        hashes = {wheel["url"].rpartition("/")[2]: wheel["hashes"]["sha256"] for wheel in package.get("wheels", [])}
+        for name in needless(list(hashes)):
+            lock = re.sub(rf" \\\n    --hash=sha256:{hashes[name]}\b", "", lock)
+    return lock
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(drop(path.read_text(), sys.stdin.read()))
