@@ -38,7 +38,7 @@ CLIENTS_FILLED := $(CLIENTS)/.filled tests/clients/node/node_modules/.package-lo
 PROGRAMS := chromium prometheus
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo docs site-builder test test-all check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-gpu clean
+.PHONY: help venv demo docs site-builder test test-all check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-fresh test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -114,6 +114,10 @@ chaos: $(TESTING) ## random processes killed, stopped and cut off under load, MI
 test-restarts: $(TESTING) ## 200 gateway restarts leave nothing behind (five minutes)
 	$(BIN)/pytest tests/chaos/test_chaos_gateway_restarts.py $(ARGS)
 
+# Nothing of .venv is needed. ARGS=bookworm: on one release of Debian only.
+test-fresh:     ## `make demo` on empty Debian systems (root, mmdebstrap, the network; ten minutes): before a release
+	tests/fresh_machine.sh $(ARGS)
+
 test-gpu: $(TESTING) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
 
@@ -136,7 +140,7 @@ pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow 
 # torch is the exception. Its CPU build (+cpu) is not on PyPI, so that its hash may differ from one index to the next; nor can a
 # stranger upload such a version there.
 unhashed-cpu := torch==2.13.0+cpu
-no-torch = "medialane: PyPI has no CPU build of torch. Name an index that has $(unhashed-cpu) for $$($(BIN)/python -V) with TORCH_INDEX, or a Python for which yours has it with PYTHON (docs/deployment.md#without-a-gpu)"
+no-torch = "medialane: PyPI has no CPU build of torch. Name an index that has $(unhashed-cpu) for $$($(BIN)/python -V) with TORCH_INDEX, or a Python for which yours has it with PYTHON (docs/deployment.md\#without-a-gpu)"
 # On no index: installed from its folder.
 packages-cpu := ./packages/medialane-cpu-torch
 # A Python of another version than one that is named, or without pip, which a failed `venv` leaves behind, is replaced.
