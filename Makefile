@@ -140,7 +140,7 @@ pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow 
 # torch is the exception. Its CPU build (+cpu) is not on PyPI, so that its hash may differ from one index to the next; nor can a
 # stranger upload such a version there.
 unhashed-cpu := torch==2.13.0+cpu
-no-torch = "medialane: PyPI has no CPU build of torch. Name an index that has $(unhashed-cpu) for $$($(BIN)/python -V) with TORCH_INDEX, or a Python for which yours has it with PYTHON (docs/deployment.md\#without-a-gpu)"
+no-torch = "medialane: torch comes first, whose CPU build PyPI does not have. If $(unhashed-cpu) was not found for $$($(BIN)/python -V): name an index that has it with TORCH_INDEX, or a Python for which yours has it with PYTHON (docs/deployment.md\#without-a-gpu)"
 # On no index: installed from its folder.
 packages-cpu := ./packages/medialane-cpu-torch
 # A Python of another version than one that is named, or without pip, which a failed `venv` leaves behind, is replaced.

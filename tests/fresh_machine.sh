@@ -43,7 +43,7 @@ if second:
 # A folder's index has its files beside it.
 paths = [Path(urlsplit(each).path).parent for each in sum(found.values(), []) if each.startswith("file:")]
 paths += [Path(each) for each in sum(found.values(), []) if each.startswith("/")]
-(root / "etc/pip.conf").write_text("[global]\n" + "".join(f"{name} =\n" + "".join(f"  {each}\n" for each in found[name]) for name in found))
+(root / "etc/pip.conf").write_text("[global]\n" + "".join(f"{name} = {' '.join(each)}\n" for name, each in found.items()))
 (root / "paths").write_text("".join(f"{path}\n" for path in dict.fromkeys(paths) if path.exists()))
 PYTHON
 }
@@ -104,7 +104,7 @@ for suite in $suites; do
   else verdict "$what" "failed: no word of the package" "$log"; fi
 
   chroot "$root" apt-get -qq update
-  DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get -qq install --no-install-recommends python3-venv > /dev/null
+  DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get -qq install --no-install-recommends python3-venv > "$out/apt.log" 2>&1
 
   for indexes in default second; do
     configure "$root" $indexes "$work/pure/simple"
@@ -112,7 +112,7 @@ for suite in $suites; do
     log=$out/$suite-$indexes.log
     what="Debian $suite, $(chroot "$root" python3 -V), $indexes index"
     if on_machine "$root" "make demo EXTRA=cpu && .venv/bin/python -c \"import soundfile\"" > "$log" 2>&1; then verdict "$what" "make demo passed" "$log"
-    elif grep -q "^medialane: PyPI has no CPU build of torch" "$log"; then verdict "$what" "not tried: no index here has torch for this Python, and make says so" "$log"
+    elif grep -q "No matching distribution found for torch==" "$log"; then verdict "$what" "not tried: no index here has torch for this Python, and make says so" "$log"
     else verdict "$what" "failed: see $log" "$log"; fi
     on_machine "$root" "[ ! -e .venv/bin/medialane ] || .venv/bin/medialane doctor" >> "$log" 2>&1 || true
     on_machine "$root" "rm -rf .venv ~/.cache"
