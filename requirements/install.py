@@ -5,9 +5,9 @@ uv needs a tenth of the CPU time of pip, which parses the index page of each pac
 not read pip's configuration, where a user's index, proxy and certificates are, so they are passed on. If there is no uv
 for this machine, or it fails, pip is run.
 
-An installer's success is not believed: versions are compared with FILE, and what serving needs is imported. What is wrong
-is installed again by pip, once. Several indexes may differ in the wheels that they have of one version, of which uv and pip
-may take different ones.
+The result is checked: versions are compared with FILE, and what serving needs is imported. What is wrong is installed
+again by pip, once. Where indexes have different wheels of one version, uv takes one of the first index and pip the best
+of all.
 """
 
 from __future__ import annotations
@@ -35,18 +35,21 @@ _AS_VARIABLES = {
     "default-timeout": ("UV_HTTP_TIMEOUT", " "),
     "timeout": ("UV_HTTP_TIMEOUT", " "),
 }
-#: What serving needs that is native or loads something native: the module whose import says whether it works. Not here are
-#: torchvision and torchaudio, which load beside torch's CPU build only with medialane-cpu-torch.
-_LOADED = {
+#: Distributions that serving needs and that are native, or load a native library, with a module that does so when it is
+#: imported. torchvision and torchaudio are not here: beside a CPU build of torch they need medialane-cpu-torch.
+MODULES = {
     "aiohttp": "aiohttp._http_parser",
     "av": "av",
     "blake3": "blake3",
+    "cbor2": "cbor2",
     "cryptography": "cryptography.x509",
+    "ijson": "ijson.backends.yajl2_c",
     "llguidance": "llguidance",
     "msgspec": "msgspec",
     "numba": "numba",
     "numpy": "numpy",
     "opencv-python-headless": "cv2",
+    "oss-harmony": "openai_harmony",
     "outlines-core": "outlines_core",
     "pillow": "PIL._imaging",
     "protobuf": "google.protobuf.message",
@@ -64,6 +67,8 @@ _LOADED = {
     "tokenizers": "tokenizers",
     "torch": "torch",
     "uvloop": "uvloop",
+    "watchfiles": "watchfiles",
+    "xgrammar": "xgrammar",
 }
 _IMPORTS = """
 import importlib, sys
@@ -122,7 +127,7 @@ def other_version(name: str, entry: str) -> str | None:
 
 def unusable(names: list[str]) -> dict[str, str]:
     """Return the distributions that cannot be imported, with the reason."""
-    modules = {_LOADED[name]: name for name in names}
+    modules = {MODULES[name]: name for name in names}
     # -P: nothing is imported from the working directory.
     command = [sys.executable, "-P", "-c", _IMPORTS, *modules]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=_IMPORT_TIMEOUT_S)
@@ -137,7 +142,7 @@ def unusable(names: list[str]) -> dict[str, str]:
 def wrong(entries: dict[str, str]) -> dict[str, str]:
     """Return the distributions that are not as the file says, or do not work, with the reason."""
     found = {name: reason for name, entry in entries.items() if (reason := other_version(name, entry))}
-    return found or unusable([name for name in _LOADED if installed(name)] if entries.keys() & _LOADED.keys() else [])
+    return found or unusable([name for name in MODULES if installed(name)] if entries.keys() & MODULES.keys() else [])
 
 
 def pip(arguments: list[str]) -> int:

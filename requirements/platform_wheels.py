@@ -1,12 +1,12 @@
-"""Drops pure wheels from a lock where every machine has a platform's wheel of the same version: part of `make lock`.
+"""Drops the hashes of pure wheels from a lock where each supported machine has a platform wheel: part of `make lock`.
 
 Usage: python requirements/platform_wheels.py requirements/FILE.txt < PYLOCK, the same lock as pylock.toml, which has the
-names of the files.
+names of files.
 
-A pure wheel beside platform wheels is their rest: soundfile's has no libsndfile, those of aiohttp, protobuf and mypy are
-several times slower. An installer takes it only by mistake: where one index has the pure wheel and another the right one,
-uv takes the file of the index that comes first. A pure wheel stays if some machine that vLLM has a wheel for has no other:
-Linux with glibc, x86-64 and ARM, each Python of PYTHONS. Musl and other processors have no wheel of vLLM or torch either.
+A pure wheel beside platform wheels is the fallback of other machines: soundfile's has no libsndfile, those of aiohttp,
+protobuf and mypy are slower. Here it is only taken by mistake: if one index has the pure wheel and another the platform
+wheel, uv takes the file of the first index. A pure wheel stays if a supported machine has no other: Linux with glibc on
+x86-64 and ARM, with any of PYTHONS. Musl and other processors lose it, but have no wheels of vLLM and torch either.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import sys
 import tomllib
 from pathlib import Path
 
-#: Those that vLLM 0.32 and the wheels it needs support, as in the Makefile.
+#: For which vLLM 0.32 and all that it needs have wheels; the Makefile refuses others.
 PYTHONS = ("cp311", "cp312", "cp313", "cp314")
 MACHINES = ("x86_64", "aarch64")
 
 
 def fits(filename: str, python: str, machine: str) -> bool:
-    """Whether a wheel's file name says that it has code of this machine, for this Python."""
+    """Whether this is the name of a platform wheel for this Python on this machine."""
     pythons, abi, platforms = filename.removesuffix(".whl").rsplit("-", 3)[-3:]
     if not re.search(rf"manylinux\w*_{machine}(\.|$)", platforms):
         return False
