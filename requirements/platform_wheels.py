@@ -1,7 +1,8 @@
 """Drops the hashes of pure wheels from a lock where each supported machine has a platform wheel: part of `make lock`.
 
-Usage: python requirements/platform_wheels.py requirements/FILE.txt < PYLOCK, the same lock as pylock.toml, which has the
-names of files.
+Usage: python requirements/platform_wheels.py requirements/FILE.txt < PYLOCK
+
+PYLOCK is the same lock as pylock.toml, with the names of files.
 
 A pure wheel beside platform wheels is the fallback of other machines: soundfile's has no libsndfile, those of aiohttp,
 protobuf and mypy are slower. Here it is only taken by mistake: if one index has the pure wheel and another the platform

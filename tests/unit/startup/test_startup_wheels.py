@@ -175,7 +175,7 @@ def test_make_demo_installs_locked_files_and_ours_from_their_folders(extra, last
     assert "--require-hashes" in calls[-2]
     assert "--no-build-isolation" in calls[-1]
     assert calls[-1][calls[-1].index("-e") :] == last
-    # A local version, which PyPI does not accept: the most likely to be missing. From pip's indexes, then from PyTorch's.
+    # A local version, which PyPI does not accept: the most likely to be missing. PyTorch's index is asked after pip's.
     assert [call[2:] for call in calls[:-2]] == (
         [["torch==2.13.0+cpu"], ["--index-url", "https://torch.example", "torch==2.13.0+cpu"]] if extra == "cpu" else []
     )
