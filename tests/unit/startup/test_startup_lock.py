@@ -1,4 +1,4 @@
-"""requirements/platform_wheels.py: a lock has no pure wheel of a version that has a wheel for every supported machine."""
+"""requirements/platform_wheels.py: a lock has no pure wheel where each supported machine has a platform wheel."""
 
 import hashlib
 import importlib.util

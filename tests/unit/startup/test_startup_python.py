@@ -1,5 +1,5 @@
-"""The Python of .venv: one that cannot make it, or has no wheels, is refused before anything is downloaded, and the message
-says what to do; a .venv that it cannot use is made again."""
+"""The Python of .venv: one that cannot make it, or has no wheels, is refused before any download, and the message says what
+to do; a .venv that cannot be used is made again."""
 
 import subprocess
 import sys
@@ -60,7 +60,8 @@ def test_versions_without_wheels_are_refused(project, python, version):
 
 def test_without_python_the_packages_are_named(project):
     assert said(project, "no-such-python") == (
-        "medialane: no no-such-python here: install python3 and python3-venv, or name a Python of 3.11 to 3.14 with PYTHON="
+        "medialane: no no-such-python here: install python3 and python3-venv, or name a Python of 3.11 to 3.14 with "
+        "PYTHON="
     )
 
 
