@@ -73,9 +73,7 @@ def test_only_hashes_of_needless_wheels_are_dropped(tmp_path, place):
     native, pure_only = wheels(["py3-none"]), ["other-2.0-py3-none-any.whl"]
     mixed = list(native)
     mixed.insert(place % 3, PURE)
-    start, rest = f"# by make lock\nname==1.0 ; sys_platform == 'linux'{{}}\nother==2.0{hashes(pure_only)}\n".split(
-        "{}"
-    )
+    start, rest = "# by make lock\nname==1.0 ; sys_platform == 'linux'", f"\nother==2.0{hashes(pure_only)}\n"
     lock = tmp_path / "lock.txt"
     lock.write_text(start + hashes(mixed) + rest)
     pylock = "\n".join(

@@ -1,5 +1,5 @@
-"""The Python of .venv: one that cannot make it, or has no wheels, is refused before any download, and the message says what
-to do; a .venv that cannot be used is made again."""
+"""The Python of .venv: one that cannot make it, or has no wheels, is refused before any download, and the message says
+what to do; a .venv that cannot be used is made again."""
 
 import subprocess
 import sys
@@ -75,8 +75,7 @@ def test_environment_of_another_python_than_the_named_one_is_made_again(project,
     venv.create(project / ".venv", symlinks=True)
     (packages,) = (project / ".venv" / "lib").glob("python3.*/site-packages")
     (packages / "pip.py").touch()
-    other = python("if sys.orig_argv[-1] == '-V': print('Python 3.12.0')")
-    other.write_text(
-        other.read_text().replace("PYTHONPATH", '[ "$1" != -V ] || { echo Python 3.12.0; exit; }\nPYTHONPATH')
-    )
+    other = python()
+    answer = '[ "$1" != -V ] || { echo Python 3.12.0; exit; }'
+    other.write_text(other.read_text().replace("PYTHONPATH", f"{answer}\nPYTHONPATH"))
     assert said(project, other).endswith(NO_VENV)
