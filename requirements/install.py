@@ -145,6 +145,11 @@ def wrong(entries: dict[str, str]) -> dict[str, str]:
     return found or unusable([name for name in MODULES if installed(name)] if entries.keys() & MODULES.keys() else [])
 
 
+def say(text: str) -> None:
+    """In the terminal, too: the Makefile shows such lines."""
+    print(f"medialane: {text}", flush=True)
+
+
 def pip(arguments: list[str]) -> int:
     # Without --no-compile pip would compile all modules, most of which are never imported.
     options = ["--disable-pip-version-check", "--progress-bar", "off", "--no-compile", "--no-deps"]
@@ -156,7 +161,13 @@ def uv(arguments: list[str]) -> int:
     listed = subprocess.run(config, capture_output=True, text=True, check=True)
     command = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, "--no-deps", *arguments]
     # A user's own variables for uv are stronger.
-    return subprocess.run(command, env=as_variables(listed.stdout) | os.environ, check=False).returncode
+    variables = as_variables(listed.stdout) | os.environ
+    status = subprocess.run(command, env=variables, check=False).returncode
+    # An extra index that has another file of a listed version hides the right one.
+    if status and variables.pop("UV_INDEX", None):
+        say("uv has failed: again without extra indexes")
+        status = subprocess.run(command, env=variables, check=False).returncode
+    return status
 
 
 def install_again(entries: str, arguments: list[str]) -> None:
@@ -166,11 +177,6 @@ def install_again(entries: str, arguments: list[str]) -> None:
         file = Path(folder) / "wrong.txt"
         file.write_text(entries)
         pip([*arguments[:at], "--force-reinstall", "-r", str(file), *arguments[at + 2 :]])
-
-
-def say(text: str) -> None:
-    """In the terminal, too: the Makefile shows such lines."""
-    print(f"medialane: {text}", flush=True)
 
 
 def main(arguments: list[str]) -> int:
