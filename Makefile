@@ -140,12 +140,18 @@ pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow 
 # torch is the exception. Its CPU build (+cpu) is not on PyPI, so that its hash may differ from one index to the next; nor can a
 # stranger upload such a version there.
 unhashed-cpu := torch==2.13.0+cpu
+# vLLM's CPU build is linked against libnuma, which no wheel brings: Debian's package, unpacked into .venv, where medialane-cpu-torch
+# loads it from. Nothing of the system is changed, and no rights are needed.
+unpack-numa = cd .venv && rm -rf numa && mkdir numa && cd numa && apt-get download libnuma1 && dpkg -x libnuma1_*.deb . && cp -L usr/lib/*/libnuma.so.1 ../lib/ && cd .. && rm -r numa
+numa = $(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2> /dev/null || [ -e .venv/lib/libnuma.so.1 ] || ( $(unpack-numa) ) >> $(LOG) 2>&1 \
+  || { echo "medialane: the CPU build of vLLM needs libnuma.so.1: apt-get install libnuma1 (Debian, Ubuntu), dnf install numactl-libs (Fedora, Red Hat)"; exit 1; }
 no-torch = "medialane: torch comes first, whose CPU build PyPI does not have. If $(unhashed-cpu) was not found for $$($(BIN)/python -V): name an index that has it with TORCH_INDEX, or a Python for which yours has it with PYTHON (docs/deployment.md\#without-a-gpu)"
 # On no index: installed from its folder.
 packages-cpu := ./packages/medialane-cpu-torch
 # A Python of another version than one that is named, or without pip, which a failed `venv` leaves behind, is replaced.
 usable = $(BIN)/python -c 'import pip' 2>/dev/null$(if $(filter-out file,$(origin PYTHON)), && [ "$$($(BIN)/python -V)" = "$$($(PYTHON) -V)" ])
 has-venv = import sys; from importlib.util import find_spec; sys.exit(find_spec("ensurepip") is None and f"medialane: {sys.executable} has no ensurepip, which makes .venv: apt-get install python3-venv (Debian, Ubuntu)")
+comma := ,
 other-extra := $(filter-out $(SERVING) $(TESTING),$(wildcard .venv/.filled-*))
 
 # Only progress is shown; the full output is in the log, whose end is shown on failure.
@@ -160,12 +166,13 @@ $(SERVING): requirements/$(EXTRA).txt requirements/uv.txt pyproject.toml $(shell
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) and f"medialane: Python 3.11 to 3.14 is needed, {sys.executable} is {sys.version.split()[0]}: name another one, as in make demo PYTHON=python3.13")'
 	@$(if $(other-extra),false,$(usable)) || { $(PYTHON) -c '$(has-venv)' && $(PYTHON) -m venv --clear .venv; }
 	@rm -f .venv/.filled-* $(LOG)
+	@$(if $(filter cpu,$(EXTRA)),$(numa))
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements/uv.txt >> $(LOG) 2>&1 \
 	  || echo "medialane: no uv for this machine: pip fills .venv, which takes minutes (details: $(LOG))"
 	@$(if $(unhashed-$(EXTRA)),$(call install,$(unhashed-$(EXTRA))) || { echo "medialane: none of pip's indexes has $(unhashed-$(EXTRA)) for $$($(BIN)/python -V): asking $(TORCH_INDEX)"; $(call install,--index-url $(TORCH_INDEX) $(unhashed-$(EXTRA))); } $(call or_fail,$(no-torch)))
 	@$(call locked,$<)
 	@$(call install,--force-reinstall --no-build-isolation -e . $(packages-$(EXTRA))) $(call or_fail)
-	@$(BIN)/python -P -c 'import torchvision, torchaudio, medialane.cli.serve' >> $(LOG) 2>&1 $(call or_fail)
+	@$(BIN)/python -P -c 'import torchvision, torchaudio, medialane.cli.serve$(if $(filter cpu,$(EXTRA)),$(comma) vllm._C)' >> $(LOG) 2>&1 $(call or_fail)
 	@touch $@
 
 # Modules that every process of medialane imports are compiled before many processes import them at the same time, and the native

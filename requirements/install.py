@@ -158,7 +158,7 @@ def pip(arguments: list[str]) -> int:
 
 def uv(arguments: list[str]) -> int:
     config = [sys.executable, "-m", "pip", "config", "list"]
-    listed = subprocess.run(config, capture_output=True, text=True, check=True)
+    listed = subprocess.run(config, stdout=subprocess.PIPE, text=True, check=True)
     command = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, "--no-deps", *arguments]
     # A user's own variables for uv are stronger.
     variables = as_variables(listed.stdout) | os.environ

@@ -9,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 suites=${*:-bookworm trixie}
+indexes=${INDEXES:-default second}
 skip() { echo "medialane: fresh machines are not tried: $1"; exit 0; }
 [ "$(id -u)" = 0 ] || skip "chroot needs root"
 command -v mmdebstrap > /dev/null || skip "no mmdebstrap here (apt-get install mmdebstrap)"
@@ -106,11 +107,11 @@ for suite in $suites; do
   chroot "$root" apt-get -qq update
   DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get -qq install --no-install-recommends python3-venv > "$out/apt.log" 2>&1
 
-  for indexes in default second; do
-    configure "$root" $indexes "$work/pure/simple"
+  for index in $indexes; do
+    configure "$root" "$index" "$work/pure/simple"
     SECONDS=0
-    log=$out/$suite-$indexes.log
-    what="Debian $suite, $(chroot "$root" python3 -V), $indexes index"
+    log=$out/$suite-$index.log
+    what="Debian $suite, $(chroot "$root" python3 -V), $index index"
     if on_machine "$root" "make demo EXTRA=cpu && .venv/bin/python -c \"import soundfile\"" > "$log" 2>&1; then verdict "$what" "make demo passed" "$log"
     elif grep -q "No matching distribution found for torch==" "$log"; then verdict "$what" "not tried: no index here has torch for this Python, and make says so" "$log"
     else verdict "$what" "failed: see $log" "$log"; fi
