@@ -105,7 +105,7 @@ def _first(path: str) -> str | None:
 
 
 def load_numa(library: str) -> None:
-    """Load this file, if it exists: the dynamic linker then uses it for what is linked against a library of its name."""
+    """Load this file, if it exists: the dynamic linker then uses it for a library of its name."""
     from os.path import exists
 
     if exists(library):
