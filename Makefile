@@ -140,10 +140,7 @@ pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow 
 # torch is the exception. Its CPU build (+cpu) is not on PyPI, so that its hash may differ from one index to the next; nor can a
 # stranger upload such a version there.
 unhashed-cpu := torch==2.13.0+cpu
-# vLLM's CPU build is linked against libnuma, which no wheel brings: Debian's package, unpacked into .venv, where medialane-cpu-torch
-# loads it from. Nothing of the system is changed, and no rights are needed.
-unpack-numa = cd .venv && rm -rf numa && mkdir numa && cd numa && apt-get download libnuma1 && dpkg -x libnuma1_*.deb . && cp -L usr/lib/*/libnuma.so.1 ../lib/ && cd .. && rm -r numa
-numa = $(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2> /dev/null || [ -e .venv/lib/libnuma.so.1 ] || ( $(unpack-numa) ) >> $(LOG) 2>&1 \
+numa = $(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2> /dev/null || [ -e .venv/lib/libnuma.so.1 ] || requirements/libnuma.sh .venv/lib >> $(LOG) 2>&1 \
   || { echo "medialane: the CPU build of vLLM needs libnuma.so.1: apt-get install libnuma1 (Debian, Ubuntu), dnf install numactl-libs (Fedora, Red Hat)"; exit 1; }
 no-torch = "medialane: torch comes first, whose CPU build PyPI does not have. If $(unhashed-cpu) was not found for $$($(BIN)/python -V): name an index that has it with TORCH_INDEX, or a Python for which yours has it with PYTHON (docs/deployment.md\#without-a-gpu)"
 # On no index: installed from its folder.

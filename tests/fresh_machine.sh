@@ -106,6 +106,8 @@ for suite in $suites; do
 
   chroot "$root" apt-get -qq update
   DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get -qq install --no-install-recommends python3-venv > "$out/apt.log" 2>&1
+  # As mmdebstrap leaves it.
+  rm -rf "$root"/var/lib/apt/lists/*
 
   for index in $indexes; do
     configure "$root" "$index" "$work/pure/simple"
