@@ -16,7 +16,7 @@ of torch
 vLLM's CPU build is linked against libnuma: where the system has none, `make` puts it into the environment's lib folder,
 from which it is loaded here.
 
-Nothing is done where torch is absent or built for a device: the cost is then one check per entry of sys.path, 10 us
+Nothing else is done where torch is absent or built for a device: the cost is then one check per entry of sys.path, 10 us
 in total, otherwise 0.5 ms. This file is self-contained, imports nothing heavy, and never makes an interpreter fail to
 start.
 """
@@ -115,7 +115,8 @@ def load_numa(library: str) -> None:
 
 
 def install() -> None:
-    """Apply the above in this interpreter, if its torch is a CPU build."""
+    """Apply the above in this interpreter; except for libnuma only if its torch is a CPU build."""
+    load_numa(f"{sys.prefix}/lib/libnuma.so.1")
     version_path = _first("torch/version.py")
     if version_path is None:
         return
@@ -128,7 +129,6 @@ def install() -> None:
         sys.meta_path.insert(0, NoAudioOperators)
     if codec is not None and "torchcodec" not in sys.modules and needs_cuda(codec):
         sys.modules["torchcodec"] = None  # type: ignore[assignment]
-    load_numa(f"{sys.prefix}/lib/libnuma.so.1")
 
 
 try:
