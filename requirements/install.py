@@ -71,15 +71,17 @@ MODULES = {
     "xgrammar": "xgrammar",
 }
 _IMPORTS = """
-import importlib, sys
+import importlib, os, sys
+report = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what modules print
 for name in sys.argv[1:]:
     reason = ""
-    print(end=name, flush=True)
+    print(end=name, file=report, flush=True)
     try:
         importlib.import_module(name)
     except BaseException as error:  # of a broken library
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    print(f"\\t{reason}", flush=True)
+    print(f"\\t{reason}", file=report, flush=True)
 """
 _IMPORT_TIMEOUT_S = 180
 #: Where pip's settings come from, the strongest last: files for all commands, for `pip install`, the environment.
@@ -131,18 +133,19 @@ def unusable(names: list[str]) -> dict[str, str]:
     # -P: nothing is imported from the working directory.
     command = [sys.executable, "-P", "-c", _IMPORTS, *modules]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=_IMPORT_TIMEOUT_S)
-    found = {}
-    for line in done.stdout.splitlines():
-        module, ended, reason = line.partition("\t")
-        if module in modules and (reason or not ended):
-            found[modules[module]] = reason or f"its import ends the process with status {done.returncode}"
-    return found
+    reported = [line.partition("\t") for line in done.stdout.splitlines()]
+    if len(reported) < len(modules) and (not reported or reported[-1][1]):  # not ended by one of them
+        raise RuntimeError(f"the imports have ended with status {done.returncode} after {reported}")
+    crash = f"its import ends the process with status {done.returncode}"
+    return {modules[module]: reason or crash for module, ended, reason in reported if reason or not ended}
 
 
 def wrong(entries: dict[str, str]) -> dict[str, str]:
     """Return the distributions that are not as the file says, or do not work, with the reason."""
     found = {name: reason for name, entry in entries.items() if (reason := other_version(name, entry))}
-    return found or unusable([name for name in MODULES if installed(name)] if entries.keys() & MODULES.keys() else [])
+    if found or not entries.keys() & MODULES.keys():
+        return found
+    return unusable([name for name in MODULES if installed(name)])
 
 
 def say(text: str) -> None:

@@ -161,7 +161,7 @@ def test_what_cannot_be_repaired_is_an_error(index, lock, run, installer):
 
 
 def test_import_that_ends_the_process_is_an_error(index, lock, run, installer):
-    crash = (NATIVE[0], "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    crash = (NATIVE[0], "import os, signal; print('importing'); os.kill(os.getpid(), signal.SIGILL)")
     done = run(lock(crash), installer | configured(index("one", crash)))
     assert done.returncode == 1
     assert lines(done)[-1] == "medialane: soundfile does not work: its import ends the process with status -4"
