@@ -17,8 +17,8 @@ vLLM's CPU build is linked against libnuma: where the system has none, `make` pu
 from which it is loaded here.
 
 Nothing else is done where torch is absent or built for a device: the cost is then one check per entry of sys.path,
-10 us in total, otherwise 0.5 ms. This file is self-contained, imports nothing heavy, and never makes an interpreter fail
-to start.
+10 us in total, otherwise 0.5 ms. This file is self-contained, imports nothing heavy, and never makes an interpreter
+fail to start.
 """
 
 from __future__ import annotations
