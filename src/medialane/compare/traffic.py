@@ -131,7 +131,8 @@ def _read(path: Path, stand_ins: StandIns, limit: int | None) -> tuple[list[Traf
 
 
 def _no_traffic(path: Path, bad: list[str]) -> StartupFailed:
-    return StartupFailed(f"--requests {path} is neither a recording nor an OpenAI batch file: {bad[0]}")
+    reason = f"{bad[0]}; docs/guides/compare.md says how to write one"
+    return StartupFailed(f"--requests {path} is neither a recording nor an OpenAI batch file: {reason}")
 
 
 def _head(raw: bytes) -> tuple[str, float | None]:
