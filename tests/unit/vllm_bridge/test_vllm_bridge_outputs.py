@@ -6,7 +6,7 @@ from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, 
 from vllm.v1.metrics.stats import RequestStateStats
 
 from medialane.core.errors import GenerationFailed
-from medialane.core.request import OutputDelta
+from medialane.core.request import EngineTimes, OutputDelta
 from medialane.vllm_bridge.engine.outputs import (
     POOLED_PART_BYTES,
     to_delta,
@@ -94,9 +94,9 @@ def test_prompt_is_sent_only_with_the_first_step():
 
 
 def test_engine_times_use_the_engine_clock():
-    stats = RequestStateStats(queued_ts=10.0, scheduled_ts=10.5, first_token_ts=12.5)
+    stats = RequestStateStats(queued_ts=10.0, scheduled_ts=10.5, first_token_ts=12.5, last_token_ts=15.5)
     times = to_delta(output(completion(), metrics=stats), first=True).times
-    assert (times.queue_s, times.prefill_s) == (0.5, 2.0)
+    assert times == EngineTimes(queue_s=0.5, prefill_s=2.0, decode_s=3.0)
 
 
 @pytest.mark.parametrize("metrics", [None, RequestStateStats(queued_ts=10.0)])

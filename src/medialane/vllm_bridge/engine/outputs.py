@@ -141,6 +141,7 @@ def _times(stats: RequestStateStats | None) -> EngineTimes | None:
     return EngineTimes(
         queue_s=max(0.0, stats.scheduled_ts - stats.queued_ts),
         prefill_s=max(0.0, stats.first_token_ts - stats.scheduled_ts),
+        decode_s=max(0.0, stats.last_token_ts - stats.first_token_ts),
     )
 
 
