@@ -199,6 +199,27 @@ async def test_invalid_parameter_gives_plain_vllms_error(ours, plain, name):
     assert (await ours.succeed(chat(ASK))).ids
 
 
+GRAMMARS = {
+    "two roots": ("grammar", 'root ::= "a"\nroot ::= "b"'),
+    "endless recursion": ("grammar", "root ::= root"),
+    "endless recursion of two rules": ("grammar", "root ::= a\na ::= b\nb ::= a"),
+    "a list of items, as in draft 7": ("json", {"type": "array", "items": [{"type": "string"}, {"type": "integer"}]}),
+    "endless $ref": ("json", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+    "$ref to itself": ("json", {"$ref": "#"}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", GRAMMARS)
+async def test_grammar_that_the_engine_cannot_compile_names_its_parameter(ours, name, stream):
+    kind, grammar = GRAMMARS[name]
+    answer = await ours.post(chat(ASK, stream=stream, max_tokens=8, structured_outputs={kind: grammar}))
+    assert answer.status == 400, answer.json
+    assert answer.json["error"]["param"] == f"structured_outputs.{kind}"
+    assert "grammar" in answer.json["error"]["message"]
+    await ours.succeed(chat(ASK, max_tokens=8, structured_outputs={"choice": ["cat", "dog"]}))
+
+
 async def test_unsupported_modality_error_names_its_field(ours):
     part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
     answer = await ours.post(chat(ASK, part))

@@ -346,7 +346,7 @@ class Attempts:
         outcomes = self._sender.routes.answered(call.route, call.prepared, first)
         decision = call.route.routed.decision
         num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)
-        call.scope.record.answered(first, decision, num_tokens, outcomes, times)
+        call.scope.record.answered(first, decision, num_tokens, outcomes, times=times)
         self._sender.metrics.count_copied(first.movers)
 
     def _count(self, delta: OutputDelta) -> None:

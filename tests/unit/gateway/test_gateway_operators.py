@@ -182,7 +182,7 @@ def test_decisions_are_listed_for_each_attempt_with_a_hash_of_the_requests_id():
     tried.sending(Sent(decision))
     tried.prompt_sent()
     now = time.perf_counter()
-    tried.answered(OutputDelta("r", [], num_cached_tokens=8), decision, 9, {}, (now - 0.25, now))
+    tried.answered(OutputDelta("r", [], num_cached_tokens=8), decision, 9, {}, times=(now - 0.25, now))
     (answered,) = json.loads(decisions_page(member.recent, "0", {"limit": "1"}))["decisions"]
     assert (answered["sent"], answered["engine_cached_tokens"]) == (True, 8)
     assert answered["first_token_ms"] == 250

@@ -175,8 +175,8 @@ class TtftExpectation:
         self._limit.forecast.learn_preparer(item.modality, item.num_bytes, seconds * 1000)
 
     def answered(self, work: EngineWork, first: OutputDelta, *, cached_tokens: int, seconds: float) -> None:
-        """Learn from a request's first output, whose first token has come `seconds` after it was sent to its worker, and
-        for which so many tokens were expected to be cached.
+        """Learn from a request's first output, whose first token has come `seconds` after it was sent to its worker,
+        and for which so many tokens were expected to be cached.
 
         The whole answer may be its first output: then only the engine's times say when it had its first token.
         """

@@ -132,7 +132,7 @@ class RequestRecord:
         attempt.decision, attempt.path, attempt.is_sent = decision, sent.path, is_sent
 
     def prompt_sent(self) -> None:
-        """Record that a worker has a prompt: of an answer that is not streamed, nothing else is known before its end."""
+        """Record that a worker has a prompt. Of an answer that is not streamed nothing else is known before its end."""
         self.timeline.enter("prefill" if self.streams else "answer")
 
     def attempt_failed(self, worker: str, rank: int, path: TransferPath | None, code: str) -> None:
@@ -161,6 +161,7 @@ class RequestRecord:
         decision: RoutingDecision,
         num_prompt_tokens: int,
         outcomes: Mapping[str, EmbeddingOutcome],
+        *,
         times: tuple[float, float],
     ) -> None:
         """Record the first output of a prompt, which was sent by this decision: how many of its tokens the engine had
