@@ -321,7 +321,7 @@ class Attempts:
             remote = await self._sender.send(self.call, _headers(self.call, trace))
         self._worker_id = self.call.route.link.worker_id
         self._sender.begin(self.call)
-        self._sent_at = time.perf_counter()
+        self._sent_at = remote.sent_at
         self.call.scope.record.prompt_sent()
         return remote
 

@@ -367,7 +367,7 @@ async def test_request_admitted_in_the_iteration_of_its_deadline_is_served_once(
     resource = await busy()
     task = await resource.asking("prepared", 5.0, timeout_s=0.01, may_refuse=may_refuse)
     asyncio.get_running_loop().call_later(0.02, resource.end)
-    time.sleep(0.05)  # time: the deadline and the room for it come in one iteration of the loop
+    time.sleep(0.05)  # noqa: ASYNC251 - time: the deadline and the room for it come in one iteration of the loop
     async with asyncio.timeout(10):
         await task
     assert resource.served == ["prepared"]
