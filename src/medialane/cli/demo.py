@@ -61,10 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every response equals plain vLLM's, 1 if one differs. Raises StartupFailed."""
-    return asyncio.run(_run(_images(args.image), keep=args.keep))
+    return asyncio.run(compared(_images(args.image), keep=args.keep))
 
 
-async def _run(images: Sequence[bytes], *, keep: bool) -> int:
+async def compared(images: Sequence[bytes], *, keep: bool) -> int:
+    """Return the exit status of the demo. Raises StartupFailed."""
     console = Console()
     with console.status("building a tiny Qwen2.5-VL with random weights"):
         model = str(await asyncio.to_thread(build_tiny_model, cache_folder(process_environ())))
@@ -81,7 +82,11 @@ async def _run(images: Sequence[bytes], *, keep: bool) -> int:
             status = _compare(console, questions, ours, theirs)
             if keep:
                 url = server.base_url.removesuffix("/v1")
-                _say_next(console, "medialane serves until Ctrl-C. In another terminal:", f"URL={url} MODEL={model}")
+                _say_next(
+                    console,
+                    "medialane serves until Ctrl-C. In another terminal:",
+                    f"URL={url} MODEL={shlex.quote(model)}",
+                )
                 await _interrupted()
                 console.print("stopping")
     if not keep:

@@ -1,14 +1,18 @@
+import re
+
 import msgspec
 import pytest
 import torch
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.metrics.stats import RequestStateStats
 
-from medialane.core.errors import GenerationFailed
+from medialane.core.errors import GenerationFailed, PromptRejected
 from medialane.core.request import EngineTimes, OutputDelta
 from medialane.vllm_bridge.engine.outputs import (
     POOLED_PART_BYTES,
+    check_grammar,
     to_delta,
     to_pooled_deltas,
     to_pooling_output,
@@ -102,6 +106,26 @@ def test_engine_times_use_the_engine_clock():
 @pytest.mark.parametrize("metrics", [None, RequestStateStats(queued_ts=10.0)])
 def test_unknown_times_are_omitted(metrics):
     assert to_delta(output(completion(), metrics=metrics), first=True).times is None
+
+
+@pytest.mark.parametrize(
+    ("given", "token_ids", "param"),
+    [
+        (StructuredOutputsParams(grammar="root ::= root"), [], "structured_outputs.grammar"),
+        (StructuredOutputsParams(json={"$ref": "#"}), [7], "structured_outputs.json"),  # no first token satisfies it
+        (StructuredOutputsParams(structural_tag="{}"), [], "structured_outputs.structural_tag"),
+        (StructuredOutputsParams(regex="a"), [7, 8], None),  # it can be followed: something else has failed
+        (None, [], None),
+    ],
+)
+def test_grammar_that_the_engine_cannot_follow_is_named(given, token_ids, param):
+    failed = output(completion(token_ids=token_ids))
+    if param is None:
+        check_grammar(failed, given)
+        return
+    with pytest.raises(PromptRejected, match=re.escape(param)) as refused:
+        check_grammar(failed, given)
+    assert refused.value.param == param
 
 
 def pooled(data):
