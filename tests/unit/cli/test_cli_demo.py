@@ -12,6 +12,7 @@ import pytest
 
 from medialane.check.server_process import ServerProcess
 from medialane.cli import demo
+from waiting import eventually, iterations
 
 MODEL = "/cache/a model"
 ANSWERS = [demo.DemoAnswer([1, 2], 0.1, "total;dur=3.0")] * 4
@@ -56,14 +57,19 @@ async def test_demo_compares_and_ends_with_lines_to_paste(done, capsys):
 
 async def test_demo_that_keeps_serving_compares_first_and_ends_at_once(done, capsys):
     running = asyncio.create_task(demo.compared([b"1", b"2"], keep=True))
-    out = ""
+    printed = []
+
+    def all_printed():
+        printed.append(capsys.readouterr().out)
+        return "".join(printed)
+
+    await eventually(lambda: "URL=" in all_printed())
+    out = "".join(printed)
+    assert "token-identical: yes" in out
+    assert re.search(r"^  URL=http://127\.0\.0\.1:18000 MODEL='/cache/a model'$", out, re.MULTILINE)
+    assert done == ["plain vLLM answers", "medialane starts", "medialane answers"]
+    await iterations(2)  # until the signal is awaited
+    os.kill(os.getpid(), signal.SIGINT)
     async with asyncio.timeout(10):
-        while "URL=" not in out:
-            out += capsys.readouterr().out
-            await asyncio.sleep(0.01)
-        assert "token-identical: yes" in out
-        assert re.search(r"^  URL=http://127\.0\.0\.1:18000 MODEL='/cache/a model'$", out, re.MULTILINE)
-        assert done == ["plain vLLM answers", "medialane starts", "medialane answers"]
-        os.kill(os.getpid(), signal.SIGINT)
         assert await running == 0
     assert done[3:] == ["medialane stops"]

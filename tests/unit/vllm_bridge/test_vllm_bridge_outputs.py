@@ -5,7 +5,7 @@ import pytest
 import torch
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.metrics.stats import RequestStateStats
 
 from medialane.core.errors import GenerationFailed, PromptRejected
@@ -119,12 +119,12 @@ def test_unknown_times_are_omitted(metrics):
     ],
 )
 def test_grammar_that_the_engine_cannot_follow_is_named(given, token_ids, param):
-    failed = output(completion(token_ids=token_ids))
+    failed, params = output(completion(token_ids=token_ids)), SamplingParams(structured_outputs=given)
     if param is None:
-        check_grammar(failed, given)
+        check_grammar(failed, params)
         return
     with pytest.raises(PromptRejected, match=re.escape(param)) as refused:
-        check_grammar(failed, given)
+        check_grammar(failed, params)
     assert refused.value.param == param
 
 

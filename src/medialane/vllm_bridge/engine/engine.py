@@ -475,7 +475,7 @@ class VllmEngine:
             raise HandoverFailed("the engine could not read the features from the arena")
         may_be_grammar = first and self.llm.vllm_config.kv_transfer_config is None  # a connector fails requests, too
         if may_be_grammar and isinstance(output, RequestOutput):
-            check_grammar(output, self._reader.params(request).structured_outputs)
+            check_grammar(output, self._reader.params(request))
 
 
 def _card(llm: AsyncLLM, profile: ProcessorProfile | None) -> ModelCard:

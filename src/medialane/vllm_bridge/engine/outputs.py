@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import SamplingParams
 
 from medialane.core.errors import GenerationFailed, PromptRejected, Unavailable
 from medialane.core.feature import MediaSpan
@@ -23,7 +23,7 @@ from medialane.vllm_bridge.seams.engine import RequestStateStats
 #: A message of this size is encoded and decoded in 0.1 ms: token embeddings of a long prompt may take many.
 POOLED_PART_BYTES = 256 * 1024
 
-#: Members of StructuredOutputsParams, one of which a request has.
+#: Members of vLLM's StructuredOutputsParams, one of which a request has.
 _GRAMMARS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -156,8 +156,9 @@ def has_error(output: RequestOutput | PoolingRequestOutput) -> bool:
     return any(completion.finish_reason == "error" for completion in output.outputs)
 
 
-def check_grammar(failed: RequestOutput, structured: StructuredOutputsParams | None) -> None:
+def check_grammar(failed: RequestOutput, params: SamplingParams) -> None:
     """Raise PromptRejected if the first output of a request with a grammar has failed before a second token."""
+    structured = params.structured_outputs
     if structured is None or any(len(completion.token_ids) > 1 for completion in failed.outputs):
         return
     given = next(name for name in _GRAMMARS if getattr(structured, name) is not None)
