@@ -88,7 +88,6 @@ async def compared(images: Sequence[bytes], *, keep: bool) -> int:
                     f"URL={url} MODEL={shlex.quote(model)}",
                 )
                 await _interrupted()
-                console.print("stopping")
     if not keep:
         command = shlex.join(["medialane", "serve", model, "--", *TINY_MODEL_FLAGS])
         _say_next(console, "The demo has stopped its servers. To keep one, `medialane demo --keep`, or:", command)
@@ -226,7 +225,9 @@ def _say_next(console: Console, text: str, command: str) -> None:
 
 
 async def _interrupted() -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop, loop, signals = asyncio.Event(), asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
     await stop.wait()
+    for number in signals:  # a second one kills
+        loop.remove_signal_handler(number)
