@@ -385,12 +385,12 @@ async def test_app_that_listens_ends_its_work_itself():
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ("The model `x` does not exist. Valid aliases: <path>", "The model `x` does not exist. Valid aliases: /srv/m."),
+        ("No `x`. Valid aliases: <path>", "No `x`. Valid aliases: /srv/m."),
         (
-            "The model `x` does not exist. Valid aliases: <path>.",
-            "The model `x` does not exist. Valid aliases: /srv/m.",
+            "No `x`. Valid aliases: <path>.",
+            "No `x`. Valid aliases: /srv/m.",
         ),
-        ("The model `x` does not exist. Valid aliases: m.", "The model `x` does not exist. Valid aliases: m."),
+        ("No `x`. Valid aliases: m.", "No `x`. Valid aliases: m."),
         ("cannot read <path>", "cannot read <path>"),
     ],
 )
