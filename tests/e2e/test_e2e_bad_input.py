@@ -233,6 +233,7 @@ async def test_grammar_that_the_engine_cannot_compile_names_its_parameter(ours, 
     assert {answer.status for answer in answers} <= {200, 400}
     assert refused or not is_refused
     for answer in refused:
+        assert answer.json["error"]["code"] == "invalid_grammar"
         assert answer.json["error"]["param"] == f"structured_outputs.{kind}"
         assert "grammar" in answer.json["error"]["message"]
     await ours.succeed(choices[0])

@@ -8,7 +8,7 @@ from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, 
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.metrics.stats import RequestStateStats
 
-from medialane.core.errors import GenerationFailed, PromptRejected
+from medialane.core.errors import GenerationFailed, InvalidGrammar
 from medialane.core.request import EngineTimes, OutputDelta
 from medialane.vllm_bridge.engine.outputs import (
     POOLED_PART_BYTES,
@@ -123,7 +123,7 @@ def test_grammar_that_the_engine_cannot_follow_is_named(given, token_ids, param)
     if param is None:
         check_grammar(failed, params)
         return
-    with pytest.raises(PromptRejected, match=re.escape(param)) as refused:
+    with pytest.raises(InvalidGrammar, match=re.escape(param)) as refused:
         check_grammar(failed, params)
     assert refused.value.param == param
 

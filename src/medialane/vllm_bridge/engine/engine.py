@@ -467,7 +467,7 @@ class VllmEngine:
         self, request: EngineRequest, output: RequestOutput | PoolingRequestOutput, *, reads_arena: bool, first: bool
     ) -> None:
         """EngineCore says only that a request has failed. Raise HandoverFailed if it could not read its items from the
-        arenas, and PromptRejected if it could not compile its grammar, or no first token satisfied that: vLLM's front
+        arenas, and InvalidGrammar if it could not compile its grammar, or no first token satisfied that: vLLM's front
         end has only parsed it."""
         if reads_arena and any(
             await self._ask("medialane_refused", request.request_id, timeout_s=self._release_timeout_s)

@@ -14,7 +14,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 
-from medialane.core.errors import GenerationFailed, PromptRejected, Unavailable
+from medialane.core.errors import GenerationFailed, InvalidGrammar, Unavailable
 from medialane.core.feature import MediaSpan
 from medialane.core.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, PooledPart, TokenLogprob
 from medialane.vllm_bridge.items.features import spec_of, tensor_over
@@ -157,13 +157,13 @@ def has_error(output: RequestOutput | PoolingRequestOutput) -> bool:
 
 
 def check_grammar(failed: RequestOutput, params: SamplingParams) -> None:
-    """Raise PromptRejected if the first output of a request with a grammar has failed before a second token."""
+    """Raise InvalidGrammar if the first output of a request with a grammar has failed before a second token."""
     structured = params.structured_outputs
     if structured is None or any(len(completion.token_ids) > 1 for completion in failed.outputs):
         return
     given = next(name for name in _GRAMMARS if getattr(structured, name) is not None)
     sources = "; it may come from response_format or from tools" if given in ("json", "structural_tag") else ""
-    raise PromptRejected(
+    raise InvalidGrammar(
         f"structured_outputs.{given} is no grammar that the engine can compile and follow{sources}",
         param=f"structured_outputs.{given}",
     )
