@@ -123,11 +123,11 @@ class ScopeMiddleware:
     def _ended(self, scope: Scope, request: RequestScope, *, is_kept: bool) -> None:
         """Pass the record of a request that has ended, before its scope is closed, to all that make something of it."""
         record = request.record
-        if request.trace is not None:
-            request.trace.end()
         if is_kept:
-            self._recent.end(record)
-        if scope["method"] == "POST":  # health checks and scrapes are not counted
+            self._recent.end(record, is_refused=request.is_refused)
+        if request.trace is not None and not request.is_refused:  # a span that does not end is not sent
+            request.trace.end()
+        if scope["method"] == "POST" and not request.is_refused:  # health checks and scrapes are not counted
             self._metrics.observe(request.timeline, record.ttft_ms)
         if request.error_code is not None:
             self._metrics.count_error(request.error_code)
@@ -203,6 +203,7 @@ class IntakeMiddleware:
         if is_streamed:
             limit = max(self._media.fetch_limits(modality).max_bytes for modality in MODALITIES)
         request, form = current_scope(), error_form(scope)
+        limit = min(limit, request.max_body_bytes)
         request.client = given_key(scope).hex()
         request.memory = charge = BudgetCharge(self._memory)
         request.defer(charge.release)

@@ -68,6 +68,9 @@ class RequestScope:
     `memory` is charged by what is made of its media in this process. `references` are those of intake. `client` is the
     digest of the API key that came with it, `tenant` whose that is (`--keys`). `trace` is None unless it is traced.
 
+    `is_refused` is whether it had no key that suffices, or came from another site's page: then it leaves no trace but a
+    line of the log. Of its body, `max_body_bytes` are read if that is less than otherwise.
+
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header, `expectation`
     when its first token is expected, if there are limits; `preparation` that of its media, if there are queues.
 
@@ -80,6 +83,8 @@ class RequestScope:
         self.timeline = self.record.timeline
         self.references = References.random()
         self.asks_report = False
+        self.is_refused = False
+        self.max_body_bytes = 1 << 62
         self.client = ""
         self.tenant: Tenant | None = None
         self.extracted = ExtractedMedia()
