@@ -63,9 +63,6 @@ TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
 REPORT_HEADER = b"x-medialane-report"
 _BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
 
-#: vLLM's own name of a request's id, in its body.
-_REQUEST_ID_MEMBER = b'"request_id"'
-
 #: What operators do to look at requests is none of them.
 _NOT_KEPT = ("/medialane/login", "/medialane/logout")
 
@@ -226,7 +223,7 @@ class IntakeMiddleware:
         else:
             send = _reporting(send, request)
             watching = _ending_with_client(receive, request)
-            if _header(scope, REQUEST_ID) is None and _REQUEST_ID_MEMBER not in body:  # which the header would replace
+            if not request.extracted.has_id and _header(scope, REQUEST_ID) is None:  # which would replace the body's
                 scope = with_id(scope, request.record.id)
             scope, receive = _with_length(scope, len(body)), replay(body, receive)
         sender = ErrorSender(send, request, form)
@@ -259,6 +256,7 @@ class IntakeMiddleware:
             intake.refs,
             text_bytes=len(intake.body),
             wants_report=intake.report,
+            has_id=intake.has_id,
             parse_error=intake.parse_error,
             priority=intake.priority,
             body=intake.body if self._keeps_bodies else None,
