@@ -214,7 +214,11 @@ class RepetitionLimit:
             return [record]
         due = self._due(now)
         place = (record.pathname, record.lineno)
-        key: tuple[object, ...] = (*place, _bounded(record.getMessage()), _bounded(repr(record.exc_info[1])) if record.exc_info else "")
+        key: tuple[object, ...] = (
+            *place,
+            _bounded(record.getMessage()),
+            _bounded(repr(record.exc_info[1])) if record.exc_info else "",
+        )
         if key not in self._lines and self._num_of_place[place] >= _MAX_LINES.get(record.levelno, _MAX_LINES_ELSE):
             key = place
         line = self._lines.get(key)

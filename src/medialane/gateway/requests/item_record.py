@@ -110,7 +110,9 @@ def is_prepared(timeline: StageTimeline) -> bool:
 
 def without_urls(message: str) -> str:
     """Return a message with no more of its URLs than scheme and host."""
-    if len(message) > _MAX_READ_CHARS:  # without the word that is cut: the password of a URL is known by what follows it
+    if (
+        len(message) > _MAX_READ_CHARS
+    ):  # without the word that is cut: the password of a URL is known by what follows it
         message = message[:_MAX_READ_CHARS].rpartition(" ")[0]
     return _DATA_URL.sub("data:...", _URL.sub(r"\g<scheme>://\g<host>/...", message))[:MAX_CHARS]
 
