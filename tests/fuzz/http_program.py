@@ -37,7 +37,7 @@ API_KEY = "client"
 
 def measure(file: Path) -> None:
     """Have each callback of the loop timed."""
-    run = asyncio.Handle._run
+    run = asyncio.Handle._run  # noqa: SLF001
 
     def timed(handle: asyncio.Handle) -> None:
         started = time.thread_time()
@@ -46,7 +46,7 @@ def measure(file: Path) -> None:
             with file.open("a") as lines:
                 lines.write(f"{taken:.3f} s in {handle!r}\n")
 
-    asyncio.Handle._run = timed  # type: ignore[method-assign]
+    asyncio.Handle._run = timed  # type: ignore[method-assign]  # noqa: SLF001
 
 
 async def serve(config: Config, model: str, folder: Path, *, port: int, flags: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ async def serve(config: Config, model: str, folder: Path, *, port: int, flags: S
     handler = gateway_program.AgreeingWorker(card=FAKE_CARD)
     workers = RpcServer(handler, RpcConfig())
     await workers.serve(f"unix:{worker}")
-    async with gateway_program._mapping(handler, config, f"unix:{store}"):
+    async with gateway_program._mapping(handler, config, f"unix:{store}"):  # noqa: SLF001
         with bind_unix(path) as sock:
             addresses = gateway_app.GatewayAddresses([f"unix:{worker}"], f"unix:{store}")
             routing = asyncio.create_task(route(config.gateway, model, path, port, folder))
@@ -96,6 +96,6 @@ def note_routes(folder: Path) -> None:
 if __name__ == "__main__":
     folder = Path(sys.argv[3])
     note_routes(folder)
-    gateway_program._serve = serve
+    gateway_program._serve = serve  # noqa: SLF001
     gateway_program.uvloop.run = asyncio.run
     gateway_program.main(sys.argv[1], int(sys.argv[2]), folder, sys.argv[4:])

@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING
 
 from medialane.core.errors import LimitExceeded, MedialaneError, PermissionDenied, StartupFailed, UnsupportedMediaType
@@ -295,20 +296,12 @@ class AccessMiddleware:
         given = given_key(scope)
         if scope["type"] == "http":
             current_scope().record.path = route or ""
-        if not self._admits(kind, given, scope, route):
+        if (refuse := self._refusal(kind, given, scope, route)) is not None:
             if scope["type"] == "http":
                 current_scope().is_refused = True
-            is_hopeless = kind is Kind.OPERATOR and not self._keys.admin
-            if not (is_hopeless or self._keys.is_client(given)):
-                return await send_unauthorized(responding(scope, send))
-            error = _OPERATOR_DENIED if is_hopeless else _denied(kind)
-            return await send_error(responding(scope, send), error, error_form(scope))
-        if scope["type"] == "http" and kind in _GUARDED and not self._has_key(kind, given):
-            if (refusal := _refusal_of_page(scope)) is not None:
-                current_scope().is_refused = True
-                return await send_error(send, refusal, error_form(scope))
-            if kind is Kind.LOGIN:
-                current_scope().max_body_bytes = MAX_LOGIN_BYTES
+            return await refuse(responding(scope, send))
+        if kind is Kind.LOGIN:
+            current_scope().max_body_bytes = MAX_LOGIN_BYTES
         if scope["type"] == "http" and (route is None or kind in {Kind.OPEN, Kind.METRICS}):
             headers = [header for header in scope["headers"] if header[0] not in _BODY_HEADERS]
             scope, receive = {**scope, "headers": headers}, replay(b"", receive)
@@ -316,8 +309,19 @@ class AccessMiddleware:
             return await self._serve(tenant, scope, receive, send)
         return await self._app(scope, receive, send)
 
-    def _has_key(self, kind: Kind, given: bytes) -> bool:
-        return kind is not Kind.LOGIN and self._keys.accepts(kind, given)
+    def _refusal(
+        self, kind: Kind, given: bytes, scope: Scope, route: str | None
+    ) -> Callable[[Send], Awaitable[None]] | None:
+        """Return what answers a request that may not reach the app; None for one that may."""
+        error: MedialaneError | None = None
+        if not self._admits(kind, given, scope, route):
+            is_hopeless = kind is Kind.OPERATOR and not self._keys.admin
+            if not (is_hopeless or self._keys.is_client(given)):
+                return send_unauthorized
+            error = _OPERATOR_DENIED if is_hopeless else _denied(kind)
+        elif scope["type"] == "http" and (kind is Kind.LOGIN or not self._keys.accepts(kind, given)):
+            error = _refusal_of_page(scope) if kind in _GUARDED else None
+        return None if error is None else partial(send_error, error=error, form=error_form(scope))
 
     def _admits(self, kind: Kind, given: bytes, scope: Scope, route: str | None) -> bool:
         return (

@@ -43,8 +43,8 @@ _DISCONNECTED = "the client has disconnected"
 
 class ExtractedMedia(msgspec.Struct, frozen=True):
     """What intake has found in a request's body: its media, the size of the rest (None if the body was not read by
-    intake), whether the client requests a report and names the request (`has_id`), the request's priority, if the body could not be parsed for
-    media, why not, and, if requests are recorded, what is left of the body."""
+    intake), whether the client requests a report and names the request (`has_id`), the request's priority, if the body
+    could not be parsed for media, why not, and, if requests are recorded, what is left of the body."""
 
     refs: tuple[MediaRef, ...] = ()
     text_bytes: int | None = None

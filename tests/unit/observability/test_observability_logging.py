@@ -17,6 +17,7 @@ from medialane.observability.logging import (
     JsonFormatter,
     LimitedHandler,
     LoggingConfig,
+    PlainFormatter,
     RepetitionLimit,
     as_text,
     configure,
