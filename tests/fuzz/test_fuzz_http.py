@@ -236,7 +236,7 @@ def _inputs(shapes: Shapes, seconds: float, only: Path | None) -> Iterator[tuple
         yield from ((only.read_bytes(), place) for place in (0, 1))
         return
     until = time.monotonic() + seconds
-    for key, place in itertools.product(itertools.cycle(KEYS.values()), (0, 1)):
+    for key, place in itertools.cycle(itertools.product(KEYS.values(), (0, 1))):
         if time.monotonic() > until:
             return
         yield shapes.next(key=key), place
