@@ -57,10 +57,25 @@ HEADERS = [
     b"accept", b"accept-encoding", b"accept-language", b"origin", b"referer", b"sec-fetch-site", b"x-forwarded-for",
     b"x-forwarded-proto", b"forwarded", b"via", b"x-real-ip", b"x-medialane-report", b"x-medialane-client", b"expect",
     b"x-llm-d-slo-ttft-ms", b"connection", b"upgrade", b"sec-websocket-key", b"sec-websocket-protocol", b"te", b"range",
-    b"sec-websocket-extensions", b"transfer-encoding", b"content-length", b"content-encoding", b"user-agent", b"x",
+    b"sec-websocket-extensions", b"content-encoding", b"user-agent", b"x",
     b"access-control-request-method", b"access-control-request-headers", b"if-none-match", b"last-event-id", b"date",
     b"x-session-id", b"x-data-parallel-rank", b"content-disposition", b"keep-alive", b"proxy-authorization",
 ]  # fmt: skip
+#: Those that are parsed, before a key is known or where none is needed.
+PARSED = [
+    b"cookie",
+    b"authorization",
+    b"content-type",
+    b"tracestate",
+    b"x-request-id",
+    b"accept",
+    b"origin",
+    b"host",
+    b"expect",
+]
+#: Of a request that announces another body than it sends: the server waits for the rest.
+LENGTHS = [b"content-length", b"transfer-encoding"]
+AROUND = [(b"", b""), (b'"', b'"'), (b'a="', b'"'), (b"medialane_0=", b""), (b"multipart/form-data; ", b"")]
 TYPES = [
     b"application/json", b"application/json; charset=utf-16", b"text/plain", b"multipart/form-data; boundary=b",
     b"application/x-www-form-urlencoded", b"multipart/form-data", b"application/octet-stream", b"image/png",
@@ -75,17 +90,20 @@ class Shapes:
     def __init__(self, seed: int, routes: list[tuple[list[str], str]]) -> None:
         self._random = random.Random(seed)
         self._routes = routes
+        self._own = [route for route in routes if route[1].startswith("/medialane")]
 
     def next(self, *, key: bytes) -> bytes:
         choose = self._random.choice
-        methods, path = choose(self._routes)
+        methods, path = choose(self._own if self._random.random() < 0.3 else self._routes)
         method = choose(methods) if self._random.random() < 0.8 else choose(["GET", "POST", "PUT", "DELETE", "OPTIONS"])
         target = re.sub(r"{[^}]*}", lambda _: "a", path).encode()
         if "{" in path or self._random.random() < 0.2:
             target = path.partition("{")[0].encode() + _in_target(self.text())
         if self._random.random() < 0.3:
             target += b"?" + choose([b"", b"limit=", b"model=", b"a="]) + _in_target(self.text())
-        lines = [choose(HEADERS) + b": " + _in_header(self.text()) for _ in range(choose((0, 1, 1, 2, 5, 40, 250)))]
+        names = [choose(HEADERS) for _ in range(choose((0, 0, 1, 2, 5, 40, 250)))]
+        names += [choose(PARSED)] * (self._random.random() < 0.7) + [choose(LENGTHS)] * (self._random.random() < 0.01)
+        lines = [name + b": " + _in_header(self.text()) for name in names]
         body = self.body() if method not in ("GET", "OPTIONS", "HEAD") else b""
         if not any(line.startswith((b"content-length", b"transfer-encoding")) for line in lines):
             lines.append(b"content-length: %d" % len(body))
@@ -103,7 +121,11 @@ class Shapes:
         size = choose(SIZES)
         words = [choose(WORDS) for _ in range(choose((1, 1, 1, 2, 3)))]
         again = b"".join(words)
-        return choose([b"", choose(WORDS)]) + again * (size // len(again)) + choose([b"", b"\0", b"z", choose(WORDS)])
+        if self._random.random() < 0.3:
+            before, after = choose(AROUND)
+        else:
+            before, after = choose([b"", choose(WORDS)]), choose([b"", b"\0", b"z", choose(WORDS)])
+        return before + again * (size // len(again)) + after
 
     def body(self) -> bytes:
         choose, text = self._random.choice, self.text()
