@@ -38,7 +38,6 @@ from medialane.gateway import (
     WorkerPool,
 )
 from medialane.gateway.admission import SharedCounts
-from medialane.gateway.changed_workers import ChangedWorkersFile
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
@@ -54,7 +53,7 @@ from medialane.routing import Router
 from medialane.store import StoreLink
 from medialane.vllm_bridge.frontend import prebuilt
 from medialane.vllm_bridge.frontend.app import Frontend
-from medialane.wire.address import consecutive_ports
+from medialane.wire.address import consecutive_ports, parse_named
 from medialane.wire.listener import bind_http, bind_unix, inherited
 from medialane.wire.protocol import Hello
 from medialane.wire.security import is_loopback
@@ -204,8 +203,7 @@ async def _start(
         scraped="gateway",
         names_takers=config.store.debug_holds,
     )
-    changed = ChangedWorkersFile(config.gateway.workers_file)
-    links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics, changed=changed)
+    links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics)
     components = Components(
         config=config,
         gateway_config=gateway_config,
@@ -213,7 +211,6 @@ async def _start(
         keys=keys,
         store=store,
         links=links,
-        changed_workers=changed,
         router=Router(config.routing),
         fairness=fairness,
         metrics=metrics,
@@ -337,7 +334,6 @@ def _links(
     store: StoreLink,
     addresses: GatewayAddresses,
     metrics: Metrics,
-    changed: ChangedWorkersFile,
 ) -> WorkerPool:
     processor = frontend.processor_settings
     hello = Hello(
@@ -359,7 +355,7 @@ def _links(
         )
 
     pool = WorkerPool(
-        [link(name, address) for name, address in changed.read().applied_to(addresses.configured).items()],
+        [link(*parse_named(each, "--worker")) for each in addresses.workers],
         new_link=link,
         processor=processor,
         config=config.gateway,

@@ -33,7 +33,6 @@ from medialane.gateway import (
     health_of,
 )
 from medialane.gateway.admission import SharedCounts
-from medialane.gateway.changed_workers import ChangedWorkersFile
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.gateway_metrics import no_others
@@ -54,7 +53,6 @@ from medialane.routing.encode_choice import EncodeCosts
 from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import encode_params
-from medialane.wire.address import parse_named
 
 
 class GatewayAddresses(NamedTuple):
@@ -67,11 +65,6 @@ class GatewayAddresses(NamedTuple):
     gateways: Sequence[str] = ()
     gateway_index: int = 0
 
-    @property
-    def configured(self) -> dict[str, str]:
-        """The addresses of the workers by name."""
-        return dict(parse_named(each, "--worker") for each in self.workers)
-
 
 @dataclass(frozen=True)
 class Components:
@@ -83,7 +76,6 @@ class Components:
     keys: AccessKeys
     store: StoreLink
     links: WorkerPool
-    changed_workers: ChangedWorkersFile
     router: Router
     fairness: LoopFairness
     metrics: Metrics
@@ -185,21 +177,12 @@ async def gateway_app(
 
     ask_others = no_others if group is None else group.ask_others
     reload = make_reload(ask_others=ask_others)
-    control = WorkerControl(
-        links,
-        configured=addresses.configured,
-        file=components.changed_workers,
-        rpc=components.config.rpc,
-        ask_others=ask_others,
-        index=str(addresses.gateway_index),
-    )
+    control = WorkerControl(links, ask_others=ask_others, index=str(addresses.gateway_index))
     if group is not None:
         group.answers.update({**control.answers, **reload.answers})
     actions: dict[str, Action] = {
         "GET /medialane/workers": control.listed,
         "POST /medialane/workers/{name:path}/drain": control.drain,
-        "PUT /medialane/workers/{name:path}": control.add,
-        "DELETE /medialane/workers/{name:path}": control.remove,
         "POST /medialane/reload": reload.asked,
     }
     if components.config.media.allow_rdma:

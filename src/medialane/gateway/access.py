@@ -62,10 +62,8 @@ RouteOf = Callable[["Scope"], str | None]
 
 OPEN = frozenset({"/health", "/ready", "/live", "/ping", "/version"})
 OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
-#: A worker that is added gets clients' prompts.
-WORKER_PATH = "/medialane/workers/{name:path}"
 RELOAD_PATH = "/medialane/reload"
-OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, WORKER_PATH, RELOAD_PATH})
+OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, RELOAD_PATH})
 LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
 METRICS = "/metrics"
 #: Its response is as large as its client likes, and held in the arena until that has read it.
