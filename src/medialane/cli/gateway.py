@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
 from medialane.cli.gateway_app import Components, GatewayAddresses, gateway_app, gateway_of
-from medialane.cli.gateway_reload import GatewayReload
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
@@ -129,7 +129,7 @@ async def serve(
             if started.group is not None:
                 sock.listen(socket.SOMAXCONN)  # ready means that connections are accepted
                 await stack.enter_async_context(started.group.endpoint())
-            await _serve_http(config, started, sock, stop)
+            await _serve_http(reloading, started, sock, stop)
             if not stop.asked.is_set():
                 tasks.fail("the HTTP server")
     return EXIT_FAILED if tasks.failed else 0
@@ -146,16 +146,22 @@ class _Started(NamedTuple):
     health: Callable[[], Health]
 
 
-async def _serve_http(config: Config, started: _Started, sock: socket.socket, stop: Stop) -> None:
+async def _serve_http(reloading: Reloading, started: _Started, sock: socket.socket, stop: Stop) -> None:
+    config = reloading.config
     if not config.gateway.render_only:
         enter_phase("waiting for workers")
     frontend = started.frontend
-    server_of = partial(
-        BoundedServer,
-        bounds=http_bounds(config.gateway, max_headers=frontend.max_headers),
-        is_behind_router=sock.family == socket.AF_UNIX,
-        on_listening=lambda: show_ready(str(started.health())),
-    )
+
+    def server_of(of_vllm: uvicorn.Config) -> BoundedServer:
+        server = BoundedServer(
+            of_vllm,
+            bounds=http_bounds(config.gateway, max_headers=frontend.max_headers),
+            is_behind_router=sock.family == socket.AF_UNIX,
+            on_listening=lambda: show_ready(str(started.health())),
+        )
+        reloading.files.append(server.read_certificate)
+        return server
+
     async with watched(lambda: "stopping" if stop.asked.is_set() else str(started.health())):
         await frontend.serve(
             started.app,
@@ -185,11 +191,9 @@ async def _start(
     frontend = await asyncio.to_thread(Frontend, model, untraced_flags(vllm_args), config.gateway.api_keys)
     counts = _counts(addresses)
     keys = AccessKeys.load(config.gateway, frontend.api_keys, counts, is_local=listening.is_local)
-
-    def share(of_port: GatewayConfig) -> GatewayConfig:
-        return of_port.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
-
-    gateway_config = msgspec.structs.replace(fit_stage(share(config.gateway), frontend))  # a struct of its own
+    reloading.files.append(partial(keys.read_again, config.gateway))
+    share = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
+    gateway_config = fit_stage(share, frontend)
     await asyncio.to_thread(warm_up)
     fairness, metrics = LoopFairness(), Metrics(host=CollectorRegistry() if addresses.gateways else None)
     stack.callback(fairness.close)
@@ -241,10 +245,7 @@ async def _start(
         model_tasks = (await links.first_card()).tasks
     enter_phase("preparing the HTTP server")
     # Before workers are connected: it may take longer than they wait for a heartbeat.
-    make_reload = partial(
-        GatewayReload, reloading, own=gateway_config, share=share, gateway=gateway, keys=keys, frontend=frontend
-    )
-    app, group = await gateway_app(components, gateway, addresses, model_tasks, make_reload=make_reload)
+    app, group = await gateway_app(components, gateway, addresses, model_tasks, reloading=reloading)
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
     return _Started(frontend, app, group, partial(_give_up, components), components.health)

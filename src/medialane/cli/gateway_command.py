@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("gateway" if args.gateway_index is None else f"gateway {args.gateway_index}", args.argv)
-    reloading = Reloading.of("gateway", args, SECTIONS)
+    reloading = Reloading.of(args, SECTIONS)
     config = reloading.config
     log = configure(
         config.logging, component=f"gateway{'' if args.gateway_index is None else f'-{args.gateway_index}'}"
