@@ -116,10 +116,16 @@ async def test_workers_are_listed_with_the_gateways_that_do_not_reach_them(serve
 
 async def test_reload_shows_what_has_changed_and_what_needs_a_restart(serve, capsys):
     gateway = FakeGateway(NAMES)
-    gateway.reloaded = {"changed": ["--log-level"], "needs_restart": ["--port"], "gateways_missing": ["1"]}
+    gateway.reloaded = {
+        "changed": ["--log-level"],
+        "needs_restart": ["--port"],
+        "files": ["--keys"],
+        "gateways_missing": ["1"],
+    }
     assert await asyncio.to_thread(main, ["reload", "--gateway", await serve(gateway)]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "changed: --log-level",
+        "files read again: --keys",
         "needs a restart: --port",
         "gateway 1 has not read its settings again: see its log",
     ]
