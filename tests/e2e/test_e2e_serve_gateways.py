@@ -258,6 +258,7 @@ async def test_keys_certificates_and_log_level_change_at_all_gateways_and_a_bad_
         url, statuses = f"{served.client.base_url}/metrics", set()
         for _ in range(6):
             async with served.client.session(Authorization=f"Bearer {key}") as session, session.get(url) as response:
+                await response.read()
                 statuses.add(response.status)
         return {200: True, 401: False}[statuses.pop()] if len(statuses) == 1 else None
 

@@ -226,12 +226,6 @@ def admin_key(config: GatewayConfig) -> str:
     return keys[0].decode() if keys else ""
 
 
-def operator_key(config: GatewayConfig) -> str:
-    """Return the admin key of a gateway with these settings; empty without one. Raises StartupFailed."""
-    keys = _admin_keys(config)
-    return keys[0].decode() if keys else ""
-
-
 def metrics_key(config: GatewayConfig) -> str:
     """Return a key with which the metrics of a gateway with these settings are read; empty if it needs none. Raises
     StartupFailed."""

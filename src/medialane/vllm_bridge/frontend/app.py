@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 #: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
 Page = Callable[[Mapping[str, str]], bytes]
 
-#: Serves a request with JSON, from its scope and the parameters of its path and query. Raises MedialaneError.
+#: Serves a request with JSON, from the parameters of its path. Raises MedialaneError.
 Action = Callable[[Mapping[str, str]], Awaitable[bytes]]
 
 #: Returns HTTP status and body.
@@ -270,7 +270,7 @@ def _page_handler(page: Page) -> RouteHandler:
 
 def _action_handler(action: Action) -> RouteHandler:
     async def respond(request: Request) -> Response:
-        return Response(await action({**request.query_params, **request.path_params}), media_type="application/json")
+        return Response(await action(request.path_params), media_type="application/json")
 
     return respond
 
