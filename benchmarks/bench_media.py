@@ -69,7 +69,9 @@ FETCH_BYTES, FETCHES, CONCURRENCY = 200_000, 128, 32
 #: Equal chains differ by this much between runs on a shared machine: the tolerance of "not slower".
 NOISE = 0.05
 
-CONFIG = MediaConfig(allowed_media_networks=("127.0.0.0/8",), max_fetches=CONCURRENCY, max_fetches_per_host=CONCURRENCY)
+CONFIG = MediaConfig(
+    allowed_media_networks=("127.0.0.0/8",), max_fetches=2 * CONCURRENCY, max_fetches_per_host=CONCURRENCY
+)
 
 #: The result of a chain; equal for both chains of a case.
 Result = list[NDArray[Any] | str]

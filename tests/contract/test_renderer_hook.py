@@ -27,7 +27,7 @@ from medialane.core.errors import (
     InvalidImage,
     InvalidMediaUrl,
     InvalidRequest,
-    PreparersBusy,
+    MediaOverloaded,
     PromptRejected,
     PromptTooLong,
     TooManyMediaItems,
@@ -85,7 +85,7 @@ async def test_item_options_are_passed_to_the_gateway_within_model_limits(server
 async def test_video_options_override_the_requests(server):
     part = {"type": "video_url", "video_url": {"url": "http://host.example/v.mp4", "fps": 2, "max_frames": 64}}
     io = {"video": {"num_frames": 8, "frame_recovery": True}}
-    server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
+    server.backend.error, server.backend.error_at = MediaOverloaded("enough was seen"), "prepare"
     await server.chat(part, media_io_kwargs=io)
     (item,) = server.backend.prompts[0].items
     assert json.loads(item.io) == {"fps": 2, "max_frames": 64, "num_frames": 64, "frame_recovery": True}
@@ -219,7 +219,7 @@ async def test_tokenize_counts_expanded_images(server):
 
 @pytest.mark.parametrize("url", ["http://169.254.169.254/latest", "data:video/mp4;base64,AAAA"])
 async def test_video_is_fetched_by_the_gateway(server, url):
-    server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
+    server.backend.error, server.backend.error_at = MediaOverloaded("enough was seen"), "prepare"
     await server.chat({"type": "video_url", "video_url": {"url": url}})
     (item,) = server.backend.prompts[0].items
     assert (item.modality, item.url or item.data) == ("video", url if url.startswith("http") else bytes(3))
@@ -277,7 +277,7 @@ async def test_embeddings_are_passed_to_the_gateway_as_intakes_reference(server,
 
 
 async def test_embeddings_with_another_modality_keep_their_positions(server):
-    server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
+    server.backend.error, server.backend.error_at = MediaOverloaded("enough was seen"), "prepare"
     clip = {"type": "video_url", "video_url": {"url": "http://host.example/v.mp4"}}
     await server.chat(clip, embeds())
     found = {item.modality: item.is_embeds for item in server.backend.prompts[0].items}
@@ -382,7 +382,7 @@ async def test_uuid_is_never_mistaken_for_a_reference(server, uuid):
 
 async def test_video_by_uuid_uses_the_requests_options(server):
     server.backend.known = {"mine": "c" * 64}
-    server.backend.error, server.backend.error_at = PreparersBusy("enough was seen"), "prepare"
+    server.backend.error, server.backend.error_at = MediaOverloaded("enough was seen"), "prepare"
     await server.chat(by_uuid(name="video_url"), media_io_kwargs={"video": {"num_frames": 8}})
     (item,) = server.backend.prompts[0].items
     assert (item.modality, item.content, json.loads(item.io)["num_frames"]) == ("video", "c" * 64, 8)

@@ -163,6 +163,16 @@ def test_item_that_no_processor_makes_is_refused(reader, items, change):
         reader.check(reader.read("image", sent(change(items[0]))))
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw"])
+def test_number_that_is_not_finite_is_refused_by_name(reader, items, name, value):
+    data = items[0][name].data.float()
+    data.view(-1)[-1] = float(value)
+    with pytest.raises(InvalidFeature, match=f"image {name}: NaN or infinite") as raised:
+        reader.check(reader.read("image", sent(changed(items[0], **{name: data}))))
+    assert raised.value.status == 400
+
+
 def test_modality_without_samples_is_refused(reader, items):
     with pytest.raises(InvalidFeature):
         reader.check(reader.read("audio", sent(items[0])))

@@ -47,7 +47,14 @@ STORE_FLAGS = ("--preparers", "2", "--arena-size", "256MiB", *MEDIA_FLAGS)
 LOG_FLAGS = ("--log-format", "json", "--access-log")
 
 #: Files with servers of their own.
-_ALONE = ("test_clients_audio", "test_e2e_adapters", "test_e2e_mistral", "test_e2e_render", "test_e2e_serve_gateways")
+_ALONE = (
+    "test_clients_audio",
+    "test_e2e_adapters",
+    "test_e2e_mistral",
+    "test_e2e_render",
+    "test_e2e_serve_gateways",
+    "test_e2e_working_directory",
+)
 
 
 def add_to(config: pytest.Config) -> None:

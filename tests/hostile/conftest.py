@@ -77,10 +77,7 @@ def gateway(hosts: MediaHosts, folder: Path) -> Iterator[GatewayProcess]:
             # The canary's port is allowed, so that only its address protects it.
             allowed_media_ports=(80, 443, hosts.canary_port),
             allowed_local_media_path=str(folder / "allowed"),
-            connect_timeout_s=1.0,
-            first_byte_timeout_s=0.8,
             image_fetch_timeout_s=2.5,
-            min_rate_grace_s=0.5,
         ),
         prepare=PrepareConfig(num_preparers=1, image_timeout_s=5.0),
         arena=ArenaConfig(size_bytes=256 << 20),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import zlib
 from collections.abc import Iterable
 
 from media_files import picture
@@ -88,6 +89,8 @@ GOOD = picture(999)
 ROUTES: dict[str, Route] = {
     "/good.jpg": status(200, GOOD),
     "/good-once.jpg": status(200, GOOD, Connection="close"),
+    "/": status(404),
+    "/good.jpg%20": status(404),
     # Redirects
     "/to-canary": redirect("http://127.0.0.1:{canary}/"),
     "/to-canary-relative": redirect("//127.0.0.1:{canary}/x.jpg"),
@@ -161,6 +164,8 @@ ROUTES: dict[str, Route] = {
     "/interim": raw(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 3 + OK + b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD),
     "/until-close": raw(OK + b"\r\n" + GOOD),
     "/gzip": status(200, gzip.compress(GOOD), Content_Encoding="gzip"),
+    "/deflate": status(200, zlib.compress(GOOD), Content_Encoding="deflate"),
+    "/gzip-of-none": status(200, GOOD, Content_Encoding="gzip"),
     "/gzip-bomb": status(200, gzip.compress(bytes(50_000_000)), Content_Encoding="gzip"),
     "/coding-chain": status(200, GOOD, Content_Encoding="gzip, identity"),
     "/coding-unknown": status(200, GOOD, Content_Encoding="br;q=1"),
@@ -173,7 +178,11 @@ ROUTES: dict[str, Route] = {
     "/html-as-jpeg": status(200, b"<html><body>not found</body></html>", Content_Type="image/jpeg"),
     "/jpeg-as-html": status(200, GOOD, Content_Type="text/html"),
     "/empty": status(200),
-    "/partial": status(206, GOOD, Content_Range="bytes 0-9/10"),
+    "/partial": status(206, GOOD, Content_Range="bytes 0-9/100"),
+    "/whole": status(206, GOOD, Content_Range=f"bytes 0-{len(GOOD) - 1}/{len(GOOD)}"),
+    "/203": status(203, GOOD),
+    "/to-spaces": redirect("/gut \u00c3\u00bc.jpg?a=%2F"),  # UTF-8, in a header of Latin-1
+    "/gut%20%C3%BC.jpg": status(200, GOOD),
     "/no-content": raw(b"HTTP/1.1 204 No Content\r\n\r\n"),
     "/not-modified": raw(b"HTTP/1.1 304 Not Modified\r\n\r\n"),
     # Headers that are read

@@ -26,6 +26,7 @@ _SLOW = (
 _FLOODS = {
     "/endless": "media_too_large",
     "/endless-until-close": "media_too_large",
+    "/gzip-bomb": "media_too_large",
     "/endless-crumbs": "media_fetch_timeout",
     "/endless-chunk-size": "media_fetch_timeout",
     "/endless-chunk-extension": "media_fetch_timeout",
@@ -41,8 +42,8 @@ _FLOODS = {
 _NO_HTTP = (
     "/large-header", "/many-headers", "/no-http", "/http-0.9", "/nul-header", "/status-99999", "/status-none",
     "/switching", "/negative-length", "/two-lengths", "/length-and-chunked", "/unknown-transfer-coding", "/short-body",
-    "/cut-chunk", "/bad-chunk", "/gzip", "/gzip-bomb", "/coding-chain", "/coding-unknown", "/gzip-transfer", "/reset",
-    "/hang-up", "/partial", "/no-content", "/not-modified", "/201", "/300", "/304",
+    "/cut-chunk", "/bad-chunk", "/gzip-of-none", "/coding-chain", "/coding-unknown", "/gzip-transfer", "/reset",
+    "/hang-up", "/partial", "/not-modified", "/300", "/304",
 )  # fmt: skip
 
 _STATUSES = {
@@ -51,7 +52,7 @@ _STATUSES = {
 
 _GOOD = (
     "/good.jpg", "/to-good", "/interim", "/until-close", "/jpeg-as-html", "/odd-expiry", "/odd-date", "/odd-age",
-    "/odd-directives", "/odd-tag", "/cookies",
+    "/odd-directives", "/odd-tag", "/cookies", "/gzip", "/deflate", "/whole", "/203", "/to-spaces",
 )  # fmt: skip
 
 ORIGIN_ROWS = (
@@ -89,7 +90,10 @@ ORIGIN_ROWS = (
         Row(f"35 {path}", at("http://{host}" + path), 415, "unsupported_media_type")
         for path in ("/html", "/html-as-jpeg", "/gzip-unsaid")
     ),
-    *(Row(f"57 {path}", at("http://{host}" + path), 400, "empty_media") for path in ("/empty", "/refresh")),
+    *(
+        Row(f"57 {path}", at("http://{host}" + path), 400, "empty_media")
+        for path in ("/empty", "/refresh", "/no-content", "/201")
+    ),
     *(Row(f"+ {path}", at("http://{host}" + path), 200) for path in _GOOD),
     Row("23 good name", at("http://good.test:{origin}/good-once.jpg"), 200),
 )

@@ -42,9 +42,9 @@ def socket_folder():
 
 
 @contextmanager
-def started(command, model, folder, *flags, vllm_args):
+def started(command, model, folder, *flags, vllm_args, prefix=()):
     """Start a process with all secrets planted; its log is the file `log` of the folder."""
-    words = [sys.executable, "-m", "medialane", command, str(model), *flags, "--", *vllm_args]
+    words = [*prefix, sys.executable, "-m", "medialane", command, str(model), *flags, "--", *vllm_args]
     environ = os.environ | {name: SECRETS[name] for name in VARIABLES}
     with open(folder / "log", "wb") as log, subprocess.Popen(words, env=environ, stdout=log, stderr=log) as process:
         try:
@@ -166,3 +166,38 @@ def test_reader_of_memory_finds_what_is_there():
         process.stdout.readline()
         assert secrets_of(process.pid, secrets) == {"environment", "heap"}
         process.kill()
+
+
+def test_processes_with_secrets_show_no_memory_to_preparers(model, tmp_path, socket_folder):
+    """Also where Landlock is missing. Their own memory is the store's to read."""
+    flags = store_flags(socket_folder)
+    without = [sys.executable, "-c", AS_OTHER_USERS]  # root's capabilities would protect it, too
+    with started("store", model, tmp_path, *flags, vllm_args=[], prefix=without) as process:
+        log = (tmp_path / "log").read_text
+        wait_until(lambda: "store is ready" in log() or process.poll() is not None, "the store is ready", START_S)
+        below = descendants(process.pid)
+        words = [sys.executable, "-c", READ_MEMORY, *map(str, [process.pid, *below])]
+        found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    assert found == ["False", *["True"] * len(below)]
+
+
+AS_OTHER_USERS = """\
+import os, sys
+from medialane.prepare import confinement
+confinement.drop_privileges()
+confinement.drop_capabilities()
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+#: As a preparer without Landlock: without capabilities, of the same user.
+READ_MEMORY = """\
+import os, sys
+from medialane.prepare import confinement
+confinement.drop_privileges()
+confinement.drop_capabilities()
+for pid in sys.argv[1:]:
+    try:
+        os.close(os.open(f"/proc/{pid}/mem", os.O_RDONLY))
+        print(True)
+    except PermissionError:
+        print(False)
+"""

@@ -176,6 +176,26 @@ def test_chart_passes_helms_own_rules():
     assert chart["version"] == chart["appVersion"] == __version__
 
 
+def notes(*values):
+    """What Helm shows once the chart is installed."""
+    settings = [word for value in values for word in ("--set", value)]
+    words = [program("helm"), "install", "site", str(CHART), "--dry-run=client", "--namespace", "vision", *settings]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:")[2]
+
+
+def test_notes_say_which_keys_are_missing():
+    api, admin = "gateway.apiKeysSecret=keys", "gateway.adminKeySecret=admin"
+    assert "WARNING: no API key is set (gateway.apiKeysSecret)" in notes()
+    assert "drain workers" in notes()
+    assert "drain workers" not in notes(admin)
+    assert "WARNING" in notes(admin)
+    assert "WARNING" not in notes(api)
+    assert "No admin key is set" in notes(api)
+    assert "key is set" not in notes(api, admin)
+
+
 @pytest.mark.parametrize(
     "value",
     ["gateway.replica=2", "workers.perPod=0", "autoscaling.kind=vpa", "model.flags={--a b}", "rpc.secretName=1"],

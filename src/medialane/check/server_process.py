@@ -23,9 +23,10 @@ from medialane.cluster import HttpAnswers
 from medialane.cluster.child_process import spawn_leader
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.core.errors import StartupFailed
+from medialane.core.private_file import private
 
 #: Plain vLLM's API server, as arguments of Python.
-PLAIN_VLLM = ("-m", "vllm.entrypoints.openai.api_server")
+PLAIN_VLLM = ("-P", "-m", "vllm.entrypoints.openai.api_server")
 
 #: Below the ports that Linux gives to sockets which ask for none in particular, by default.
 PORTS = range(15_000, 32_768)
@@ -111,7 +112,7 @@ async def logged_process(
 def _spawn(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
     if log is None:
         return spawn_leader(argv, environ)
-    with log.open("wb") as output:
+    with open(log, "wb", opener=private) as output:
         return spawn_leader(argv, environ, output.fileno())
 
 

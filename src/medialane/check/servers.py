@@ -121,7 +121,7 @@ async def medialane_process(launch: Launch, progress: CheckProgress, number: int
     phases = PhaseFile(log.with_suffix(".phase"))
     server = server_process(
         "medialane serve",
-        ["-m", "medialane", "serve", launch.model, "--verbose", "--host", "127.0.0.1"],
+        ["-P", "-m", "medialane", "serve", launch.model, "--verbose", "--host", "127.0.0.1"],
         ["--", *launch.both_flags],
         model=launch.model,
         environ={**launch.own_environ, **phases.environ()},

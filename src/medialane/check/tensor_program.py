@@ -22,6 +22,7 @@ from medialane.check.tensor_report import ItemTensors, Source, TensorReport, Ten
 from medialane.cluster.placement import installed_version
 from medialane.core.errors import StartupFailed
 from medialane.core.media import Decoded, Modality
+from medialane.core.private_file import write_private
 from medialane.core.process.phase import Phase, enter_phase, report_phase
 from medialane.core.stage import RAW_STAGE
 from medialane.media import MediaConfig, decode, sniff
@@ -137,7 +138,7 @@ def main() -> None:
     """Read the `TensorTask` from the file that is the first argument, and write the report to the second."""
     task, report = map(Path, sys.argv[1:])
     try:
-        report.write_bytes(encode(run(msgspec.json.decode(task.read_bytes(), type=TensorTask))))
+        write_private(report, encode(run(msgspec.json.decode(task.read_bytes(), type=TensorTask))))
     except StartupFailed as error:  # for the user: no traceback
         sys.exit(error.message)
 

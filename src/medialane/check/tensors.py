@@ -13,6 +13,7 @@ from medialane.check.server_process import log_tail, logged_process, wait_ended
 from medialane.check.servers import Setup
 from medialane.check.tensor_report import TensorReport, TensorTask, decode
 from medialane.core.errors import StartupFailed
+from medialane.core.private_file import write_private
 from medialane.core.process.phase import PhaseFile
 
 TENSOR_LOG = "tensors.log"
@@ -24,8 +25,8 @@ async def compare_tensors(setup: Setup, progress: CheckProgress) -> TensorReport
     `setup.start_s`, or fails. Cancelled, it leaves no process behind."""
     log, report = setup.logs / TENSOR_LOG, setup.logs / "tensors.json"
     task, phases = setup.logs / "tensors.task", PhaseFile(setup.logs / "tensors.phase")
-    task.write_bytes(msgspec.json.encode(TensorTask(setup.model, tuple(setup.vllm_args), tuple(setup.only))))
-    argv = [sys.executable, "-m", _PROGRAM, str(task), str(report)]
+    write_private(task, msgspec.json.encode(TensorTask(setup.model, tuple(setup.vllm_args), tuple(setup.only))))
+    argv = [sys.executable, "-P", "-m", _PROGRAM, str(task), str(report)]
     # As plain vLLM without plugins; ours changes nothing in this process anyway.
     environ = {**setup.environ, "VLLM_PLUGINS": "", **phases.environ()}
     async with progress.starting("tensors", phases):

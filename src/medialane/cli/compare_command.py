@@ -31,6 +31,7 @@ from medialane.compare.table import show
 from medialane.compare.traffic import Traffic
 from medialane.config import load_config, process_environ
 from medialane.core.errors import StartupFailed
+from medialane.core.private_file import write_private
 from medialane.gateway.access import metrics_key
 
 _COMMON = ("workers", "preparers", "arena-size", "stage", "transport", "start-timeout", "log-level")
@@ -156,8 +157,8 @@ def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, pro
 def _write(report: CompareReport, folder: Path, turns: list[list[Turn]]) -> None:
     document = msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
     with writing(folder):
-        (folder / "report.json").write_bytes(document)
-        (folder / "report.html").write_text(page_of(report, turns))
+        write_private(folder / "report.json", document)
+        write_private(folder / "report.html", page_of(report, turns).encode())
 
 
 def _manifest(args: argparse.Namespace, comparison: Comparison) -> Manifest:

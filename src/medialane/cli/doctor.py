@@ -253,7 +253,7 @@ def probe(
     """Return what a script prints as JSON in its last line; a Finding if its process `failed` or hung."""
     try:
         done = subprocess.run(  # noqa: S603 - our own script, no shell
-            [sys.executable, "-c", script, argument],
+            [sys.executable, "-P", "-c", script, argument],
             capture_output=True,
             text=True,
             timeout=_IMPORT_TIMEOUT_S,

@@ -51,7 +51,7 @@ def logs_folder(chosen: Path | None) -> Iterator[Path]:
     """Yield the folder for the logs: the user's, or one that is removed. Raises StartupFailed."""
     if chosen is not None:
         try:
-            chosen.mkdir(parents=True, exist_ok=True)
+            chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StartupFailed(f"--logs {chosen}: {error.strerror}") from error
         yield chosen

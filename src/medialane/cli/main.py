@@ -21,6 +21,8 @@ from medialane import __version__
 ERROR_PREFIX = "medialane: error: "
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
+#: Commands whose processes have no secrets, and forks that others are to read.
+_READABLE = ("warm", "doctor", "bench")
 
 
 class Command(NamedTuple):
@@ -84,12 +86,17 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
+    """Run one command and return the exit status: that of this process, which is changed for it, or `argv`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         _top_parser().parse_args(words[:1] or ["--help"])  # exits: prints the help, the version or the error
         return _EXIT_USAGE
     try:
+        from medialane.core.process.title import reserve_title
+
+        reserve_title()
+        if argv is None:
+            _isolate(words[0])
         return _run(*words)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -102,13 +109,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_INTERRUPTED
 
 
+def _isolate(name: str) -> None:
+    from medialane.core.process.isolation import hide_memory, import_nothing_from_here
+
+    if name != "bench":  # whose programs import from the folder that they are in
+        import_nothing_from_here()
+    if name not in _READABLE:
+        hide_memory()
+
+
 def _run(name: str, *words: str) -> int:
     from medialane.core.errors import StartupFailed
-    from medialane.core.process.title import reserve_title
+    from medialane.core.process.isolation import refuse_library_settings
 
     command = COMMANDS[name]
-    reserve_title()
     try:
+        if command.takes_vllm_args:
+            refuse_library_settings()
         module = importlib.import_module(f"medialane.cli.{command.module}")
         return int(module.run(parse_words(name, command, module.add_arguments, list(words))))
     except StartupFailed as error:
@@ -162,10 +179,24 @@ def parse_words(
     args, unknown = parser.parse_known_args(ours)
     if unknown:
         hint = "\nvLLM's own flags go after a lone `--`" if command.takes_vllm_args else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(parser, unknown, command)}{hint}")
     if vllm_args and not command.takes_vllm_args:
         parser.error("this command takes no vLLM flags: nothing may follow `--`")
     return args
+
+
+def _meant(parser: argparse.ArgumentParser, unknown: list[str], command: Command) -> str:
+    """Return a question with the flags that look most like those of `unknown`, unless these are vLLM's."""
+    import difflib
+
+    from medialane.cluster.vllm_flags import flag_table
+
+    flags = parser._option_string_actions  # noqa: SLF001 - argparse has no list of its flags
+    theirs = flag_table()["flags"] if command.takes_vllm_args else ()
+    spelled = [word.partition("=")[0].replace("_", "-").lower() for word in unknown if word.startswith("--")]
+    found = [difflib.get_close_matches(word, flags, n=1, cutoff=0.7) for word in spelled if word not in theirs]
+    close = dict.fromkeys(flag for matches in found for flag in matches)
+    return f": did you mean {' '.join(close)}?" if close else ""
 
 
 def _hide_secrets(vllm_args: list[str]) -> tuple[list[str], list[str]]:

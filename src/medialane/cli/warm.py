@@ -34,6 +34,7 @@ from medialane.cluster.warm import Fork, Forked, ForkFailed, answer_fork, read_s
 from medialane.config import Config, SectionName, load_config, process_environ, replace_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process import heartbeat
+from medialane.core.process.isolation import hide_memory
 from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.core.process.phase import enter_phase
 from medialane.core.process.title import WARM, set_title
@@ -250,6 +251,7 @@ def become(child: Child, supervisor: int, by_imports: Mapping[str, str]) -> list
     _renumber(passed, child.request.pass_fds)
     if child.request.command == "store":
         prebuilt.fork_forkserver()  # before secrets are in this memory
+    hide_memory()
     own = read_start(start)
     replace_environ({**own.environ, **by_imports})
     sys.argv[1:] = own.argv

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 from medialane.cluster.child_process import ChildProcess
+from medialane.cluster.process_spec import INTERPRETER
 from medialane.config import Config, child_environ, process_environ
 from medialane.core.backoff import Backoff
 from medialane.core.process.owner_lock import try_lock
@@ -78,4 +79,4 @@ async def _run_once(argv: Sequence[str], config: Config, model: str) -> None:
 
 
 def command(model: str, address: str) -> list[str]:
-    return [sys.executable, "-m", "medialane", "store", model, "--listen", address, *_FLAGS]
+    return [*INTERPRETER, "store", model, "--listen", address, *_FLAGS]

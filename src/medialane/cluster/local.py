@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ import msgspec
 
 from medialane.cluster.placement import Engines, Hardware, Placement, place_engines, usable_cores
 from medialane.cluster.preflight import check_start
-from medialane.cluster.process_spec import NUM_INTERPRETER_WORDS, HttpAnswers, ProcessSpec, SocketExists
+from medialane.cluster.process_spec import INTERPRETER, HttpAnswers, ProcessSpec, SocketExists
 from medialane.cluster.vllm_flags import (
     engine_flags,
     flag_value,
@@ -40,8 +39,8 @@ _GATEWAY_STOP_S = 20.0
 #: It has nothing to finish.
 _WARM_STOP_S = 2.0
 _RUN_PREFIX = "medialane-run-"
-#: Of `_command`, before the flags: python -m medialane NAME MODEL.
-_NUM_COMMAND_WORDS = NUM_INTERPRETER_WORDS + 2
+#: Of `command`, before the flags: NAME MODEL after the interpreter.
+_NUM_COMMAND_WORDS = len(INTERPRETER) + 2
 #: sockaddr_un.sun_path has 108 bytes with its terminating zero (unix(7)), and sockets are in our folder.
 _MAX_PARENT_BYTES = 107 - len(f"/{_RUN_PREFIX}12345678/99/gateway-9999.sock")
 
@@ -347,4 +346,4 @@ def _same_gpus(placements: Sequence[Placement], names: Sequence[str], number: in
 
 def command(name: str, model: str, flags: Sequence[str], vllm_args: Sequence[str]) -> tuple[str, ...]:
     """Build a command line. Settings are passed in the environment."""
-    return (sys.executable, "-m", "medialane", name, model, *flags, *(["--", *vllm_args] if vllm_args else []))
+    return (*INTERPRETER, name, model, *flags, *(["--", *vllm_args] if vllm_args else []))

@@ -34,7 +34,7 @@ class LogFolder:
             return cls(owned.path, owned)
         path = Path(chosen).expanduser().absolute()
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = None if shared else os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StartupFailed(f"--log-dir {chosen}: {error.strerror}") from error

@@ -21,6 +21,7 @@ from medialane.cluster.process_spec import HttpAnswers, ProcessSpec
 from medialane.cluster.vllm_flags import TLS_FLAGS, flag_values, has_flag, take_secrets, with_config_file, without_flags
 from medialane.config import Config, ModelTable, Setting, TableRules, allowed_environ, as_environ, settings
 from medialane.core.errors import StartupFailed
+from medialane.core.private_file import write_private
 from medialane.gateway.name_router import ServedModel
 
 #: Members of a model's table besides settings.
@@ -248,7 +249,7 @@ def _router(
 ) -> ProcessSpec:
     """It stops after the gateways, whose answers it passes on."""
     file = folder / "models.json"
-    file.write_bytes(msgspec.json.encode(served))
+    write_private(file, msgspec.json.encode(served))
     largest = max(group.config.media.max_body_bytes for group in groups)
     config = msgspec.structs.replace(config, media=msgspec.structs.replace(config.media, max_body_bytes=largest))
     descriptor = listener.fileno()

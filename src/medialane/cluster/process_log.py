@@ -12,6 +12,7 @@ import re
 from collections import deque
 from pathlib import Path
 
+from medialane.core.private_file import write_private
 from medialane.observability.logging import REPORTED_ERROR, as_text, is_json
 
 _MAX_READ_BYTES = 1 << 18
@@ -75,7 +76,7 @@ class ProcessLog:
         keep = min(self._max_bytes // 2, self._offset)
         with self.path.open("rb") as file:
             file.seek(self._offset - keep)
-            self.path.with_suffix(".old").write_bytes(file.read(keep))
+            write_private(self.path.with_suffix(".old"), file.read(keep))
         os.truncate(self.path, 0)  # O_APPEND: the process continues at the new end
         self._offset = 0
 

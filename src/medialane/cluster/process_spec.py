@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,8 @@ from medialane.cluster.warm import WarmProcess
 
 #: Exit status of a process that is not needed (EX_UNAVAILABLE of sysexits.h): it is not started again.
 NOT_NEEDED = 69
-#: Of the command lines of our processes, before the words of the command: python -m medialane.
-NUM_INTERPRETER_WORDS = 3
+#: Begins the command lines of our processes. -P: nothing is imported from the working directory.
+INTERPRETER = (sys.executable, "-P", "-m", "medialane")
 
 
 class ReadyCheck(Protocol):

@@ -13,7 +13,7 @@ from typing import Protocol
 from medialane.cluster.child_process import ChildProcess, Fork
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog, is_secondary
-from medialane.cluster.process_spec import NOT_NEEDED, NUM_INTERPRETER_WORDS, ProcessSpec
+from medialane.cluster.process_spec import INTERPRETER, NOT_NEEDED, ProcessSpec
 from medialane.cluster.restart_delay import RestartDelay
 from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
 from medialane.config.cluster import ClusterConfig
@@ -221,7 +221,7 @@ class ProcessSupervisor:
         with heartbeat.passed():
             forking = asyncio.create_task(
                 warm.fork(
-                    self.spec.argv[NUM_INTERPRETER_WORDS:],
+                    self.spec.argv[len(INTERPRETER) :],
                     {**environ, **heartbeat.environ},
                     [output, *self.spec.pass_fds, heartbeat.writer],
                     needs_model=self.spec.needs_model,

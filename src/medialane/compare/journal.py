@@ -16,6 +16,7 @@ import msgspec
 
 from medialane.compare.reply import Reply
 from medialane.core.errors import StartupFailed
+from medialane.core.private_file import private, write_private
 
 _MANIFEST = "comparison.json"
 
@@ -77,9 +78,9 @@ class Journal:
         """Begin a comparison in a folder, or go on with the same one. Raises StartupFailed if another is there."""
         path = folder / _MANIFEST
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
-                path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+                write_private(path, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
                 return cls(folder)
             earlier = msgspec.json.decode(path.read_bytes(), type=Manifest)
         except (OSError, msgspec.DecodeError) as error:
@@ -104,14 +105,14 @@ class Journal:
         """Raises StartupFailed."""
         path = self._replies(side, number)
         with writing(self.folder):
-            return ReplyWriter(self.folder, path.open("ab"))
+            return ReplyWriter(self.folder, open(path, "ab", opener=private))
 
     def end(self, side: int, facts: TurnFacts) -> None:
         """Write the facts of a turn, whole or not at all. Raises StartupFailed."""
         path = self._facts(side, facts.round)
         new = path.with_suffix(".new")
         with writing(self.folder):
-            new.write_bytes(msgspec.json.encode(facts) + b"\n")
+            write_private(new, msgspec.json.encode(facts) + b"\n")
             os.replace(new, path)
 
     def _replies(self, side: int, number: int) -> Path:

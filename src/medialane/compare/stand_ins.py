@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pybase64 import b64encode
 
+from medialane.core.private_file import write_private
 from medialane.gateway.recording import StandIn
 from medialane.testing.sample_audio import sample_audio
 from medialane.testing.sample_images import sample_jpeg
@@ -45,7 +46,7 @@ class StandIns:
             data = _made(stand_in)
             self.folder.mkdir(parents=True, exist_ok=True)
             new = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-            new.write_bytes(data)
+            write_private(new, data)
             os.replace(new, path)
         return b64encode(data).decode()
 

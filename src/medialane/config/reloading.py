@@ -16,6 +16,7 @@ from medialane.config.environment import settings_environ
 from medialane.config.loading import FILE, MODELS, TableRules, load_config, load_models
 from medialane.config.settings import PREFIX, Config, SectionName, settings
 from medialane.core.errors import StartupFailed
+from medialane.core.private_file import write_private
 
 #: The setting that changes without a restart.
 LIVE: Final = "log-level"
@@ -63,7 +64,7 @@ class SettingsSource(msgspec.Struct, frozen=True):
             raise StartupFailed(f"{path}: the source of the settings cannot be read: {error}") from error
 
     def write(self, path: Path) -> None:
-        path.write_bytes(msgspec.json.encode(self))
+        write_private(path, msgspec.json.encode(self))
 
     def load(self) -> Config:
         """Load the settings again, without secrets. Raises StartupFailed naming the setting."""

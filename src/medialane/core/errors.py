@@ -77,6 +77,7 @@ class UnknownMedia(InvalidRequest, code="unknown_media", status=404): ...  # or 
 class NotFound(InvalidRequest, code="not_found", status=404): ...  # of what operators see: nothing has this name
 class InvalidKey(InvalidRequest, code="invalid_key", status=401): ...  # at the login of the page
 class UuidConflict(InvalidRequest, code="uuid_conflict", status=409): ...  # the uuid names other content
+class InvalidGrammar(InvalidRequest, code="invalid_grammar"): ...  # the engine cannot compile or follow it
 class InvalidUpload(InvalidRequest, code="invalid_upload"): ...  # vLLM's status for every file that it does not accept
 
 class PromptRejected(InvalidRequest, code="invalid_prompt"): ...  # vLLM rejected the prompt or its parameters
@@ -128,7 +129,7 @@ class TtftLimitExceeded(Unavailable, code="ttft_limit_exceeded"): ...  # its fir
 class QueueTimeout(Unavailable, code="queue_timeout"): ...  # not admitted within --gateway-queue-timeout
 
 class ArenaFull(Unavailable, code="arena_full"): ...
-class PreparersBusy(Unavailable, code="media_overloaded"): ...
+class MediaOverloaded(Unavailable, code="media_overloaded"): ...
 class BodyMemoryExhausted(Unavailable, code="body_memory_exhausted"): ...
 class TooManyConnections(Unavailable, code="too_many_connections"): ...
 class StoreUnavailable(Unavailable, code="media_store_unavailable"): ...  # not connected, or lost during a call

@@ -25,6 +25,17 @@ def ascii_host(host: str) -> str:
         raise ValueError(f"{host!r} is not a host name or IP address") from None
 
 
+def ascii_name(name: str) -> str:
+    """Return a host name of a URL in lower case, an international one in punycode (IDNA 2008, like vLLM). Raises
+    UnicodeError for others, among them those that look like ASCII: none is mapped to it."""
+    name = name.lower()
+    if name.isascii():
+        return name
+    import idna  # its tables are large, and such names rare
+
+    return idna.encode(name, strict=True, std3_rules=True).decode()
+
+
 def _name(host: str) -> str:
     name = host.encode("idna").decode("ascii")  # like `socket`
     labels = name.removesuffix(".").split(".")

@@ -64,5 +64,8 @@ class SingleFlight(Generic[K, T]):
             flight.is_released = True
             self._release(flight.task.result())
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._flights
+
     def __len__(self) -> int:
         return len(self._flights)

@@ -142,7 +142,7 @@ class Gateway:
         return await self._features.resolve(scope.resolve(url))
 
     def admit(self, scope: RequestScope) -> None:
-        """Count a request with media until its scope ends. Raises PreparersBusy."""
+        """Count a request with media until its scope ends. Raises MediaOverloaded."""
         self._admission.admit(scope)
 
     async def num_image_tokens(self, size: tuple[int, int]) -> int | None:

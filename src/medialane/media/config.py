@@ -10,7 +10,7 @@ import msgspec
 from msgspec import field
 
 from medialane.core.errors import StartupFailed
-from medialane.core.host import ascii_host
+from medialane.core.host import ascii_host, ascii_name
 from medialane.core.media import Modality
 from medialane.core.setting import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_bounds
 
@@ -82,26 +82,24 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     """read images that clients have published for RDMA reads (NVIDIA Dynamo's nixl_connect), by NIXL; only if all
     clients are trusted: it lets them have memory of other processes read"""
 
-    connect_timeout_s: PositiveFloat = field(default=3.0, name="media-connect-timeout")
-    """longest time to connect to a media host"""
-    first_byte_timeout_s: PositiveFloat = field(default=5.0, name="media-first-byte-timeout")
-    """longest wait for a media host's response to begin, and between two reads"""
     image_fetch_timeout_s: PositiveFloat = field(default=10.0, name="media-image-fetch-timeout")
-    """longest time to fetch one image, including redirects and retry"""
+    """longest time to fetch one image, including redirects and retry; its host may be silent until then. The wait for a
+    place among --media-max-fetches, as long at most, is not included"""
     audio_fetch_timeout_s: PositiveFloat = field(default=20.0, name="media-audio-fetch-timeout")
     """the same for one audio item"""
     video_fetch_timeout_s: PositiveFloat = field(default=30.0, name="media-video-fetch-timeout")
     """the same for one video"""
     min_rate_bytes_per_s: NonNegativeFloat = field(default=10_000.0, name="media-min-rate-bytes-per-s")
-    """a fetch slower than this is aborted; 0 disables the limit"""
+    """while other hosts wait for a place among --media-max-fetches, a fetch slower than this loses its own (503
+    `media_overloaded`); 0 disables this"""
     min_rate_grace_s: NonNegativeFloat = field(default=2.0, name="media-min-rate-grace")
-    """time before min_rate_bytes_per_s applies"""
+    """time that a fetch has before --media-min-rate-bytes-per-s applies"""
     max_redirects: NonNegativeInt = field(default=3, name="media-max-redirects")
     """most redirects of one fetch"""
     max_fetches: PositiveInt = field(default=128, name="media-max-fetches")
-    """most concurrent connections to media hosts"""
+    """most concurrent fetches; one that gets no place in time fails with 503 `media_overloaded`"""
     max_fetches_per_host: PositiveInt = field(default=32, name="media-max-fetches-per-host")
-    """most connections to one media host"""
+    """most concurrent fetches from one media host; fewer when few places are free"""
     max_cached_urls: NonNegativeInt = field(default=16384, name="media-max-cached-urls")
     """most URLs whose content hash is cached, as their cache headers allow"""
     max_fresh_s: NonNegativeFloat = field(default=86400.0, name="media-max-fresh")
@@ -126,7 +124,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise StartupFailed(f"allowed_media_networks: {error}") from error
         for domain in self.allowed_media_domains:
             try:
-                ascii_host(domain)
+                ascii_host(ascii_name(domain))
             except ValueError as error:
                 raise StartupFailed(f"allowed_media_domains: {error}") from error
 

@@ -68,6 +68,16 @@ _STORAGES = {
     "torch DoubleStorage": "float64",
 }
 
+#: The bits of the exponent, all of which are set in NaN and infinities (IEEE 754).
+_EXPONENTS = {
+    "float16": ("<u2", 0x7C00),
+    "bfloat16": ("<u2", 0x7F80),
+    "float32": ("<u4", 0x7F80_0000),
+    "float64": ("<u8", 0x7FF0_0000_0000_0000),
+}
+#: Numbers that are looked at in one step, within the processor's cache.
+_NUMBERS_AT_ONCE = 1 << 16
+
 #: Exceptions that malformed bytes cause in the readers below.
 _MALFORMED = (
     zipfile.BadZipFile,
@@ -127,7 +137,18 @@ def read_tensor(data: bytes) -> EmbedsTensor:
         raise InvalidEmbeds(_NOT_SAVED) from error
     if not tensor.spec.nbytes:
         raise InvalidEmbeds("the embeddings are empty")
+    if not _is_finite(tensor):
+        raise InvalidEmbeds("the embeddings have NaN or infinite numbers")
     return tensor
+
+
+def _is_finite(tensor: EmbedsTensor) -> bool:
+    if tensor.spec.dtype not in _EXPONENTS:
+        return True
+    unsigned, exponent = _EXPONENTS[tensor.spec.dtype]
+    bits = np.frombuffer(tensor.data, unsigned)
+    starts = range(0, len(bits), _NUMBERS_AT_ONCE)
+    return not any(((bits[i : i + _NUMBERS_AT_ONCE] & exponent) == exponent).any() for i in starts)
 
 
 class _Layout(NamedTuple):

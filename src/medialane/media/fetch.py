@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 from aiohttp.abc import AbstractResolver
 
+from medialane.core.errors import MediaFetchTimeout
 from medialane.core.media import MediaRef, Modality
 from medialane.core.name_records import NOT_KEPT, NameRecords, boot_time
 from medialane.core.single_flight import SingleFlight
@@ -57,10 +59,11 @@ class Fetcher:
         """Return the hash of the content of a URL, which is stored. Without `need_data`, one with a fresh known hash is
         not fetched.
 
-        Concurrent callers for the same content share one fetch, which is cancelled with the last of them. Errors have
-        no `param`. Raises InvalidMediaUrl, UnsupportedUrlScheme,
-        MediaUrlForbidden, TooManyRedirects, MediaFetchFailed, MediaFetchTimeout, MediaTooLarge, EmptyMedia,
-        UnsupportedMediaType (unsupported modality), UpstreamFailed, and what the body raises.
+        Concurrent callers for the same content share one fetch, which is cancelled with the last of them; its timeout
+        is that of the callers who began it, others fetch once more. Errors have no `param`. Raises InvalidMediaUrl,
+        UnsupportedUrlScheme, MediaUrlForbidden, TooManyRedirects, MediaFetchFailed, MediaFetchTimeout, MediaOverloaded,
+        MediaTooLarge, EmptyMedia, UnsupportedMediaType (unsupported modality), UpstreamFailed, and what the body
+        raises.
         """
         url = ref.url or ""
         key = url_key(url, ref.salt)
@@ -69,7 +72,13 @@ class Fetcher:
         if not need_data and (known := self._urls.fresh(key, self._clock())) is not None:
             return known.content_hash
         flight = (key, ref.modality, need_data)
-        return await self._flights.do(flight, lambda: self._fetch(ref, url, key, need_data=need_data))
+        fetch = partial(self._flights.do, flight, lambda: self._fetch(ref, url, key, need_data=need_data))
+        if flight not in self._flights:
+            return await fetch()
+        try:
+            return await fetch()
+        except MediaFetchTimeout:
+            return await fetch()
 
     async def _fetch(self, ref: MediaRef, url: str, key: bytes, *, need_data: bool) -> str:
         known = None if need_data else self._urls.get(key)

@@ -1,9 +1,10 @@
 """The policy of which URLs and addresses media may be fetched from (SSRF protection).
 
-Theory of operation. Parsers disagree about hostile URLs, and names change their addresses. So URLs are restricted to a
-strict grammar before the HTTP client's own parser sees them (and both must agree on host and port), and the decision is
-made on the address to connect to: the client's resolver checks every address of a name, and its socket factory checks
-the address once more before connecting. Every redirect passes all checks again.
+Theory of operation. Parsers disagree about hostile URLs, and names change their addresses. So URLs are encoded first
+(`_encode`: what a URL may not contain is percent-encoded, an international host is in punycode), and the result is
+restricted to a strict grammar before the HTTP client's own parser sees it (both must agree on host and port). The
+decision is made on the address to connect to: the client's resolver checks every address of a name, and its socket
+factory checks the address once more before connecting. Every redirect passes all checks again.
 
 An address is public if it is globally reachable unicast, and so is any IPv4 address embedded in it (mapped, compatible,
 6to4, Teredo, NAT64): `ipaddress.is_global` alone considers several addresses global that lead to internal hosts.
@@ -19,11 +20,18 @@ from ipaddress import AddressValueError, IPv4Address, IPv4Network, IPv6Address, 
 from yarl import URL
 
 from medialane.core.errors import InvalidMediaUrl, MediaUrlForbidden, UnsupportedUrlScheme, UpstreamFailed
+from medialane.core.host import ascii_name
 from medialane.media.config import MediaConfig
 
 Address = IPv4Address | IPv6Address
 
-_FORBIDDEN_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\]")
+#: Not encoded but refused: parsers disagree about backslashes, and others remove control characters.
+_FORBIDDEN_CHARACTERS = re.compile(r"^ |[\x00-\x1f\x7f\\]")
+#: Everything else that is valid (RFC 3986) stays as it is, because URLs may be signed.
+_TO_ENCODE = re.compile(rb'[ "<>^`{|}\x80-\xff]|%(?![0-9A-Fa-f]{2})')
+#: Scheme and host up to the port, where the host is not ASCII.
+_INTERNATIONAL_HOST = re.compile(r"\A((?:https?:)?//)([^/?#@:\[\]%]*[^\x00-\x7f][^/?#@:\[\]%]*)", re.IGNORECASE)
+_USER = re.compile(r"https?://[^/?#]*@", re.IGNORECASE)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _AUTHORITY = re.compile(
     r"https?://(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[^\]]*)?\])(?::(?P<port>[0-9]{1,5}))?(?=[/?#]|\Z)",
@@ -61,22 +69,24 @@ class UrlGuard:
 
     def __init__(self, config: MediaConfig) -> None:
         self._max_chars = config.max_url_chars
-        self._domains = frozenset(name.lower().rstrip(".") for name in config.allowed_media_domains)
+        self._domains = frozenset(ascii_name(name).rstrip(".") for name in config.allowed_media_domains)
         self._ports = frozenset(config.allowed_media_ports)
         self._networks = tuple(ip_network(network) for network in config.allowed_media_networks)
 
     def parse(self, url: str) -> URL:
-        """Validate a URL and return it in the form to be requested, byte for byte.
+        """Validate a URL and return it in the form to be requested: encoded, otherwise byte for byte.
 
         Raises InvalidMediaUrl, UnsupportedUrlScheme, MediaUrlForbidden.
         """
-        self._check_text(url)
+        url = self._encode(url)
         scheme = _SCHEME.match(url)
         if scheme is None:
             raise InvalidMediaUrl("the media URL has no scheme")
         if scheme[1].lower() not in _DEFAULT_PORTS:
             raise UnsupportedUrlScheme("media URLs must be http, https or data")
         authority = _AUTHORITY.match(url)
+        if authority is None and _USER.match(url):
+            raise InvalidMediaUrl("the media URL has a user name or password, which is not supported")
         if authority is None:
             raise InvalidMediaUrl("the media URL has no valid host")
         port = int(authority["port"] or _DEFAULT_PORTS[scheme[1].lower()])
@@ -87,9 +97,9 @@ class UrlGuard:
         """Return the validated target of a redirect. Raises UpstreamFailed, and what `parse` raises."""
         if location is None:
             raise UpstreamFailed("the media host sent a redirect without a location")
-        self._check_text(location)
+        location = self._encode(location)
         try:
-            target = location if _SCHEME.match(location) else str(url.join(URL(location, encoded=location.isascii())))
+            target = location if _SCHEME.match(location) else str(url.join(URL(location, encoded=True)))
         except ValueError as error:
             raise InvalidMediaUrl("the media host redirected to an invalid URL") from error
         parsed = self.parse(target)
@@ -99,7 +109,7 @@ class UrlGuard:
 
     def check_address(self, address: str, port: int) -> None:
         """Raise MediaUrlForbidden unless connecting to this address is allowed."""
-        inner = tuple(_unwrap(ip_address(address)))
+        inner = tuple(unwrap(ip_address(address)))
         if all(any(a in network for network in self._networks) for a in inner):
             return
         if port not in self._ports:
@@ -113,11 +123,21 @@ class UrlGuard:
         self.check_address(str(address), int(port))
         return socket.socket(family, kind, protocol)
 
-    def _check_text(self, url: str) -> None:
+    def _encode(self, url: str) -> str:
+        """Return the URL with what it may not contain percent-encoded, and its host in punycode. Raises
+        InvalidMediaUrl."""
+        if len(url) <= self._max_chars:
+            if _FORBIDDEN_CHARACTERS.search(url):
+                raise InvalidMediaUrl("the media URL has a leading space, a control character or a backslash")
+            try:
+                url = _INTERNATIONAL_HOST.sub(lambda match: match[1] + ascii_name(match[2]), url)
+                data = url.encode(errors="surrogateescape")  # bytes of a redirect that are not UTF-8
+            except UnicodeError as error:
+                raise InvalidMediaUrl("the media URL has an invalid host or character") from error
+            url = _TO_ENCODE.sub(lambda match: b"%%%02X" % match[0][0], data).decode()
         if len(url) > self._max_chars:
             raise InvalidMediaUrl(f"the media URL has {len(url)} characters, more than {self._max_chars}")
-        if _FORBIDDEN_CHARACTERS.search(url):
-            raise InvalidMediaUrl("the media URL has a space, a control character or a backslash")
+        return url
 
     def _check_host(self, host: str, port: int) -> None:
         if self._domains and host.rstrip(".") not in self._domains:
@@ -138,9 +158,9 @@ class UrlGuard:
             raise InvalidMediaUrl("the media URL has no valid host")
 
     def _client_url(self, url: str, host: str, port: int) -> URL:
-        """Parse with the HTTP client's parser. ASCII URLs are not requoted, because they may be signed."""
+        """Parse with the HTTP client's parser, which does not encode again."""
         try:
-            parsed = URL(url.partition("#")[0], encoded=url.isascii())
+            parsed = URL(url.partition("#")[0], encoded=True)
             # `host` decodes punycode, which may fail.
             agreed = bool(parsed.host) and (parsed.raw_host or "").lower() == host and parsed.port == port
         except ValueError as error:
@@ -150,7 +170,7 @@ class UrlGuard:
         return parsed
 
 
-def _unwrap(address: Address) -> Iterator[Address]:
+def unwrap(address: Address) -> Iterator[Address]:
     """Yield the addresses that a packet to `address` may reach."""
     if isinstance(address, IPv4Address):
         yield address

@@ -20,6 +20,7 @@ _TRIM_THRESHOLD_BYTES = 64 * 1024 * 1024
 #: The malloc settings let a preparer reuse up to 64 MiB of a job's memory for the next one (glibc, mallopt(3)): page
 #: faults on memory returned to the kernel took a seventh of the CPU time of a 1024x768 image.
 _REQUIRED: Mapping[str, str] = {
+    "PYTHONSAFEPATH": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from medialane.arena import Lease, Reservation
-from medialane.core.errors import MedialaneError, PreparersBusy
+from medialane.core.errors import MedialaneError, MediaOverloaded
 from medialane.core.feature import Feature
 from medialane.core.media import EncodedMedia, MediaSize, Modality
 from medialane.core.retry_after import retry_after
@@ -74,6 +74,8 @@ class Job:
         self.request = ask(self.job_id)
         #: How long a preparer was busy with it, once it reports that.
         self.busy_s: float | None = None
+        #: The CPU time that its preparer had used when it got the job.
+        self.cpu_before_s = 0.0
         self.is_sent = False
         self.is_retried = False
         self.ends_at = math.inf
@@ -188,9 +190,9 @@ class JobQueue:
             self._estimate.learn(job.modality, job.busy_s)
 
     def put(self, job: Job) -> None:
-        """Queue a job; it fails with PreparersBusy after the timeout. Raises PreparersBusy if the queue is full."""
+        """Queue a job; it fails with MediaOverloaded after the timeout. Raises MediaOverloaded if the queue is full."""
         if len(self._jobs) >= self._limit + self._num_takers:
-            raise PreparersBusy("the queue of media items is full", retry_after_s=retry_after(self._drain_s()))
+            raise MediaOverloaded("the queue of media items is full", retry_after_s=retry_after(self._drain_s()))
         self._jobs.append(job)
         self._note_queued(job)
 
@@ -257,4 +259,4 @@ class JobQueue:
     def _expire(self, job: Job) -> None:
         if self.withdraw(job):
             message = f"no preparer became available within {self._timeout_s:g} s"
-            job.settle(JobResult(error=PreparersBusy(message, retry_after_s=retry_after(self._drain_s()))))
+            job.settle(JobResult(error=MediaOverloaded(message, retry_after_s=retry_after(self._drain_s()))))

@@ -3,7 +3,7 @@
     send -> NeedRange -> send the next job -> reserve in the arena -> copy -> publish -> JobResult
 
 No job can stop the pool: every exception becomes a result. A MedialaneError fails only the job; any other exception
-also marks the preparer as unusable.
+also marks the preparer as unusable. A job that loses its preparer, or exceeds its time limit, is run again once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from medialane.core.errors import (
     Unavailable,
 )
 from medialane.core.feature import Feature
+from medialane.core.process.cpu_time import activity, cpu_seconds
 from medialane.core.remote_entry import EntryKind
 from medialane.core.tensor import TensorDescriptor
 from medialane.prepare.job_queue import Job, JobResult, JobValue
@@ -61,6 +62,9 @@ COPIED_AT_ONCE_TENSORS = 64
 #: Up to this size, tensors are copied while the preparer runs the next job: it needs that much more memory then.
 OVERLAPPED_BYTES = 32 * 1024 * 1024
 
+#: A preparer that has had less of a core when its job exceeds the time limit is not blamed on the item.
+MIN_CPU_SHARE = 0.5
+
 
 class JobRunner:
     """Runs jobs on up to `num_preparers` preparers concurrently. Owns the copy threads until `close`."""
@@ -90,13 +94,15 @@ class JobRunner:
         except MedialaneError as error:  # the arena is full, or reported by the preparer, which stays usable
             return JobResult(error=error)
         except Exception as error:  # noqa: BLE001 - a bug in one job must not affect others; it is logged
-            is_run_again = isinstance(error, PreparerLost) and not job.is_retried
+            has_timed_out = isinstance(error, TimeoutError) and not job.is_abandoned
+            is_run_again = (has_timed_out or isinstance(error, PreparerLost)) and not job.is_retried
             reported = _explain(error, job, preparer, forkserver_is_lost)
             return JobResult(error=reported, is_preparer_usable=False, is_run_again=is_run_again)
 
     async def send(self, job: Job, preparer: PreparerProcess) -> None:
         """Send a job to its preparer. Raises PreparerLost, or MedialaneError if only the job failed."""
         self._quarantine.check(job.key)
+        job.cpu_before_s = cpu_seconds([preparer.pid])
         await preparer.send(job.request)
         job.is_sent = True
 
@@ -204,7 +210,11 @@ def _explain(
     match error:
         case TimeoutError():
             reason = "its job was cancelled" if job.is_abandoned else f"its job exceeded {job.timeout_s:g} s"
+            was_held_up = not job.is_abandoned and _was_held_up(preparer.pid, job)
+            reason += " while it was stopped, or had no CPU" if was_held_up else ""
             logger.warning("killing preparer %d (pid %s): %s", preparer.preparer_id, preparer.pid, reason)
+            if was_held_up:
+                return Unavailable("the process that was to decode this item was stopped, or had no CPU")
             return PreparerTimeout(f"preparing this item took longer than {job.timeout_s:g} s")
         case PreparerLost():
             logger.warning("a job lost its preparer: %s", error)
@@ -214,6 +224,14 @@ def _explain(
         case _:
             logger.error("a job failed unexpectedly; preparer %d is replaced", preparer.preparer_id, exc_info=error)
             return PreparationFailed("preparing this item failed")
+
+
+def _was_held_up(pid: int, job: Job) -> bool:
+    """Return whether a preparer made no progress for a reason outside of it. One that sleeps hangs on its item."""
+    if (now := activity(pid)) is None:
+        return False
+    has_had_cpu = now.cpu_s - job.cpu_before_s >= job.timeout_s * MIN_CPU_SHARE
+    return now.state in "Tt" or (now.state in "RD" and not has_had_cpu)
 
 
 async def to_the_end(work: Awaitable[object]) -> None:

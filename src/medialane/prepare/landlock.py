@@ -27,15 +27,18 @@ _BIND_TCP, _CONNECT_TCP = 1, 2
 _ABSTRACT_SOCKETS, _SIGNALS = 1, 2
 
 
-def restrict(readable: Iterable[str]) -> None:
-    """Restrict this process to opening these files, and files beneath these folders, for reading.
+def restrict(readable: Iterable[str], listed: Iterable[str] = ()) -> None:
+    """Restrict this process to opening these files, and files beneath these folders, for reading; those beneath the
+    folders `listed` it sees, but cannot open.
 
     Missing paths are ignored. `no_new_privs` must be set. Raises OSError if the kernel has no Landlock.
     """
     ruleset = _create_ruleset()
     try:
         for path in readable:
-            _allow_reading(ruleset, path)
+            _allow(ruleset, path, _READ_FILE | _READ_DIR)
+        for path in listed:
+            _allow(ruleset, path, _READ_DIR)
         _call(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))
     finally:
         os.close(ruleset)
@@ -52,14 +55,14 @@ def _create_ruleset() -> int:
     return _call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
 
 
-def _allow_reading(ruleset: int, path: str) -> None:
+def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return  # missing or inaccessible
     try:
-        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        rights = _READ_FILE | _READ_DIR if is_folder else _READ_FILE
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            rights &= _READ_FILE
         rule = struct.pack("=Qi", rights, descriptor)
         _call(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint(0))
     finally:

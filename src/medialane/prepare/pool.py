@@ -4,8 +4,9 @@ Theory of operation. One supervisor task keeps a fork server alive. Below it, on
 the shared queue (`preparers`); everything about a job happens in that task, in order (`job_run`).
 
 Failures. No job can stop the pool: a MedialaneError fails the job; an unexpected exception fails the job and replaces
-its preparer; an exception outside of jobs is logged, and the fork server is restarted. A preparer that dies closes its
-channel: the job fails with PreparerCrashed. A job that exceeds its timeout fails with PreparerTimeout. An item
+its preparer; an exception outside of jobs is logged, and the fork server is restarted. A job whose preparer dies, or
+that exceeds its timeout, is run again once, alone; then it fails with PreparerCrashed or PreparerTimeout, or with
+Unavailable if its preparer was stopped, or had no CPU. An item
 that has ended several preparers is refused before it is queued (`quarantine`). The preparers
 die with their fork server: running jobs fail with Unavailable, queued jobs wait for the spare fork server to take over;
 without a spare they fail as well, and a new processor is built, with exponential backoff if building fails.
@@ -130,8 +131,8 @@ class PreparerPool:
         `io` holds the decoding options (as in `MediaRef`), `options` those of the processor; without `options` the item
         is only decoded (stage `decoded`).
 
-        The caller keeps `encoded`: the job pins it separately. Raises PreparersBusy (queue full, or no preparer within
-        the queue timeout), ArenaFull, MediaTooLarge (the feature exceeds the arena), PreparerTimeout, PreparerCrashed
+        The caller keeps `encoded`: the job pins it separately. Raises MediaOverloaded (queue full, or no preparer in
+        time), ArenaFull, MediaTooLarge (the feature exceeds the arena), PreparerTimeout, PreparerCrashed
         (also if the item is in quarantine), Unavailable, and what decoding and processing raise. A job cancelled in the
         queue is dropped; one cancelled while running is stopped unless it finishes within ABANDONED_S: then its feature
         stays cached.

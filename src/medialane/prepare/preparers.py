@@ -8,9 +8,9 @@ next job when it has processed the item, so that it runs while the store copies 
 A job's caller gets its result first. If the preparer must not be used again, it is then killed, its exit is confirmed
 by its pidfd, and only then are the job's range and its pin on the encoded bytes released, because until then the
 process may still write. A preparer that dies need not have been killed by its job: it may have had two, and the kernel
-kills preparers first when memory is short. So each of its jobs is run again, once and alone in its preparer; a second
-death fails it, and an item that has ended three preparers is refused for a while (`quarantine`). Preparers that die
-before they have run a job are replaced with exponential backoff.
+kills preparers first when memory is short; one that exceeds a time limit may have been stopped. So each of its jobs is
+run again, once and alone in its preparer; a second failure fails it, and an item that has ended three preparers is
+refused for a while (`quarantine`). Preparers that die before they have run a job are replaced with exponential backoff.
 """
 
 from __future__ import annotations

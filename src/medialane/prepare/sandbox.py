@@ -31,10 +31,12 @@ class Sandbox(msgspec.Struct, frozen=True):
     files: bool = False
 
     def enter(self, files: Sequence[str]) -> None:
-        """Permanently confine this process, which may still read `files` and what Python needs. Raises OSError."""
+        """Permanently confine this process, which may still read `files`, list their folders, and read what Python
+        needs. Raises OSError."""
         confinement.drop_capabilities()
         if self.files:
-            landlock.restrict([*_python_files(), *_SYSTEM_FILES, *files])
+            folders = {os.path.dirname(path) for path in files if os.path.isfile(path)}
+            landlock.restrict([*_python_files(), *_SYSTEM_FILES, *files], listed=folders)
         if self.system_calls:
             seccomp.install()
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ PLACEHOLDER_TOKEN = 7
 #: Side of the square of pixels that becomes one placeholder token.
 PATCH_SIDE = 28
 
-Fault = Literal["none", "kill", "abort", "exit", "segfault", "hang", "hog", "raise", "reject"]
+Fault = Literal["none", "kill", "abort", "exit", "segfault", "hang", "spin", "hog", "raise", "reject"]
 
 
 class FakeConfig(msgspec.Struct, frozen=True):
@@ -173,6 +174,7 @@ _FAULTS: dict[Fault, Callable[[], object]] = {
     "exit": lambda: os._exit(0),
     "segfault": lambda: ctypes.string_at(0),
     "hang": lambda: time.sleep(3600),
+    "spin": lambda: all(itertools.count(1)),
     "hog": _hog,
     "raise": _raise,
     "reject": _reject,

@@ -72,7 +72,7 @@ def flag(part, name):
 def test_processes_are_a_store_workers_and_a_gateway_with_their_addresses(tmp_path):
     store, first, second, gateway = make_parts(tmp_path, workers="2", vllm_args=["--max-model-len", "8"])
     assert [part.name for part in (store, first, second, gateway)] == ["store", "worker 0", "worker 1", "gateway"]
-    assert [part.argv[2:5] for part in (store, first, gateway)] == [
+    assert [part.argv[3:6] for part in (store, first, gateway)] == [
         ("medialane", command, "org/model") for command in ("store", "worker", "gateway")
     ]
     assert store.is_ready_later

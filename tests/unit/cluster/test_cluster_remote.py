@@ -21,7 +21,7 @@ def spec(**changes):
 
 def test_command_runs_on_the_host_under_its_name():
     found = remote_argv(spec(vllm_args=("--enforce-eager",)), "10.0.0.1")
-    expected = [sys.executable, "-m", "medialane", "worker", "m", "--worker-name", f"{HOST}/0"]
+    expected = [sys.executable, "-P", "-m", "medialane", "worker", "m", "--worker-name", f"{HOST}/0"]
     assert found == [*expected, "--", "--enforce-eager"]
 
 

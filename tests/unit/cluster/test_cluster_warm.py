@@ -136,7 +136,7 @@ async def test_process_is_started_from_scratch_if_there_is_no_warm_process(tmp_p
 
     spec = ProcessSpec(
         "part",
-        (sys.executable, "-c", "import signal, sys; open(sys.argv[1], 'w').close(); signal.pause()",
+        (sys.executable, "-P", "-c", "import signal, sys; open(sys.argv[1], 'w').close(); signal.pause()",
          str(tmp_path / "started")),
         {},
         Ready(),
@@ -204,7 +204,7 @@ async def test_process_that_exits_with_the_warm_one_waits_for_the_next_and_is_it
         async def passes(self):
             return '"argv": ["stay"]' in (tmp_path / "part.log").read_text()
 
-    argv = (sys.executable, "-m", "no_such_module", "stay")
+    argv = (sys.executable, "-P", "-m", "no_such_module", "stay")
     part = ProcessSpec("part", argv, {}, IsFork(), after="warm", warm=WarmProcess(path, {}, "warm"))
     observer = Recorder()
     supervisor = make_supervisor(tmp_path, observer, [warm, part], start_timeout_s=30.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from medialane.core.errors import ConcurrencyLimitExceeded, PreparersBusy
+from medialane.core.errors import ConcurrencyLimitExceeded, MediaOverloaded
 from medialane.gateway import RequestScope
 from medialane.gateway.admission import Admission, SharedCounts, Tenant
 from medialane.gateway.admission.keys_file import TenantLimits
@@ -13,7 +13,7 @@ def test_request_over_the_limit_is_rejected_until_the_scope_of_another_is_closed
     first, second, third = (RequestScope() for _ in range(3))
     admission.admit(first)
     admission.admit(second)
-    with pytest.raises(PreparersBusy) as refused:
+    with pytest.raises(MediaOverloaded) as refused:
         admission.admit(third)
     assert refused.value.retry_after_s
     first.close()
@@ -41,7 +41,7 @@ def test_tenant_has_a_share_of_the_requests_and_others_go_on():
     others = [scope("ben"), scope("")]
     for other in others:
         admission.admit(other)
-    with pytest.raises(PreparersBusy):
+    with pytest.raises(MediaOverloaded):
         admission.admit(scope("ben"))
     first.close()
     admission.admit(first := scope("ann"))
@@ -62,7 +62,7 @@ def test_refused_requests_are_sent_away_until_others_are_expected_to_have_ended(
         admission.admit(scope)
     waits = []
     for _ in range(3):
-        with pytest.raises(PreparersBusy) as refused:
+        with pytest.raises(MediaOverloaded) as refused:
             admission.admit(RequestScope())
         waits.append(refused.value.retry_after_s)
     assert waits == [12, 24, 36], "requests take 48 s, four at a time"

@@ -15,6 +15,7 @@ from medialane.core.errors import StartupFailed
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
 from medialane.gateway.recording import MAX_PENDING_BYTES, Recorder, RecordingConfig, parse_stand_in
+from medialane.gateway.recording.redaction import without_secrets
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from waiting import eventually
@@ -151,6 +152,43 @@ async def test_no_header_key_or_salt_is_recorded(file):
     assert line["body"]["tools"][0] == {"type": "mcp", "server_url": "https://t"}
     assert line["body"]["tools"][1] == function
     assert line["body"]["cache_salt"]
+
+
+URLS = {
+    "https://me:SECRET@host.example/a": "https://host.example/a",
+    "https://host.example/a?X-Amz-Signature=SECRET": "https://host.example/a",
+    "wss://host.example?t=SECRET#x": "wss://host.example",
+    "https://host.example/#access_token=SECRET": "https://host.example/",
+    "see (postgres://u:SECRET@db/x) and s3://b/k?sig=SECRET, please": "see (postgres://db/x) and s3://b/k please",
+    "https://json-schema.org/draft-07/schema#": "https://json-schema.org/draft-07/schema#",
+    "https://host.example/schema#/definitions/a": "https://host.example/schema#/definitions/a",
+    "no URL: a?b#c@d": "no URL: a?b#c@d",
+}
+
+
+@pytest.mark.parametrize("given", URLS)
+async def test_urls_are_recorded_without_passwords_queries_and_fragments(file, given):
+    parts = {"type": "input_file", "file_url": given}, {"type": "text", "text": given}
+    body = {"model": "m", "input": [{"role": "user", "content": list(parts)}], "metadata": {"note": given}}
+    (line,) = await recorded(file, body, path="/v1/responses")
+    recorded_body = line["body"]
+    assert [recorded_body["input"][0]["content"][0]["file_url"], recorded_body["metadata"]["note"]] == [URLS[given]] * 2
+    assert "SECRET" not in file.read_text()
+
+
+@pytest.mark.parametrize("name", ["server_url", "webhook_url", "endpoint", "callback_uri"])
+async def test_url_of_a_service_is_recorded_without_its_path(file, name):
+    """It is the key of some: whoever has it may use them."""
+    tool = {"type": "mcp", name: "https://me:SECRET@mcp.example:8443/api/SECRET/mcp?key=SECRET"}
+    (line,) = await recorded(file, chat(text("hi"), tools=[tool]))
+    assert line["body"]["tools"] == [{"type": "mcp", name: "https://mcp.example:8443"}]
+
+
+@pytest.mark.parametrize("repeated", ["://", "https://", "://a@", "@", "?", "#", "a", "://?#"])
+def test_redaction_of_urls_takes_linear_time(repeated):
+    began = time.process_time()
+    without_secrets({"text": "://" + repeated * 300_000, "server_url": repeated * 300_000})
+    assert time.process_time() - began < 2.0
 
 
 async def test_redacted_text_keeps_lengths_and_common_beginnings_alone(file):

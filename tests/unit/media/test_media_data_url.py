@@ -26,6 +26,11 @@ def test_any_buffer_is_accepted(form):
         ("DATA:Image/SVG+xml;BASE64", "image/svg+xml"),
         ("data:;base64", None),
         ("data:image/jpeg;charset=utf-8;base64", "image/jpeg"),
+        ("data:image;base64", None),
+        ("data:image/*;base64", None),
+        ("data: image/png ; base64", None),
+        ("data:imag\u00e9/png;base64", None),
+        ("data:image/png;;base64", "image/png"),
     ],
 )
 def test_media_type(head, media_type):
@@ -39,9 +44,9 @@ def test_media_type(head, media_type):
         "data:image/png,AAEC",
         "data:image/png;base64;charset=x,AAEC",
         "data:image/png;base64x,AAEC",
-        "data:image;base64,AAEC",
         "data:image/png;" + "x" * 5000 + ";base64,AAEC",
-        "data:imagé/png;base64,AAEC",
+        "data:base64,AAEC",
+        "base64,AAEC",
         "http://a/b;base64,AAEC",
         "",
     ],

@@ -267,6 +267,19 @@ def test_error_names_the_problem(fields, error, param):
     assert (type(raised.value), raised.value.param) == (error, param)
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("at", [0, 70_000, -1])
+def test_number_that_is_not_finite_is_refused(dtype, value, at):
+    """The engine would answer with nothing but NaN, and others' requests of its batch might."""
+    tensor = torch.full((80_000,), torch.finfo(dtype).max, dtype=dtype)
+    assert torch.equal(tensor_of(read_tensor(saved(tensor))), tensor)
+    tensor[at] = float(value)
+    for data in [saved(tensor)] if dtype == torch.bfloat16 else [saved(tensor), npy(tensor.numpy())]:
+        with pytest.raises(InvalidEmbeds, match="NaN or infinite"):
+            read_tensor(data)
+
+
 @pytest.mark.parametrize("data", [b"", b"medialane-embeds-1\0", b"medialane-embeds-1\0\x81\xa1x", b"\x89PNG"])
 def test_invalid_document_bytes_are_rejected(data):
     with pytest.raises(InvalidFeature):

@@ -245,3 +245,22 @@ async def test_next_process_neither_fetches_what_is_fresh_nor_trusts_what_is_sta
     async with KeptFetcher(CONFIG, clock=clock, records=kept) as fetcher:
         assert (await fetcher.fetch(image(origin.url("/a")))).content_hash == content_hash(OTHER)
         assert "if-none-match" not in origin.requests[-1].headers
+
+
+async def test_caller_who_joins_a_fetch_has_its_own_time(origin):
+    """The first request of the origin hangs; those after it are answered."""
+
+    async def first_hangs(request, writer):
+        if len(origin.requests) == 1:
+            await asyncio.Event().wait()
+        await answer(200, BODY)(request, writer)
+
+    origin.routes["/a"] = first_hangs
+    async with KeptFetcher(msgspec.structs.replace(CONFIG, image_fetch_timeout_s=1.0)) as fetcher:
+        first = asyncio.create_task(fetcher.fetch(image(origin.url("/a"))))
+        await origin.asked()
+        others = [asyncio.create_task(fetcher.fetch(image(origin.url("/a")))) for _ in range(3)]
+        assert {found.content_hash for found in await asyncio.gather(*others)} == {content_hash(BODY)}
+        with pytest.raises(MediaFetchTimeout):
+            await first
+    assert len(origin.requests) == 2

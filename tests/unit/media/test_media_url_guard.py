@@ -44,6 +44,37 @@ def test_signed_url_is_requested_byte_for_byte():
     assert str(GUARD.parse(url)) == url
 
 
+@pytest.mark.parametrize(
+    ("url", "requested"),
+    [
+        ("http://example.com/a b.png", "http://example.com/a%20b.png"),
+        ("http://example.com/b\u00fccher.png?q=\u00fc", "http://example.com/b%C3%BCcher.png?q=%C3%BC"),
+        ("http://b\u00fccher.example/", "http://xn--bcher-kva.example/"),
+        ("HTTP://B\u00dcCHER.example:8080/x", "http://xn--bcher-kva.example:8080/x"),
+        ("http://stra\u00dfe.example/", "http://xn--strae-oqa.example/"),
+        ("http://example.com/\u00fc?sig=a%2Fb+c%3d&x=[1]", "http://example.com/%C3%BC?sig=a%2Fb+c%3d&x=[1]"),
+        ("http://example.com/?u=//b\u00fccher/x", "http://example.com/?u=//b%C3%BCcher/x"),
+        ('http://example.com/100%.png?a={b}|"<c>"', "http://example.com/100%25.png?a=%7Bb%7D%7C%22%3Cc%3E%22"),
+    ],
+)
+def test_url_is_encoded_but_for_what_is_valid(url, requested):
+    assert str(GUARD.parse(url)) == requested
+    assert str(GUARD.parse(requested)) == requested
+
+
+def test_user_in_a_url_is_refused_by_name():
+    with pytest.raises(InvalidMediaUrl, match="user name"):
+        GUARD.parse("https://user:secret@example.com/a.png")
+
+
+def test_allowed_domain_may_be_international():
+    guard = UrlGuard(MediaConfig(allowed_media_domains=("B\u00fccher.example",)))
+    for host in ("b\u00fccher.example", "xn--bcher-kva.example", "XN--BCHER-KVA.example."):
+        assert guard.parse(f"http://{host}/").raw_host
+    with pytest.raises(MediaUrlForbidden):
+        guard.parse("http://bucher.example/")
+
+
 def test_fragment_is_removed():
     assert str(GUARD.parse("http://example.com/a#b")) == "http://example.com/a"
 
@@ -123,14 +154,23 @@ def test_private_addresses_are_forbidden(url):
         "http://example.com\\@127.0.0.1/",
         "http://good\\@127.0.0.1/",
         " http://example.com/",
-        "http://example.com/a b",
         "http://example.com/\t",
         "http://example.com/\r\nHost: x",
         "http://example.com/\0",
         "http://ex%61mple.com/",
         "http://①②⑦.⓪.⓪.①/",
         "http://127。0。0。1/",
-        "http://bücher.example/",
+        "http://bücher/\\x",
+        "http://-ü.example/",
+        "http://ü@example.com/",
+        "http://user@ü.example/",
+        "http:// example.com/",
+        "http://exa mple.com/",
+        "http://example.com /",
+        "http://b\u00fc%63her.example/",
+        "http://\ud800.example/",
+        "http://example.com/\ud800",
+        "http://example.com/" + "ü" * 5000,
         "http://example.com:99999/",
         "http://example.com:8o/",
         "http://example.com:80:80/",
@@ -191,6 +231,9 @@ def test_allowed_domains_are_exact_and_do_not_allow_addresses():
         ("c?d=%2F", "https://example.com/x/c?d=%2F"),
         ("//other.org/e", "https://other.org/e"),
         ("https://other.org/f", "https://other.org/f"),
+        ("/a b?c=%2F d", "https://example.com/a%20b?c=%2F%20d"),
+        ("//b\u00fccher.example/\u00fc", "https://xn--bcher-kva.example/%C3%BC"),
+        ("/\udce4.png", "https://example.com/%E4.png"),
     ],
 )
 def test_redirects_are_followed(location, target):
@@ -209,7 +252,9 @@ def test_redirects_are_followed(location, target):
         ("data:image/png;base64,AAAA", UnsupportedUrlScheme),
         ("\\\\127.0.0.1\\x", InvalidMediaUrl),
         ("//user@example.com/", InvalidMediaUrl),
-        ("/a b", InvalidMediaUrl),
+        (" //127.0.0.1/", InvalidMediaUrl),
+        ("//127.0.0.1 .example.com/", InvalidMediaUrl),
+        ("//①②⑦.⓪.⓪.①/", InvalidMediaUrl),
         ("https://", InvalidMediaUrl),
     ],
 )

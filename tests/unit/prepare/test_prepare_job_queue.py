@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from preparer_pools import png, put
 
-from medialane.core.errors import PreparersBusy, Unavailable
+from medialane.core.errors import MediaOverloaded, Unavailable
 from medialane.prepare.job_queue import Job, JobQueue, JobResult
 from medialane.prepare.messages import ProcessItem
 
@@ -44,7 +44,7 @@ async def test_idle_taker_admits_a_job_beyond_the_limit(make_job):
     await asyncio.sleep(0)
     queue.put(make_job())
     queue.put(make_job())
-    with pytest.raises(PreparersBusy):
+    with pytest.raises(MediaOverloaded):
         queue.put(make_job())
     await taker
     queue.fail_all(Unavailable("end"))
@@ -54,9 +54,9 @@ async def test_refusals_say_when_the_queue_is_expected_to_be_done(make_job):
     queue = JobQueue(limit=1, timeout_s=0.05, drain_s=lambda: 47.2)
     waiting = make_job()
     queue.put(waiting)
-    with pytest.raises(PreparersBusy) as full:
+    with pytest.raises(MediaOverloaded) as full:
         queue.put(make_job())
-    with pytest.raises(PreparersBusy) as late:
+    with pytest.raises(MediaOverloaded) as late:
         await waiting.result
     assert (full.value.retry_after_s, late.value.retry_after_s) == (48, 48)
 
@@ -102,7 +102,7 @@ async def test_job_waiting_too_long_fails_and_releases_its_pin(arena, make_job):
     job = make_job()
     before = arena.stats().num_leases
     queue.put(job)
-    with pytest.raises(PreparersBusy):
+    with pytest.raises(MediaOverloaded):
         await job.result
     assert arena.stats().num_leases == before - 1
     assert len(queue) == 0

@@ -19,10 +19,10 @@ from medialane.core.errors import (
     ArenaFull,
     InvalidImage,
     InvalidRequest,
+    MediaOverloaded,
     MediaTooLarge,
     PreparationFailed,
     PreparerCrashed,
-    PreparersBusy,
     PreparerTimeout,
     StartupFailed,
     Unavailable,
@@ -244,22 +244,22 @@ async def test_range_stays_reserved_while_a_timed_out_preparer_lives(arena, enco
                 abandon()
 
             reservation.abandon = watched_abandon
+            monkeypatch.setattr(arena, "reserve", reserve)  # of the second try
             return reservation
 
         monkeypatch.setattr(arena, "reserve", watched_reserve)
-        with pytest.raises(PreparerTimeout):
-            await pool.prepare_item(encoded, b"{}", "a" * 64)
+        (await pool.prepare_item(encoded, b"{}", "a" * 64)).release()
         await eventually(lambda: arena.stats().num_reservations == 0)
     assert abandoned_while_running == [False]
 
 
-async def test_hanging_job_times_out(arena, encoded):
+async def test_hanging_job_times_out_after_two_tries(arena, encoded):
     async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
         (victim,) = pool.preparer_pids
         started = time.monotonic()
         with pytest.raises(PreparerTimeout):
             await pool.prepare_item(encoded, options(fault="hang"), "a" * 64)
-        assert 0.25 < time.monotonic() - started < 0.8
+        assert 0.55 < time.monotonic() - started < 1.6
         (await pool.prepare_item(encoded, b"{}", "b" * 64)).release()
         assert not is_running(victim)
 
@@ -368,7 +368,7 @@ async def test_job_over_the_queue_limit_is_rejected(arena, encoded):
     async with running(make_pool(arena, queue_limit=2)) as pool:
         jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.2), f"{n:064}")) for n in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(PreparersBusy) as caught:
+        with pytest.raises(MediaOverloaded) as caught:
             await pool.prepare_item(encoded, b"{}", "f" * 64)
         assert caught.value.retry_after_s == 1
         for lease in await asyncio.gather(*jobs):
@@ -381,7 +381,7 @@ async def test_refusal_says_how_long_the_queued_items_will_take(arena, encoded):
         jobs = [asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=1.2), f"{n:064}")) for n in range(5)]
         await eventually(lambda: (pool.stats().num_busy, pool.stats().num_queued) == (1, 4))
         queue_s = pool.stats().queue_s
-        with pytest.raises(PreparersBusy) as caught:
+        with pytest.raises(MediaOverloaded) as caught:
             await pool.prepare_item(encoded, b"{}", "f" * 64)
         assert 1 < queue_s <= caught.value.retry_after_s < queue_s + 1
         for job in jobs:
@@ -393,7 +393,7 @@ async def test_job_not_taken_in_time_is_rejected(arena, encoded):
     async with running(make_pool(arena, queue_timeout_s=0.1)) as pool:
         first = asyncio.create_task(pool.prepare_item(encoded, options(sleep_s=0.5), "a" * 64))
         await eventually(lambda: pool.stats().num_busy == 1)
-        with pytest.raises(PreparersBusy):
+        with pytest.raises(MediaOverloaded):
             await pool.prepare_item(encoded, b"{}", "b" * 64)
         (await first).release()
 

@@ -7,7 +7,9 @@ import signal
 import pytest
 from preparer_pools import make_pool, png, put, running
 
-from medialane.core.errors import PreparerCrashed, PreparerTimeout
+from medialane.core.errors import PreparerCrashed, PreparerTimeout, Unavailable
+from medialane.prepare import job_run
+from medialane.prepare.preparer_process import PreparerProcess
 from medialane.prepare.quarantine import MAX_ENDED, MAX_ITEMS, QUARANTINE_S, Quarantine
 from waiting import eventually
 
@@ -38,25 +40,56 @@ async def test_third_crash_of_an_item_refuses_it_without_a_preparer(arena, encod
 
 async def test_three_hangs_of_an_item_refuse_it(arena, encoded):
     async with running(make_pool(arena, image_timeout_s=0.2)) as pool:
-        for _ in range(3):
-            with pytest.raises(PreparerTimeout):
-                await prepare(pool, encoded, options=b'{"fault": "hang"}')
-        with pytest.raises(PreparerCrashed, match=REFUSED):
+        with pytest.raises(PreparerTimeout):
             await prepare(pool, encoded, options=b'{"fault": "hang"}')
-
-
-async def test_three_bad_probes_refuse_the_content(arena):
-    """Without options: whoever sends it."""
-    async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
-        with put(arena, png(seed=1)) as poison, put(arena, png(seed=2)) as innocent:
-            for number in range(3):
-                await eventually(lambda n=number: pool.stats().num_restarts == n and pool.stats().num_alive == 1)
-                os.kill(pool.preparer_pids[0], signal.SIGSTOP)
-                with pytest.raises(PreparerTimeout):
-                    await pool.probe_item(poison)
+        for _ in range(2):  # the first is the third hang, and not run again
             with pytest.raises(PreparerCrashed, match=REFUSED):
-                await pool.probe_item(poison)
+                await prepare(pool, encoded, options=b'{"fault": "hang"}')
+        await eventually(lambda: pool.stats().num_restarts == 3)
+
+
+@pytest.fixture
+def num_to_stop(monkeypatch):
+    """How many of the next preparers are stopped when they get a job."""
+    left = [0]
+    send = PreparerProcess.send
+
+    async def stopped_before(preparer, request):
+        if left[0]:
+            left[0] -= 1
+            os.kill(preparer.pid, signal.SIGSTOP)
+        await send(preparer, request)
+
+    monkeypatch.setattr(PreparerProcess, "send", stopped_before)
+    return left
+
+
+async def test_job_of_a_stopped_preparer_is_run_again(arena, encoded, num_to_stop):
+    async with running(make_pool(arena, image_timeout_s=0.5)) as pool:
+        for number in range(4):
+            num_to_stop[0] = 1
+            await prepare(pool, encoded, f"{number:064}")
+        assert pool.stats().num_failed == 0
+
+
+async def test_stopped_preparers_refuse_no_item(arena, num_to_stop):
+    """However often it is not prepared: its client is to try again."""
+    async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
+        with put(arena, png(seed=1)) as innocent:
+            for _ in range(4):
+                num_to_stop[0] = 2
+                with pytest.raises(Unavailable, match="was stopped") as raised:
+                    await pool.probe_item(innocent)
+                assert (raised.value.status, raised.value.retry_after_s) == (503, 1)
             await pool.probe_item(innocent)
+
+
+async def test_item_that_computes_too_long_is_at_fault(arena, encoded, monkeypatch):
+    """It has had the CPU."""
+    monkeypatch.setattr(job_run, "MIN_CPU_SHARE", 0.02)  # machines of tests are busy
+    async with running(make_pool(arena, image_timeout_s=0.3)) as pool:
+        with pytest.raises(PreparerTimeout, match=r"longer than 0\.3 s"):
+            await prepare(pool, encoded, options=b'{"fault": "spin"}')
 
 
 async def test_neighbours_of_a_poisonous_item_are_prepared(arena, encoded):

@@ -1,6 +1,8 @@
 """The start-up file in fresh interpreters, over stubs of torch and its companions."""
 
+import _ctypes
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +32,15 @@ try:
     print("torchvision imported")
 except RuntimeError as error:
     print("torchvision", error)
+"""
+
+
+LIBRARY = """
+import sys
+sys.prefix = {site!r}
+sys.path[:0] = [{startup!r}, {site!r}]
+import medialane_cpu_torch
+print("/lib/libnuma.so.1" in open("/proc/self/maps").read())
 """
 
 
@@ -89,6 +100,16 @@ def test_nothing_is_done_with_a_device_build_of_torch(site, version):
 def test_nothing_is_done_without_torch(site):
     (site / "torch/version.py").unlink()
     assert probe(site)[2] == "torchvision the real one ran"
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_numa_library_of_the_environment_is_loaded(site, there):
+    if there:
+        (site / "lib").mkdir()
+        shutil.copyfile(_ctypes.__file__, site / "lib" / "libnuma.so.1")
+    code = LIBRARY.format(startup=str(STARTUP), site=str(site))
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, timeout=15)
+    assert (done.stdout, done.stderr) == (f"{there}\n", "")
 
 
 def test_interpreter_starts_despite_any_failure(site):

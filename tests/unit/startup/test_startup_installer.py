@@ -2,11 +2,16 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, files, packages_distributions, requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 SCRIPT = Path(__file__).parents[3] / "requirements" / "install.py"
 
@@ -58,7 +63,7 @@ def environ(tmp_path):
 
 
 def output(environ):
-    command = [sys.executable, str(SCRIPT), "-r", "listed.txt"]
+    command = [sys.executable, str(SCRIPT), "--no-index", "name"]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=20).stdout
 
 
@@ -68,4 +73,43 @@ def test_uv_installs_from_pips_index(environ):
 
 def test_pip_follows_if_uv_fails(environ):
     lines = output(environ | {"UV_FAILS": "1"}).splitlines()
-    assert [lines[0][:2], lines[-1]] == ["uv", "pip install -r listed.txt"]
+    assert [line.split()[0] for line in lines] == ["uv", "medialane:", "pip"]
+    assert lines[-1] == "pip install --no-index name"
+
+
+def test_wrong_versions_and_missing_distributions_are_found(install):
+    entries = {
+        "pytest": "pytest==0.1 \\\n    --hash=sha256:00\n",
+        "nowhere": "nowhere==1.0\n",
+        "elsewhere": "elsewhere==1.0 ; sys_platform == 'win32'\n",
+        "pluggy": f"pluggy==0.1 ; sys_platform == 'win32'\npluggy=={version('pluggy')} ; sys_platform != 'win32'\n",
+    }
+    assert install.wrong(entries) == {
+        "pytest": f"{version('pytest')} instead of 0.1",
+        "nowhere": "nothing instead of 1.0",
+    }
+
+
+def native(distribution):
+    return any(re.search(r"\.so(\.\d+)*$", file.name) for file in files(distribution) or [])
+
+
+def test_every_dependency_with_native_code_is_imported(install):
+    """pyproject.toml's, and vLLM's: a lock's new dependency is checked, too."""
+    own = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text())["project"]["dependencies"]
+    vllm = [each for each in packages_distributions()["vllm"] if each.startswith("vllm")]
+    wanted = [Requirement(each) for each in own + [line for name in vllm for line in requires(name)]]
+    names = {
+        canonicalize_name(each.name) for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})
+    }
+    # Of use only to torch, which is imported; loaded only where medialane-cpu-torch or a GPU is; programs.
+    unchecked = {"intel-openmp", "torchvision", "torchaudio", "torchcodec", "triton", "ninja", "cmake"}
+    missing = {name for name in names - unchecked - install.MODULES.keys() if installed(name) and native(name)}
+    assert not missing
+
+
+def installed(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

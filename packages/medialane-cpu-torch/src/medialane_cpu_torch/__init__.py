@@ -13,9 +13,12 @@ of torch
 * torchcodec raises `OSError` when imported, while vLLM only handles `ImportError`: it is hidden by a None in
   `sys.modules`, which `import` and `importlib.util.find_spec` both treat as "not installed".
 
-Nothing is done where torch is absent or built for a device: the cost is then one check per entry of sys.path, 10 us
-in total, otherwise 0.5 ms. This file is self-contained, imports nothing heavy, and never makes an interpreter fail to
-start.
+vLLM's CPU build is linked against libnuma: where the system has none, `make` puts it into the environment's lib folder,
+from which it is loaded here.
+
+Nothing else is done where torch is absent or built for a device: the cost is then one check per entry of sys.path,
+10 us in total, otherwise 0.5 ms. This file is self-contained, imports nothing heavy, and never makes an interpreter
+fail to start.
 """
 
 from __future__ import annotations
@@ -101,8 +104,19 @@ def _first(path: str) -> str | None:
     return next((f"{entry}/{path}" for entry in sys.path if exists(f"{entry}/{path}")), None)
 
 
+def load_numa(library: str) -> None:
+    """Load this file, if it exists: the dynamic linker then uses it for a library of its name."""
+    from os.path import exists
+
+    if exists(library):
+        from ctypes import CDLL
+
+        CDLL(library)
+
+
 def install() -> None:
-    """Apply the above in this interpreter, if its torch is a CPU build."""
+    """Apply the above in this interpreter; except for libnuma only if its torch is a CPU build."""
+    load_numa(f"{sys.prefix}/lib/libnuma.so.1")
     version_path = _first("torch/version.py")
     if version_path is None:
         return

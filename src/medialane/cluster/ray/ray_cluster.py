@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 from ray.exceptions import ActorDiedError, RayError
+from ray.job_config import JobConfig
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -304,6 +305,8 @@ def _connect(address: str) -> None:
     address = address or os.environ.get("RAY_ADDRESS", "")
     _check_reachable(address)
     settings: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "include_dashboard": False}
+    # Of a client's job; for others Ray's workers import from the driver's working directory first.
+    settings["job_config"] = JobConfig(_client_job=True)
     try:
         try:
             ray.init(address or "auto", **settings)

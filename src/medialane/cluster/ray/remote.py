@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -35,7 +34,7 @@ from medialane.cluster.log_folder import LogFolder
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.placement import Engines, find_hardware, place_engines, vllm_is_for_cpu
 from medialane.cluster.process_log import ProcessLog
-from medialane.cluster.process_spec import HttpAnswers
+from medialane.cluster.process_spec import INTERPRETER, HttpAnswers
 from medialane.cluster.process_supervisor import failure_report
 from medialane.config import host_environ, worker_environ
 from medialane.core.errors import StartupFailed
@@ -50,7 +49,7 @@ _READ_LOG_S = 1.0
 
 
 class RemoteSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to keep running on some host: `python -m medialane COMMAND... [-- VLLM_ARGS...]`.
+    """A process to keep running on some host: `medialane COMMAND... [-- VLLM_ARGS...]`.
 
     With a `node`, the address of a host, it runs only there: the gateways and the store of that host. Any other is a
     worker, for which `num_gpus` and `num_cpus` are reserved on one host; it joins gateways as `joins_as`, with `{host}`
@@ -169,7 +168,7 @@ def remote_argv(spec: RemoteSpec, node: str) -> list[str]:
     if spec.shared_folder:
         folder = str(shared_path(spec))
         words = [word.replace("{folder}", folder) for word in words]
-    return [sys.executable, "-m", "medialane", *words, *(["--", *spec.vllm_args] if spec.vllm_args else [])]
+    return [*INTERPRETER, *words, *(["--", *spec.vllm_args] if spec.vllm_args else [])]
 
 
 class RemoteProcess:

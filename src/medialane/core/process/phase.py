@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from medialane.core.private_file import write_private
 from medialane.core.process.systemd import show_ready, show_status
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class PhaseFile:
         """Replace the phase. A failure is logged: it is no reason for a process not to start."""
         unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            unfinished.write_bytes(msgspec.json.encode(phase))
+            write_private(unfinished, msgspec.json.encode(phase))
             unfinished.replace(self._path)
         except OSError as error:
             logger.info("the phase %s cannot be reported: %s", phase.name, error.strerror)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from medialane.core.errors import ConcurrencyLimitExceeded, PreparersBusy
+from medialane.core.errors import ConcurrencyLimitExceeded, MediaOverloaded
 from medialane.core.retry_after import Places
 from medialane.gateway.scope import RequestScope
 
@@ -26,8 +26,8 @@ class Admission:
         return len(self._admitted)
 
     def admit(self, scope: RequestScope) -> None:
-        """Admit a request until its scope ends; again for the same one has no effect. Raises PreparersBusy if there is
-        no free slot, ConcurrencyLimitExceeded if its tenant has all that it may have."""
+        """Admit a request until its scope ends; again for the same one has no effect. Raises MediaOverloaded if
+        there is no free slot, ConcurrencyLimitExceeded if its tenant has all that it may have."""
         if scope in self._admitted:
             return
         tenant = "" if scope.tenant is None else scope.tenant.name
@@ -36,7 +36,7 @@ class Admission:
             raise ConcurrencyLimitExceeded(message, retry_after_s=self._places.promise())
         if len(self._admitted) >= self._limit:
             message = "too many concurrent requests with media"
-            raise PreparersBusy(message, retry_after_s=self._places.promise())
+            raise MediaOverloaded(message, retry_after_s=self._places.promise())
         self._admitted.add(scope)
         self._of_tenant[tenant] += 1
         self._places.take(scope)

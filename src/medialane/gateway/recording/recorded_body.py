@@ -160,8 +160,7 @@ class RecordedBody:
 
 def _is_public(url: str) -> bool:
     """Return whether a URL has no place for a secret: a signature is in its query."""
-    parts = urlsplit(url)
-    return parts.scheme in ("http", "https") and "@" not in parts.netloc and not parts.query
+    return urlsplit(url).scheme in ("http", "https") and without_secrets(url) == url
 
 
 def _beginning(body: dict[str, Any], is_reference: Callable[[str], bool]) -> Iterator[str]:

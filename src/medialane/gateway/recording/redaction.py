@@ -34,6 +34,12 @@ _SECRET = re.compile(
     r"|((access|auth|bearer|refresh|id)[-_]?)token|credentials?|headers",
     re.IGNORECASE,
 )
+#: Of a URL anywhere in a string: a password, and a query or a fragment, which have signatures and tokens. A fragment
+#: that is a path points into a schema. Linear: what may repeat ends where the next part begins.
+_URL = re.compile(r"""://(?:[^\s/?#"'<>]*@)?([^\s?#"'<>]*)(?:\?[^\s"'<>\\]*|\#(?!/)[^\s"'<>\\]+)?""")
+#: Members with the URL of a service, whose path may be its key.
+_SERVICE = re.compile(r".{0,64}(server|connector|webhook|callback|endpoint)(_ur[il])?", re.IGNORECASE)
+_ORIGIN = re.compile(r"(?:[\w+.-]{1,32}://)?[^/]*")
 _SCHEMA_NAMES = ("properties", "$defs", "definitions")
 #: Each model's vocabulary has these, and they are no special tokens.
 _FIRST_TOKEN, _NUM_TOKENS = 100, 900
@@ -42,16 +48,26 @@ _WORDS_IN_ROW = 200
 
 
 def without_secrets(value: Any, *, is_schema: bool = False) -> Any:
-    """Return JSON without members that are named like secrets: tools of other servers have headers and keys."""
+    """Return JSON without members that are named like secrets, and URLs without theirs: tools of other servers have
+    headers and keys, files have signed URLs."""
+    if isinstance(value, str):
+        return _URL.sub(r"://\1", value) if "://" in value else value
     if isinstance(value, list):
         return [without_secrets(each) for each in value]
     if not isinstance(value, dict):
         return value
     return {
-        name: without_secrets(each, is_schema=name in _SCHEMA_NAMES)
+        name: _origin(each)
+        if isinstance(each, str) and _SERVICE.fullmatch(name)
+        else without_secrets(each, is_schema=name in _SCHEMA_NAMES)
         for name, each in value.items()
         if is_schema or not _SECRET.fullmatch(name)
     }
+
+
+def _origin(url: str) -> str:
+    found = _ORIGIN.match(without_secrets(url))
+    return found[0] if found else ""
 
 
 class Redaction:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from multiprocessing import parent_process
 
+from medialane.core.process.isolation import hide_memory, show_memory
 from medialane.observability.logging import configure_child
 from medialane.vllm_bridge.engine.private_folder import is_entered
 from medialane.vllm_bridge.log_level import show_vllm_lines
@@ -22,6 +23,7 @@ def register() -> None:
     if not is_entered():
         return
     if parent_process() is not None:  # one that vLLM has started
+        _hide_memory()
         configure_child()
         show_vllm_lines()
     if "vllm.v1.engine.core" in sys.modules:
@@ -32,3 +34,14 @@ def register() -> None:
         from medialane.vllm_bridge.engine import cpu_waiting
 
         cpu_waiting.install()
+
+
+def _hide_memory() -> None:
+    """As in the worker; but on GPUs the processes of one engine take each other's memory by pidfd_getfd(2), as trainers
+    on the same host do, and the kernel allows that only if memory may be read."""
+    from vllm.platforms import current_platform  # imported lazily: plain vLLM has it, too, but need not at this point
+
+    if current_platform.is_cpu():
+        hide_memory()
+    else:
+        show_memory()

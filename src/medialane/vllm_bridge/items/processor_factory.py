@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,9 @@ from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.settings import processor_settings
 from medialane.vllm_bridge.items.sized_headers import SizedHeaders
 from medialane.vllm_bridge.seams.multimodal import new_processor
+
+#: Ends of the names of a model's files besides its weights.
+_SMALL_FILES = (".json", ".jinja", ".py", ".model", ".spm", ".bpe", ".tiktoken", "vocab.txt", "merges.txt")
 
 
 def build_processor(config: bytes) -> Processor:
@@ -117,11 +121,12 @@ class RequestProcessor:
 
     @property
     def files(self) -> Sequence[str]:
-        """Folders that preparers must be able to read: vLLM reloads the processor from them for new options."""
+        """What preparers must be able to read: vLLM reloads the processor from it for new options."""
         config = self._profile.processor.info.ctx.model_config
         named = (config.model, config.tokenizer, config.hf_config_path)
-        local = [os.path.abspath(path) for path in named if path and os.path.exists(path)]
-        return [*local, constants.HF_HUB_CACHE]  # the cache does not contain the token
+        local = {os.path.abspath(path) for path in named if path and os.path.exists(path)}
+        files = [file for path in sorted(local) for file in _small_files(path)]
+        return [*files, constants.HF_HUB_CACHE]  # the cache does not contain the token
 
     def sample(self, video: Video, io: bytes) -> FrameBatch:
         if self._sampler is None:
@@ -142,3 +147,14 @@ class RequestProcessor:
 
     def _process(self, media: Decoded, options: bytes) -> ProcessedItem:
         return self._heavy.process(media, options, as_tensor=self._accepts_tensors)
+
+
+def _small_files(path: str) -> Iterator[str]:
+    """Yield the files that processors and tokenizers are made from, in a model's folder and the folders in it: others,
+    such as `.env`, may be beside them."""
+    if os.path.isfile(path):
+        yield path
+    for pattern in ("*", "*/*"):
+        for file in glob.iglob(pattern, root_dir=path):
+            if file.endswith(_SMALL_FILES):
+                yield os.path.join(path, file)

@@ -114,6 +114,8 @@ class TensorsReader:
             raise InvalidFeature("the tensors are not encoded as vLLM encodes them") from error
         if unknown := sorted(values.keys() - kinds.keys()):
             raise InvalidFeature(f"{modality}: there is no field {unknown[0][:64]}")
+        if odd := [name for name, value in values.items() if not _is_finite(value)]:
+            raise InvalidFeature(f"{modality} {odd[0]}: NaN or infinite numbers")
         item = MultiModalKwargsItem({n: MultiModalFieldElem(data=v, field=kinds[n]) for n, v in values.items()})
         item = self._with_own_fields(modality, item)
         return SentTensors(modality, item, encode_item(item))
@@ -226,8 +228,17 @@ def _raw_view(code: int, data: memoryview) -> memoryview:
     return data
 
 
+def _is_finite(data: Any) -> bool:
+    """Return whether no number of a field is NaN or infinite, in any list of it."""
+    if isinstance(data, list):
+        return all(map(_is_finite, data))
+    if isinstance(data, torch.Tensor):
+        return not (data.is_floating_point() or data.is_complex()) or bool(torch.isfinite(data).all())
+    return math.isfinite(data)
+
+
 def _is_plain(data: Any) -> bool:
-    return isinstance(data, torch.Tensor) or (isinstance(data, int | float) and math.isfinite(data))
+    return isinstance(data, torch.Tensor | int | float)
 
 
 def _range(data: Any) -> tuple[int, int]:
