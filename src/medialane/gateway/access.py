@@ -73,10 +73,8 @@ RouteOf = Callable[["Scope"], str | None]
 
 OPEN = frozenset({"/health", "/ready", "/live", "/ping", "/version"})
 OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
-#: A worker that is added gets clients' prompts.
-WORKER_PATH = "/medialane/workers/{name:path}"
 RELOAD_PATH = "/medialane/reload"
-OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, WORKER_PATH, RELOAD_PATH})
+OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, RELOAD_PATH})
 LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
 METRICS = "/metrics"
 #: Its response is as large as its client likes, and held in the arena until that has read it.
@@ -244,12 +242,6 @@ def admin_key(config: GatewayConfig) -> str:
     """Return a key with which a gateway with these settings accepts administrative calls; empty if it needs none.
     Raises StartupFailed."""
     keys = _admin_keys(config) or [key.encode() for key in config.api_keys]
-    return keys[0].decode() if keys else ""
-
-
-def operator_key(config: GatewayConfig) -> str:
-    """Return the admin key of a gateway with these settings; empty without one. Raises StartupFailed."""
-    keys = _admin_keys(config)
     return keys[0].decode() if keys else ""
 
 
