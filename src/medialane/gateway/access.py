@@ -90,6 +90,9 @@ ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inferen
 
 #: Headers that describe a body.
 _BODY_HEADERS = (b"content-length", b"transfer-encoding", b"content-type")
+#: Starlette parses it for each route of FastAPI, in a time that grows with the square of its length. None of them uses
+#: it, and sessions are judged here.
+_COOKIE = b"cookie"
 #: Plain vLLM's response.
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 #: Where no key suffices.
@@ -302,9 +305,9 @@ class AccessMiddleware:
             return await refuse(responding(scope, send))
         if kind is Kind.LOGIN:
             current_scope().max_body_bytes = MAX_LOGIN_BYTES
+        scope = _without(scope, _COOKIE)
         if scope["type"] == "http" and (route is None or kind in {Kind.OPEN, Kind.METRICS}):
-            headers = [header for header in scope["headers"] if header[0] not in _BODY_HEADERS]
-            scope, receive = {**scope, "headers": headers}, replay(b"", receive)
+            scope, receive = _without(scope, *_BODY_HEADERS), replay(b"", receive)
         elif kind is Kind.CLIENT and (tenant := self._keys.tenant(given)) is not None:
             return await self._serve(tenant, scope, receive, send, is_counted=route == FEATURE_PATH)
         return await self._app(scope, receive, send)
@@ -352,6 +355,10 @@ class AccessMiddleware:
         if scope["type"] == "http":
             current_scope().fail(error)
         await send_error(responding(scope, send), error, error_form(scope))
+
+
+def _without(scope: Scope, *names: bytes) -> Scope:
+    return {**scope, "headers": [header for header in scope["headers"] if header[0] not in names]}
 
 
 def _is_answered_by_cors(scope: Scope, route: str | None) -> bool:

@@ -347,3 +347,25 @@ async def test_body_of_a_login_is_bounded_for_anybody(path, monkeypatch):
         writer.write(head.encode() + chunks * 3)
         async with asyncio.timeout(5):
             assert (await answer(reader))[0] == 413
+
+
+async def test_no_route_gets_cookies_which_its_framework_would_parse():
+    seen = []
+
+    async def routed(scope, receive, send):
+        seen.extend(scope["headers"])
+        await app(scope, receive, send)
+
+    access = AccessMiddleware(routed, keys(), lambda scope: ROUTES.get(scope["path"]))
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    headers = [(b"cookie", b'a="%b"' % (rb"\\" * 30_000)), (b"host", b"h")]
+    with open_scope():
+        await access({"type": "http", "method": "GET", "path": "/ping", "headers": headers}, receive, send)
+    assert seen == [(b"host", b"h")]
