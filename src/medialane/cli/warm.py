@@ -21,7 +21,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from fcntl import F_DUPFD_CLOEXEC, fcntl
 from pathlib import Path
 from signal import SIGTERM
 from typing import NamedTuple
@@ -225,9 +224,10 @@ def become(request: Request, supervisor: int, by_imports: Mapping[str, str]) -> 
 
 def _renumber(descriptors: list[int], numbers: list[int]) -> None:
     """Give descriptors these numbers, inheritable as those that a process was started with."""
-    above = [fcntl(descriptor, F_DUPFD_CLOEXEC, max(numbers) + 1) for descriptor in descriptors]
-    for descriptor in descriptors:
-        os.close(descriptor)
-    for descriptor, number in zip(above, numbers, strict=True):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
+    for position, number in enumerate(numbers):
+        for later in range(position + 1, len(descriptors)):
+            if descriptors[later] == number:
+                descriptors[later] = os.dup(number)
+        os.dup2(descriptors[position], number)
+        if descriptors[position] != number:
+            os.close(descriptors[position])
