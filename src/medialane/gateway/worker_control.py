@@ -169,7 +169,7 @@ class WorkerControl:
     def _link(self, name: str) -> WorkerLink:
         if (link := self._workers.links.get(name)) is None:
             known = ", ".join(self._workers.links) or "none"
-            raise InvalidRequest(f"there is no worker named {name}; the workers are: {known}", param="name")
+            raise InvalidRequest(f"there is no worker named {name[:200]}; the workers are: {known}", param="name")
         return link
 
     def _info(self, link: WorkerLink) -> WorkerInfo:
