@@ -47,6 +47,7 @@ from medialane.media.fetch import Fetcher
 from medialane.peers.nixl.mover import NixlMover
 from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
+from medialane.prepare.prebuilt import ProcessorSource
 from medialane.store import Aliases, EncodedStore, Items, MediaLeases, PublishedImages, StoreServer
 from medialane.store.known_features import KnownFeatures
 from medialane.store.media_leases import MAX_LEASES
@@ -77,7 +78,7 @@ def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapp
     environment `environ`. The files of the model must be on this host. Raises StartupFailed, or what vLLM raises."""
     defaults = vllm_defaults(model, vllm_args, on_gpu=True, num_workers=1)
     environment = _preparer_environ(config, model, vllm_args, defaults | dict(environ))
-    prebuilt.build(_factory(config), _factory_config(config, model, vllm_args), environment)
+    prebuilt.build(ProcessorSource(_factory(config), _factory_config(config, model, vllm_args), environment))
 
 
 def _factory(config: Config) -> str:

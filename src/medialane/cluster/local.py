@@ -209,7 +209,7 @@ def process_specs(
         stop_timeout_s=_WARM_STOP_S,
         not_needed="not needed: processes start from scratch",
     )
-    forks = WarmProcess(warm_socket, warm.environ, warm.name) if config.cluster.warm_start else None
+    forks = WarmProcess(warm_socket, warm.environ) if config.cluster.warm_start else None
     after = None if forks is None else warm.name
     worker_environ, for_engines = inherited("worker"), engine_flags(vllm_args)
     store_socket = store_socket or store_path(folder)
@@ -223,7 +223,6 @@ def process_specs(
         not_needed="not needed: this model takes no media",
         after=after,
         warm=forks,
-        needs_model=True,
         reloads=True,
     )
     store_flags = ["--store", f"unix:{store_socket}"]
@@ -272,7 +271,6 @@ def process_specs(
         stop_timeout_s=config.stop.drain_timeout_s + _GATEWAY_STOP_S,
         after=after,
         warm=forks,
-        needs_model=True,
         reloads=True,
     )
     first = [] if forks is None else [warm]

@@ -21,7 +21,6 @@ import msgspec
 
 from medialane.config.settings import PREFIX, Config, SectionName, Setting, settings
 from medialane.core.errors import StartupFailed
-from medialane.core.process.exits import VARIABLE as EXITS_FILE
 from medialane.core.process.heartbeat import VARIABLE as HEARTBEAT
 from medialane.core.process.phase import VARIABLE as PHASE_FILE
 from medialane.observability.logging import VARIABLE as LOG_PROCESS
@@ -163,7 +162,7 @@ def _from_environ(environ: Mapping[str, str], known: Mapping[str, Setting]) -> d
     by_variable = {setting.variable: name for name, setting in known.items()}
     given = {}
     for variable, value in environ.items():
-        if not variable.startswith(PREFIX) or variable in (FILE, EXITS_FILE, HEARTBEAT, PHASE_FILE, LOG_PROCESS):
+        if not variable.startswith(PREFIX) or variable in (FILE, HEARTBEAT, PHASE_FILE, LOG_PROCESS):
             continue
         if variable not in by_variable:
             raise StartupFailed(f"unknown environment variable {variable}{_suggestion(variable, by_variable)}")
