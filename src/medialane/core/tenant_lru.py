@@ -1,4 +1,4 @@
-"""A cache of bounded size, of which each tenant has a share: more than that replaces its own oldest entries."""
+"""Bounds of which each tenant has a share, and a cache in which a tenant that exceeds it replaces its own entries."""
 
 from __future__ import annotations
 
@@ -26,16 +26,41 @@ def tenant_of(owner: str) -> bytes:
     return blake3(owner.encode()).digest(length=_DIGEST_BYTES) if owner.startswith(TENANT) else b""
 
 
+class TenantShares:
+    """How much of `most` is used, by all and by each tenant; owners that are none are one, and may use all of it."""
+
+    def __init__(self, most: int, *, tenant_share: float = 1.0) -> None:
+        self.most = most
+        self.used = 0
+        self._most_of_tenant = int(most * tenant_share)
+        self._of_tenant: Counter[bytes] = Counter()
+
+    def most_of(self, tenant: bytes) -> int:
+        return self._most_of_tenant if tenant else self.most
+
+    @property
+    def free(self) -> int:
+        """What is left, negative if too much is used."""
+        return self.most - self.used
+
+    def free_of(self, tenant: bytes) -> int:
+        """What is left of a tenant's share, whatever others use."""
+        return self.most_of(tenant) - self._of_tenant[tenant]
+
+    def add(self, tenant: bytes, number: int) -> None:
+        self.used += number
+        self._of_tenant[tenant] += number
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
+
+
 class TenantLru(Generic[V]):
     """By key, the least recently put first. Owners that are no tenants may fill it."""
 
     def __init__(self, max_size: int, *, tenant_share: float = 1.0) -> None:
-        self._max_size = max_size
-        self._max_tenant_size = int(max_size * tenant_share)
+        self._shares = TenantShares(max_size, tenant_share=tenant_share)
         self._entries: OrderedDict[bytes, _Entry[V]] = OrderedDict()
         self._of_tenant: dict[bytes, OrderedDict[bytes, None]] = {}
-        self._sizes: Counter[bytes] = Counter()
-        self._size = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -53,12 +78,12 @@ class TenantLru(Generic[V]):
         self.pop(key)
         self._entries[key] = _Entry(value, tenant, size)
         self._of_tenant.setdefault(tenant, OrderedDict())[key] = None
-        self._count(tenant, size)
+        self._shares.add(tenant, size)
         replaced = []
-        while tenant and self._sizes[tenant] > self._max_tenant_size:
+        while self._shares.free_of(tenant) < 0:
             replaced.append(next(iter(self._of_tenant[tenant])))
             self.pop(replaced[-1])
-        while self._size > self._max_size:
+        while self._shares.free < 0:
             replaced.append(next(iter(self._entries)))
             self.pop(replaced[-1])
         return replaced
@@ -67,12 +92,8 @@ class TenantLru(Generic[V]):
         """Forget an entry, if there is one."""
         if (entry := self._entries.pop(key, None)) is None:
             return
-        self._count(entry.tenant, -entry.size)
+        self._shares.add(entry.tenant, -entry.size)
         own = self._of_tenant[entry.tenant]
         del own[key]
         if not own:
-            del self._of_tenant[entry.tenant], self._sizes[entry.tenant]
-
-    def _count(self, tenant: bytes, size: int) -> None:
-        self._sizes[tenant] += size
-        self._size += size
+            del self._of_tenant[entry.tenant]

@@ -61,7 +61,7 @@ ABOUT_ONE_MODALITY = {
     "compare/formats/datasets.py": "the media of vLLM's datasets",
     "compare/formats/traces.py": "the media of traces",
     "compare/stand_ins.py": "made-up media in place of recorded ones",
-    "store/media_uploads.py": "images, whose header has their size",
+    "store/media_leases.py": "images, whose header has their size",
     "testing/fake_processor.py": "the fake processor's images",
     "testing/simulated/sequence.py": "the simulated engine's images",
     "vllm_bridge/items/embeds_trial.py": "embeddings of images",

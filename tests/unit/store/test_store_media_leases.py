@@ -33,7 +33,7 @@ from medialane.core.stats import StoreStats
 from medialane.media import MediaConfig
 from medialane.peers import Pulls
 from medialane.store import Aliases, Items, MediaLeases, StoreConfig, StoreServer
-from medialane.store.messages import AskLease, FindItem, PutMedia, ResolveAlias, StoreStatus, WriteMedia, Written
+from medialane.store.messages import AskLease, FindItem, Proceed, PutMedia, ResolveAlias, SendData, StoreStatus
 from poison import poison_freed
 from waiting import eventually
 
@@ -81,13 +81,16 @@ class World:
     async def start(self):
         self.arena = arena = Arena.open(ArenaConfig(size_bytes=16 * MIB), lineage=LINEAGE)
         self.names = NamesArea(arena.path, first_byte=arena.end_bytes, nonce=arena.nonce, max_records=64)
-        self.leases = MediaLeases(arena, self.config, clock=self.clock, records=self.names.records("lease"))
+        records, aliases = self.names.records("lease"), Aliases(max_aliases=8, ttl_s=60, clock=self.clock)
+        self.leases = MediaLeases(
+            arena, self.config, MEDIA, aliases=aliases, pool=self.pool, clock=self.clock, records=records
+        )
         self.items = Items(
             arena=arena,
             pool=self.pool,
             fetcher=None,
             media=MEDIA,
-            aliases=Aliases(max_aliases=8, ttl_s=60, clock=self.clock),
+            aliases=aliases,
             leases=self.leases,
         )
         self.server = StoreServer(
@@ -160,14 +163,14 @@ async def put(client, data, owner=OWNER, *, declared=True, **fields):
 
     async def answer(question):
         nonlocal sent, old
-        assert isinstance(question, WriteMedia)
+        assert isinstance(question, SendData)
         payload = client.link.payload(question.range)
         if old is not None:
             payload[:sent] = client.link.payload(old)[:sent]
         old, end = question.range, min(len(payload), len(data))
         payload[sent:end], sent = data[sent:end], end
         return (
-            Written(question.call_id, len(data), content_hash(data)) if end == len(data) else Written(question.call_id)
+            Proceed(question.call_id, len(data), content_hash(data)) if end == len(data) else Proceed(question.call_id)
         )
 
     fields = {"salt": "", "num_bytes": len(data) if declared else 0, "timeout_s": 10.0, **fields}
