@@ -185,8 +185,8 @@ class _Upload:
 
     async def _move(self, entry: ArenaRange) -> None:
         """Continue in another range, with what is in the one before."""
-        old, self._range = self._range, entry
-        for start in range(0, self._num_bytes if old else 0, _PIECE_BYTES):
+        old, self._range = self._range or entry, entry
+        for start in range(0, self._num_bytes if old != entry else 0, _PIECE_BYTES):
             await asyncio.sleep(0)
             end = min(start + _PIECE_BYTES, self._num_bytes)
             self._link.payload(entry)[start:end] = self._link.payload(old)[start:end]

@@ -23,7 +23,6 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -66,12 +65,8 @@ MIB = 1 << 20
 #: Sizes reserved for media of an undeclared length; then the most that they may have.
 STEPS = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 
-#: Reserves a range of this size. The caller owns it.
-Reserve = Callable[[int], Awaitable[Reservation]]
-
-#: Has the client write to a range, after what it has written to the one before. The caller owns the range before and
-#: after that; if this raises, it has ended.
-Write = Callable[[Reservation], Awaitable[Proceed]]
+#: Has the client write to a new range of this size, after what it has written to the one before. The caller owns it.
+Write = Callable[[int], Awaitable[tuple[Reservation, Proceed]]]
 
 _UNKNOWN = "unknown or expired media: send them again (PUT /medialane/v1/media)"
 
@@ -90,14 +85,6 @@ class _Leased(NamedTuple):
     record: _Record
     entry: Lease[EncodedMedia]
     timer: asyncio.TimerHandle
-
-
-@dataclass(slots=True)
-class _Upload:
-    """What media count for while they arrive."""
-
-    tenant: bytes
-    num_bytes: int = 0
 
 
 class MediaLeases:
@@ -127,30 +114,30 @@ class MediaLeases:
         self._items = TenantShares(min(MAX_LEASES, int(arena.max_entries * share)), tenant_share=tenant_share)
         self._clock = clock
         self._records = records
-        self._leased: dict[bytes, _Leased] = {}
+        self._leased: dict[str, _Leased] = {}
         self._restore()
 
     @property
     def stats(self) -> MediaLeaseStats:
         return MediaLeaseStats(len(self._leased), self._bytes.used, self._bytes.most)
 
-    async def receive(self, call: PutMedia, reserve: Reserve, write: Write) -> LeasedMedia:
+    async def receive(self, call: PutMedia, write: Write) -> LeasedMedia:
         """Receive media, and lease them; those that are leased already are renewed.
 
         Raises InvalidRequest (ttl), MediaLeasesFull, MediaTooLarge, InvalidUpload, UuidConflict, and what `sniff` and
-        preparers raise, ArenaFull what `reserve` raises.
+        preparers and `write` raise.
         """
         ttl_s, tenant = self._ttl(call.ttl_s), tenant_of(call.owner)
-        with self._upload(tenant) as upload:
-            reservation, content = await self._received(call, upload, reserve, write)
+        with self._uploading(tenant) as resize:
+            reservation, content = await self._received(call, resize, write)
             with reservation:
                 modality, media_type = sniffed(reservation.buffer, call.modality, self._media)
                 entry = self._store.publish_as(
                     reservation, modality=modality, salt=call.salt, content=content, media_type=media_type
                 )
             try:
-                name = media_hash(owner=call.owner, salt=call.salt, content=content)
-                media = await self._described(name, entry)
+                hash_ = media_hash(owner=call.owner, salt=call.salt, content=content)
+                media = await self._described(entry, hash_)
                 if call.alias is not None:
                     self._aliases.bind(call.salt, msgspec.structs.replace(call.alias, kind=modality), content)
             except BaseException as error:  # cancellation included: the lease has no other owner
@@ -167,7 +154,7 @@ class MediaLeases:
         if call.action == "renew":
             return self._put(record._replace(expires_at=self._clock() + self._ttl(call.ttl_s)), entry)
         if call.action == "end":
-            self._end(bytes.fromhex(call.media))
+            self._end(call.media)
         return self._shown(record)
 
     def lookup(self, ref: MediaRef) -> Lease[EncodedMedia]:
@@ -193,68 +180,61 @@ class MediaLeases:
         return wanted_s
 
     @contextmanager
-    def _upload(self, tenant: bytes) -> Iterator[_Upload]:
-        """Count what is being sent, while the block lasts. Raises MediaLeasesFull."""
-        upload = _Upload(tenant)
+    def _uploading(self, tenant: bytes) -> Iterator[Callable[[int], None]]:
+        """Count what is being sent, while the block lasts; call what this yields with its size. Both raise
+        MediaLeasesFull."""
+        size = 0
+
+        def resize(num_bytes: int) -> None:
+            nonlocal size
+            self._count(tenant, num_bytes - size)
+            size = num_bytes
+
         self._count(tenant, 0, num_items=1)
         try:
-            yield upload
+            yield resize
         finally:
-            self._count(tenant, -upload.num_bytes, num_items=-1)
-
-    def _resize(self, upload: _Upload, num_bytes: int) -> None:
-        """Count so many bytes of an upload. Raises MediaLeasesFull, MediaTooLarge."""
-        self._check_fits(upload.tenant, num_bytes)
-        self._count(upload.tenant, num_bytes - upload.num_bytes)
-        upload.num_bytes = num_bytes
-
-    def _check_fits(self, tenant: bytes, num_bytes: int) -> None:
-        """Raise MediaTooLarge if media are larger than all of their owner may be."""
-        if num_bytes > (most := self._bytes.most_of(tenant)):
-            message = f"the media have {num_bytes} bytes or more; what this server keeps of a client may have {most}"
-            raise MediaTooLarge(message)
+            self._count(tenant, -size, num_items=-1)
 
     def _count(self, tenant: bytes, more_bytes: int, *, num_items: int = 0) -> None:
         """Count more, or less. Raises MediaLeasesFull."""
         counts = (self._bytes, more_bytes, " bytes"), (self._items, num_items, "")
         for shares, more, unit in counts:
-            if tenant and more > max(0, shares.free_of(tenant)):
+            if tenant and 0 < more > shares.free_of(tenant):
                 message = f"the media that are kept for this API key would be more than {shares.most_of(tenant)}{unit}"
                 raise MediaLeasesFull(f"{message}: delete some (DELETE /medialane/v1/media/HASH)")
-            if more > max(0, shares.free):
+            if 0 < more > shares.free:
                 message = "the memory for media that are kept for clients is full"
-                num_leases = len(self._leased)  # of which so many end in the longest time that one of them lasts
-                retry_after_s = retry_after(self._max_ttl_s / num_leases) if num_leases else None
-                raise MediaLeasesFull(message, retry_after_s=retry_after_s)
+                interval_s = self._max_ttl_s / max(1, len(self._leased))  # between the ends of leases, at most
+                raise MediaLeasesFull(message, retry_after_s=retry_after(interval_s))
         for shares, more, _ in counts:
             shares.add(tenant, more)
 
-    async def _received(
-        self, call: PutMedia, upload: _Upload, reserve: Reserve, write: Write
-    ) -> tuple[Reservation, str]:
+    async def _received(self, call: PutMedia, resize: Callable[[int], None], write: Write) -> tuple[Reservation, str]:
         """Return the range with the media, which the caller owns, and their content hash."""
-        limits = {modality: self._media.fetch_limits(modality).max_bytes for modality in MODALITIES}
-        most = max(limits.values()) if call.modality is None else limits[call.modality]
+        tenant = tenant_of(call.owner)
+        limits = [self._media.fetch_limits(m).max_bytes for m in MODALITIES if call.modality in (None, m)]
+        most = min(max(limits), self._bytes.most_of(tenant))
+        too_large = f"the media have more than {most} bytes, the most that this server keeps of one item of this client"
         if call.num_bytes > most:
-            raise MediaTooLarge(f"the media have {call.num_bytes} bytes, more than {most}")
-        steps = [call.num_bytes] if call.num_bytes else [*(step for step in STEPS if step < most), most]
+            raise MediaTooLarge(too_large)
+        steps, size = [call.num_bytes] if call.num_bytes else [*(step for step in STEPS if step < most), most], 0
         with ExitStack() as earlier:
             for step in steps:
-                free = min(self._bytes.free, self._bytes.free_of(upload.tenant))
-                size = step if call.num_bytes else min(step, max(free, 1) + upload.num_bytes)
-                self._resize(upload, size)
-                reservation = await reserve(size)
-                answer = await write(reservation)
+                free = min(self._bytes.free, self._bytes.free_of(tenant))
+                size = step if call.num_bytes else min(step, size + max(1, free))
+                resize(size)
+                reservation, answer = await write(size)
                 earlier.close()
                 if answer.num_bytes is not None:
                     if answer.num_bytes < size:
                         reservation.trim(answer.num_bytes)
-                    self._resize(upload, answer.num_bytes)
+                    resize(answer.num_bytes)
                     return reservation, answer.content
                 earlier.push(reservation)
-        raise MediaTooLarge(f"the media have more than {most} bytes")
+        raise MediaTooLarge(too_large)
 
-    async def _described(self, name: str, entry: Lease[EncodedMedia]) -> LeasedMedia:
+    async def _described(self, entry: Lease[EncodedMedia], hash_: str) -> LeasedMedia:
         """Open the media in a preparer, unless their size is in a header that has been checked. Raises InvalidRequest
         for damaged ones."""
         encoded = entry.value
@@ -264,7 +244,7 @@ class MediaLeases:
             with suppress(UnsupportedMediaType):  # without the model's processor nothing samples videos
                 size = await self._pool.measure(entry)
         return LeasedMedia(
-            name,
+            hash_,
             encoded.modality,
             encoded.media_type,
             encoded.num_bytes,
@@ -276,12 +256,11 @@ class MediaLeases:
     def _found(self, owner: str, salt: str, media: str) -> _Leased:
         """Return the lease of this hash if it is the owner's, and the media were sent with this salt, or without one.
         Raises UnknownMedia."""
-        name = bytes.fromhex(media)
-        leased = self._leased.get(name)
+        leased = self._leased.get(media)
         if leased is None or media not in _hashes(leased.entry.value.content_hash, owner, salt):
             raise UnknownMedia(_UNKNOWN)
         if leased.record.expires_at <= self._clock():
-            self._end(name)
+            self._end(media)
             raise UnknownMedia(_UNKNOWN)
         return leased
 
@@ -290,30 +269,29 @@ class MediaLeases:
 
     def _add(self, record: _Record, entry: Lease[EncodedMedia]) -> LeasedMedia:
         """Lease an entry, or renew the lease on these media. Owns the lease of the arena from now on. Raises
-        MediaLeasesFull, MediaTooLarge."""
-        if (earlier := self._leased.get(bytes.fromhex(record.media.hash))) is not None:
+        MediaLeasesFull."""
+        if (earlier := self._leased.get(record.media.hash)) is not None:
             entry.release()
             return self._put(record, earlier.entry)
         try:
-            self._check_fits(record.tenant, record.media.num_bytes)
             self._count(record.tenant, record.media.num_bytes, num_items=1)
-        except (MediaLeasesFull, MediaTooLarge):
+        except MediaLeasesFull:
             entry.release()
             raise
         return self._put(record, entry)
 
     def _put(self, record: _Record, entry: Lease[EncodedMedia]) -> LeasedMedia:
-        name = bytes.fromhex(record.media.hash)
-        self._records.write(name, msgspec.msgpack.encode(record))
-        if (earlier := self._leased.get(name)) is not None:
+        media = record.media.hash
+        self._records.write(bytes.fromhex(media), msgspec.msgpack.encode(record))
+        if (earlier := self._leased.get(media)) is not None:
             earlier.timer.cancel()
-        timer = asyncio.get_running_loop().call_later(record.expires_at - self._clock(), self._end, name)
-        self._leased[name] = _Leased(record, entry, timer)
+        timer = asyncio.get_running_loop().call_later(record.expires_at - self._clock(), self._end, media)
+        self._leased[media] = _Leased(record, entry, timer)
         return self._shown(record)
 
-    def _end(self, name: bytes) -> None:
-        self._records.erase(name)
-        record, entry, timer = self._leased.pop(name)
+    def _end(self, media: str) -> None:
+        self._records.erase(bytes.fromhex(media))
+        record, entry, timer = self._leased.pop(media)
         timer.cancel()
         self._count(record.tenant, -record.media.num_bytes, num_items=-1)
         entry.release()
@@ -326,9 +304,9 @@ class MediaLeases:
             entry = self._arena.lookup(record.entry.hex(), "encoded") if record.expires_at > now else None
             if entry is not None:
                 record = record._replace(expires_at=min(record.expires_at, now + self._max_ttl_s))
-                with suppress(MediaLeasesFull, MediaTooLarge):
+                with suppress(MediaLeasesFull):
                     self._add(record, entry)
-            if name not in self._leased:
+            if record.media.hash not in self._leased:
                 self._records.erase(name)
         if kept:
             logger.info("%d of %d leases on clients' media are taken over", len(self._leased), len(kept))

@@ -387,7 +387,7 @@ class AskLease(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     call_id: int
     owner: str
-    media: str
+    media: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
     action: Literal["find", "renew", "end"]
     ttl_s: float | None = None
     salt: str = ""

@@ -443,21 +443,19 @@ class StoreSession:
         """Have the client write media into the arena, which are leased."""
 
         async def reserve(num_bytes: int) -> Reservation:
-            return await self._with_memory(partial(self._reserve_encoded, num_bytes))
+            return self._arena.reserve(num_bytes, "encoded", writer=self.slot)
 
-        async def write(reservation: Reservation) -> Proceed:
+        async def write(num_bytes: int) -> tuple[Reservation, Proceed]:
+            reservation = await self._with_memory(partial(reserve, num_bytes))
             question = SendData(call.call_id, reservation.range)
             answer = await self._written(reservation, question, timeout_s=call.timeout_s)
             if (answer.num_bytes or 0) > len(reservation.buffer):
                 reservation.abandon()
                 self.connection.end(ProtocolViolation("media of another size than was agreed"))
                 raise StoreUnavailable("the request's media were not received")
-            return answer
+            return reservation, answer
 
-        return await self._items.leases.receive(call, reserve, write)
-
-    async def _reserve_encoded(self, num_bytes: int) -> Reservation:
-        return self._arena.reserve(num_bytes, "encoded", writer=self.slot)
+        return await self._items.leases.receive(call, write)
 
     async def _written(self, reservation: Reservation, question: Question, *, timeout_s: float) -> Proceed:
         """Have the client write to the range; the caller owns it then, and nobody if this raises."""
