@@ -1,9 +1,10 @@
-"""Bounds of which each tenant has a share, and a cache in which a tenant that exceeds it replaces its own entries."""
+"""Bounds of which each tenant has a share, and a table in which a tenant that exceeds it replaces its own entries."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from blake3 import blake3
@@ -17,6 +18,7 @@ _DIGEST_BYTES = 8
 
 class _Entry(NamedTuple, Generic[V]):
     value: V
+    expires_at: float
     tenant: bytes
     size: int
 
@@ -55,41 +57,62 @@ class TenantShares:
 
 
 class TenantLru(Generic[V]):
-    """By key, the least recently put first. Owners that are no tenants may fill it."""
+    """By key, the least recently put first, which is to expire first: all of a table last equally long. Owners that are
+    no tenants may fill it. `on_forget` is called with each key that has expired or is replaced by another one."""
 
-    def __init__(self, max_size: int, *, tenant_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        tenant_share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_forget: Callable[[bytes], object] = lambda _: None,
+    ) -> None:
         self._shares = TenantShares(max_size, tenant_share=tenant_share)
+        self._clock = clock
+        self._on_forget = on_forget
         self._entries: OrderedDict[bytes, _Entry[V]] = OrderedDict()
         self._of_tenant: dict[bytes, OrderedDict[bytes, None]] = {}
 
     def __len__(self) -> int:
+        self._expire()
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._entries)
-
     def get(self, key: bytes) -> V | None:
+        self._expire()
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
-    def put(self, key: bytes, value: V, *, tenant: bytes = b"", size: int = 1) -> list[bytes]:
-        """Put an entry behind all others, in place of the one with its key. Return the keys of those that it has
-        replaced, which may be its own: it is not kept if it is larger than the cache, or its tenant's share."""
-        self.pop(key)
-        self._entries[key] = _Entry(value, tenant, size)
+    def use(self, key: bytes, *, expires_at: float) -> V | None:
+        """As `get`, and put the entry again."""
+        self._expire()
+        if (entry := self._entries.get(key)) is None:
+            return None
+        self.put(key, entry.value, expires_at=expires_at, tenant=entry.tenant, size=entry.size)
+        return entry.value
+
+    def put(self, key: bytes, value: V, *, expires_at: float, tenant: bytes = b"", size: int = 1) -> None:
+        """Put an entry behind all others, in place of the one with its key. It is not kept, like what it has replaced,
+        if it is larger than the table or its tenant's share."""
+        self._pop(key)
+        self._entries[key] = _Entry(value, expires_at, tenant, size)
         self._of_tenant.setdefault(tenant, OrderedDict())[key] = None
         self._shares.add(tenant, size)
-        replaced = []
         while self._shares.free_of(tenant) < 0:
-            replaced.append(next(iter(self._of_tenant[tenant])))
-            self.pop(replaced[-1])
+            self._forget(next(iter(self._of_tenant[tenant])))
         while self._shares.free < 0:
-            replaced.append(next(iter(self._entries)))
-            self.pop(replaced[-1])
-        return replaced
+            self._forget(next(iter(self._entries)))
 
-    def pop(self, key: bytes) -> None:
-        """Forget an entry, if there is one."""
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._entries and self._entries[key := next(iter(self._entries))].expires_at <= now:
+            self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
+        self._pop(key)
+        self._on_forget(key)
+
+    def _pop(self, key: bytes) -> None:
         if (entry := self._entries.pop(key, None)) is None:
             return
         self._shares.add(entry.tenant, -entry.size)

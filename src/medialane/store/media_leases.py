@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
@@ -81,6 +80,10 @@ class _Record(NamedTuple):
     expires_at: float
 
 
+class _VideoMetadata(msgspec.Struct):
+    duration: float = 0.0
+
+
 class _Leased(NamedTuple):
     record: _Record
     entry: Lease[EncodedMedia]
@@ -136,8 +139,7 @@ class MediaLeases:
                     reservation, modality=modality, salt=call.salt, content=content, media_type=media_type
                 )
             try:
-                hash_ = media_hash(owner=call.owner, salt=call.salt, content=content)
-                media = await self._described(entry, hash_)
+                media = await self._described(entry, call)
                 if call.alias is not None:
                     self._aliases.bind(call.salt, msgspec.structs.replace(call.alias, kind=modality), content)
             except BaseException as error:  # cancellation included: the lease has no other owner
@@ -234,7 +236,7 @@ class MediaLeases:
                 earlier.push(reservation)
         raise MediaTooLarge(too_large)
 
-    async def _described(self, entry: Lease[EncodedMedia], hash_: str) -> LeasedMedia:
+    async def _described(self, entry: Lease[EncodedMedia], call: PutMedia) -> LeasedMedia:
         """Open the media in a preparer, unless their size is in a header that has been checked. Raises InvalidRequest
         for damaged ones."""
         encoded = entry.value
@@ -244,7 +246,7 @@ class MediaLeases:
             with suppress(UnsupportedMediaType):  # without the model's processor nothing samples videos
                 size = await self._pool.measure(entry)
         return LeasedMedia(
-            hash_,
+            media_hash(owner=call.owner, salt=call.salt, content=encoded.content_hash),
             encoded.modality,
             encoded.media_type,
             encoded.num_bytes,
@@ -338,12 +340,8 @@ def sniffed(data: memoryview, declared: Modality | None, config: MediaConfig) ->
 
 
 def _duration_s(size: MediaSize) -> float:
-    if size.num_samples and size.sample_rate:
+    if size.sample_rate:
         return size.num_samples / size.sample_rate
-    if not size.metadata:
-        return 0.0
     with suppress(msgspec.DecodeError):
-        duration = msgspec.json.decode(size.metadata, type=dict[str, object]).get("duration")
-        if isinstance(duration, int | float) and math.isfinite(duration):
-            return max(0.0, float(duration))
+        return max(0.0, msgspec.json.decode(size.metadata or b"{}", type=_VideoMetadata).duration)
     return 0.0
