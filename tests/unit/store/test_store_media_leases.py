@@ -11,10 +11,10 @@ from contextlib import suppress
 import msgspec
 import pytest
 from PIL import Image
-from store_world import IDLE, LINEAGE, RPC, Client
+from store_world import IDLE, RPC, Client
 
 from builders import MIB, Clock
-from medialane.arena import Arena, ArenaConfig, NamesArea
+from medialane.arena import Arena, ArenaConfig, Lineage, NamesArea
 from medialane.core.errors import (
     ArenaFull,
     InvalidImage,
@@ -88,10 +88,11 @@ class World:
     def __init__(self, clock=None, **config):
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
         self.clock, self.config, self.pool = clock or Clock(), StoreConfig(**config), Pool()
+        self.lineage = Lineage(owner=secrets.token_bytes(16))  # a world in another process takes no arena of this one
         self.clients = []
 
     async def start(self):
-        self.arena = arena = Arena.open(ArenaConfig(size_bytes=16 * MIB), lineage=LINEAGE)
+        self.arena = arena = Arena.open(ArenaConfig(size_bytes=16 * MIB), lineage=self.lineage)
         self.names = NamesArea(arena.path, first_byte=arena.end_bytes, nonce=arena.nonce, max_records=64)
         records, aliases = self.names.records("lease"), Aliases(max_aliases=8, ttl_s=60, clock=self.clock)
         self.leases = MediaLeases(
