@@ -162,7 +162,9 @@ def pip(arguments: list[str]) -> int:
 def uv(arguments: list[str]) -> int:
     config = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(config, stdout=subprocess.PIPE, text=True, check=True)
-    command = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable, "--no-deps", *arguments]
+    # --project: without pyproject.toml's overrides, which are for locking.
+    options = ["--project", "/", "--python", sys.executable, "--no-deps"]
+    command = [sys.executable, "-m", "uv", "pip", "install", *options, *arguments]
     # A user's own variables for uv are stronger.
     variables = as_variables(listed.stdout) | os.environ
     status = subprocess.run(command, env=variables, check=False).returncode

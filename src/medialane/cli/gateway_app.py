@@ -233,6 +233,7 @@ async def gateway_app(
             names_takers=components.config.store.debug_holds,
             tracing=components.tracing,
             recorder=components.recorder,
+            model=components.frontend.model_name,
         ),
         access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
         inner=[

@@ -33,6 +33,10 @@ SECTIONS: tuple[SectionName, ...] = (
 _COMMON = (
     "host",
     "port",
+    "keys",
+    "require-api-key",
+    "admin-key-file",
+    "drain-timeout",
     "join-listen",
     "stage",
     "transport",

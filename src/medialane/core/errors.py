@@ -78,6 +78,7 @@ class NotFound(InvalidRequest, code="not_found", status=404): ...  # of what ope
 class InvalidKey(InvalidRequest, code="invalid_key", status=401): ...  # at the login of the page
 class UuidConflict(InvalidRequest, code="uuid_conflict", status=409): ...  # the uuid names other content
 class WorkerInUse(InvalidRequest, code="worker_in_use", status=409): ...  # has requests, and is not to be removed
+class InvalidGrammar(InvalidRequest, code="invalid_grammar"): ...  # the engine cannot compile or follow it
 class InvalidUpload(InvalidRequest, code="invalid_upload"): ...  # vLLM's status for every file that it does not accept
 
 class PromptRejected(InvalidRequest, code="invalid_prompt"): ...  # vLLM rejected the prompt or its parameters

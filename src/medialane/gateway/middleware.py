@@ -73,7 +73,7 @@ _NOT_KEPT = ("/medialane/login", "/medialane/logout")
 class ScopeMiddleware:
     """Opens the request's scope, adds its id and Server-Timing, observes the timeline, closes the scope. With
     `names_takers`, what is held for a request is recorded with its id; with `logs_requests` its end is logged. Without
-    `tracing`, requests are not traced, without `recorder` not recorded."""
+    `tracing`, requests are not traced, without `recorder` not recorded. `model` is the name for errors about others."""
 
     def __init__(
         self,
@@ -86,8 +86,10 @@ class ScopeMiddleware:
         logs_requests: bool = False,
         tracing: RequestTracing | None = None,
         recorder: Recorder | None = None,
+        model: str = "",
     ) -> None:
         self._app = app
+        self._model = model
         self._recorder = recorder
         self._tracing = tracing
         self._metrics = metrics
@@ -106,7 +108,7 @@ class ScopeMiddleware:
             tokens = request_id.set(record.id), trace_id.set(self._traced(scope, request))
             if self._names_takers:
                 TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
-            watched = _WatchedEnd(receive, IdentifiedSend(send, record.id), request)
+            watched = _WatchedEnd(receive, IdentifiedSend(send, record.id, self._model), request)
             is_kept = scope["method"] not in WITHOUT_BODY and not scope["path"].endswith(_NOT_KEPT)
             if is_kept:
                 self._recent.begin(record)

@@ -160,11 +160,12 @@ class RequestScope:
         self.close()
 
     def give_up(self, error: MedialaneError) -> None:
-        """End every wait for the request: it raises `error`."""
+        """End every wait for the request: it raises `error`. One that is being ended already cannot be rescheduled."""
         self._ended_by = error
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
-            wait.reschedule(now)
+            if not wait.expired():
+                wait.reschedule(now)
 
     def resolve(self, url: str) -> MediaRef:
         """Return the media reference that intake replaced by `url` in the body. Raises InvalidMediaUrl; InvalidBody if

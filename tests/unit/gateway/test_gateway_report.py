@@ -276,7 +276,8 @@ def test_scope_reports_items_in_request_order():
         scope.record.prepared([item(refs[0], "h1")], is_reported=True)
         decision = RoutingDecision("w0", "idle")
         scope.record.sending(report.Sent(decision, TransferPath(STAGES["features"], PullTransport(None))))
-        scope.record.answered(OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp")), decision, 20, {})
+        first = OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp"))
+        scope.record.answered(first, decision, 20, {}, times=(1.0, 1.5))
         scope.timeline.add("decode", 0.0123456)
         scope.timeline.copied_bytes = 5
         found = msgspec.json.decode(scope.record.report())
@@ -300,7 +301,7 @@ def test_scope_reports_items_in_request_order():
         "stage": "features",
         "transport": "pull",
         "movers": ["nixl", "tcp"],
-        "times_ms": {"decode": 12.35},
+        "times_ms": {"first_token": 500.0, "decode": 12.35},
         "copied_bytes": 5,
     }
 
@@ -318,7 +319,7 @@ def test_report_says_what_was_done_about_each_embedding():
         scope.extracted = ExtractedMedia(tuple(refs), wants_report=True)
         scope.record.prepared([item(ref, f"h{ref.param}") for ref in refs], is_reported=True)
         first, decision = OutputDelta("r", [], num_cached_tokens=0), RoutingDecision("w0", "idle")
-        scope.record.answered(first, decision, 9, {"ha": "loaded", "hb": "encoded"})
+        scope.record.answered(first, decision, 9, {"ha": "loaded", "hb": "encoded"}, times=(0.0, 0.0))
         found = msgspec.json.decode(scope.record.report())
     assert [each.get("embedding") for each in found["items"]] == ["loaded", "encoded", None]
 

@@ -129,7 +129,7 @@ def test_attempts_name_their_workers_and_how_they_ended():
     request.attempt_failed("w9", 0, SHM, "worker_draining")  # nothing was sent there
     request.sending(Sent(second, SHM))
     delta = OutputDelta("r", [CompletionDelta(0, "a", [1, 2])], num_cached_tokens=8)
-    request.answered(delta, second, 9, {})
+    request.answered(delta, second, 9, {}, times=(time.perf_counter(), time.perf_counter()))
     view = request.view(is_full=True)
     assert [(each.worker, each.error) for each in view.attempts] == [
         ("w0", "worker_lost"),

@@ -16,9 +16,9 @@ of torch
 vLLM's CPU build is linked against libnuma: where the system has none, `make` puts it into the environment's lib folder,
 from which it is loaded here.
 
-Nothing else is done where torch is absent or built for a device: the cost is then one check per entry of sys.path, 10 us
-in total, otherwise 0.5 ms. This file is self-contained, imports nothing heavy, and never makes an interpreter fail to
-start.
+Nothing else is done where torch is absent or built for a device: the cost is then one check per entry of sys.path,
+10 us in total, otherwise 0.5 ms. This file is self-contained, imports nothing heavy, and never makes an interpreter
+fail to start.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from typing import Final
 
 import msgspec
 
+from medialane.core.private_file import write_private
+
 logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "MEDIALANE_EXITS_FILE"
@@ -45,7 +47,7 @@ class ExitCounts:
             exits.num_hung, exits.hung_at = exits.num_hung + 1, time.time()
         unfinished = self._path.with_suffix(".unfinished")
         try:
-            unfinished.write_bytes(msgspec.json.encode(self._exits))
+            write_private(unfinished, msgspec.json.encode(self._exits))
             unfinished.replace(self._path)
         except OSError as error:
             logger.warning("the exits of processes cannot be reported: %s", error.strerror)

@@ -627,7 +627,8 @@ GROUPS: tuple[Group, ...] = (
         tests=("tests/contract/test_vllm_engine_load.py",),
         seams=_seams("""
             read vllm.v1.metrics.stats:SchedulerStats with num_running_reqs, kv_cache_usage
-            read vllm.v1.metrics.stats:RequestStateStats with queued_ts, scheduled_ts, first_token_ts
+            read vllm.v1.metrics.stats:RequestStateStats with queued_ts, scheduled_ts, first_token_ts,
+                last_token_ts
         """),
     ),
     Group(
