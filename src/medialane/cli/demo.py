@@ -192,8 +192,8 @@ def _token_ids(message: Any) -> list[int]:
 def _show(console: Console, questions: Sequence[DemoRequest], answers: Sequence[DemoAnswer]) -> None:
     """Print one column per request and one row per stage, so that the table fits a terminal."""
     table = Table("ms by stage (Server-Timing)", *(q.name for q in questions))
-    durations = [dict(re.findall(r"(\w+);dur=([\d.]+)", a.server_timing)) for a in answers]
-    described = [dict(re.findall(r'(\w+);desc="([^"]*)"', a.server_timing)) for a in answers]
+    durations = [dict(re.findall(r"\b(\w++);dur=([\d.]+)", a.server_timing)) for a in answers]
+    described = [dict(re.findall(r'\b(\w++);desc="([^"]*)"', a.server_timing)) for a in answers]
     for stage in _STAGES:
         table.add_row(stage, *(f"{float(stages[stage]):.1f}" if stage in stages else "" for stages in durations))
     table.add_row("cache", *(entries.get("cache", "") for entries in described))

@@ -68,8 +68,10 @@ COMMANDS = {
     "bench": Command("bench", "run a benchmark"),
     "certs": Command("certs", "make the TLS certificates of several hosts"),
     "status": Command("status", "what a running gateway is connected to: hosts, workers, store, health"),
-    "workers": Command("workers", "list, add, drain and remove the workers of running gateways"),
-    "reload": Command("reload", "have running gateways read their settings again, and say what needs a restart"),
+    "workers": Command("workers", "list and drain the workers of running gateways"),
+    "reload": Command(
+        "reload", "have running gateways read keys, certificates and log level again, and name what needs a restart"
+    ),
     "doctor": Command("doctor", "check this machine for missing requirements", f"[MODEL] {_VLLM}"),
 }
 

@@ -106,16 +106,18 @@ def _loaded(args: argparse.Namespace) -> tuple[Reloading, list[ModelGroup]]:
     flags, environ, rules = given_settings(args), process_environ(), model_groups.TABLES
     config, tables = load_models(flags, file=args.config, environ=environ, sections=SECTIONS, rules=rules)
     groups = _groups(args, tables)
-    source = SettingsSource.of(SECTIONS, flags, args.config, environ, rules=rules if tables else None)
+    source = SettingsSource.of(
+        config, sections=SECTIONS, flags=flags, file=args.config, environ=environ, rules=rules if tables else None
+    )
     if len(groups) > 1 and config.cluster.ray:
         raise StartupFailed("--ray is for one model, and the file has several")
     if len(groups) == 1:  # needs no router
         (group,), groups = groups, []
-        config, source = group.config, source.of_model(group.name)
+        config, source = group.config, source.of_model(group.name, group.config)
         args.model, args.vllm_args = group.model, list(group.vllm_args)
         if group.gpus:
             replace_environ({**environ, VISIBLE: ",".join(group.gpus)})
-    return Reloading("serve", config, source), groups
+    return Reloading(config, source), groups
 
 
 def _groups(args: argparse.Namespace, tables: Sequence[ModelTable]) -> list[ModelGroup]:
@@ -219,7 +221,8 @@ def _specs(
 ) -> list[ProcessSpec]:
     hardware = find_hardware(environ)
     if groups:
-        common_flags = [_source_flags(source.of_model(group.name), folder, str(n)) for n, group in enumerate(groups)]
+        sources = [source.of_model(group.name, group.config) for group in groups]
+        common_flags = [_source_flags(each, folder, str(number)) for number, each in enumerate(sources)]
         return model_groups.process_specs(
             groups,
             config,
@@ -328,7 +331,7 @@ async def _serve(
             show_ready("serving")
 
             async def reload() -> None:
-                await reloading.reload()  # with an error, no process reads them
+                await reloading.reload()  # with an error, no process does
                 supervisor.reload()
 
             async with watched(), reloaded_by_hangup(reload):

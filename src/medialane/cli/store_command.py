@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("store", args.argv)
-    reloading = Reloading.of("store", args, SECTIONS)
+    reloading = Reloading.of(args, SECTIONS)
     config = reloading.config
     log = configure(config.logging, component="store")
     parse_unix(args.listen, "--listen")

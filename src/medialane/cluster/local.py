@@ -179,7 +179,6 @@ def process_specs(
     sockets in `folder`, but for `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`,
     `place` is for one of several models. Store, workers and gateways have the `common_flags`. With `config.cluster.ray`
     there are no workers here, and the gateways let them join. Raises StartupFailed."""
-    config = _with_workers_file(config, folder)
     engines, prefix = engines_of(config), ""
     if place is not None:
         engines, prefix = engines._replace(num_others=place.num_other_engines), f"{place.label} "
@@ -286,12 +285,6 @@ def process_specs(
         paths = http_sockets(config, folder, hardware)
         gateways = [_behind_router(each, path) for each, path in zip(gateways, paths, strict=True)]
     return [*first, store, *workers, *gateways]
-
-
-def _with_workers_file(config: Config, folder: Path) -> Config:
-    """Return the configuration with a file that gateways keep changes of their workers in, while this run lasts."""
-    path = config.gateway.workers_file or str(folder / "workers.json")
-    return msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, workers_file=path))
 
 
 def http_sockets(config: Config, folder: Path, hardware: Hardware) -> list[Path]:

@@ -222,14 +222,14 @@ def _readable(message: str, setting: Setting) -> str:
     return message
 
 
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
     """Parse a size: `2GiB`, `2g` and `2147483648` are equal; `2GB` is 2 * 10**9. Raises ValueError."""
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text := text.strip())
     if match is None:
         raise ValueError("must be a size such as 2GiB, 512MiB or a number of bytes")
     number, letter, binary = match.groups()
-    decimal = not binary and letter and text.strip()[-1] in "bB"
+    decimal = not binary and letter and text[-1] in "bB"
     return int(float(number) * (1000 if decimal else 1024) ** " kmgt".index(letter.lower() or " "))

@@ -132,7 +132,7 @@ class Sender:
         self.metrics = metrics
         self._transports = transports
         self._features = features
-        self.encoder_ms_per_token = encoder_ms_per_token
+        self._encoder_ms_per_token = encoder_ms_per_token
         self._stage_for = stage_for
         self._num_sent = 0
         # A worker has several gateways and clients may choose request ids, so ours contain the gateway and the attempt.
@@ -203,7 +203,7 @@ class Sender:
             if path.stage.is_processed and not sends_embeddings:
                 await self.drop_embeddings(prepared)
             prompt = await prompt_for(
-                path, prompt.token_ids, prepared, timeline, encoder_ms_per_token=self.encoder_ms_per_token
+                path, prompt.token_ids, prepared, timeline, encoder_ms_per_token=self._encoder_ms_per_token
             )
             has_passed_holds = path.transport.pass_holds(prompt, route.link, request_id)
         sent = msgspec.structs.replace(

@@ -385,6 +385,17 @@ async def test_client_key_does_not_matter_on_loopback():
 def test_only_programs_and_pages_of_this_machine_are_local(headers, is_local):
     scope = {"headers": [(name.encode(), value.encode()) for name, value in headers.items()]}
     assert is_from_this_machine(scope) is is_local
+    assert is_from_this_machine({**scope, "client": ("127.0.0.1", 1), "http_version": "1.1"}) is is_local
+    assert not is_from_this_machine({**scope, "client": ("10.0.0.1", 1)}), "Host is the client's choice"
+    assert not is_from_this_machine({**scope, "http_version": "1.0"}), "as nginx asks"
+
+
+@pytest.mark.parametrize("again", ["a=b; ", "$Path=", 'a="', " ", ";", "medialane_8000=1.", "=", '"\\\\'])
+def test_cookies_are_read_in_time_proportional_to_their_length(again):
+    scope = {"headers": [(b"cookie", (again * (65_000 // len(again))).encode())], "server": ("127.0.0.1", 8000)}
+    started = time.thread_time()
+    assert not Sessions([b"key"]).is_valid(scope)
+    assert time.thread_time() - started < 0.1
 
 
 async def test_browser_logs_in_and_out():

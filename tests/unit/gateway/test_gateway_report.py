@@ -98,6 +98,18 @@ def test_report_is_the_last_event_before_done(pieces):
     }
 
 
+@pytest.mark.parametrize("at", range(1, len(b"data: [DONE]\n\n")))
+def test_report_is_before_an_end_marker_that_is_split(at):
+    whole = fed(StreamSplice(lambda: REPORT), EVENTS)
+    end = EVENTS[-1]
+    pieces = fed(StreamSplice(lambda: REPORT), [*EVENTS[:-1], end[:at], end[at:]])
+    assert b"".join(pieces) == b"".join(whole)
+
+
+def test_beginning_of_an_end_marker_is_sent_at_the_end():
+    assert b"".join(fed(StreamSplice(lambda: REPORT), [b"data: 1\n\ndata: [DO"])).startswith(b"data: 1\n\ndata: [DO")
+
+
 def test_stream_events_are_forwarded_immediately():
     splice = StreamSplice(lambda: REPORT)
     assert [splice.feed(event, last=False) for event in EVENTS[:3]] == EVENTS[:3]

@@ -258,3 +258,15 @@ def test_ending_a_request_is_cheap():
         request.ended(is_disconnected=False)
         recent.end(request)
     assert (time.process_time() - started) / number < 200e-6
+
+
+@pytest.mark.parametrize("text", ["a" * 1_000_000, "a://" * 250_000, "http://u:" * 100_000, "a." * 500_000])
+def test_urls_are_removed_from_long_messages_in_time(text):
+    started = time.thread_time()
+    without_urls(text)
+    assert time.thread_time() - started < 0.1
+
+
+def test_url_that_is_cut_shows_no_password():
+    for number in range(8150, 8200):
+        assert "secret" not in without_urls(f"http://h/{'x' * number} http://user:secret{'x' * 90}@host/")

@@ -36,7 +36,7 @@ _LEAST_MS: Final = 0.1
 _ENOUGH: Final = 20
 
 
-@dataclass
+@dataclass(frozen=True)
 class QueueLimits:
     """How many requests may wait in all gateways with these `counts`, and bytes of their bodies."""
 

@@ -68,7 +68,7 @@ _ROW = re.compile(
 
 def _seams(text: str) -> tuple[Seam, ...]:
     """Return the seams of rows that begin with their kind. `called_in` needs no module if it is that of `where`."""
-    return tuple(_seam(row.strip()) for row in re.split(rf"\n\s*(?=(?:{'|'.join(get_args(Kind))}) )", text)[1:])
+    return tuple(_seam(row.strip()) for row in re.split(rf"\n *(?=(?:{'|'.join(get_args(Kind))}) )", text)[1:])
 
 
 def _seam(row: str) -> Seam:
