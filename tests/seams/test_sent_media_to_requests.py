@@ -29,7 +29,6 @@ from medialane.gateway import (
 from medialane.gateway.error_responses import error_form, send_error
 from medialane.gateway.intake import extract
 from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH, MediaEndpoint
-from medialane.gateway.sent_media import SentMedia
 from medialane.media import MediaConfig
 from medialane.observability.metrics import Metrics
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
@@ -48,9 +47,10 @@ class Server:
         keys_file.chmod(0o600)
         self.config = GatewayConfig(keys=str(keys_file), **FAST, **config)
         self.fairness, self.metrics = LoopFairness(), Metrics(CollectorRegistry())
-        sent = SentMedia(parts.store.link, fairness=self.fairness, timeout_s=5.0)
-        gateway = parts.gateway
-        self.endpoint = MediaEndpoint(sent, self.config, admit=gateway.admit, num_tokens=gateway.num_image_tokens)
+        link, gateway = parts.store.link, parts.gateway
+        self.endpoint = MediaEndpoint(
+            link, self.config, self.fairness, admit=gateway.admit, num_tokens=gateway.num_image_tokens
+        )
         intake = IntakeMiddleware(self._route, MediaConfig(), self.config, self.fairness)
         self.keys = AccessKeys.load(self.config)
         self.app = ScopeMiddleware(AccessMiddleware(intake, self.keys, self._route_of), self.metrics)

@@ -42,7 +42,6 @@ from medialane.gateway.recording import Recorder
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import OpenRequests
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
-from medialane.gateway.sent_media import SentMedia
 from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_control import WorkerControl
@@ -191,8 +190,13 @@ async def gateway_app(
     }
     if components.config.media.allow_rdma:
         actions["POST /medialane/publish"] = gateway.publish_images
-    sent = SentMedia(components.store, fairness=components.fairness, timeout_s=components.gateway_config.body_timeout_s)
-    media = MediaEndpoint(sent, components.gateway_config, admit=gateway.admit, num_tokens=gateway.num_image_tokens)
+    media = MediaEndpoint(
+        components.store,
+        components.gateway_config,
+        components.fairness,
+        admit=gateway.admit,
+        num_tokens=gateway.num_image_tokens,
+    )
     operators = Operators(
         model=components.frontend.model_name,
         index=addresses.gateway_index,

@@ -179,7 +179,9 @@ class _Store:
         fetcher = await stack.enter_async_context(Fetcher(config.media, open_body=encoded.open, records=urls))
         ttl_s, share = config.store.uuid_ttl_s, config.store.media_lease_tenant_share
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=ttl_s, tenant_share=share, records=uuids)
-        self._leases = MediaLeases(arena, config.store, records=names.records("lease"))  # before anything is evicted
+        self._leases = MediaLeases(  # before anything is evicted
+            arena, config.store, config.media, aliases=aliases, pool=self._pool, records=names.records("lease")
+        )
         stack.callback(self._leases.close)
         mover = nixl_mover(config, arena.id, arena.slot)
         self._pulls = pulls = Pulls(

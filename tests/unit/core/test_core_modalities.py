@@ -59,7 +59,7 @@ ABOUT_ONE_MODALITY = {
     "store/items.py": "the budget of images",
     "compare/client.py": "the name of an uploaded file",
     "compare/stand_ins.py": "made-up media in place of recorded ones",
-    "store/media_uploads.py": "images, whose header has their size",
+    "store/media_leases.py": "images, whose header has their size",
     "testing/fake_processor.py": "the fake processor's images",
     "testing/simulated/sequence.py": "the simulated engine's images",
     "vllm_bridge/items/embeds_trial.py": "embeddings of images",
