@@ -54,8 +54,7 @@ from medialane.core.stage import StageName
 from medialane.gateway import Gateway, GatewayConfig, WorkerLink, WorkerPool, open_scope
 from medialane.gateway.transports import ShmTransport, Transports
 from medialane.observability.metrics import Metrics
-from medialane.routing import Router
-from medialane.routing.config import RoutingConfig
+from medialane.routing import Router, RoutingConfig
 from medialane.store import HoldPasser, StoreEntries, StoreLink
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.testing.sample_images import sample_pixels
@@ -65,8 +64,7 @@ from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.preparation import VllmProcessor
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.wire import Hello, RpcConfig
 
 ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', compared with vLLM's two transfer paths"
 

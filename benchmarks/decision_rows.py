@@ -28,8 +28,7 @@ from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.gateway import Routes, WorkerLink, WorkerPool
 from medialane.gateway.route import PromptPrefix, Route
 from medialane.observability.metrics import Metrics
-from medialane.routing import Router
-from medialane.routing.config import RoutingConfig
+from medialane.routing import Router, RoutingConfig
 
 BLOCK = 16
 IN_FLIGHT = 500

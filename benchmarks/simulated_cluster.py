@@ -26,20 +26,17 @@ from medialane.core.errors import TtftLimitExceeded
 from medialane.core.feature import PlaceholderRange
 from medialane.core.kv_events import KvChange, KvEventBatch
 from medialane.core.request import Endpoint, ModelCard, OutputDelta, WorkerLoad
+from medialane.gateway import Routes
 from medialane.gateway.admission import CostForecast, TtftExpectation, TtftLimit
-from medialane.gateway.route import PromptPrefix, Route, Routes
+from medialane.gateway.route import PromptPrefix, Route
 from medialane.gateway.worker_link.client_reports import ClientReports
 from medialane.observability.metrics import Metrics
-from medialane.routing.config import RoutingConfig
-from medialane.routing.request import RoutingRequest
-from medialane.routing.router import Router
-from medialane.testing.simulated.config import SimulatedConfig
+from medialane.routing import Router, RoutingConfig, RoutingRequest
+from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.engine import simulated_card, simulated_scheduler, step_s
 from medialane.testing.simulated.scheduler import Step
 from medialane.testing.simulated.sequence import Item, SimulatedSequence
-from medialane.wire.config import RpcConfig
-from medialane.wire.framing import FrameReader
-from medialane.wire.protocol import decode_from_worker
+from medialane.wire import FrameReader, RpcConfig, decode_from_worker
 from medialane.worker.block_reports import BlockReports
 from medialane.worker.gateway_link.session_reports import PendingWorkRelay, SessionReports
 from simulated_hosts import Host, num_bytes

@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 from medialane.core.errors import InvalidImage, PromptRejected, PromptTooLong
 from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaSize
-from medialane.prepare.processor import FactoryConfig
+from medialane.prepare import FactoryConfig
 from medialane.vllm_bridge.frontend.app import Frontend
 from medialane.vllm_bridge.items.features import decode_item, encode_item
 from medialane.vllm_bridge.items.placeholder_layout import stand_in

@@ -22,11 +22,10 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import Image, MediaRef, MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorDescriptor, TensorSpec
-from medialane.gateway.worker_link.client import RpcClient
+from medialane.gateway.worker_link import RpcClient
 from medialane.store import StoreLink
 from medialane.store.messages import FindItem
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.wire import Hello, RpcConfig
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
@@ -39,7 +38,7 @@ TWO = chat(picture(120), picture(121), text("Compare the pictures."))
 @pytest.fixture(scope="module")
 def processor(serve):
     """The processor that preparers run."""
-    from medialane.prepare.processor import FactoryConfig
+    from medialane.prepare import FactoryConfig
     from medialane.vllm_bridge.items.processor_factory import build_processor
 
     return build_processor(msgspec.json.encode(FactoryConfig(serve.model, [])))

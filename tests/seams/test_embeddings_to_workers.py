@@ -21,7 +21,7 @@ from medialane.core.hashing import embedding_key
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.gateway.config import TransferConfig
-from medialane.routing.config import RoutingConfig
+from medialane.routing import RoutingConfig
 from medialane.store import StoreEntries
 from waiting import eventually
 

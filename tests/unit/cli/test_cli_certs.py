@@ -10,8 +10,7 @@ import pytest
 
 from medialane.cli.main import main
 from medialane.core.errors import StartupFailed
-from medialane.wire.config import RpcConfig
-from medialane.wire.security import Security
+from medialane.wire import RpcConfig, Security
 
 
 def certs(*words: object) -> int:

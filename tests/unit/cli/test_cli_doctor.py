@@ -6,7 +6,7 @@ import pytest
 from medialane.cli import doctor
 from medialane.cli.main import main
 from medialane.config import load_config
-from medialane.wire.address import TcpAddress
+from medialane.wire import TcpAddress
 
 IMPORTS = '{"torch": [true, "2.13.0"], "torchvision": [false, "RuntimeError: operator does not exist"]}'
 

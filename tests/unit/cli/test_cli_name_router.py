@@ -20,7 +20,7 @@ from medialane.config.reloading import SettingsSource
 from medialane.gateway import GatewayConfig
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
-from medialane.wire.listener import bind_http, bind_unix
+from medialane.wire import bind_http, bind_unix
 from waiting import eventually
 
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,7 @@ from medialane.cli.main import main
 from medialane.core.errors import StartupFailed
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, StoreStats
-from medialane.gateway.health import Health
+from medialane.gateway import Health
 from medialane.observability.metrics import Metrics
 
 URL = "http://gateway:8000"

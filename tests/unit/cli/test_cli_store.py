@@ -27,15 +27,14 @@ from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.media import MediaConfig
 from medialane.observability.logging import LogProcess
-from medialane.peers.nixl.mover import NixlMover
-from medialane.peers.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
+from medialane.peers.nixl import NixlMover, RdmaMetadata
+from medialane.peers.nixl.rdma_metadata import Descriptor, pack_agent_metadata
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
-from medialane.store import PublishedImages, StoreLink
-from medialane.store.config import StoreConfig
+from medialane.store import PublishedImages, StoreConfig, StoreLink
 from medialane.store.messages import FindItem
 from medialane.testing.fake_nixl import FakeMetadata
 from medialane.testing.sample_images import sample_jpeg
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from nixl_hosts import FAKE
 from published import published_url
 from waiting import eventually

@@ -8,8 +8,7 @@ from medialane.cluster import local
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.gateway import GatewayConfig
-from medialane.wire.address import TcpAddress, consecutive_ports
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig, TcpAddress, consecutive_ports
 from medialane.worker import WorkerConfig
 
 SECRET = RpcConfig(shared_secret="0123456789abcdef" * 2)

@@ -16,7 +16,7 @@ from medialane.cli import worker_command, worker_store
 from medialane.cli.main import main
 from medialane.config import Config
 from medialane.observability.logging import LogProcess
-from medialane.wire.listener import has_listener
+from medialane.wire import has_listener
 from waiting import eventually
 
 #: Listens at the address, records its pid, and takes a second process's place only when that has ended.

@@ -26,7 +26,7 @@ from medialane.store import StoreServer
 from medialane.store.embeddings import Embeddings
 from medialane.store.items import LeasedItem
 from medialane.store.messages import StoreStatus
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from waiting import eventually
 
 RPC = RpcConfig()

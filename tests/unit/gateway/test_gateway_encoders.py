@@ -17,7 +17,7 @@ from medialane.gateway.encoders import Encoders
 from medialane.gateway.requests import RequestRecord
 from medialane.gateway.transports import ShmTransport
 from medialane.observability.metrics import Metrics
-from medialane.routing.config import RoutingConfig
+from medialane.routing import RoutingConfig
 from medialane.routing.encode_choice import EncodeCosts
 
 DIGEST = "d" * 64

@@ -9,7 +9,7 @@ from starlette.formparsers import MultiPartParser
 from starlette.requests import Request
 
 from medialane.core.errors import BodyTooLarge, EmptyMedia, InvalidRequest, InvalidUpload, TooManyMediaItems
-from medialane.gateway.config import GatewayConfig
+from medialane.gateway import GatewayConfig
 from medialane.gateway.intake import extract_files as extract_files_with
 from medialane.gateway.references import References
 from medialane.media import MediaConfig

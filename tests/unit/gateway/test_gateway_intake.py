@@ -26,8 +26,7 @@ from medialane.core.errors import (
     TooManyMediaItems,
     UnsupportedMediaType,
 )
-from medialane.gateway import RequestScope
-from medialane.gateway.config import GatewayConfig
+from medialane.gateway import GatewayConfig, RequestScope
 from medialane.gateway.intake import Intake
 from medialane.gateway.intake import extract as extract_with
 from medialane.gateway.intake.json_scan import scan_json

@@ -26,13 +26,13 @@ from medialane.gateway.error_responses import error_form, send_error
 from medialane.gateway.gateway_metrics import no_others
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
-from medialane.gateway.operators import OperatorEndpoints, Sessions, own_part, whole_state
+from medialane.gateway.operators import OperatorEndpoints, Sessions, State, own_part, whole_state
 from medialane.gateway.operators.decisions import decisions_page
 from medialane.gateway.operators.endpoints import MAX_STREAMS, RequestList
 from medialane.gateway.operators.page_files import PageFiles
 from medialane.gateway.operators.part import Whose
 from medialane.gateway.operators.sessions import SESSION_S, is_from_this_machine
-from medialane.gateway.operators.state import Limits, OwnView, State
+from medialane.gateway.operators.state import Limits, OwnView
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestRecord, RequestView
 from medialane.observability.metrics import Metrics

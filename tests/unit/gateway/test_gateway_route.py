@@ -12,12 +12,11 @@ from medialane.core.kv_events import KvChange
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.gateway import WorkerPool
-from medialane.gateway.route import Routes
+from medialane.gateway import Routes, WorkerPool
 from medialane.gateway.worker_link.client_reports import ClientReports
 from medialane.observability.metrics import Metrics
 from medialane.routing import Router
-from medialane.wire.protocol import KvBlocks
+from medialane.wire import KvBlocks
 
 
 def link_to(name, *, block_size=16, same_host=True, encoder="", role="worker"):

@@ -19,7 +19,7 @@ from medialane.core.tensor import ArenaRange
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.observability.timeline import ReportedStep, StageTimeline, TimelineReport
-from medialane.prepare.processor import Described
+from medialane.prepare import Described
 from medialane.store.client import ConnectionLost
 from medialane.store.messages import (
     AliasResolved,

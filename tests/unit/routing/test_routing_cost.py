@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
+from medialane.routing import RoutingConfig, RoutingRequest
 from medialane.routing.block_index import BlockIndex, longest
-from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, EncoderItem, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.pending_blocks import PendingBlocks
 from medialane.routing.policies import policy
-from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
 
 BLOCK = 16

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.routing.config import RoutingConfig
+from medialane.routing import RoutingConfig
 from medialane.routing.encode_choice import (
     EncodeCosts,
     EncoderQueue,

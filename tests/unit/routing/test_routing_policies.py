@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medialane.core.request import Endpoint, WorkerLoad
+from medialane.routing import RoutingConfig, RoutingRequest
 from medialane.routing.block_index import BlockIndex
-from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput
 from medialane.routing.pending_blocks import PendingBlocks
 from medialane.routing.policies import policy
-from medialane.routing.request import RoutingRequest
 from medialane.routing.slots import SlotTable
 
 NAMES = ["cost", "round-robin", "random", "least-loaded", "prefix-only"]

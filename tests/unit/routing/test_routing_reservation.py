@@ -5,13 +5,12 @@ import pytest
 
 from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
+from medialane.routing import RoutingConfig, RoutingRequest
 from medialane.routing.block_index import BlockIndex
-from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.pending_blocks import PendingBlocks
 from medialane.routing.prediction import PredictionMonitor
-from medialane.routing.request import RoutingRequest
 from medialane.routing.reservation import SlotState
 from medialane.routing.slots import SlotTable
 

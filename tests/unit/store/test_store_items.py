@@ -27,8 +27,7 @@ from medialane.core.tensor import TensorSpec
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import Described
-from medialane.store import Aliases, Items, MediaLeases, StoreConfig
-from medialane.store.encoded_store import EncodedStore
+from medialane.store import Aliases, EncodedStore, Items, MediaLeases, StoreConfig
 from medialane.store.items import Processing
 from medialane.store.messages import FindEmbedding
 from waiting import eventually, iterations

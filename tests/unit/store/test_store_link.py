@@ -14,7 +14,7 @@ from medialane.core.media import MediaRef
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
-from medialane.store.holds import StoreEntries
+from medialane.store import StoreEntries
 from waiting import eventually
 
 SETTINGS = {"model": "a", "dtype": "float16"}

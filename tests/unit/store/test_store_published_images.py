@@ -26,10 +26,11 @@ from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.media import MediaConfig
 from medialane.media.published_image import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, PublishedImage
 from medialane.peers import Pulls
-from medialane.peers.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
+from medialane.peers.nixl import RdmaMetadata
+from medialane.peers.nixl.rdma_metadata import Descriptor, pack_agent_metadata
 from medialane.store import EncodedStore, PublishedImages, published_images
 from medialane.testing.fake_nixl import FakeMetadata
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from nixl_hosts import FAKE, Host
 from published import published_url
 from waiting import eventually

@@ -21,8 +21,8 @@ from medialane.core.errors import (
 )
 from medialane.core.taker import TAKER
 from medialane.observability.logging import request_id
+from medialane.store import StoreEntries
 from medialane.store.client import StoreClient
-from medialane.store.holds import StoreEntries
 from medialane.store.messages import FindItem, HeldEntry, ItemFound, Release, StoreHello, decode_to_store
 from waiting import eventually
 

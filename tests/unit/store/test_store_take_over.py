@@ -17,8 +17,8 @@ from store_world import ITEM_BYTES, RPC, Client, feature, pattern, reference, wr
 
 import medialane
 from medialane.core.errors import ArenaFull, HandoverFailed, MedialaneError
+from medialane.store import StoreEntries
 from medialane.store.client import StoreClient
-from medialane.store.holds import StoreEntries
 from medialane.store.messages import FindItem, HeldEntry, StoreHello
 from waiting import comes_true, eventually
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from medialane.core.kv_events import KvChange
 from medialane.gateway.worker_link.block_inbox import MAX_WAITING_BYTES, BlockInbox
-from medialane.wire.framing import HEADER
-from medialane.wire.protocol import KvBlocks, decode_from_worker
+from medialane.wire import HEADER, KvBlocks, decode_from_worker
 from medialane.worker.gateway_link import block_feed
 from medialane.worker.gateway_link.block_feed import MAX_WAITING_BLOCKS, PIECE_BLOCKS, BlockFeed
 

@@ -7,16 +7,24 @@ import pytest
 from rpc_requests import engine_request, tokens_of
 
 from medialane.core.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
-from medialane.gateway.worker_link.join_server import JoinServer
+from medialane.gateway.worker_link import JoinServer
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
-from medialane.wire.authentication import Role
-from medialane.wire.config import RpcConfig
-from medialane.wire.dial import dial
-from medialane.wire.framing import FrameReader, append_frame
+from medialane.wire import (
+    PROTOCOL_VERSION,
+    FrameReader,
+    Hello,
+    Join,
+    Refused,
+    Role,
+    RpcConfig,
+    Security,
+    Welcome,
+    append_frame,
+    decode_to_worker,
+    dial,
+)
 from medialane.wire.pending import MAX_PENDING
-from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Join, Refused, Welcome, decode_to_worker
-from medialane.wire.security import Security
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.worker.gateway_link import RpcServer
 from waiting import eventually
 
 CONFIG = RpcConfig(heartbeat_timeout_s=2.0)

@@ -7,8 +7,7 @@ import logging
 import pytest
 
 from medialane.core.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
-from medialane.wire.address import TcpAddress
-from medialane.wire.protocol import Hello
+from medialane.wire import Hello, TcpAddress
 from medialane.worker import WorkerConfig
 from medialane.worker.membership import Membership, resolve
 from waiting import eventually, iterations

@@ -12,11 +12,10 @@ from fake_engine import FAKE_CARD, FakeEngine
 from medialane.check.server_process import free_port
 from medialane.core.errors import StartupFailed
 from medialane.core.stats import ArenaStats, PoolStats, PullStats, StoreStats
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.gateway.worker_link import RpcClient
+from medialane.wire import Hello, RpcConfig
 from medialane.worker import Worker, WorkerConfig, metrics_server
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.worker.gateway_link import RpcServer
 from medialane.worker.host_arena import NoArena
 from medialane.worker.metrics_server import WorkerStatus, metrics_served
 from waiting import eventually
