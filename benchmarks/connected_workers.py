@@ -26,9 +26,8 @@ from medialane.core.request import (
     OutputDelta,
     WorkerLoad,
 )
-from medialane.gateway import Gateway, GatewayConfig, WorkerLink, WorkerPool, open_scope
-from medialane.gateway.transports import Transports
-from medialane.observability.metrics import Metrics
+from medialane.gateway import Gateway, GatewayConfig, Transports, WorkerLink, WorkerPool, open_scope
+from medialane.observability import Metrics
 from medialane.routing import Router, RoutingConfig
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.wire import (

@@ -25,9 +25,8 @@ from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, Placehol
 from medialane.core.media import MediaSize
 from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.gateway import Routes, WorkerLink, WorkerPool
-from medialane.gateway.route import PromptPrefix, Route
-from medialane.observability.metrics import Metrics
+from medialane.gateway import PromptPrefix, Route, Routes, WorkerLink, WorkerPool
+from medialane.observability import Metrics
 from medialane.routing import Router, RoutingConfig
 
 BLOCK = 16

@@ -66,10 +66,7 @@ from medialane.core.request import (
 from medialane.core.tensor import TensorDescriptor
 from medialane.store import StoreEntries
 from medialane.vllm_bridge.engine import plugin
-from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder, ArenaItem
-from medialane.vllm_bridge.items.features import encode_item
-from medialane.vllm_bridge.items.prepared_input import to_vllm_range
-from medialane.vllm_bridge.items.validation import placeholder_of
+from medialane.vllm_bridge.items import ArenaEncoder, ArenaItem, encode_item, placeholder_of, to_vllm_range
 from medialane.wire import RpcConfig
 from medialane.worker import Worker, WorkerConfig
 from medialane.worker.gateway_link import RpcServer

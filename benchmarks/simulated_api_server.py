@@ -27,7 +27,7 @@ from medialane.core.request import EngineRequest, OutputDelta
 from medialane.prepare import ProcessedItem
 from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
 from medialane.vllm_bridge.arguments import create_frontend_config
-from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.frontend import RoutedEngineClient
 from medialane.vllm_bridge.seams.arguments import (
     FlexibleArgumentParser,
     make_arg_parser,

@@ -26,11 +26,10 @@ from medialane.core.errors import TtftLimitExceeded
 from medialane.core.feature import PlaceholderRange
 from medialane.core.kv_events import KvChange, KvEventBatch
 from medialane.core.request import Endpoint, ModelCard, OutputDelta, WorkerLoad
-from medialane.gateway import Routes
+from medialane.gateway import PromptPrefix, Route, Routes
 from medialane.gateway.admission import CostForecast, TtftExpectation, TtftLimit
-from medialane.gateway.route import PromptPrefix, Route
 from medialane.gateway.worker_link.client_reports import ClientReports
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.routing import Router, RoutingConfig, RoutingRequest
 from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.engine import simulated_card, simulated_scheduler, step_s

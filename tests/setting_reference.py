@@ -7,8 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from medialane.cli.flags import TITLES, default_text
-from medialane.config import Setting, settings
-from medialane.config.reloading import LIVE
+from medialane.config import LIVE, Setting, settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 

@@ -14,7 +14,7 @@ from medialane.core.hashing import content_hash, feature_key, merged_options
 from medialane.core.media import MediaRef
 from medialane.media import MediaConfig, decode, sniff
 from medialane.vllm_bridge.arguments import parse_vllm_args
-from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
+from medialane.vllm_bridge.items import VllmFrameSampler
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor
 
 

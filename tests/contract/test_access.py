@@ -17,7 +17,7 @@ from vllm.tasks import POOLING_TASKS
 
 from medialane.gateway import AccessKeys, GatewayConfig, ScopeMiddleware
 from medialane.gateway.access import Kind, kind_of
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.frontend.routes import UNSUPPORTED, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_not_built

@@ -16,12 +16,10 @@ from medialane.core.errors import InvalidEmbeds, InvalidFeature
 from medialane.core.feature import MediaPayload
 from medialane.core.request import SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.media.embeds import read_embeds
+from medialane.media import read_embeds
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
-from medialane.vllm_bridge.items.embeds import EmbedsReader
-from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items import AcceptedEmbeds, EmbedsReader, ProcessorProfile
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 

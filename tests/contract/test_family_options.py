@@ -38,8 +38,7 @@ from medialane.prepare.processor import decoded_item
 from medialane.testing.tiny_model import cache_folder
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
-from medialane.vllm_bridge.items.features import decode_item
-from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE
+from medialane.vllm_bridge.items import MALFORMED_FEATURE, decode_item
 
 pytestmark = [
     pytest.mark.whole,

@@ -19,8 +19,7 @@ from medialane.core.media_hash import DecodedItem, EncodedItem
 from medialane.media import MediaConfig, decode, sniff_image
 from medialane.media.container import sniff_video
 from medialane.media.video import open_video
-from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
-from medialane.vllm_bridge.items.media_hash import HashFactors, VllmMediaHasher
+from medialane.vllm_bridge.items import HashFactors, VllmFrameSampler, VllmMediaHasher
 from medialane.vllm_bridge.seams.multimodal import processor_of
 from video_clips import clip, jpegs
 

@@ -24,9 +24,7 @@ from medialane.prepare.forkserver_environment import exec_environ
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.frontend import inline_rendering
-from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media
-from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items import VllmAssembler, VllmProcessor, expand_marks, tokenize_without_media
 
 pytestmark = [
     pytest.mark.timeout(120),  # the first test of a family creates its checkpoint and renderer

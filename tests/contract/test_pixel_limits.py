@@ -8,9 +8,8 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from medialane.core.errors import InvalidRequest
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
+from medialane.vllm_bridge.items import ProcessorProfile, item_options
 from medialane.vllm_bridge.items.pixel_limits import is_pixel_limit
-from medialane.vllm_bridge.items.processor_options import item_options
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 
 PARAM = "messages[0].content[0].image_url"
 

@@ -22,10 +22,7 @@ from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaRef
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
-from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.features import decode_item
-from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items import ProcessorProfile, VllmAssembler, VllmProcessor, decode_item
 from medialane.vllm_bridge.seams.multimodal import new_processor
 from medialane.vllm_bridge.seams.vision_chunk import ChunkSource, name_for_engine
 

@@ -5,8 +5,7 @@ import pytest
 
 from medialane.prepare import FactoryConfig
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.settings import processor_settings
+from medialane.vllm_bridge.items import ProcessorProfile, processor_settings
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def test_local_paths_are_not_reported(settings, tiny_model):
 
 
 def test_model_whose_media_are_disabled_is_served_as_a_text_model(tiny_model):
-    from medialane.vllm_bridge.frontend.app import Frontend
+    from medialane.vllm_bridge.frontend import Frontend
 
     frontend = Frontend(str(tiny_model), ["--language-model-only"])
     try:

@@ -17,8 +17,7 @@ from typing import NoReturn
 
 from medialane.cli import gateway
 from medialane.cli.main import main
-from medialane.gateway import WorkerPool
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway import BoundedServer, WorkerPool
 
 
 async def _ended() -> None:

@@ -23,8 +23,7 @@ from medialane.core.media import Image, MediaRef, MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorDescriptor, TensorSpec
 from medialane.gateway.worker_link import RpcClient
-from medialane.store import StoreLink
-from medialane.store.messages import FindItem
+from medialane.store import FindItem, StoreLink
 from medialane.wire import Hello, RpcConfig
 from waiting import eventually
 
@@ -231,7 +230,7 @@ def with_field(item, name, change):
     """The processed item with one field changed and everything else consistent."""
     from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 
-    from medialane.vllm_bridge.items.features import decode_item, encode_item
+    from medialane.vllm_bridge.items import decode_item, encode_item
 
     fields = dict(decode_item(item.header, item.buffers).items())
     elem = fields[name]

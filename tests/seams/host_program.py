@@ -22,8 +22,7 @@ import msgspec
 from gates import PULL, Gates
 
 from medialane.cluster import ProcessSpec, SocketExists, Supervisor, running
-from medialane.config import load_config
-from medialane.config.cluster import ClusterConfig
+from medialane.config import ClusterConfig, load_config
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import EmbeddingUse, Feature, FoundItem, MediaPrompt
 from medialane.core.media import MediaRef

@@ -16,8 +16,16 @@ from medialane.media.fetch import Fetcher
 from medialane.peers import Pulls
 from medialane.peers.nixl import NixlMover
 from medialane.prepare import PreparerPool
-from medialane.store import Aliases, Items, MediaLeases, PublishedImages, StoreConfig, StoreLink, StoreServer
-from medialane.store.messages import StoreStatus
+from medialane.store import (
+    Aliases,
+    Items,
+    MediaLeases,
+    PublishedImages,
+    StoreConfig,
+    StoreLink,
+    StoreServer,
+    StoreStatus,
+)
 from medialane.wire import RpcConfig
 
 PROCESSOR = {"model": "fake"}

@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
 from medialane.gateway.worker_link import JoinServer
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.wire import Hello, RpcConfig, parse_address
 
 RPC = RpcConfig(release_timeout_s=1.0, connect_timeout_s=3.0)

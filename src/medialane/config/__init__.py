@@ -1,6 +1,7 @@
 """All settings: their definitions (`settings`), the sources of their values (`loading`), and the environment of child
 processes (`environment`). This is the only package that accesses the process's environment, and only when called."""
 
+from medialane.config.cluster import ClusterConfig
 from medialane.config.environment import (
     RoleName,
     allowed_environ,
@@ -18,18 +19,35 @@ from medialane.config.environment import (
     worker_environ,
 )
 from medialane.config.loading import ModelTable, TableRules, load_config, load_models, parse_size
+from medialane.config.reloading import (
+    LIVE,
+    Command,
+    ReloadAnswer,
+    SettingsChange,
+    SettingsSource,
+    change_of,
+    replace,
+    take_over,
+)
 from medialane.config.settings import Config, SectionName, ServerConfig, Setting, settings
 
 __all__ = [
+    "LIVE",
+    "ClusterConfig",
+    "Command",
     "Config",
     "ModelTable",
+    "ReloadAnswer",
     "RoleName",
     "SectionName",
     "ServerConfig",
     "Setting",
+    "SettingsChange",
+    "SettingsSource",
     "TableRules",
     "allowed_environ",
     "as_environ",
+    "change_of",
     "changed_imports",
     "child_environ",
     "enter_environ",
@@ -39,10 +57,12 @@ __all__ = [
     "load_models",
     "parse_size",
     "process_environ",
+    "replace",
     "replace_environ",
     "set_secrets",
     "settings",
     "settings_environ",
+    "take_over",
     "vllm_defaults",
     "worker_environ",
 ]

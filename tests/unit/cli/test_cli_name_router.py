@@ -16,10 +16,8 @@ import uvicorn
 
 from medialane.cli.serve import SECTIONS
 from medialane.cluster.model_groups import TABLES
-from medialane.config.reloading import SettingsSource
-from medialane.gateway import GatewayConfig
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.config import SettingsSource
+from medialane.gateway import BoundedServer, GatewayConfig, http_bounds
 from medialane.wire import bind_http, bind_unix
 from waiting import eventually
 

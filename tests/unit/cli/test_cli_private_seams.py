@@ -7,7 +7,7 @@ import pytest
 
 from medialane.cli import gateway_command, worker_command
 from medialane.cli.main import ERROR_PREFIX, main
-from medialane.observability.logging import LogProcess
+from medialane.observability import LogProcess
 from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import BOTH, GROUPS, Seam
 

@@ -8,8 +8,7 @@ import signal
 import pytest
 
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
-from medialane.config import load_config
-from medialane.config.reloading import SettingsSource
+from medialane.config import SettingsSource, load_config
 from medialane.core.errors import StartupFailed
 from waiting import eventually
 

@@ -16,7 +16,7 @@ from medialane.core.errors import StartupFailed
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, StoreStats
 from medialane.gateway import Health
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 
 URL = "http://gateway:8000"
 

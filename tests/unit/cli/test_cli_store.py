@@ -26,12 +26,10 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.media import MediaConfig
-from medialane.observability.logging import LogProcess
-from medialane.peers.nixl import NixlMover, RdmaMetadata
-from medialane.peers.nixl.rdma_metadata import Descriptor, pack_agent_metadata
+from medialane.observability import LogProcess
+from medialane.peers.nixl import Descriptor, NixlMover, RdmaMetadata, pack_agent_metadata
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
-from medialane.store import PublishedImages, StoreConfig, StoreLink
-from medialane.store.messages import FindItem
+from medialane.store import FindItem, PublishedImages, StoreConfig, StoreLink
 from medialane.testing.fake_nixl import FakeMetadata
 from medialane.testing.sample_images import sample_jpeg
 from medialane.wire import RpcConfig

@@ -15,7 +15,7 @@ import pytest
 from medialane.cli import worker_command, worker_store
 from medialane.cli.main import main
 from medialane.config import Config
-from medialane.observability.logging import LogProcess
+from medialane.observability import LogProcess
 from medialane.wire import has_listener
 from waiting import eventually
 

@@ -3,8 +3,16 @@
 import msgspec
 import pytest
 
-from medialane.config import TableRules, load_config, settings
-from medialane.config.reloading import LIVE, SettingsChange, SettingsSource, change_of, take_over
+from medialane.config import (
+    LIVE,
+    SettingsChange,
+    SettingsSource,
+    TableRules,
+    change_of,
+    load_config,
+    settings,
+    take_over,
+)
 from medialane.core.errors import StartupFailed
 
 SECTIONS = ("gateway", "media", "logging", "arena")

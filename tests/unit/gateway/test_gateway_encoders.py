@@ -12,13 +12,10 @@ from prometheus_client import CollectorRegistry
 from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.media import MediaSize
 from medialane.core.request import OutputDelta
-from medialane.gateway import GatewayConfig
-from medialane.gateway.encoders import Encoders
+from medialane.gateway import Encoders, GatewayConfig, ShmTransport
 from medialane.gateway.requests import RequestRecord
-from medialane.gateway.transports import ShmTransport
-from medialane.observability.metrics import Metrics
-from medialane.routing import RoutingConfig
-from medialane.routing.encode_choice import EncodeCosts
+from medialane.observability import Metrics
+from medialane.routing import EncodeCosts, RoutingConfig
 
 DIGEST = "d" * 64
 PLACED = PlacedFeature(Feature("image", "h" * 64, b"", (), MediaSize()), PlaceholderRange(0, 4))

@@ -13,9 +13,7 @@ import pytest
 import uvicorn
 from yarl import URL
 
-from medialane.gateway import AccessKeys, GatewayConfig
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway import AccessKeys, BoundedServer, GatewayConfig, http_bounds
 from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
 from medialane.media import MediaConfig
 from medialane.wire import bind_http, bind_unix

@@ -14,7 +14,7 @@ from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, Mode
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.gateway import Routes, WorkerPool
 from medialane.gateway.worker_link.client_reports import ClientReports
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.routing import Router
 from medialane.wire import KvBlocks
 

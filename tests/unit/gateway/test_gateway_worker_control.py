@@ -9,10 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from medialane.core.errors import InvalidRequest, WorkerInUse, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool
-from medialane.gateway.changed_workers import ChangedWorkersFile
-from medialane.gateway.worker_control import WorkerControl, WorkerInfo
-from medialane.observability.metrics import Metrics
+from medialane.gateway import ChangedWorkersFile, GatewayConfig, WorkerControl, WorkerInfo, WorkerLink, WorkerPool
+from medialane.observability import Metrics
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
 from medialane.wire import Hello, RpcConfig
 from medialane.worker.gateway_link import RpcServer

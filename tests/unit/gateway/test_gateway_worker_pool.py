@@ -20,11 +20,10 @@ from medialane.core.errors import (
     WorkerStalled,
 )
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
-from medialane.gateway.worker_control import WorkerControl, WorkerInfo
+from medialane.gateway import GatewayConfig, WorkerControl, WorkerInfo, WorkerLink, WorkerPool, health_of
 from medialane.gateway.worker_link import RpcClient
 from medialane.gateway.worker_pool import on_hosts_of
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
 from medialane.wire import Hello, RpcConfig
 from medialane.worker.gateway_link import RpcServer

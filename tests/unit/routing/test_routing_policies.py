@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.routing import RoutingConfig, RoutingRequest
-from medialane.routing.block_index import BlockIndex
+from medialane.routing import BlockIndex, RoutingConfig, RoutingRequest
 from medialane.routing.cost import CostModel, ScoringInput
 from medialane.routing.pending_blocks import PendingBlocks
 from medialane.routing.policies import policy

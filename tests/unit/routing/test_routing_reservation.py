@@ -5,8 +5,7 @@ import pytest
 
 from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
-from medialane.routing import RoutingConfig, RoutingRequest
-from medialane.routing.block_index import BlockIndex
+from medialane.routing import BlockIndex, RoutingConfig, RoutingRequest
 from medialane.routing.cost import CostModel, ScoringInput, encoder_items
 from medialane.routing.encoder_cache import EncoderCaches
 from medialane.routing.pending_blocks import PendingBlocks

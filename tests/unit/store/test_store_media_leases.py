@@ -32,8 +32,20 @@ from medialane.core.name_records import boot_time
 from medialane.core.stats import StoreStats
 from medialane.media import MediaConfig
 from medialane.peers import Pulls
-from medialane.store import Aliases, Items, MediaLeases, StoreConfig, StoreServer
-from medialane.store.messages import AskLease, FindItem, PutMedia, ResolveAlias, StoreStatus, WriteMedia, Written
+from medialane.store import (
+    Aliases,
+    AskLease,
+    FindItem,
+    Items,
+    MediaLeases,
+    PutMedia,
+    ResolveAlias,
+    StoreConfig,
+    StoreServer,
+    StoreStatus,
+    WriteMedia,
+    Written,
+)
 from poison import poison_freed
 from waiting import eventually
 

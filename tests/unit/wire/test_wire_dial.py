@@ -23,4 +23,4 @@ async def test_free_port_that_connects_to_itself_counts_as_refused(monkeypatch):
     authentication = Security.load(RpcConfig()).authentication("rpc", Role.WORKER, Role.GATEWAY)
     monkeypatch.setattr(socket, "socket", FromThatPort)
     with pytest.raises(NoWorkerReady):
-        await dial.dial(f"tcp://127.0.0.1:{address[1]}", asyncio.Protocol(), authentication)
+        await dial(f"tcp://127.0.0.1:{address[1]}", asyncio.Protocol(), authentication)
