@@ -99,7 +99,7 @@ async def session_server(tiny_model):
 @pytest.fixture
 def server(session_server, monkeypatch):
     """vLLM's app over a fake backend that is reset for each test."""
-    from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
+    from medialane.vllm_bridge.frontend import CONNECTOR
 
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
     session_server.backend.reset()

@@ -37,8 +37,8 @@ from medialane.core.feature import MediaSpan, PlaceholderRange
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, open_scope
 from medialane.gateway.report import report_schema
-from medialane.vllm_bridge.frontend import RoutedEngineClient
-from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR, ReferenceConnector
+from medialane.vllm_bridge.frontend import CONNECTOR, RoutedEngineClient
+from medialane.vllm_bridge.frontend.renderer_hook import ReferenceConnector
 from waiting import eventually
 
 pytestmark = [

@@ -15,8 +15,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from medialane.cli import gateway
-from medialane.cli.main import main
+from medialane.cli import gateway, main
 from medialane.gateway import BoundedServer, WorkerPool
 
 

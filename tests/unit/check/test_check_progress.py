@@ -2,8 +2,8 @@ import io
 
 from rich.console import Console
 
+from medialane.check import CheckProgress
 from medialane.check import progress as progress_module
-from medialane.check.progress import CheckProgress
 from medialane.core.process.phase import Phase, PhaseFile
 from waiting import eventually
 

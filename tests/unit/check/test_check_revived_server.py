@@ -8,10 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from medialane.check import revived_server
-from medialane.check.case import Request
-from medialane.check.client import CheckClient
-from medialane.check.progress import CheckProgress
+from medialane.check import CheckClient, CheckProgress, Request, revived_server
 from medialane.check.revived_server import MAX_STARTS, RevivedServer
 from medialane.core.errors import StartupFailed
 

@@ -5,7 +5,7 @@ import io
 import pytest
 import soundfile
 
-from medialane.check.case import Answer, Upload
+from medialane.check import Answer, Upload
 from medialane.check.kinds.speech import SPEECH
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.cli.main import main
+from medialane.cli import main
 from medialane.core.errors import StartupFailed
 from medialane.wire import RpcConfig, Security
 

@@ -3,8 +3,7 @@ import socket
 
 import pytest
 
-from medialane.cli import doctor
-from medialane.cli.main import main
+from medialane.cli import doctor, main
 from medialane.config import load_config
 from medialane.wire import TcpAddress
 

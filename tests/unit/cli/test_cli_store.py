@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 from medialane.arena import kept_arenas, reap
-from medialane.cli import store, store_command
+from medialane.cli import main, store, store_command
 from medialane.cli.doctor import check_kept_arenas
-from medialane.cli.main import main
 from medialane.cli.store import nixl_mover, published_images
-from medialane.cluster.process_spec import NOT_NEEDED
+from medialane.cluster import NOT_NEEDED
 from medialane.config import Config, load_config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import content_hash

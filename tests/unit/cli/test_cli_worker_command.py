@@ -2,8 +2,7 @@
 
 import pytest
 
-from medialane.cli import gateway_command, worker_command
-from medialane.cli.main import COMMANDS, parse_words
+from medialane.cli import COMMANDS, gateway_command, parse_words, worker_command
 from medialane.cluster import local
 from medialane.config import Config
 from medialane.core.errors import StartupFailed

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.cli import worker_command, worker_store
-from medialane.cli.main import main
+from medialane.cli import main, worker_command, worker_store
 from medialane.config import Config
 from medialane.observability import LogProcess
 from medialane.wire import has_listener

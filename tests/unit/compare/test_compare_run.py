@@ -10,8 +10,7 @@ import pytest
 from fake_vllm import CHAT, FakeVllm
 from rich.console import Console
 
-from medialane.check.progress import CheckProgress
-from medialane.check.servers import Launch
+from medialane.check import CheckProgress, Launch
 from medialane.compare.formats import read_traffic
 from medialane.compare.journal import Journal, Manifest
 from medialane.compare.replay import Pace

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from fake_engine import FAKE_CARD, FakeEngine
-from medialane.check.server_process import free_port
+from medialane.check import free_port
 from medialane.core.errors import StartupFailed
 from medialane.core.stats import ArenaStats, PoolStats, PullStats, StoreStats
 from medialane.gateway.worker_link import RpcClient

@@ -2,10 +2,6 @@
 
 from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient, encode_params
+from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
 
-__all__ = [
-    "Action",
-    "Frontend",
-    "RoutedEngineClient",
-    "encode_params",
-]
+__all__ = ["CONNECTOR", "Action", "Frontend", "RoutedEngineClient", "encode_params"]

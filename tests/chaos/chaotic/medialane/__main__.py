@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from medialane.cli.main import main
+from medialane.cli import main
 from medialane.cluster import ProcessSpec, local
 
 TESTS = Path(__file__).parents[3]
