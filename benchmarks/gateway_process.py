@@ -166,7 +166,7 @@ def run_store(config: Config, model: str, flags: Sequence[str], address: str) ->
     """Main function of the store process, like `medialane store`. Stops with the gateway, however that ends."""
     signal_on_parent_death(signal.SIGTERM, parent_pid=os.getppid())
     enter_environ(config, "store", model, flags, on_gpu=False)
-    store.run(Reloading("store", config), model, flags, address)
+    store.run(Reloading(config), model, flags, address)
 
 
 async def _serve(
@@ -181,7 +181,7 @@ async def _serve(
     noted: list[Any] = []
     watching = asyncio.create_task(alongside(noted)) if alongside is not None else None
     addresses = gateway_app.GatewayAddresses(list(peers.workers), peers.store)
-    await gateway.serve(Reloading("gateway", config), model, flags, addresses=addresses, sock=sock)
+    await gateway.serve(Reloading(config), model, flags, addresses=addresses, sock=sock)
     if watching is not None:
         watching.cancel()
     return noted

@@ -15,9 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from medialane.compare.machine import machine as machine
-from medialane.compare.machine import percentile as percentile
-from medialane.compare.machine import versions
+from medialane.core.machine import machine as machine
+from medialane.core.machine import percentile as percentile
+from medialane.core.machine import versions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

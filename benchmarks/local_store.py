@@ -27,7 +27,7 @@ async def host_store(address: str, arena: Arena, pool: PreparerPool | None = Non
     preparers: Any = pool
     async with Fetcher(media, open_body=EncodedStore(arena, media).open) as fetcher:
         aliases = Aliases(max_aliases=1, ttl_s=60)
-        leases = MediaLeases(arena, StoreConfig())
+        leases = MediaLeases(arena, StoreConfig(), media, aliases=aliases, pool=preparers)
         items = Items(arena=arena, pool=preparers, fetcher=fetcher, media=media, aliases=aliases, leases=leases)
 
         def status() -> StoreStatus:

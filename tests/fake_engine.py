@@ -43,6 +43,7 @@ from medialane.core.request import (
     OutputDelta,
     PooledPart,
     WorkerLoad,
+    merge_deltas,
 )
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.testing.simulated import SimulatedParams
@@ -63,10 +64,11 @@ DIGEST_BYTES = 32
 
 class FakeParams(msgspec.Struct, frozen=True):
     """Sampling parameters of the fake engine, as JSON in `EngineRequest.sampling_params`. The output of a pooling
-    request has `max_tokens` parts."""
+    request has `max_tokens` parts; one that does not stream has all tokens in one part."""
 
     max_tokens: int = 4
     token_s: float = 0.0
+    streams: bool = True
 
 
 class FakeContinuable:
@@ -198,7 +200,8 @@ class FakeEngine:
         num_cached = self._prefill(request)
         self.num_requests += 1
         self.num_reading += 1
-        preceding = list(request.generated)
+        preceding, unsent = list(request.generated), list[OutputDelta]()
+        first_at = 0.0
         try:
             await self._encode(request, tensors, embeddings)
             for number in range(params.max_tokens):
@@ -214,7 +217,11 @@ class FakeEngine:
                 inputs = msgspec.msgpack.encode((request.prompt.token_ids, items, preceding))
                 token = int(content_hash(inputs)[:8], 16) % VOCABULARY
                 preceding.append(token)
-                yield _delta(request, number, token, num_cached, finished=finished)
+                first_at = first_at or time.monotonic()
+                unsent.append(_delta(request, number, token, num_cached, finished=finished))
+                if params.streams or finished:
+                    yield _at_once(unsent, time.monotonic() - first_at)
+                    unsent.clear()
         finally:
             try:
                 await asyncio.sleep(self.release_s)  # time: as an engine takes
@@ -345,6 +352,11 @@ def _pooled(
         num_cached_tokens=num_cached,
         pooled=PooledPart(spec, memoryview(data)),
     )
+
+
+def _at_once(deltas: Sequence[OutputDelta], decode_s: float) -> OutputDelta:
+    whole = merge_deltas(deltas)
+    return whole if whole.times is None else msgspec.structs.replace(whole, times=EngineTimes(decode_s=decode_s))
 
 
 def _delta(request: EngineRequest, number: int, token: int, num_cached: int, *, finished: bool) -> OutputDelta:

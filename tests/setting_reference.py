@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from medialane.cli.flags import TITLES, default_text
-from medialane.config import LIVE, Setting, settings
+from medialane.config import Setting, settings
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 
@@ -17,8 +17,8 @@ _TOP = """\
 Every setting of medialane, written by `python tests/setting_reference.py` from the definitions of `--help-all`.
 [Configuration](../configuration.md) explains the important ones, and where a value is given: as flag, as
 `MEDIALANE_...` (the name in capitals, with `_`), as key of a TOML file. What may change: [Stability](stability.md).
-Those with `*` change without a restart:
-[`medialane reload`](../deployment.md#changing-settings-of-running-processes).
+A change of a setting needs a restart, but for
+[log level, keys and certificates](../deployment.md#keys-certificates-and-log-level).
 """
 
 #: Modules of the commands that have settings by sections.
@@ -55,8 +55,6 @@ def _values(setting: Setting) -> str:
 
 def _row(setting: Setting) -> str:
     shown = f"`{setting.variable}` only" if setting.is_secret else f"`{setting.flag}`"
-    if any(setting.name in names for names in LIVE.values()):
-        shown += " *"
     text = setting.description.replace("|", "\\|").replace("<", "&lt;")
     return f"| {shown} | {_values(setting)} | {default_text(setting)} | {text} |\n"
 

@@ -19,7 +19,7 @@ import torch
 from medialane.core.process.title import reserve_title
 from medialane.vllm_bridge.engine.cpu_executor import CpuExecutor
 from medialane.vllm_bridge.engine.engine import build_engine
-from medialane.vllm_bridge.engine.warm_imports import warm_imports
+from medialane.vllm_bridge.warm import warm_imports
 
 FLAGS = [
     "--max-model-len=2048",

@@ -65,7 +65,7 @@ async def digest(pool, arena, number, modality, media_type, data, options):
 
 def main(model):
     config = msgspec.json.encode(FactoryConfig(model, list(TINY_MODEL_FLAGS)))
-    prebuilt.build(PROCESSOR_FACTORY, config, dict(os.environ))
+    prebuilt.build(prebuilt.ProcessorSource(PROCESSOR_FACTORY, config, dict(os.environ)))
     prebuilt.fork_forkserver()
     results = []
     for _ in range(2):

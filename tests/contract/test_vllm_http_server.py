@@ -17,7 +17,7 @@ from medialane.core.errors import StartupFailed
 from medialane.core.process.stop import Stop
 from medialane.gateway import BoundedServer, GatewayConfig, http_bounds
 from medialane.vllm_bridge.arguments import parse_vllm_args
-from medialane.vllm_bridge.frontend.http_server import check_http, read_certificate, serve_http, uvicorn_config
+from medialane.vllm_bridge.frontend.http_server import check_http, serve_http, uvicorn_config
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -185,11 +185,14 @@ def test_ssl_refresh_requires_certificate_files():
 
 
 def test_certificate_that_cannot_be_used_is_refused_before_anything_changes(files, tmp_path):
-    served = config(*files)
-    read_certificate(served)()
+    server = BoundedServer(config(*files), bounds=http_bounds(GatewayConfig()))
+    use, flags = server.read_certificate()
+    use()
+    assert flags == ["--ssl-certfile"]
     (tmp_path / "cert.pem").write_text("no certificate")
     with pytest.raises(StartupFailed, match="--ssl-certfile"):
-        read_certificate(served)
+        server.read_certificate()
+    assert BoundedServer(config(), bounds=http_bounds(GatewayConfig())).read_certificate()[1] == ()
 
 
 async def test_changed_certificate_is_reloaded(files, tmp_path):

@@ -199,6 +199,46 @@ async def test_invalid_parameter_gives_plain_vllms_error(ours, plain, name):
     assert (await ours.succeed(chat(ASK))).ids
 
 
+GRAMMARS = {
+    # name: (member of structured_outputs, grammar, whether xgrammar's compiler refuses it)
+    "two roots": ("grammar", 'root ::= "a"\nroot ::= "b"', True),
+    "a list of items, as in draft 7": (
+        "json",
+        {"type": "array", "items": [{"type": "string"}, {"type": "integer"}]},
+        True,
+    ),
+    "endless recursion": ("grammar", "root ::= root", False),
+    "endless recursion of two rules": ("grammar", "root ::= a\na ::= b\nb ::= a", False),
+    "endless $ref": ("json", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, False),
+    "$ref to itself": ("json", {"$ref": "#"}, False),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", GRAMMARS)
+async def test_grammar_that_the_engine_cannot_compile_names_its_parameter(ours, name, stream):
+    """An engine has one compiler, that of its first grammar: xgrammar, if the workers' was that of a choice. vLLM's
+    front end has found these grammars valid for another one. Prompts differ, so that all workers get some."""
+    kind, grammar, is_refused = GRAMMARS[name]
+
+    def asked(number, **more):
+        return chat(text(f"{number} {name} {stream}"), max_tokens=8, **more)
+
+    for number in range(4):
+        choices = [asked(f"{number} {n}", structured_outputs={"choice": ["cat", "dog"]}) for n in range(4)]
+        await asyncio.gather(*map(ours.succeed, choices))
+    bad = [asked(n, stream=stream, structured_outputs={kind: grammar}) for n in range(8)]
+    answers = await asyncio.gather(*map(ours.post, bad))
+    refused = [answer for answer in answers if answer.status == 400]
+    assert {answer.status for answer in answers} <= {200, 400}
+    assert refused or not is_refused
+    for answer in refused:
+        assert answer.json["error"]["code"] == "invalid_grammar"
+        assert answer.json["error"]["param"] == f"structured_outputs.{kind}"
+        assert "grammar" in answer.json["error"]["message"]
+    await ours.succeed(choices[0])
+
+
 async def test_unsupported_modality_error_names_its_field(ours):
     part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
     answer = await ours.post(chat(ASK, part))

@@ -181,6 +181,23 @@ async def test_first_token_is_earlier_than_the_end_whether_or_not_the_answer_is_
     assert 0 < token_s < 0.7 * ended_s
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_all_sources_agree_on_the_first_token_of_an_answer_that_is_not_streamed(ours, n):
+    async def measured():
+        page = await ours.metrics()
+        return page.value("medialane_stage_seconds_sum", stage="first_token"), page.value(
+            "medialane_time_to_first_token_seconds_sum"
+        )
+
+    before = await measured()
+    answer = await ours.succeed(chat(text("Count"), ignore_eos=True, max_tokens=128, n=n, temperature=n - 1))
+    stage_s, ttft_s = (new - old for new, old in zip(await measured(), before, strict=True))
+    timing = {name: float(ms) / 1000 for name, ms in re.findall(r"(\w+);dur=([\d.]+)", answer.headers["server-timing"])}
+    assert timing["first_token"] == pytest.approx(stage_s, abs=1e-4)
+    assert timing["queue"] + timing["prefill"] <= timing["first_token"] < 0.5 * timing["total"]
+    assert stage_s <= ttft_s < 0.5 * timing["total"]
+
+
 @pytest.mark.parametrize("name", ["ours", "queued"])
 async def test_page_has_no_series_or_family_twice(ours, gateways, live, name):
     page = await (ours if name == "ours" else gateways["joined"]).metrics()

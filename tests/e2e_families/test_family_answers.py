@@ -15,7 +15,7 @@ from medialane.testing.tiny_model import cache_folder
 
 pytestmark = pytest.mark.vllm
 
-#: Families that `make test-all` starts, which differ most: video with timestamps, its own `apply`, mixed modalities, an
+#: Families that `make nightly` starts, which differ most: video with timestamps, its own `apply`, mixed modalities, an
 #: encoder prompt, the tokenizer of Mistral's own format, embeddings instead of tokens.
 _ALWAYS = ("qwen3_vl", "paligemma", "qwen2_5_omni", "whisper", "voxtral", "qwen3_vl_embedding")
 

@@ -95,7 +95,7 @@ def main(model: str, port: int, folder: Path, flags: Sequence[str]) -> None:
     store.PROCESSOR_FACTORY = "breaking_processor:build_processor"
     store.Fetcher = _fetcher
     store.prebuild(config, model, flags, os.environ)
-    with _forked(lambda: store.run(Reloading("store", config), model, flags, f"unix:{folder}/store")):
+    with _forked(lambda: store.run(Reloading(config), model, flags, f"unix:{folder}/store")):
         uvloop.run(_serve(config, model, folder, port=port, flags=[*flags, "--disable-uvicorn-access-log"]))
 
 
@@ -136,7 +136,7 @@ async def _serve(config: Config, model: str, folder: Path, *, port: int, flags: 
         async with _mapping(handler, config, store):
             with bind_http("127.0.0.1", port) as sock:
                 addresses = gateway_app.GatewayAddresses([worker], store)
-                await gateway.serve(Reloading("gateway", config), model, flags, addresses=addresses, sock=sock)
+                await gateway.serve(Reloading(config), model, flags, addresses=addresses, sock=sock)
     finally:
         await server.close()
 

@@ -15,7 +15,7 @@ CONTRASTS = """(() => {
     }
   };
   const hasText = (node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
-  return [...document.querySelectorAll('main *, header *, section *, .card *')]
+  return [...document.querySelectorAll('main *, header *, section *')]
     .filter((node) => node.checkVisibility() && hasText(node) && !node.classList.contains('none'))
     .map((node) => {
       const colour = getComputedStyle(node)[node.closest('svg') ? 'fill' : 'color'];

@@ -134,7 +134,7 @@ def store(folder: Path) -> int:
     if not set(GATEWAYS) & set(place.names):
         settings |= {"stage": "url", "preparers": "1"}  # as `medialane worker --start-store`
     config = load_config(settings, environ=environ)
-    return command.run(Reloading("store", config), str(folder), [], address(folder, "store"))
+    return command.run(Reloading(config), str(folder), [], address(folder, "store"))
 
 
 def stop_pulls_at_the_gate(gates: Gates) -> None:

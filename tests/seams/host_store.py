@@ -71,7 +71,8 @@ class HostStore:
         self._preparers = preparers
         self._fetcher = fetcher
         self.mover = mover
-        self.leases = MediaLeases(arena, StoreConfig())
+        self.aliases = Aliases(max_aliases=8, ttl_s=60)
+        self.leases = MediaLeases(arena, StoreConfig(), media, aliases=self.aliases, pool=preparers)
         self.items = self._make_items()
         self.fairness = LoopFairness()
         self._stack = AsyncExitStack()
@@ -110,7 +111,7 @@ class HostStore:
             pool=self._preparers,
             fetcher=self._fetcher,
             media=self.media,
-            aliases=Aliases(max_aliases=8, ttl_s=60),
+            aliases=self.aliases,
             leases=self.leases,
             published=published,
         )

@@ -106,6 +106,35 @@ async def test_features_arrive_in_prompt_order_and_repeats_hit_the_cache(arena, 
     assert [f.mm_hash for f in features] == [f.mm_hash for f in seen[1].prompt.features]
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_first_token_is_when_the_worker_has_it_whether_or_not_the_answer_is_streamed(
+    arena, preparers, worker, streams
+):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope() as scope:
+            await parts.answer(prompt(), max_tokens=20, token_s=0.05, streams=streams)
+    timeline, record = scope.timeline, scope.record
+    assert 0.05 <= timeline.seconds["first_token"] < 0.9  # the other tokens take 0.95 s
+    assert record.total_ms > 1000
+    assert record.first_token_ms == pytest.approx(timeline.seconds["first_token"] * 1000)
+    assert timeline.seconds["first_token"] * 1000 <= record.ttft_ms < record.total_ms - 900
+
+
+async def test_first_token_of_several_prompts_is_the_earliest_whichever_is_complete_first(arena, preparers, worker):
+    async with Parts(arena, preparers, [worker]) as parts:
+        with open_scope() as scope:
+            long = asyncio.create_task(parts.answer(prompt(), "a", max_tokens=30, token_s=0.1, streams=False))
+            await eventually(lambda: worker.engine.num_requests == 1)
+            await asyncio.sleep(0.2)  # time: the first prompt has its first token
+            await parts.answer(prompt(), "b", max_tokens=2, token_s=0.25, streams=False)
+            assert not long.done()
+            after_s = scope.record.first_token_ms / 1000
+            await long
+    assert after_s >= 0.25
+    assert scope.timeline.seconds["first_token"] < after_s
+    assert scope.record.first_token_ms < after_s * 1000
+
+
 async def test_features_that_the_worker_refuses_are_processed_there(arena, preparers, worker):
     seen = spy(worker, [InvalidFeature("image: a field that no sample had")])
     async with Parts(arena, preparers, [worker]) as parts:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import tempfile
 import threading
+import time
 from contextlib import AsyncExitStack, aclosing
 
 import pytest
@@ -15,7 +16,7 @@ from fake_engine import FakeContinuable, FakeEngine
 from medialane.core.errors import InvalidRequest, NoWorkerReady, StartupFailed, WorkerQueued
 from medialane.gateway import GatewayConfig, RequestTracing, ScopeMiddleware, current_scope
 from medialane.gateway.worker_link import RemoteRequest
-from medialane.observability.tracing import Tracing
+from medialane.observability.tracing import Tracing, client_context
 from medialane.worker.gateway_link.work_queue import WorkQueue
 from otlp_collector import grpc_collector, http_collector
 from waiting import eventually
@@ -236,6 +237,22 @@ async def test_probes_and_scrapes_make_no_spans_and_unknown_paths_name_none(part
         await traced.send(nothing, path="/whatever/a/client/asks")
         await traced.send(nothing, path="/tokenize")
     assert sorted(span.name for span in collector.spans) == ["POST", "POST /tokenize"]
+
+
+async def test_a_request_that_is_refused_makes_no_span(parts, collector):
+    async def refuse():
+        current_scope().is_refused = True
+
+    async with Traced(parts, collector) as traced:
+        await traced.send(refuse, status=401, context=CLIENT)
+    assert not collector.spans
+
+
+def test_long_state_of_other_vendors_is_not_parsed():
+    started = time.thread_time()
+    context = client_context({"traceparent": CLIENT, "tracestate": " " * 60_000})
+    assert time.thread_time() - started < 0.1
+    assert context is not None
 
 
 @pytest.mark.parametrize("context", [None, f"{CLIENT[:-1]}0"])

@@ -24,7 +24,6 @@ from medialane.gateway import (
     IntakeMiddleware,
     MediaEndpoint,
     ScopeMiddleware,
-    SentMedia,
     current_scope,
     open_scope,
 )
@@ -49,9 +48,10 @@ class Server:
         keys_file.chmod(0o600)
         self.config = GatewayConfig(keys=str(keys_file), **FAST, **config)
         self.fairness, self.metrics = LoopFairness(), Metrics(CollectorRegistry())
-        sent = SentMedia(parts.store.link, fairness=self.fairness, timeout_s=5.0)
-        gateway = parts.gateway
-        self.endpoint = MediaEndpoint(sent, self.config, admit=gateway.admit, num_tokens=gateway.num_image_tokens)
+        link, gateway = parts.store.link, parts.gateway
+        self.endpoint = MediaEndpoint(
+            link, self.config, self.fairness, admit=gateway.admit, num_tokens=gateway.num_image_tokens
+        )
         intake = IntakeMiddleware(self._route, MediaConfig(), self.config, self.fairness)
         self.keys = AccessKeys.load(self.config)
         self.app = ScopeMiddleware(AccessMiddleware(intake, self.keys, self._route_of), self.metrics)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 import time
 from contextlib import closing
 from pathlib import Path
@@ -18,35 +17,34 @@ from medialane.cli.flags import add_settings, given_settings
 from medialane.cli.launches import EXIT_INTERRUPTED, check_launch, launch_environs, logs_folder, until_signal
 from medialane.cli.serve import SECTIONS
 from medialane.cluster.preflight import check_start
-from medialane.compare.formats import FORMATS, read_traffic
-from medialane.compare.journal import Journal, Manifest, Turn, writing
-from medialane.compare.machine import machine
-from medialane.compare.page import page_of
-from medialane.compare.replay import Pace
-from medialane.compare.report import CompareReport, make_report
-from medialane.compare.run import Comparison
-from medialane.compare.sides import sides_of
-from medialane.compare.summary import Slo
-from medialane.compare.table import show
-from medialane.compare.traffic import Traffic
+from medialane.compare import (
+    Comparison,
+    Journal,
+    Manifest,
+    Pace,
+    Slo,
+    Traffic,
+    make_report,
+    read_traffic,
+    show,
+    sides_of,
+)
 from medialane.config import load_config, process_environ
 from medialane.core.errors import StartupFailed
-from medialane.core.private_file import write_private
+from medialane.core.machine import machine
 from medialane.gateway.access import metrics_key
 
 _COMMON = ("workers", "preparers", "arena-size", "stage", "transport", "start-timeout", "log-level")
 _CONCURRENCY = 8
 _SLO = Slo()
 
-_FILES = textwrap.fill(f"FILE is one of: {', '.join(each.name for each in FORMATS)}.", 118)
-
 _EPILOG = f"""\
 Replays the requests of a file against plain vLLM, then against `medialane serve`, each at its defaults and alone on
 this machine, and compares them: answers, times, throughput, goodput, CPU, bytes copied, what was found in caches.
-Prints a table; writes report.json and report.html, a page without anything from elsewhere, to the folder --out.
+Prints a table; writes report.json, and each reply, to the folder --out.
 
-{_FILES}
-`medialane serve MODEL --record FILE` records traffic; docs/guides/compare.md has the ten minutes from there to here.
+FILE is a recording or an OpenAI batch file. `medialane serve MODEL --record FILE` records traffic;
+docs/guides/compare.md has the ten minutes from there to here.
 
 Requests are sent greedy and streamed (--as-sent: as they are), at their times if the file has any, else {_CONCURRENCY}
 at a time. Ctrl-C stops the servers and reports what there is; the same command with the same --out goes on from there.
@@ -57,7 +55,7 @@ interrupted.
 examples:
   medialane compare Qwen/Qwen2.5-VL-3B-Instruct --requests traffic.jsonl
   medialane compare ./model --requests batch.jsonl --concurrency 32 --rounds 2 -- --max-model-len 8192
-  medialane compare ./model --requests trace.jsonl --limit 500 --speed 2 --slo-ttft 0.5
+  medialane compare ./model --requests traffic.jsonl --limit 500 --speed 2 --slo-ttft 0.5
   medialane compare ./model --requests traffic.jsonl --against old=http://10.0.0.1:8000 --against new=http://10.0.0.2:8000"""
 
 
@@ -136,29 +134,21 @@ def _compare(args: argparse.Namespace, comparison: Comparison, folder: Path, pro
 
     measured_on = machine()
     is_whole = until_signal(work())
-    turns = comparison.turns(journal)
     report = make_report(
         manifest,
         comparison.traffic,
-        turns,
+        comparison.turns(journal),
         slo=Slo(args.slo_ttft, args.slo_tpot),
         rounds=args.rounds,
         measured_on=measured_on,
     )
-    _write(report, folder, turns)
+    journal.write("report.json", msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     show(report, Console())
-    print(f"{folder / 'report.html'}\n{folder / 'report.json'}")
+    print(folder / "report.json")
     if not is_whole:
         print(f"interrupted: the same command with --out {folder} goes on from here", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0 if report.agreement.num_compared and all(side.num_succeeded for side in report.sides) else 1
-
-
-def _write(report: CompareReport, folder: Path, turns: list[list[Turn]]) -> None:
-    document = msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
-    with writing(folder):
-        write_private(folder / "report.json", document)
-        write_private(folder / "report.html", page_of(report, turns).encode())
 
 
 def _manifest(args: argparse.Namespace, comparison: Comparison) -> Manifest:

@@ -6,7 +6,9 @@ import argparse
 import asyncio
 import base64
 import re
+import shlex
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -54,30 +56,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--image", action="append", default=[], type=Path, metavar="PATH", help="your own image; repeat for two"
     )
-    parser.add_argument("--keep", action="store_true", help="keep serving after the comparison, until Ctrl-C")
+    parser.add_argument("--keep", action="store_true", help="serve after the comparison, until Ctrl-C")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every response equals plain vLLM's, 1 if one differs. Raises StartupFailed."""
-    return asyncio.run(_run(_images(args.image), keep=args.keep))
+    return asyncio.run(compared(_images(args.image), keep=args.keep))
 
 
-async def _run(images: Sequence[bytes], *, keep: bool) -> int:
+async def compared(images: Sequence[bytes], *, keep: bool) -> int:
+    """Return the exit status of the demo. Raises StartupFailed."""
     console = Console()
     with console.status("building a tiny Qwen2.5-VL with random weights"):
         model = str(await asyncio.to_thread(build_tiny_model, cache_folder(process_environ())))
     console.print(f"model: tiny Qwen2.5-VL, random weights, in {model}", soft_wrap=True)
     async with _web_server(images) as web_url:
         questions = _requests(images, web_url)
+        console.print("1. plain vLLM answers four requests")
+        with console.status("it takes about 40 s to start on a CPU"):
+            theirs = await _ask_plain(model, questions)
+        console.print(f"2. medialane answers the same{', and then keeps serving' if keep else ''}")
         async with _medialane(model) as server:
             ours = await _ask_all(server.base_url, model, questions)
             _show(console, questions, ours)
+            status = _compare(console, questions, ours, theirs)
             if keep:
-                console.print(f"serving on {server.base_url} until Ctrl-C")
+                url = server.base_url.removesuffix("/v1")
+                _say_next(
+                    console,
+                    "medialane serves until Ctrl-C. In another terminal:",
+                    f"URL={url} MODEL={shlex.quote(model)}",
+                )
                 await _interrupted()
-        with console.status("plain vLLM answers the same requests (it takes about 40 s to start on a CPU)"):
-            theirs = await _ask_plain(model, questions)
-    return _compare(console, questions, ours, theirs)
+    if not keep:
+        command = shlex.join(["medialane", "serve", model, "--", *TINY_MODEL_FLAGS])
+        _say_next(console, "The demo has stopped its servers. To keep one, `medialane demo --keep`, or:", command)
+    return status
 
 
 def _images(paths: Sequence[Path]) -> list[bytes]:
@@ -128,7 +142,8 @@ async def _web_server(images: Sequence[bytes]) -> AsyncIterator[str]:
 def _medialane(model: str) -> AbstractAsyncContextManager[ServerProcess]:
     """Run `medialane serve` with two workers, as a user would; its progress is shown on the terminal."""
     command = ["-P", "-m", "medialane", "serve", model, "--workers", "2"]
-    flags = ["--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8", "--", *TINY_MODEL_FLAGS]
+    settings = ["--arena-size", "256MiB", "--allow-media-network", "127.0.0.0/8"]
+    flags = ["--unannounced", *settings, "--", *TINY_MODEL_FLAGS]
     # Of VLLM_API_KEY plain vLLM knows, too.
     environ = process_environ() | {"MEDIALANE_API_KEYS": "", "MEDIALANE_KEYS": ""}
     return server_process("medialane serve", command, flags, model=model, environ=environ, log=None, stop_s=_STOP_S)
@@ -177,8 +192,8 @@ def _token_ids(message: Any) -> list[int]:
 def _show(console: Console, questions: Sequence[DemoRequest], answers: Sequence[DemoAnswer]) -> None:
     """Print one column per request and one row per stage, so that the table fits a terminal."""
     table = Table("ms by stage (Server-Timing)", *(q.name for q in questions))
-    durations = [dict(re.findall(r"(\w+);dur=([\d.]+)", a.server_timing)) for a in answers]
-    described = [dict(re.findall(r'(\w+);desc="([^"]*)"', a.server_timing)) for a in answers]
+    durations = [dict(re.findall(r"\b(\w++);dur=([\d.]+)", a.server_timing)) for a in answers]
+    described = [dict(re.findall(r'\b(\w++);desc="([^"]*)"', a.server_timing)) for a in answers]
     for stage in _STAGES:
         table.add_row(stage, *(f"{float(stages[stage]):.1f}" if stage in stages else "" for stages in durations))
     table.add_row("cache", *(entries.get("cache", "") for entries in described))
@@ -201,8 +216,18 @@ def _compare(
     return 0 if identical else 1
 
 
+def _say_next(console: Console, text: str, command: str) -> None:
+    """Print lines to paste into a shell, each on one line."""
+    console.print(f"\n{text}")
+    if sys.prefix != sys.base_prefix:
+        print(f"  . {shlex.quote(str(Path(sys.prefix) / 'bin' / 'activate'))}")
+    print(f"  {command}", flush=True)
+
+
 async def _interrupted() -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop, loop, signals = asyncio.Event(), asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
     await stop.wait()
+    for number in signals:  # a second one kills
+        loop.remove_signal_handler(number)

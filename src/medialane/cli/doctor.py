@@ -292,7 +292,7 @@ def check_devices() -> Finding:
 
 def check_memory() -> Finding:
     with open("/proc/meminfo") as file:
-        facts = dict(re.findall(r"(\w+):\s+(\d+) kB", file.read()))
+        facts = dict(re.findall(r"\b(\w++):\s++(\d++) kB", file.read()))
     total, free = int(facts["MemTotal"]) * 1024, int(facts["MemAvailable"]) * 1024
     text = f"{format_bytes(free)} of {format_bytes(total)} free"
     if free < 4 << 30:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
 from medialane.cli.essential_tasks import EssentialTasks, unless_set
 from medialane.cli.gateway_app import Components, GatewayAddresses, gateway_app, gateway_of
-from medialane.cli.gateway_reload import GatewayReload
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
@@ -38,7 +38,6 @@ from medialane.gateway import (
     WorkerPool,
 )
 from medialane.gateway.admission import SharedCounts
-from medialane.gateway.changed_workers import ChangedWorkersFile
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http_protocol import http_bounds
 from medialane.gateway.http_server import BoundedServer
@@ -54,7 +53,7 @@ from medialane.routing import Router
 from medialane.store import StoreLink
 from medialane.vllm_bridge.frontend import prebuilt
 from medialane.vllm_bridge.frontend.app import Frontend
-from medialane.wire.address import consecutive_ports
+from medialane.wire.address import consecutive_ports, parse_named
 from medialane.wire.listener import bind_http, bind_unix, inherited
 from medialane.wire.protocol import Hello
 from medialane.wire.security import is_loopback
@@ -130,7 +129,7 @@ async def serve(
             if started.group is not None:
                 sock.listen(socket.SOMAXCONN)  # ready means that connections are accepted
                 await stack.enter_async_context(started.group.endpoint())
-            await _serve_http(config, started, sock, stop)
+            await _serve_http(reloading, started, sock, stop)
             if not stop.asked.is_set():
                 tasks.fail("the HTTP server")
     return EXIT_FAILED if tasks.failed else 0
@@ -147,16 +146,22 @@ class _Started(NamedTuple):
     health: Callable[[], Health]
 
 
-async def _serve_http(config: Config, started: _Started, sock: socket.socket, stop: Stop) -> None:
+async def _serve_http(reloading: Reloading, started: _Started, sock: socket.socket, stop: Stop) -> None:
+    config = reloading.config
     if not config.gateway.render_only:
         enter_phase("waiting for workers")
     frontend = started.frontend
-    server_of = partial(
-        BoundedServer,
-        bounds=http_bounds(config.gateway, max_headers=frontend.max_headers),
-        is_behind_router=sock.family == socket.AF_UNIX,
-        on_listening=lambda: show_ready(str(started.health())),
-    )
+
+    def server_of(of_vllm: uvicorn.Config) -> BoundedServer:
+        server = BoundedServer(
+            of_vllm,
+            bounds=http_bounds(config.gateway, max_headers=frontend.max_headers),
+            is_behind_router=sock.family == socket.AF_UNIX,
+            on_listening=lambda: show_ready(str(started.health())),
+        )
+        reloading.files.append(server.read_certificate)
+        return server
+
     async with watched(lambda: "stopping" if stop.asked.is_set() else str(started.health())):
         await frontend.serve(
             started.app,
@@ -186,11 +191,9 @@ async def _start(
     frontend = await asyncio.to_thread(Frontend, model, untraced_flags(vllm_args), config.gateway.api_keys)
     counts = _counts(addresses)
     keys = AccessKeys.load(config.gateway, frontend.api_keys, counts, is_local=listening.is_local)
-
-    def share(of_port: GatewayConfig) -> GatewayConfig:
-        return of_port.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
-
-    gateway_config = msgspec.structs.replace(fit_stage(share(config.gateway), frontend))  # a struct of its own
+    reloading.files.append(partial(keys.read_again, config.gateway))
+    share = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
+    gateway_config = fit_stage(share, frontend)
     await asyncio.to_thread(warm_up)
     fairness, metrics = LoopFairness(), Metrics(host=CollectorRegistry() if addresses.gateways else None)
     stack.callback(fairness.close)
@@ -204,8 +207,7 @@ async def _start(
         scraped="gateway",
         names_takers=config.store.debug_holds,
     )
-    changed = ChangedWorkersFile(config.gateway.workers_file)
-    links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics, changed=changed)
+    links = _links(config, frontend, store=store, addresses=addresses, metrics=metrics)
     components = Components(
         config=config,
         gateway_config=gateway_config,
@@ -213,7 +215,6 @@ async def _start(
         keys=keys,
         store=store,
         links=links,
-        changed_workers=changed,
         router=Router(config.routing),
         fairness=fairness,
         metrics=metrics,
@@ -244,10 +245,7 @@ async def _start(
         model_tasks = (await links.first_card()).tasks
     enter_phase("preparing the HTTP server")
     # Before workers are connected: it may take longer than they wait for a heartbeat.
-    make_reload = partial(
-        GatewayReload, reloading, own=gateway_config, share=share, gateway=gateway, keys=keys, frontend=frontend
-    )
-    app, group = await gateway_app(components, gateway, addresses, model_tasks, make_reload=make_reload)
+    app, group = await gateway_app(components, gateway, addresses, model_tasks, reloading=reloading)
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
     return _Started(frontend, app, group, partial(_give_up, components), components.health)
@@ -337,7 +335,6 @@ def _links(
     store: StoreLink,
     addresses: GatewayAddresses,
     metrics: Metrics,
-    changed: ChangedWorkersFile,
 ) -> WorkerPool:
     processor = frontend.processor_settings
     hello = Hello(
@@ -359,7 +356,7 @@ def _links(
         )
 
     pool = WorkerPool(
-        [link(name, address) for name, address in changed.read().applied_to(addresses.configured).items()],
+        [link(*parse_named(each, "--worker")) for each in addresses.workers],
         new_link=link,
         processor=processor,
         config=config.gateway,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 KEY_HELP = """\
 A gateway with --admin-key-file needs that key, from the same file or from MEDIALANE_ADMIN_KEY. One with only API keys
-needs one of those (MEDIALANE_API_KEYS) to list and drain; what adds, removes or reloads is then only for programs on
-the gateway's machine, if it listens on 127.0.0.1."""
+needs one of those (MEDIALANE_API_KEYS) for `workers`; `reload` is then only for programs on the gateway's machine, if
+it listens on 127.0.0.1."""
 
 
 class GatewayNotAnswering(StartupFailed, code="gateway_not_answering"):
@@ -49,10 +49,10 @@ class GatewayAdmin:
         self.url = url
         self._has_key = has_key
 
-    async def ask(self, kind: type[T], method: str, path: str, parameters: Mapping[str, str] | None = None) -> T:
+    async def ask(self, kind: type[T], method: str, path: str) -> T:
         """Return the response, decoded. Raises StartupFailed: GatewayNotAnswering if there is none."""
         try:
-            async with self._session.request(method, endpoint(self.url, path), params=parameters or {}) as response:
+            async with self._session.request(method, endpoint(self.url, path)) as response:
                 body = await response.read()
         except aiohttp.InvalidURL as error:
             raise StartupFailed(f"--gateway {self.url}: not a URL such as http://127.0.0.1:8000") from error

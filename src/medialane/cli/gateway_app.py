@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.middleware import Middleware
 
-from medialane.cli.gateway_reload import GatewayReload
 from medialane.cli.operators import Operators
+from medialane.cli.reloading import RELOAD, Reloading
 from medialane.config import Config
 from medialane.core.hashing import digest
 from medialane.core.loop_fairness import LoopFairness
@@ -33,7 +33,6 @@ from medialane.gateway import (
     health_of,
 )
 from medialane.gateway.admission import SharedCounts
-from medialane.gateway.changed_workers import ChangedWorkersFile
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.gateway_metrics import no_others
@@ -43,7 +42,6 @@ from medialane.gateway.recording import Recorder
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import OpenRequests
 from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
-from medialane.gateway.sent_media import SentMedia
 from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_control import WorkerControl
@@ -54,7 +52,6 @@ from medialane.routing.encode_choice import EncodeCosts
 from medialane.store import HoldPasser, StoreGrants, StoreLink
 from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import encode_params
-from medialane.wire.address import parse_named
 
 
 class GatewayAddresses(NamedTuple):
@@ -67,11 +64,6 @@ class GatewayAddresses(NamedTuple):
     gateways: Sequence[str] = ()
     gateway_index: int = 0
 
-    @property
-    def configured(self) -> dict[str, str]:
-        """The addresses of the workers by name."""
-        return dict(parse_named(each, "--worker") for each in self.workers)
-
 
 @dataclass(frozen=True)
 class Components:
@@ -83,7 +75,6 @@ class Components:
     keys: AccessKeys
     store: StoreLink
     links: WorkerPool
-    changed_workers: ChangedWorkersFile
     router: Router
     fairness: LoopFairness
     metrics: Metrics
@@ -153,7 +144,7 @@ async def gateway_app(
     addresses: GatewayAddresses,
     model_tasks: tuple[str, ...] | None,
     *,
-    make_reload: Callable[..., GatewayReload],
+    reloading: Reloading,
 ) -> tuple[Any, GatewayMetrics | None]:
     """Build vLLM's app around the gateway, and register the metrics of all components."""
     metrics, links = components.metrics, components.links
@@ -184,28 +175,28 @@ async def gateway_app(
         )
 
     ask_others = no_others if group is None else group.ask_others
-    reload = make_reload(ask_others=ask_others)
-    control = WorkerControl(
-        links,
-        configured=addresses.configured,
-        file=components.changed_workers,
-        rpc=components.config.rpc,
-        ask_others=ask_others,
-        index=str(addresses.gateway_index),
-    )
+
+    async def reload(_parameters: Mapping[str, str]) -> bytes:
+        """Read keys, certificates and the log's level again; what else has changed needs a restart, and is named."""
+        return await reloading.reload_all(ask_others)
+
+    control = WorkerControl(links, ask_others=ask_others, index=str(addresses.gateway_index))
     if group is not None:
-        group.answers.update({**control.answers, **reload.answers})
+        group.answers.update({**control.answers, RELOAD: reloading.answer})
     actions: dict[str, Action] = {
         "GET /medialane/workers": control.listed,
         "POST /medialane/workers/{name:path}/drain": control.drain,
-        "PUT /medialane/workers/{name:path}": control.add,
-        "DELETE /medialane/workers/{name:path}": control.remove,
-        "POST /medialane/reload": reload.asked,
+        "POST /medialane/reload": reload,
     }
     if components.config.media.allow_rdma:
         actions["POST /medialane/publish"] = gateway.publish_images
-    sent = SentMedia(components.store, fairness=components.fairness, timeout_s=components.gateway_config.body_timeout_s)
-    media = MediaEndpoint(sent, components.gateway_config, admit=gateway.admit, num_tokens=gateway.num_image_tokens)
+    media = MediaEndpoint(
+        components.store,
+        components.gateway_config,
+        components.fairness,
+        admit=gateway.admit,
+        num_tokens=gateway.num_image_tokens,
+    )
     operators = Operators(
         model=components.frontend.model_name,
         index=addresses.gateway_index,
@@ -229,6 +220,7 @@ async def gateway_app(
             names_takers=components.config.store.debug_holds,
             tracing=components.tracing,
             recorder=components.recorder,
+            model=components.frontend.model_name,
         ),
         access=lambda route_of: Middleware(AccessMiddleware, keys=components.keys, route_of=route_of, metrics=metrics),
         inner=[

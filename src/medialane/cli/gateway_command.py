@@ -33,6 +33,10 @@ SECTIONS: tuple[SectionName, ...] = (
 _COMMON = (
     "host",
     "port",
+    "keys",
+    "require-api-key",
+    "admin-key-file",
+    "drain-timeout",
     "join-listen",
     "stage",
     "transport",
@@ -90,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("gateway" if args.gateway_index is None else f"gateway {args.gateway_index}", args.argv)
-    reloading = Reloading.of("gateway", args, SECTIONS)
+    reloading = Reloading.of(args, SECTIONS)
     config = reloading.config
     log = configure(
         config.logging, component=f"gateway{'' if args.gateway_index is None else f'-{args.gateway_index}'}"
@@ -118,11 +122,8 @@ def run(args: argparse.Namespace) -> int:
 def _check_addresses(config: Config, args: argparse.Namespace) -> None:
     """Raise StartupFailed for addresses that are missing, malformed, or cannot be used."""
     gateway = config.gateway
-    if not (args.workers or gateway.join_listen or gateway.workers_file or gateway.render_only):
-        raise StartupFailed(
-            "a gateway needs workers: --worker ADDRESS, --join-listen for workers that join, or --workers-file for "
-            "those that are added"
-        )
+    if not (args.workers or gateway.join_listen or gateway.render_only):
+        raise StartupFailed("a gateway needs workers: --worker ADDRESS, or --join-listen for workers that join")
     if args.store is None:
         raise StartupFailed(
             f"a gateway needs --store unix:/path, the media store of its host (medialane store), or --store {NO_STORE} "

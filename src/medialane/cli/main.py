@@ -68,8 +68,10 @@ COMMANDS = {
     "bench": Command("bench", "run a benchmark"),
     "certs": Command("certs", "make the TLS certificates of several hosts"),
     "status": Command("status", "what a running gateway is connected to: hosts, workers, store, health"),
-    "workers": Command("workers", "list, add, drain and remove the workers of running gateways"),
-    "reload": Command("reload", "have running gateways read their settings again, and say what needs a restart"),
+    "workers": Command("workers", "list and drain the workers of running gateways"),
+    "reload": Command(
+        "reload", "have running gateways read keys, certificates and log level again, and name what needs a restart"
+    ),
     "doctor": Command("doctor", "check this machine for missing requirements", f"[MODEL] {_VLLM}"),
 }
 
@@ -177,10 +179,24 @@ def parse_words(
     args, unknown = parser.parse_known_args(ours)
     if unknown:
         hint = "\nvLLM's own flags go after a lone `--`" if command.takes_vllm_args else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(parser, unknown, command)}{hint}")
     if vllm_args and not command.takes_vllm_args:
         parser.error("this command takes no vLLM flags: nothing may follow `--`")
     return args
+
+
+def _meant(parser: argparse.ArgumentParser, unknown: list[str], command: Command) -> str:
+    """Return a question with the flags that look most like those of `unknown`, unless these are vLLM's."""
+    import difflib
+
+    from medialane.cluster.vllm_flags import flag_table
+
+    flags = parser._option_string_actions  # noqa: SLF001 - argparse has no list of its flags
+    theirs = flag_table()["flags"] if command.takes_vllm_args else ()
+    spelled = [word.partition("=")[0].replace("_", "-").lower() for word in unknown if word.startswith("--")]
+    found = [difflib.get_close_matches(word, flags, n=1, cutoff=0.7) for word in spelled if word not in theirs]
+    close = dict.fromkeys(flag for matches in found for flag in matches)
+    return f": did you mean {' '.join(close)}?" if close else ""
 
 
 def _hide_secrets(vllm_args: list[str]) -> tuple[list[str], list[str]]:

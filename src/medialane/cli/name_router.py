@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import math
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("name router", args.argv)
-    reloading = Reloading.of("name-router", args, SECTIONS)
+    reloading = Reloading.of(args, SECTIONS)
     config = reloading.config
     configure(config.logging, component="name-router")
     tune_process()
@@ -73,7 +73,7 @@ async def serve(
     """Serve on a bound socket, with those of vLLM's flags that concern its HTTP server. Raises StartupFailed."""
     config, models = reloading.config, ServedModels(served)
     keys = AccessKeys.load(config.gateway, client_keys(config.gateway, process_environ()))
-    reloading.prepare = lambda loaded: asyncio.to_thread(keys.read_again, loaded.gateway)
+    reloading.files.append(partial(keys.read_again, config.gateway))
     with stopped_by_signals() as stop:
         tasks = EssentialTasks(stop.asked)
         async with tasks:
@@ -90,6 +90,7 @@ async def serve(
             max_headers = int(flag_value(http_flags, "--h11-max-header-count") or MAX_HEADERS)
             bounds = http_bounds(config.gateway, max_headers=max_headers, files_each=2)
             server = BoundedServer(_uvicorn(config, app, http_flags), bounds=bounds)
+            reloading.files.append(server.read_certificate)
             drain_s = config.stop.drain_timeout_s
             try:
                 async with watched(), reloaded_by_hangup(reloading.reload):

@@ -6,12 +6,12 @@ import argparse
 import asyncio
 
 from medialane.cli.gateway_admin import KEY_HELP, add_gateway, connected
-from medialane.config.reloading import ReloadAnswer
+from medialane.config.reloading import SettingsChange
 
 _EPILOG = f"""\
-What can change while a gateway runs: limits, files of keys, the log level, routing weights, certificates. What cannot
-is named, and needs a restart. A file with an error changes nothing. Flags and environment of a process cannot change:
-what is read again is its --config file, and the files that settings name.
+What is read again: the contents of files of keys (--keys, --admin-key-file, --metrics-key-file) and of certificates
+(--ssl-certfile), and the log level in the --config file. Whatever else has changed in that file needs a restart, and is
+named. A file with an error changes nothing.
 
 SIGHUP to a gateway, store or worker does the same for that process, SIGHUP to `medialane serve` for all that it has
 started (in a terminal it stops them).
@@ -35,12 +35,6 @@ def run(args: argparse.Namespace) -> int:
 
 async def _reload(args: argparse.Namespace) -> int:
     async with connected(args) as gateway:
-        answer = await gateway.ask(ReloadAnswer, "POST", "/medialane/reload")
-    print(f"changed: {', '.join(answer.changed) or 'no setting'}")
-    if answer.files:
-        print(f"files read again: {', '.join(answer.files)}")
-    if answer.needs_restart:
-        print(f"needs a restart: {', '.join(answer.needs_restart)}")
-    for index in answer.gateways_missing:
-        print(f"gateway {index} has not read its settings again: see its log")
-    return int(bool(answer.gateways_missing))
+        change = await gateway.ask(SettingsChange, "POST", "/medialane/reload")
+    print(change)
+    return int(bool(change.gateways_missing))

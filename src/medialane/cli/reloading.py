@@ -1,4 +1,5 @@
-"""How a process reads its settings again: on SIGHUP, and a gateway when an operator asks for it.
+"""How a process reads again what operators change in place: its log level, and the contents of files of keys and
+certificates. It does on SIGHUP, and a gateway when an operator asks for it; what needs a restart is named.
 
 All or nothing: what may fail (the file of settings, files of keys, certificates) is read before anything changes.
 """
@@ -12,22 +13,30 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from medialane.cli.flags import given_settings
-from medialane.config import Config, SectionName, load_config, process_environ
-from medialane.config.reloading import LIVE, Command, SettingsChange, SettingsSource, change_of, take_over
-from medialane.core.errors import StartupFailed
+from medialane.config import Config, SectionName, load_config, process_environ, settings_environ
+from medialane.config.reloading import LIVE, SettingsChange, SettingsSource
+from medialane.core.errors import InvalidRequest, StartupFailed
 from medialane.core.process.systemd import shown_reload
 from medialane.core.watched_task import WatchedTask
 from medialane.observability.logging import set_level
+
+if TYPE_CHECKING:  # stores and workers have no gateway
+    from medialane.gateway.gateway_metrics import AskOthers
 
 logger = logging.getLogger(__name__)
 
 _SOURCE = "--settings-source"
 
-#: Given what was loaded, reads the files that settings name; returns what uses them, and their flags. Raises
-#: StartupFailed.
-Prepare = Callable[[Config], Awaitable[tuple[Callable[[], None], Sequence[str]]]]
+#: What gateways of a port ask each other.
+RELOAD = "reload"
+
+#: Reads files again; returns what uses them, and the flags that name them. Raises StartupFailed.
+ReadFiles = Callable[[], tuple[Callable[[], None], Sequence[str]]]
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -39,63 +48,75 @@ def source_flags(path: str) -> list[str]:
     return [_SOURCE, path]
 
 
-async def _nothing(_loaded: Config) -> tuple[Callable[[], None], Sequence[str]]:
-    return lambda: None, ()
-
-
 class Reloading:
-    """Reads the settings of a process again. `running` is what its parts use, `known` what its source had before."""
+    """Has the settings of a process, of which only the log's level changes. What has files to be read again adds itself
+    to `files`."""
 
-    def __init__(self, command: Command, running: Config, source: SettingsSource | None = None) -> None:
+    def __init__(self, config: Config, source: SettingsSource | None = None) -> None:
         """Without a source, no setting changes."""
-        self._live = LIVE[command]
-        self._running = self._known = running
-        self._source = source or SettingsSource(())
+        self.config = config
+        environ = settings_environ(config)
+        self.source = source or SettingsSource((), started=environ, environ=environ)
+        self.files: list[ReadFiles] = []
+        self._level = config.logging.level
         self._reading = asyncio.Lock()
-        self.prepare: Prepare = _nothing
 
     @classmethod
-    def of(cls, command: Command, args: argparse.Namespace, sections: Sequence[SectionName]) -> Reloading:
+    def of(cls, args: argparse.Namespace, sections: Sequence[SectionName]) -> Reloading:
         """Load the settings of a command. Raises StartupFailed."""
         flags, environ = given_settings(args), process_environ()
-        running = load_config(flags, file=args.config, sections=sections)
+        config = load_config(flags, file=args.config, sections=sections)
         if (path := vars(args).get("settings_source")) is None:
-            return cls(command, running, SettingsSource.of(sections, flags, args.config, environ))
-        reloading = cls(command, running, SettingsSource.read(path))
-        reloading._catch_up()
-        return reloading
-
-    @property
-    def config(self) -> Config:
-        return self._running
-
-    @property
-    def source(self) -> SettingsSource:
-        return self._source
-
-    def _catch_up(self) -> None:
-        """Have the values that were read again before this process was started: its environment has older ones."""
-        try:
-            self._known = self._source.load(self._running)
-        except StartupFailed as error:
-            logger.error("the settings of the start are used: %s", error.message)
-        else:
-            take_over(self._running, self._known, [f"--{name}" for name in self._live])
+            source = SettingsSource.of(config, sections=sections, flags=flags, file=args.config, environ=environ)
+            return cls(config, source)
+        source = SettingsSource.read(path)
+        return cls(_with_current_level(config, source), source)
 
     async def reload(self) -> SettingsChange:
         """Raises StartupFailed naming the setting: then nothing has changed."""
         async with self._reading:
             with shown_reload():
-                loaded = await asyncio.to_thread(self._source.load, self._running)
-                use_files, files = await self.prepare(loaded)
-                change = change_of(self._known, loaded, self._live, self._source.sections)
-                for config in (self._running, self._known):
-                    take_over(config, loaded, change.changed)
-                use_files()
-        change = SettingsChange(change.changed, change.needs_restart, list(files))
-        logger.warning("settings were read again: %s", change)
-        set_level(self._running.logging)
+                loaded = await asyncio.to_thread(self.source.load)
+                read = [await asyncio.to_thread(read_files) for read_files in self.files]
+                for use, _ in read:
+                    use()
+            changed = [f"--{LIVE}"] if loaded.logging.level != self._level else []
+            files = [flag for _, flags in read for flag in flags]
+            change = SettingsChange(changed, self.source.needs_restart(loaded), files)
+            logger.warning("settings were read again: %s", "; ".join(str(change).splitlines()))
+            self._level = loaded.logging.level
+            set_level(loaded.logging)
         return change
+
+    async def reload_all(self, ask_others: AskOthers) -> bytes:
+        """Reload here and at the other gateways of the port; return the change as JSON. Raises InvalidRequest: then
+        nothing has changed."""
+        try:
+            change = await self.reload()
+        except StartupFailed as error:
+            raise InvalidRequest(f"no setting was changed: {error.message}") from error
+        missing = [index for index, answer in (await ask_others(RELOAD)).items() if answer != b"true"]
+        return msgspec.json.encode(msgspec.structs.replace(change, gateways_missing=missing))
+
+    async def answer(self, _path: str) -> bytes:
+        """Reload for another gateway of the port."""
+        try:
+            await self.reload()
+        except StartupFailed as error:
+            logger.error("no setting was changed: %s", error.message)
+            return b"false"
+        return b"true"
+
+
+def _with_current_level(config: Config, source: SettingsSource) -> Config:
+    """Return the settings of a process of `serve` with the level of the log that was read again before it started: its
+    environment has an older one."""
+    try:
+        level = source.load().logging.level
+    except StartupFailed as error:
+        logger.error("the log's level is that of the start: %s", error.message)
+        return config
+    return msgspec.structs.replace(config, logging=msgspec.structs.replace(config.logging, level=level))
 
 
 def hangup_means_reload() -> bool:

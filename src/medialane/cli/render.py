@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     for name in _OF_WORKERS:
         if name in given:
             raise StartupFailed(f"--{name} is not accepted here: there are no workers (medialane serve)")
-    reloading = Reloading.of("serve", args, SECTIONS)
+    reloading = Reloading.of(args, SECTIONS)
     config = without_workers(reloading.config)
     configure(config.logging, component="serve")
     if not has_flag(args.vllm_args, _SCALE_OUT):

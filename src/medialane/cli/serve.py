@@ -44,11 +44,12 @@ logger = logging.getLogger(__name__)
 
 SECTIONS: tuple[SectionName, ...] = tuple(section for section in get_args(SectionName) if section != "simulated")
 _COMMON = (
-    "workers", "encoders", "gateways", "preparers", "host", "port", "join-listen", "peer-listen", "arena-size",
-    "keep-arena", "stage", "transport", "router", "single-gpu", "encoder-gpu-share", "ray",
-    "address", "gateway-nodes", "gpus-per-worker",
-    "cpus-per-worker", *PROTECTION, "join", "metrics-port", "log-dir", "log-level",
-    "log-format", "access-log", "record",
+    "workers", "host", "port", "keys", "require-api-key", "admin-key-file",
+    "allow-media-network", "allow-media-domain", "allowed-local-media-path", "drain-timeout",
+    "gateways", "preparers", "encoders", "arena-size", "log-level", "log-dir", "log-format", "access-log", "record",
+    "single-gpu", "encoder-gpu-share", "stage", "transport", "router", "keep-arena", "metrics-port",
+    "join-listen", "peer-listen", *PROTECTION, "join", "ray", "address", "gateway-nodes", "gpus-per-worker",
+    "cpus-per-worker",
 )  # fmt: skip
 _TICK_S = 0.125
 _EXIT_KILLED = 130
@@ -82,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verbose", "-v", action="store_true", help="show the logs of all processes")
     # Set by `medialane serve --ray --gateway-nodes each`: workers of the host know it.
+    parser.add_argument("--unannounced", action="store_true", help=argparse.SUPPRESS)  # `medialane demo` says the rest
     parser.add_argument("--store-socket", type=Path, metavar="PATH", help=argparse.SUPPRESS)
     add_settings(parser, SECTIONS, common=_COMMON)
 
@@ -104,16 +106,18 @@ def _loaded(args: argparse.Namespace) -> tuple[Reloading, list[ModelGroup]]:
     flags, environ, rules = given_settings(args), process_environ(), model_groups.TABLES
     config, tables = load_models(flags, file=args.config, environ=environ, sections=SECTIONS, rules=rules)
     groups = _groups(args, tables)
-    source = SettingsSource.of(SECTIONS, flags, args.config, environ, rules=rules if tables else None)
+    source = SettingsSource.of(
+        config, sections=SECTIONS, flags=flags, file=args.config, environ=environ, rules=rules if tables else None
+    )
     if len(groups) > 1 and config.cluster.ray:
         raise StartupFailed("--ray is for one model, and the file has several")
     if len(groups) == 1:  # needs no router
         (group,), groups = groups, []
-        config, source = group.config, source.of_model(group.name)
+        config, source = group.config, source.of_model(group.name, group.config)
         args.model, args.vllm_args = group.model, list(group.vllm_args)
         if group.gpus:
             replace_environ({**environ, VISIBLE: ",".join(group.gpus)})
-    return Reloading("serve", config, source), groups
+    return Reloading(config, source), groups
 
 
 def _groups(args: argparse.Namespace, tables: Sequence[ModelTable]) -> list[ModelGroup]:
@@ -188,6 +192,7 @@ def _run(
         specs = _specs(config, reloading.source, args, groups, folder=folder.path, environ=environ, listener=listener)
         remote = [] if ray is None else ray.specs(args.model, args.vllm_args, folder.path)
         announcement = _announcement(config, args, groups, needs_key=has_api_key(config, environ))
+        announce_start = (lambda: None) if args.unannounced else partial(_say, config, announcement)
 
         with _logs(config) as logs:
             names = [*(spec.name for spec in specs), *(spec.name for spec in remote)]
@@ -199,7 +204,7 @@ def _run(
                     return here
                 return ray.supervisor(here, remote, progress, vllm_args=args.vllm_args)
 
-            status = asyncio.run(_serve(make_supervisor, reloading, progress, partial(_say, config, announcement)))
+            status = asyncio.run(_serve(make_supervisor, reloading, progress, announce_start))
             logs.keep = progress.has_failed
             return status
 
@@ -216,7 +221,8 @@ def _specs(
 ) -> list[ProcessSpec]:
     hardware = find_hardware(environ)
     if groups:
-        common_flags = [_source_flags(source.of_model(group.name), folder, str(n)) for n, group in enumerate(groups)]
+        sources = [source.of_model(group.name, group.config) for group in groups]
+        common_flags = [_source_flags(each, folder, str(number)) for number, each in enumerate(sources)]
         return model_groups.process_specs(
             groups,
             config,
@@ -257,7 +263,8 @@ def _announcement(config: Config, args: argparse.Namespace, groups: Sequence[Mod
         for group in groups
     )
     page = f"\n\nWhat they do: {url}/medialane/" if config.gateway.page else ""
-    return f"\nmedialane serves {len(groups)} models at {url}/v1\n{names}{page}\n\nCtrl-C stops it."
+    served = f"medialane serves {len(groups)} models at {_address(url)}"
+    return f"\n{served}\n{names}{page}\n\nCtrl-C stops it."
 
 
 def _say(config: Config, text: str) -> None:
@@ -324,7 +331,7 @@ async def _serve(
             show_ready("serving")
 
             async def reload() -> None:
-                await reloading.reload()  # with an error, no process reads them
+                await reloading.reload()  # with an error, no process does
                 supervisor.reload()
 
             async with watched(), reloaded_by_hangup(reload):
@@ -390,7 +397,12 @@ def announce(config: Config, model: str, vllm_args: Sequence[str], *, needs_key:
     if config.cluster.num_encoders:
         workers += f" and {_counted(config.cluster.num_encoders, 'encoder')}"
     page = f"\n\nWhat it does: {url}/medialane/" if config.gateway.page else ""
-    return f"\nmedialane serves {body['model']} with {workers} at {url}/v1\n\n  {command}{page}\n\nCtrl-C stops it."
+    served = f"medialane serves {body['model']} with {workers} at {_address(url)}"
+    return f"\n{served}\n\n  {command}{page}\n\nCtrl-C stops it."
+
+
+def _address(url: str) -> str:
+    return f"{url} (base_url of OpenAI clients: {url}/v1)"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -47,6 +47,7 @@ from medialane.media.fetch import Fetcher
 from medialane.peers.nixl.mover import NixlMover
 from medialane.peers.pulls import Pulls
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
+from medialane.prepare.prebuilt import ProcessorSource
 from medialane.store import Aliases, EncodedStore, Items, MediaLeases, PublishedImages, StoreServer
 from medialane.store.known_features import KnownFeatures
 from medialane.store.media_leases import MAX_LEASES
@@ -77,7 +78,7 @@ def prebuild(config: Config, model: str, vllm_args: Sequence[str], environ: Mapp
     environment `environ`. The files of the model must be on this host. Raises StartupFailed, or what vLLM raises."""
     defaults = vllm_defaults(model, vllm_args, on_gpu=True, num_workers=1)
     environment = _preparer_environ(config, model, vllm_args, defaults | dict(environ))
-    prebuilt.build(_factory(config), _factory_config(config, model, vllm_args), environment)
+    prebuilt.build(ProcessorSource(_factory(config), _factory_config(config, model, vllm_args), environment))
 
 
 def _factory(config: Config) -> str:
@@ -178,7 +179,9 @@ class _Store:
         fetcher = await stack.enter_async_context(Fetcher(config.media, open_body=encoded.open, records=urls))
         ttl_s, share = config.store.uuid_ttl_s, config.store.media_lease_tenant_share
         aliases = Aliases(max_aliases=config.store.max_uuids, ttl_s=ttl_s, tenant_share=share, records=uuids)
-        self._leases = MediaLeases(arena, config.store, records=names.records("lease"))  # before anything is evicted
+        self._leases = MediaLeases(  # before anything is evicted
+            arena, config.store, config.media, aliases=aliases, pool=self._pool, records=names.records("lease")
+        )
         stack.callback(self._leases.close)
         mover = nixl_mover(config, arena.id, arena.slot)
         self._pulls = pulls = Pulls(

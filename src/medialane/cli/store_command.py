@@ -26,7 +26,10 @@ SECTIONS: tuple[SectionName, ...] = (
     "logging",
     "stop",
 )
-_COMMON = ("preparers", "arena-size", "keep-arena", "stage", "peer-listen", *PROTECTION, "log-level", "log-format")
+_COMMON = (
+    "allow-media-network", "allow-media-domain", "allowed-local-media-path", "drain-timeout", "preparers", "arena-size",
+    "keep-arena", "stage", "peer-listen", *PROTECTION, "log-level", "log-format",
+)  # fmt: skip
 
 _EPILOG = """\
 A store fetches, decodes and processes the media of one host, once for all gateways there, and keeps them in shared
@@ -53,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title("store", args.argv)
-    reloading = Reloading.of("store", args, SECTIONS)
+    reloading = Reloading.of(args, SECTIONS)
     config = reloading.config
     log = configure(config.logging, component="store")
     parse_unix(args.listen, "--listen")

@@ -4,10 +4,9 @@ Started by `medialane serve`, never by hand. Two invariants: one thread, since a
 (checked before each fork), and nothing that a child must not have: no secret in the environment, no descriptor but its
 log and its own socket, no device.
 
-A child is forked by a fork that exits at once, so that the supervisor becomes its parent (`core.process.subreaper`). It
-leaves this module's stack by returning from `Forks.run`, takes its own environment and descriptors, and runs the same
-command as a process that was started with `python -m medialane`. What was built here is in module-level state of the
-rooms that built it, and is used there if it is what the command would build.
+A fork leaves this module's stack by returning from `serve_forks`, takes its own environment and descriptors, and runs
+the same command as a process that was started with `python -m medialane`. What was built here is in module-level state
+of the rooms that built it, and is used there if it is what the command would build.
 """
 
 from __future__ import annotations
@@ -17,26 +16,26 @@ import gc
 import logging
 import os
 import random
-import selectors
+import select
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGTERM
 from typing import NamedTuple
 
 import numpy as np
 
 from medialane.cluster.process_spec import NOT_NEEDED
-from medialane.cluster.warm import Fork, Forked, ForkFailed, answer_fork, read_start, receive_fork
+from medialane.cluster.warm import receive_fork, receive_start
 from medialane.config import Config, SectionName, load_config, process_environ, replace_environ
 from medialane.core.errors import StartupFailed
 from medialane.core.process import heartbeat
 from medialane.core.process.isolation import hide_memory
 from medialane.core.process.parent_death import signal_on_parent_death
 from medialane.core.process.phase import enter_phase
+from medialane.core.process.subreaper import fork_child_of
 from medialane.core.process.title import WARM, set_title
 from medialane.observability.logging import configure
 from medialane.prepare import prebuilt
@@ -46,12 +45,13 @@ logger = logging.getLogger(__name__)
 
 SECTIONS: tuple[SectionName, ...] = ("gateway", "media", "prepare", "environment", "logging")
 
+#: Commands that use what `read_model` builds: their forks are made after it.
+_NEED_MODEL = ("store", "gateway")
 #: Of requests that arrive together, those that do not need the model are served before it is read: engines start
 #: meanwhile.
 _SETTLE_S = 0.2
-#: A fork becomes the supervisor's child within a millisecond, unless that has exited.
-_REPARENT_S = 5.0
-_MAX_PID_BYTES = 20
+#: Whoever connects has sent its request, or has exited.
+_RECEIVE_S = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,9 +77,10 @@ def run(args: argparse.Namespace) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(args.listen))
         listener.listen()
-        child = Forks(listener, lambda: read_model(config, args.model, args.vllm_args, given | by_imports)).run()
-    argv = become(child, supervisor, by_imports)
-    from medialane.vllm_bridge.threads import set_num_threads
+        environ = given | by_imports
+        request = serve_forks(listener, lambda: read_model(config, args.model, args.vllm_args, environ), supervisor)
+    argv = become(request, supervisor, by_imports)
+    from medialane.vllm_bridge.warm import set_num_threads
 
     set_num_threads(process_environ())
     from medialane.cli.main import main
@@ -94,10 +95,9 @@ def import_everything() -> None:
     probe.check("worker")
     probe.check("gateway")
     from medialane.cli import gateway, gateway_command, store, store_command, worker_command  # noqa: F401
-    from medialane.vllm_bridge import threads  # noqa: F401
     from medialane.vllm_bridge.engine import engine  # noqa: F401
-    from medialane.vllm_bridge.engine.warm_imports import warm_imports
     from medialane.vllm_bridge.log_level import show_vllm_lines
+    from medialane.vllm_bridge.warm import warm_imports
     from medialane.worker import serve  # noqa: F401
 
     show_vllm_lines()
@@ -105,8 +105,7 @@ def import_everything() -> None:
 
 
 def read_model(config: Config, model: str, vllm_args: list[str], environ: Mapping[str, str]) -> None:
-    """Build what gateways and the store with `environ` build before they serve. Raises StartupFailed: they will report
-    why."""
+    """Build what gateways and the store with `environ` build before they serve. Raises StartupFailed."""
     from medialane.cli import gateway, store
 
     gateway.prebuild(model, vllm_args)
@@ -121,143 +120,106 @@ def _freeze() -> None:
     gc.freeze()
 
 
-class Child(NamedTuple):
-    """In a child: what it was requested to be, and its descriptors."""
+class Request(NamedTuple):
+    """What the supervisor has asked for, at the other end of `connection`: a process for `medialane COMMAND`."""
 
-    request: Fork
+    connection: socket.socket
+    command: str
     descriptors: list[int]
 
-
-class Forks:
-    """Serves requests for forks."""
-
-    def __init__(self, listener: socket.socket, read_model: Callable[[], None]) -> None:
-        self._listener = listener
-        self._read_model: Callable[[], None] | None = read_model
-        self._waiting: list[tuple[socket.socket, Child]] = []
-
-    def run(self) -> Child:
-        """Return in each child."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            while True:
-                heartbeat.beat()
-                child = None
-                if selector.select(_SETTLE_S if self._waiting else heartbeat.BEAT_S):
-                    child = self._accept()
-                elif self._waiting:
-                    heartbeat.pause()
-                    self._read()
-                    while self._waiting and child is None:
-                        child = self._fork(*self._waiting.pop(0))
-                if child is not None:
-                    break
-        for connection, waiting in self._waiting:
-            _close(connection, waiting)
-        return child
-
-    def _accept(self) -> Child | None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(1.0)  # whoever connects has sent its request, or has exited
-        try:
-            request, descriptors = receive_fork(connection)
-        except (OSError, ValueError) as error:
-            logger.error("unreadable request: %s", error)
-            connection.close()
-            return None
-        if request is None:
-            connection.close()
-            return None
-        if request.needs_model and self._read_model is not None:
-            self._waiting.append((connection, Child(request, descriptors)))
-            return None
-        return self._fork(connection, Child(request, descriptors))
-
-    def _read(self) -> None:
-        """Read the model, once."""
-        read, self._read_model = self._read_model, None
-        if read is None:
-            return
-        started = time.monotonic()
-        try:
-            read()
-            _freeze()
-        except Exception as error:  # also of a model's own code: the processes that need it will report it
-            logger.warning("the model is not read here: %s", error, exc_info=not isinstance(error, StartupFailed))
-        else:
-            logger.info("the model is read after %.1f s", time.monotonic() - started)
-
-    def _fork(self, connection: socket.socket, child: Child) -> Child | None:
-        """Return the child in the child, None here."""
-        if _is_wanted(connection):
-            try:
-                pid = _fork_orphan()
-            except StartupFailed as error:
-                _answer_failure(connection, error.message)
-            except OSError as error:
-                _answer_failure(connection, f"fork: {error.strerror}")
-            else:
-                if pid == 0:
-                    connection.close()
-                    return child
-                _answer(connection, pid)
-        _close(connection, child)
-        return None
+    def close(self) -> None:
+        self.connection.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
-def _fork_orphan() -> int:
-    """Fork a process whose parent exits, and return its id; return 0 in the process. Raises OSError, StartupFailed."""
-    require_one_thread()
-    reader, writer = os.pipe()
-    middle = os.fork()
-    if middle == 0:
-        os.close(reader)
-        try:
-            pid = os.fork()
-        except OSError:
-            os._exit(1)
-        if pid:
-            os.write(writer, str(pid).encode())
-            os._exit(0)
-        os.close(writer)
-        return 0
-    os.close(writer)
-    pid = int(os.read(reader, _MAX_PID_BYTES) or 0)  # not until the end: the fork has the other end, and may be stopped
-    os.close(reader)
-    os.waitpid(middle, 0)
-    if not pid:
-        raise StartupFailed("there are not enough processes or memory for a fork")
-    return pid
+def serve_forks(listener: socket.socket, read_model: Callable[[], None], supervisor: int) -> Request:
+    """Fork children of the process `supervisor`. Return in each of them, with what it was requested to be.
+
+    The model is read once, as soon as there is no request that does not need it."""
+    waiting: list[Request] = []
+    is_read = False
+    while True:
+        heartbeat.beat()
+        arrived, _, _ = select.select([listener], [], [], _SETTLE_S if waiting else heartbeat.BEAT_S)
+        if arrived:
+            waiting += _received(listener)
+        elif not is_read:
+            heartbeat.pause()
+            _read(read_model)
+            is_read = True
+        for request in [each for each in waiting if is_read or each.command not in _NEED_MODEL]:
+            waiting.remove(request)
+            if _fork(supervisor):
+                for other in waiting:
+                    other.close()
+                return request
+            request.close()
 
 
-def become(child: Child, supervisor: int, by_imports: Mapping[str, str]) -> list[str]:
-    """Make this fork what a process is that `supervisor` has started: its child, in a session of its own, with the
-    descriptors, environment and command line of the request, and the variables `by_imports` that libraries set when
-    they are imported. Return the command line."""
+def _received(listener: socket.socket) -> list[Request]:
+    """Return the next request, if it is one that has not been given up."""
+    connection, _ = listener.accept()
+    connection.settimeout(_RECEIVE_S)
+    try:
+        fork, descriptors = receive_fork(connection)
+    except (OSError, ValueError) as error:
+        logger.error("unreadable request: %s", error)
+    else:
+        if fork is not None:
+            return [Request(connection, fork.command, descriptors)]
+    connection.close()
+    return []
+
+
+def _read(read_model: Callable[[], None]) -> None:
+    started = time.monotonic()
+    try:
+        read_model()
+        _freeze()
+    except Exception as error:  # also of a model's own code: the processes that need it will report it
+        logger.warning("the model is not read here: %s", error, exc_info=not isinstance(error, StartupFailed))
+    else:
+        logger.info("the model is read after %.1f s", time.monotonic() - started)
+
+
+def _fork(supervisor: int) -> bool:
+    """Return whether this is the fork. Without one, the supervisor reads the end of its connection."""
+    try:
+        require_one_thread()
+        return fork_child_of(supervisor)
+    except (StartupFailed, OSError) as error:
+        logger.warning("no fork: %s", error)
+        return False
+
+
+def become(request: Request, supervisor: int, by_imports: Mapping[str, str]) -> list[str]:
+    """Make this fork what a process is that `supervisor` has started: in a session of its own, with the descriptors,
+    environment and command line of the request, and the variables `by_imports` that libraries set when they are
+    imported. Return the command line. Exits if the request was given up."""
     os.setsid()
     heartbeat.forget()
-    set_title(child.request.command)  # the command adds the rest
-    deadline = time.monotonic() + _REPARENT_S
-    while os.getppid() != supervisor:
-        if time.monotonic() > deadline:
-            os._exit(1)
-        time.sleep(0.001)  # until the process that has forked this one is gone
+    set_title(request.command)  # the command adds the rest
     if not signal_on_parent_death(SIGTERM, parent_pid=supervisor):
         os._exit(1)
-    start, output, *passed = child.descriptors
+    output, *passed = request.descriptors
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    _renumber(passed, child.request.pass_fds)
-    if child.request.command == "store":
+    if request.command == "store":
         prebuilt.fork_forkserver()  # before secrets are in this memory
     hide_memory()
-    own = read_start(start)
-    replace_environ({**own.environ, **by_imports})
-    sys.argv[1:] = own.argv
+    with request.connection as connection:
+        connection.settimeout(None)  # it is closed at the other end if the request is given up
+        start = receive_start(connection)
+    if start is None:
+        os._exit(1)
+    _renumber(passed, start.pass_fds)
+    replace_environ({**start.environ, **by_imports})
+    sys.argv[1:] = start.argv
     random.seed()
     np.random.seed()  # libraries use the global generator: forks would draw equal numbers
-    return own.argv
+    return start.argv
 
 
 def _renumber(descriptors: list[int], numbers: list[int]) -> None:
@@ -269,35 +231,3 @@ def _renumber(descriptors: list[int], numbers: list[int]) -> None:
         os.dup2(descriptors[position], number)
         if descriptors[position] != number:
             os.close(descriptors[position])
-
-
-def _is_wanted(connection: socket.socket) -> bool:
-    """Return whether whoever has sent the request still waits for its answer."""
-    connection.setblocking(False)
-    try:
-        return connection.recv(1, socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-
-
-def _answer(connection: socket.socket, pid: int) -> None:
-    """Tell the supervisor of its new child, which is killed if it does not want it any more."""
-    try:
-        answer_fork(connection, Forked(pid))
-    except OSError:
-        with suppress(ProcessLookupError):
-            os.kill(pid, SIGKILL)
-
-
-def _answer_failure(connection: socket.socket, message: str) -> None:
-    logger.warning("no fork: %s", message)
-    with suppress(OSError):
-        answer_fork(connection, ForkFailed(message))
-
-
-def _close(connection: socket.socket, child: Child) -> None:
-    connection.close()
-    for descriptor in child.descriptors:
-        os.close(descriptor)

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises StartupFailed."""
     set_title(args.role if args.number is None else f"{args.role} {args.number}", args.argv)
     # The arena's size is a setting of the store: that section is not validated here.
-    reloading = Reloading.of("worker", args, SECTIONS)
+    reloading = Reloading.of(args, SECTIONS)
     config = reloading.config
     log = configure(config.logging, component=args.role if args.number is None else f"{args.role}-{args.number}")
     if args.store is not None:

@@ -1,4 +1,4 @@
-"""`medialane workers`: lists, adds, drains and removes the workers of a gateway, and of all gateways of its port."""
+"""`medialane workers`: lists and drains the workers of a gateway, and of all gateways of its port."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from rich.table import Table
 from medialane.cli.gateway_admin import KEY_HELP, GatewayAdmin, GatewayNotAnswering, add_gateway, connected
 from medialane.core.errors import StartupFailed
 from medialane.gateway.worker_control import WorkerInfo
-from medialane.wire.address import parse_named
 
 _POLL_S = 0.3
 _DEFAULT_TIMEOUT_S = 900.0
-#: Gateways of a port follow within a second.
-_ADD_TIMEOUT_S = 30.0
 _PATH = "/medialane/workers"
 
 _EPILOG = f"""\
@@ -35,18 +32,12 @@ Workers are named as in `medialane workers list`. The next one is drained when t
 gateway of the port; if it is not within --timeout, the others are left as they are, and the exit status is 1. With
 --no-wait the command ends when the worker has stopped. SIGTERM to the worker's process does the same.
 
-`add` checks that a worker of the same release and model answers at the address. `remove` refuses while a worker has
-requests, unless it drains (--drain does that first) or with --force, which moves them to other workers; its process is
-not stopped. What is added and removed is kept in the gateways' --workers-file; `medialane serve` has one while it runs.
-
 {KEY_HELP}
 
 examples:
   medialane workers list
-  medialane workers add node3/0=10.0.0.3:7000 --admin-key-file /etc/medialane/admin-key
   medialane workers drain node1/0 node1/1 --gateway https://10.0.0.1:8000
-  medialane workers drain --all --timeout 1800
-  medialane workers remove node3/0 --drain"""
+  medialane workers drain --all --timeout 1800 --admin-key-file /etc/medialane/admin-key"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,25 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     listing = command("list", "the workers and encoders, with their states")
     listing.add_argument("--json", action="store_true", help="print JSON")
-    adding = command("add", "connect to a further worker, and send it requests")
-    adding.add_argument("worker", metavar="[NAME=]ADDRESS", help="as --worker of a gateway: unix:/path or HOST:PORT")
     draining = command("drain", "have workers end what they do and stop, one after the other, as for a restart")
     draining.add_argument("workers", metavar="WORKER", nargs="*", help="name of a worker or encoder")
     draining.add_argument("--all", action="store_true", help="all workers and encoders that are connected")
-    _add_timeout(draining, "to stop and to be ready again")
+    text = f"longest time for one worker to stop and to be ready again (default {_DEFAULT_TIMEOUT_S:g})"
+    draining.add_argument("--timeout", metavar="SECONDS", type=float, default=_DEFAULT_TIMEOUT_S, help=text)
     draining.add_argument(
         "--no-wait", action="store_true", help="do not wait until it is ready again (one worker only)"
     )
-    removing = command("remove", "forget a worker, whose process is not stopped")
-    removing.add_argument("worker", metavar="WORKER", help="its name")
-    removing.add_argument("--force", action="store_true", help="although it has requests: they go on at other workers")
-    removing.add_argument("--drain", action="store_true", help="drain it first: it stops, and is removed then")
-    _add_timeout(removing, "to stop")
-
-
-def _add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
-    text = f"longest time for one worker {what} (default {_DEFAULT_TIMEOUT_S:g})"
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=_DEFAULT_TIMEOUT_S, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,49 +85,6 @@ async def _list(gateway: _Workers, args: argparse.Namespace) -> int:
         table.add_row(*map(escape, words))
     Console(highlight=False).print(table if workers else "no workers")
     return 0
-
-
-async def _add(gateway: _Workers, args: argparse.Namespace) -> int:
-    name, address = parse_named(args.worker, "ADDRESS")
-    added = await gateway.add(name, address)
-    print(f"{name}: added, a {added.role} at {address}", flush=True)
-
-    async def is_reached() -> bool:
-        worker = await gateway.find(name)
-        return worker is not None and not worker.unreachable_from
-
-    if await _within(_ADD_TIMEOUT_S, is_reached):
-        return 0
-    print(f"{name}: not every gateway of the port is connected to it (medialane workers list)", flush=True)
-    return 1
-
-
-async def _remove(gateway: _Workers, args: argparse.Namespace) -> int:
-    name = args.worker
-    if args.drain:
-        await gateway.drain(name)
-
-        async def is_draining() -> bool:
-            worker = await gateway.find(name)
-            return worker is None or worker.state in ("draining", "lost")
-
-        await _within(args.timeout, is_draining)
-    removed, shown = await gateway.remove(name, is_forced=args.force), ""
-
-    async def is_gone() -> bool:
-        nonlocal shown
-        worker = await gateway.find(name)
-        if worker is not None and (text := f"{name}: draining, {worker.num_requests} requests") != shown:
-            shown = text
-            print(text, flush=True)
-        return worker is None
-
-    if await _within(args.timeout, is_gone):
-        moved = f"; its {removed.num_requests} requests go on at other workers" if args.force else ""
-        print(f"{name}: removed{moved if removed.num_requests else ''}", flush=True)
-        return 0
-    print(f"{name}: has not stopped after {args.timeout:g} s, and is removed when it has", flush=True)
-    return 1
 
 
 def _check_drain(args: argparse.Namespace) -> None:
@@ -200,17 +137,6 @@ async def _drain_one(gateway: _Workers, name: str, *, returns: bool) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _within(seconds: float, condition: Callable[[], Awaitable[bool]]) -> bool:
-    """Wait until the condition holds; False if it does not in time."""
-    try:
-        async with asyncio.timeout(seconds):
-            while not await condition():  # noqa: ASYNC110 - asks another process
-                await asyncio.sleep(_POLL_S)
-    except TimeoutError:
-        return False
-    return True
-
-
 class _Workers:
     """The workers of a gateway, by its administrative interface. Its methods raise StartupFailed."""
 
@@ -231,19 +157,9 @@ class _Workers:
         """Return a worker, whatever gateway of the port restarts meanwhile."""
         return next((each for each in await self.all(is_patient=True) if each.name == name), None)
 
-    async def add(self, name: str, address: str) -> WorkerInfo:
-        return await self._change("PUT", name, address=address)
-
     async def drain(self, name: str) -> WorkerInfo:
         """Have a worker drain; return it as it was."""
-        return await self._change("POST", name, "/drain")
-
-    async def remove(self, name: str, *, is_forced: bool) -> WorkerInfo:
-        """Return it as it was."""
-        return await self._change("DELETE", name, force="true" if is_forced else "false")
-
-    async def _change(self, method: str, name: str, call: str = "", **parameters: str) -> WorkerInfo:
-        return await self._gateway.ask(WorkerInfo, method, f"{_PATH}/{quote(name, safe='')}{call}", parameters)
+        return await self._gateway.ask(WorkerInfo, "POST", f"{_PATH}/{quote(name, safe='')}/drain")
 
 
-_ACTIONS = {"list": _list, "add": _add, "drain": _drain, "remove": _remove}
+_ACTIONS = {"list": _list, "drain": _drain}

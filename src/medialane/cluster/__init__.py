@@ -34,7 +34,7 @@ from medialane.cluster.vllm_flags import (
     untraced_flags,
     with_config_file,
 )
-from medialane.cluster.warm import Fork, Forked, ForkFailed, answer_fork, read_start, receive_fork
+from medialane.cluster.warm import Fork, receive_fork
 
 __all__ = [
     "API_KEY",
@@ -47,8 +47,6 @@ __all__ = [
     "VISIBLE",
     "ChildProcess",
     "Fork",
-    "ForkFailed",
-    "Forked",
     "Hardware",
     "HttpAnswers",
     "LogFolder",
@@ -59,7 +57,6 @@ __all__ = [
     "ReadyCheck",
     "SocketExists",
     "Supervisor",
-    "answer_fork",
     "check_flags",
     "check_join",
     "check_join_listen",
@@ -75,7 +72,6 @@ __all__ = [
     "installed_version",
     "processor_flags",
     "ranks_per_worker",
-    "read_start",
     "receive_fork",
     "repositories",
     "running",

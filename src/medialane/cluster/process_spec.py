@@ -43,7 +43,7 @@ class ProcessSpec:
 
     One that `reloads` reads its settings again on SIGHUP.
 
-    With `warm` it is a fork of that process if possible, once that has read the model if it `needs_model`.
+    With `warm` it is a fork of that process if possible.
     """
 
     name: str
@@ -57,7 +57,6 @@ class ProcessSpec:
     is_ready_later: bool = False
     not_needed: str = "not needed"
     warm: WarmProcess | None = None
-    needs_model: bool = False
     reloads: bool = False
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from medialane.cluster.child_process import ChildProcess, Fork
+from medialane.cluster.child_process import ChildProcess
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog, is_secondary
 from medialane.cluster.process_spec import INTERPRETER, NOT_NEEDED, ProcessSpec
 from medialane.cluster.restart_delay import RestartDelay
-from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
+from medialane.cluster.warm import NotForked, WarmProcess
 from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
 from medialane.core.process.exits import ExitCounts
-from medialane.core.process.heartbeat import HeartbeatPipe
 from medialane.core.process.oom_kills import LACK_OF_MEMORY
 from medialane.core.process.phase import READY, Phase, PhaseFile
 from medialane.core.tasks import first_of
@@ -32,8 +30,6 @@ _SHOWN_LINES = 15
 #: not waited for until it is found to hang. The first time, that reads the model before.
 FORK_TIMEOUT_S = 5.0
 FIRST_FORK_TIMEOUT_S = 120.0
-#: How long it may wait for a warm process that is being restarted.
-WARM_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +71,7 @@ class SupervisorContext:
 
 
 class ProcessSupervisor:
-    """Runs one process. The first start waits for `gate`; a fork waits for `is_warm` if the warm process is away.
+    """Runs one process. The first start waits for `gate`.
 
     `is_ready` is set while the process is ready, or not needed; `is_forking` is whether a child may exist that is not
     `process` yet.
@@ -88,7 +84,6 @@ class ProcessSupervisor:
         context: SupervisorContext,
         *,
         gate: asyncio.Event | None = None,
-        is_warm: asyncio.Event | None = None,
     ) -> None:
         self.spec = spec
         self.process: ChildProcess | None = None
@@ -101,7 +96,6 @@ class ProcessSupervisor:
         self._shown = Phase("")
         self._context = context
         self._gate = gate
-        self._is_warm = is_warm
         self._status: int | None = None
         self._delay = RestartDelay(context.config)
 
@@ -164,13 +158,15 @@ class ProcessSupervisor:
         """Run the process once, from start to exit. Returns how it ended; `is_ready` is whether it had become ready."""
         self._context.observer.starting(self.spec.name)
         try:
-            process = await self._spawn()
+            process = await self._start()
         except OSError as error:
             return f"cannot be started: {error.strerror}"
         if process is None:
             return "stopped"
         self.process = process
         self._context.orphan_reaper.watch(process.pid)
+        if self._context.stopping.is_set():
+            process.kill()  # `stop` may have been called before it was there
         try:
             monitor = asyncio.create_task(self._monitor(process))
             monitor.add_done_callback(lambda task: self._kill_unmonitored(process, task))
@@ -185,59 +181,37 @@ class ProcessSupervisor:
             self.process = None
         return killed or process.describe_exit()
 
-    async def _spawn(self) -> ChildProcess | None:
-        """Start the process; return None if the supervisor stops meanwhile. Raises OSError."""
+    async def _start(self) -> ChildProcess | None:
+        """Fork the process, or start it from scratch if that is not possible now; return None if the supervisor stops
+        meanwhile. Raises OSError."""
         self.spec.ready.reset()
         self._shown = Phase("")
-        environ = {**self.spec.environ, **self._phases.environ(), **self._context.exits.environ}
+        environ = {**self.spec.environ, **self._phases.environ()}
         output = self._log.open()
         try:
             if self.spec.warm is not None:
                 try:
-                    return await self._fork_once_warm(self.spec.warm, environ, output)
+                    return await self._fork(self.spec.warm, environ, output)
                 except NotForked as error:
                     logger.warning("%s is started from scratch: %s", self.spec.name, error)
             return ChildProcess.spawn(self.spec.argv, environ, output, pass_fds=self.spec.pass_fds)
         finally:
             os.close(output)
 
-    async def _fork_once_warm(self, warm: WarmProcess, environ: Mapping[str, str], output: int) -> ChildProcess | None:
-        """As `_fork`. If the warm process has exited, too, wait for the next one: it imports vLLM once for all that do.
-        Raises NotForked."""
-        try:
-            return await self._fork(warm, environ, output)
-        except WarmProcessGone:
-            if self._is_warm is None:
-                raise
-        stopping = self._context.stopping
-        await first_of(stopping.wait(), asyncio.sleep(POLL_S))  # its own supervisor has noticed then
-        await first_of(stopping.wait(), self._is_warm.wait(), asyncio.sleep(WARM_TIMEOUT_S))
-        return None if stopping.is_set() else await self._fork(warm, environ, output)
-
     async def _fork(self, warm: WarmProcess, environ: Mapping[str, str], output: int) -> ChildProcess | None:
-        """Raises NotForked."""
-        started_at, heartbeat = time.monotonic(), HeartbeatPipe()
+        """Return None if the supervisor stops meanwhile. Raises NotForked."""
+        argv, passed = self.spec.argv[len(INTERPRETER) :], self.spec.pass_fds
+        timeout_s = FORK_TIMEOUT_S if self._has_been_ready else FIRST_FORK_TIMEOUT_S
+        forking = asyncio.create_task(
+            ChildProcess.fork(warm, argv, environ, output, pass_fds=passed, timeout_s=timeout_s)
+        )
         self.is_forking = True
-        with heartbeat.passed():
-            forking = asyncio.create_task(
-                warm.fork(
-                    self.spec.argv[len(INTERPRETER) :],
-                    {**environ, **heartbeat.environ},
-                    [output, *self.spec.pass_fds, heartbeat.writer],
-                    needs_model=self.spec.needs_model,
-                    timeout_s=FORK_TIMEOUT_S if self._has_been_ready else FIRST_FORK_TIMEOUT_S,
-                )
-            )
-            try:
-                await first_of(self._context.stopping.wait(), asyncio.wait([forking]))
-                pid = forking.result() if forking.done() else None
-            finally:
-                forking.cancel()  # a fork that nobody waits for is not made, or ends
-                self.is_forking = False
-        if pid is None:
-            heartbeat.close()
-            return None
-        return ChildProcess(Fork(pid), started_at, heartbeat)
+        try:
+            await first_of(self._context.stopping.wait(), asyncio.wait([forking]))
+            return forking.result() if forking.done() else None
+        finally:
+            forking.cancel()  # a fork that nobody waits for ends
+            self.is_forking = False
 
     async def _monitor(self, process: ChildProcess) -> str | None:
         """Kill the process if it does not become ready in time; return the reason."""

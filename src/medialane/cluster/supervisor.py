@@ -44,7 +44,7 @@ class Supervisor:
             config,
             observer,
             OrphanReaper(),
-            ExitCounts(logs / "exits.json"),
+            ExitCounts(logs),
             asyncio.Event(),
             asyncio.Event(),
             self._fail,
@@ -53,9 +53,7 @@ class Supervisor:
         for spec in specs:
             gate = self._supervisors[spec.after].is_ready if spec.after is not None else None
             log = ProcessLog(logs / f"{spec.name.replace(' ', '-')}.log", config.max_log_bytes)
-            warm = self._supervisors.get(spec.warm.name) if spec.warm is not None else None
-            is_warm = warm.is_ready if warm is not None else None
-            self._supervisors[spec.name] = ProcessSupervisor(spec, log, self._context, gate=gate, is_warm=is_warm)
+            self._supervisors[spec.name] = ProcessSupervisor(spec, log, self._context, gate=gate)
         self._runner: asyncio.Task[None] | None = None
         self._unreadable_logs: set[ProcessSupervisor] = set()
 

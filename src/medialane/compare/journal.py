@@ -7,10 +7,10 @@ at its end, whole or interrupted.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import msgspec
 
@@ -76,20 +76,21 @@ class Journal:
     @classmethod
     def opened(cls, folder: Path, manifest: Manifest) -> Journal:
         """Begin a comparison in a folder, or go on with the same one. Raises StartupFailed if another is there."""
-        path = folder / _MANIFEST
-        try:
+        journal, path = cls(folder), folder / _MANIFEST
+        with journal._writing():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
-                write_private(path, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
-                return cls(folder)
-            earlier = msgspec.json.decode(path.read_bytes(), type=Manifest)
-        except (OSError, msgspec.DecodeError) as error:
-            raise StartupFailed(f"--out {folder}: {error}") from error
+                journal.write(_MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+                return journal
+            try:
+                earlier = msgspec.json.decode(path.read_bytes(), type=Manifest)
+            except msgspec.DecodeError as error:
+                raise StartupFailed(f"--out {folder}: {_MANIFEST}: {error}") from error
         other = [n for n in Manifest.__struct_fields__ if getattr(earlier, n) != getattr(manifest, n)]
         if other:
             values = "; ".join(f"{n} is {getattr(earlier, n)}, not {getattr(manifest, n)}" for n in other)
             raise StartupFailed(f"--out {folder} has another comparison ({values}): choose another folder")
-        return cls(folder)
+        return journal
 
     def turn(self, side: int, name: str, number: int) -> Turn:
         """Return what there is of a turn."""
@@ -97,56 +98,54 @@ class Journal:
         with suppress(FileNotFoundError):
             facts = msgspec.json.decode(self._facts(side, number).read_bytes(), type=TurnFacts)
         with suppress(FileNotFoundError), self._replies(side, number).open("rb") as file:
-            # The last line may have been cut off, if the machine went down.
-            replies = [msgspec.json.decode(line, type=Reply) for line in file if line.endswith(b"\n")]
+            for line in file:
+                # One may be cut off, where the disk was full or the machine went down: it is asked for again.
+                with suppress(msgspec.DecodeError):
+                    replies.append(msgspec.json.decode(line, type=Reply))
         return Turn(facts, tuple(replies))
 
-    def writer(self, side: int, number: int) -> ReplyWriter:
-        """Raises StartupFailed."""
+    @contextmanager
+    def writer(self, side: int, number: int) -> Iterator[Callable[[Reply], None]]:
+        """Yield a function that appends a reply to a turn. Both raise StartupFailed."""
         path = self._replies(side, number)
-        with writing(self.folder):
-            return ReplyWriter(self.folder, open(path, "ab", opener=private))
+        with self._writing():
+            is_cut_off = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+            file = open(path, "ab", opener=private)  # noqa: SIM115 - closed below
+
+        def append(line: bytes) -> None:
+            with self._writing():
+                file.write(line + b"\n")
+                file.flush()
+
+        try:
+            if is_cut_off:
+                append(b"")
+            yield lambda reply: append(msgspec.json.encode(reply))
+        finally:
+            with self._writing():
+                file.close()
 
     def end(self, side: int, facts: TurnFacts) -> None:
-        """Write the facts of a turn, whole or not at all. Raises StartupFailed."""
-        path = self._facts(side, facts.round)
-        new = path.with_suffix(".new")
-        with writing(self.folder):
-            write_private(new, msgspec.json.encode(facts) + b"\n")
-            os.replace(new, path)
+        """Write the facts of a turn. Raises StartupFailed."""
+        self.write(self._facts(side, facts.round).name, msgspec.json.encode(facts) + b"\n")
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file of the folder, whole or not at all. Raises StartupFailed."""
+        new = self.folder / f"{name}.new"
+        with self._writing():
+            write_private(new, data)
+            os.replace(new, self.folder / name)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise StartupFailed, with the folder's name, if the block cannot write."""
+        try:
+            yield
+        except OSError as error:
+            raise StartupFailed(f"--out {self.folder}: {error.strerror}") from error
 
     def _replies(self, side: int, number: int) -> Path:
         return self.folder / f"turn-{number}-{side}.jsonl"
 
     def _facts(self, side: int, number: int) -> Path:
         return self.folder / f"turn-{number}-{side}.json"
-
-
-class ReplyWriter:
-    """Appends replies to a turn. Use it in a `with`."""
-
-    def __init__(self, folder: Path, file: IO[bytes]) -> None:
-        self._folder = folder
-        self._file = file
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with writing(self._folder):
-            self._file.close()
-
-    def add(self, reply: Reply) -> None:
-        """Raises StartupFailed."""
-        with writing(self._folder):
-            self._file.write(msgspec.json.encode(reply) + b"\n")
-            self._file.flush()
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Raise StartupFailed, with the folder's name, if the block cannot write."""
-    try:
-        yield
-    except OSError as error:
-        raise StartupFailed(f"--out {folder}: {error.strerror}") from error

@@ -88,7 +88,7 @@ class Replay:
 
         def make() -> _Made:
             ask = self.traffic.requests[number].make()
-            return ask.path, self.client.asking.content(ask)
+            return ask.path, self.client.content(ask)
 
         try:
             return await asyncio.to_thread(make)

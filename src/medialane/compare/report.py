@@ -1,4 +1,4 @@
-"""The report of a comparison: what is written as JSON and shown as table and page."""
+"""The report of a comparison: what is written as JSON and shown as a table."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 from medialane import __version__
 from medialane.compare.agreement import Agreement, agreement
 from medialane.compare.journal import Manifest, Turn
-from medialane.compare.machine import versions
 from medialane.compare.summary import SideSummary, Slo, summarize
 from medialane.compare.traffic import Traffic
+from medialane.core.machine import versions
 
 _LATE_S = 0.05
 _FEW = 20

@@ -10,8 +10,8 @@ from typing import Final
 import msgspec
 
 from medialane.compare.journal import Turn
-from medialane.compare.machine import percentile
 from medialane.compare.reply import Reply, Served
+from medialane.core.machine import percentile
 
 #: vLLM's metrics, which medialane's gateway has as well, by our names for them.
 COUNTERS: Final = {

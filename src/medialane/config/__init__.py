@@ -19,25 +19,14 @@ from medialane.config.environment import (
     worker_environ,
 )
 from medialane.config.loading import ModelTable, TableRules, load_config, load_models, parse_size
-from medialane.config.reloading import (
-    LIVE,
-    Command,
-    ReloadAnswer,
-    SettingsChange,
-    SettingsSource,
-    change_of,
-    replace,
-    take_over,
-)
+from medialane.config.reloading import LIVE, SettingsChange, SettingsSource
 from medialane.config.settings import Config, SectionName, ServerConfig, Setting, settings
 
 __all__ = [
     "LIVE",
     "ClusterConfig",
-    "Command",
     "Config",
     "ModelTable",
-    "ReloadAnswer",
     "RoleName",
     "SectionName",
     "ServerConfig",
@@ -47,7 +36,6 @@ __all__ = [
     "TableRules",
     "allowed_environ",
     "as_environ",
-    "change_of",
     "changed_imports",
     "child_environ",
     "enter_environ",
@@ -57,12 +45,10 @@ __all__ = [
     "load_models",
     "parse_size",
     "process_environ",
-    "replace",
     "replace_environ",
     "set_secrets",
     "settings",
     "settings_environ",
-    "take_over",
     "vllm_defaults",
     "worker_environ",
 ]

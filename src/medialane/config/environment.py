@@ -24,7 +24,6 @@ import msgspec
 
 from medialane.config.loading import load_config
 from medialane.config.settings import PREFIX, Config, SectionName, settings
-from medialane.core.process.exits import VARIABLE as EXITS_FILE
 from medialane.core.process.heartbeat import VARIABLE as HEARTBEAT
 from medialane.core.process.phase import VARIABLE as PHASE_FILE
 from medialane.core.process.systemd import VARIABLES as OF_SYSTEMD
@@ -94,7 +93,7 @@ _NO_TOKEN: Final = (("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1"), ("HF_TOKEN_PATH", os
 _READ_LATER: Final = (
     "VLLM_API_KEY", "VLLM_CPU_*", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
     "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM",
-    "OMP_NUM_THREADS",  # set by call in a fork (`vllm_bridge.threads`)
+    "OMP_NUM_THREADS",  # set by call in a fork (`vllm_bridge.warm`)
 )  # fmt: skip
 
 ROLES: Final[Mapping[RoleName, Role]] = {
@@ -247,7 +246,7 @@ def enter_environ(
     """
     if role is not None:
         kept = allowed_environ(role, os.environ, config.environment.pass_env)
-        for name in os.environ.keys() - {*kept, EXITS_FILE, HEARTBEAT, PHASE_FILE, *OF_SYSTEMD}:
+        for name in os.environ.keys() - {*kept, HEARTBEAT, PHASE_FILE, *OF_SYSTEMD}:
             del os.environ[name]
     defaults = vllm_defaults(model, vllm_args, on_gpu=on_gpu, num_workers=1)
     for name, value in (defaults | _vllm_logging(vllm_args, os.environ)).items():

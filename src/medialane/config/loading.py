@@ -21,7 +21,6 @@ import msgspec
 
 from medialane.config.settings import PREFIX, Config, SectionName, Setting, settings
 from medialane.core.errors import StartupFailed
-from medialane.core.process.exits import VARIABLE as EXITS_FILE
 from medialane.core.process.heartbeat import VARIABLE as HEARTBEAT
 from medialane.core.process.phase import VARIABLE as PHASE_FILE
 from medialane.observability.logging import VARIABLE as LOG_PROCESS
@@ -163,7 +162,7 @@ def _from_environ(environ: Mapping[str, str], known: Mapping[str, Setting]) -> d
     by_variable = {setting.variable: name for name, setting in known.items()}
     given = {}
     for variable, value in environ.items():
-        if not variable.startswith(PREFIX) or variable in (FILE, EXITS_FILE, HEARTBEAT, PHASE_FILE, LOG_PROCESS):
+        if not variable.startswith(PREFIX) or variable in (FILE, HEARTBEAT, PHASE_FILE, LOG_PROCESS):
             continue
         if variable not in by_variable:
             raise StartupFailed(f"unknown environment variable {variable}{_suggestion(variable, by_variable)}")
@@ -222,14 +221,14 @@ def _readable(message: str, setting: Setting) -> str:
     return message
 
 
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
     """Parse a size: `2GiB`, `2g` and `2147483648` are equal; `2GB` is 2 * 10**9. Raises ValueError."""
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text := text.strip())
     if match is None:
         raise ValueError("must be a size such as 2GiB, 512MiB or a number of bytes")
     number, letter, binary = match.groups()
-    decimal = not binary and letter and text.strip()[-1] in "bB"
+    decimal = not binary and letter and text[-1] in "bB"
     return int(float(number) * (1000 if decimal else 1024) ** " kmgt".index(letter.lower() or " "))

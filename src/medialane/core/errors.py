@@ -77,7 +77,7 @@ class UnknownMedia(InvalidRequest, code="unknown_media", status=404): ...  # or 
 class NotFound(InvalidRequest, code="not_found", status=404): ...  # of what operators see: nothing has this name
 class InvalidKey(InvalidRequest, code="invalid_key", status=401): ...  # at the login of the page
 class UuidConflict(InvalidRequest, code="uuid_conflict", status=409): ...  # the uuid names other content
-class WorkerInUse(InvalidRequest, code="worker_in_use", status=409): ...  # has requests, and is not to be removed
+class InvalidGrammar(InvalidRequest, code="invalid_grammar"): ...  # the engine cannot compile or follow it
 class InvalidUpload(InvalidRequest, code="invalid_upload"): ...  # vLLM's status for every file that it does not accept
 
 class PromptRejected(InvalidRequest, code="invalid_prompt"): ...  # vLLM rejected the prompt or its parameters
@@ -99,6 +99,7 @@ class VideoTooLarge(TooLarge, code="video_too_large"): ...
 class VideoTooLong(TooLarge, code="video_too_long"): ...
 class AudioTooLong(TooLarge, code="audio_too_long"): ...
 
+class TargetTooLong(InvalidRequest, code="target_too_long", status=414): ...  # path and query of a request
 class HeaderTooLarge(InvalidRequest, code="header_too_large", status=431): ...
 class ClientTooSlow(InvalidRequest, code="request_timeout", status=408): ...  # in sending a header or a body
 class UnsupportedMediaType(InvalidRequest, code="unsupported_media_type", status=415): ...

@@ -35,7 +35,7 @@ class LeasedMedia(msgspec.Struct, frozen=True, array_like=True):
     modality: Modality
     media_type: str
     num_bytes: int
-    remaining_s: float
+    remaining_s: float = 0.0
     width: int = 0
     height: int = 0
     duration_s: float = 0.0

@@ -17,3 +17,10 @@ def write_private(path: Path, data: bytes) -> None:
     """Write a whole file. Raises OSError."""
     with open(path, "wb", opener=private) as file:
         file.write(data)
+
+
+def replace_private(path: Path, data: bytes) -> None:
+    """Write a whole file, of which others read the old state or the new one. Raises OSError."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    write_private(unfinished, data)
+    unfinished.replace(path)

@@ -147,10 +147,12 @@ class CompletionDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Times of one request by the engine's clock, in seconds: in the scheduler's queue, and prefill to first token."""
+    """Times of one request by the engine's clock, in seconds: in the scheduler's queue, prefill to first token, and
+    from then to the output that has these times: zero for the first output of a stream."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class PooledPart(msgspec.Struct, frozen=True):

@@ -1,9 +1,10 @@
-"""A cache of bounded size, of which each tenant has a share: more than that replaces its own oldest entries."""
+"""Bounds of which each tenant has a share, and a table in which a tenant that exceeds it replaces its own entries."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 from blake3 import blake3
@@ -17,6 +18,7 @@ _DIGEST_BYTES = 8
 
 class _Entry(NamedTuple, Generic[V]):
     value: V
+    expires_at: float
     tenant: bytes
     size: int
 
@@ -26,53 +28,95 @@ def tenant_of(owner: str) -> bytes:
     return blake3(owner.encode()).digest(length=_DIGEST_BYTES) if owner.startswith(TENANT) else b""
 
 
-class TenantLru(Generic[V]):
-    """By key, the least recently put first. Owners that are no tenants may fill it."""
+class TenantShares:
+    """How much of `most` is used, by all and by each tenant; owners that are none are one, and may use all of it."""
 
-    def __init__(self, max_size: int, *, tenant_share: float = 1.0) -> None:
-        self._max_size = max_size
-        self._max_tenant_size = int(max_size * tenant_share)
+    def __init__(self, most: int, *, tenant_share: float = 1.0) -> None:
+        self.most = most
+        self.used = 0
+        self._most_of_tenant = int(most * tenant_share)
+        self._of_tenant: Counter[bytes] = Counter()
+
+    def most_of(self, tenant: bytes) -> int:
+        return self._most_of_tenant if tenant else self.most
+
+    @property
+    def free(self) -> int:
+        """What is left, negative if too much is used."""
+        return self.most - self.used
+
+    def free_of(self, tenant: bytes) -> int:
+        """What is left of a tenant's share, whatever others use."""
+        return self.most_of(tenant) - self._of_tenant[tenant]
+
+    def add(self, tenant: bytes, number: int) -> None:
+        self.used += number
+        self._of_tenant[tenant] += number
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
+
+
+class TenantLru(Generic[V]):
+    """By key, the least recently put first, which is to expire first: all of a table last equally long. Owners that are
+    no tenants may fill it. `on_forget` is called with each key that has expired or is replaced by another one."""
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        tenant_share: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_forget: Callable[[bytes], object] = lambda _: None,
+    ) -> None:
+        self._shares = TenantShares(max_size, tenant_share=tenant_share)
+        self._clock = clock
+        self._on_forget = on_forget
         self._entries: OrderedDict[bytes, _Entry[V]] = OrderedDict()
         self._of_tenant: dict[bytes, OrderedDict[bytes, None]] = {}
-        self._sizes: Counter[bytes] = Counter()
-        self._size = 0
 
     def __len__(self) -> int:
+        self._expire()
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._entries)
-
     def get(self, key: bytes) -> V | None:
+        self._expire()
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
-    def put(self, key: bytes, value: V, *, tenant: bytes = b"", size: int = 1) -> list[bytes]:
-        """Put an entry behind all others, in place of the one with its key. Return the keys of those that it has
-        replaced, which may be its own: it is not kept if it is larger than the cache, or its tenant's share."""
-        self.pop(key)
-        self._entries[key] = _Entry(value, tenant, size)
-        self._of_tenant.setdefault(tenant, OrderedDict())[key] = None
-        self._count(tenant, size)
-        replaced = []
-        while tenant and self._sizes[tenant] > self._max_tenant_size:
-            replaced.append(next(iter(self._of_tenant[tenant])))
-            self.pop(replaced[-1])
-        while self._size > self._max_size:
-            replaced.append(next(iter(self._entries)))
-            self.pop(replaced[-1])
-        return replaced
+    def use(self, key: bytes, *, expires_at: float) -> V | None:
+        """As `get`, and put the entry again."""
+        self._expire()
+        if (entry := self._entries.get(key)) is None:
+            return None
+        self.put(key, entry.value, expires_at=expires_at, tenant=entry.tenant, size=entry.size)
+        return entry.value
 
-    def pop(self, key: bytes) -> None:
-        """Forget an entry, if there is one."""
+    def put(self, key: bytes, value: V, *, expires_at: float, tenant: bytes = b"", size: int = 1) -> None:
+        """Put an entry behind all others, in place of the one with its key. It is not kept, like what it has replaced,
+        if it is larger than the table or its tenant's share."""
+        self._pop(key)
+        self._entries[key] = _Entry(value, expires_at, tenant, size)
+        self._of_tenant.setdefault(tenant, OrderedDict())[key] = None
+        self._shares.add(tenant, size)
+        while self._shares.free_of(tenant) < 0:
+            self._forget(next(iter(self._of_tenant[tenant])))
+        while self._shares.free < 0:
+            self._forget(next(iter(self._entries)))
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._entries and self._entries[key := next(iter(self._entries))].expires_at <= now:
+            self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
+        self._pop(key)
+        self._on_forget(key)
+
+    def _pop(self, key: bytes) -> None:
         if (entry := self._entries.pop(key, None)) is None:
             return
-        self._count(entry.tenant, -entry.size)
+        self._shares.add(entry.tenant, -entry.size)
         own = self._of_tenant[entry.tenant]
         del own[key]
         if not own:
-            del self._of_tenant[entry.tenant], self._sizes[entry.tenant]
-
-    def _count(self, tenant: bytes, size: int) -> None:
-        self._sizes[tenant] += size
-        self._size += size
+            del self._of_tenant[entry.tenant]

@@ -1,7 +1,6 @@
 """Request handling in the gateway: scope, intake, features, transfer, workers."""
 
 from medialane.gateway.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
-from medialane.gateway.changed_workers import ChangedWorkersFile
 from medialane.gateway.config import GatewayConfig, TransferConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.gateway import Gateway
@@ -16,7 +15,6 @@ from medialane.gateway.references import References
 from medialane.gateway.route import PromptPrefix, Route, Routes
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope, open_scope
 from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
-from medialane.gateway.sent_media import SentMedia
 from medialane.gateway.store_features import StoreFeatures
 from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import (
@@ -36,7 +34,6 @@ __all__ = [
     "AccessMiddleware",
     "AskOthers",
     "BoundedServer",
-    "ChangedWorkersFile",
     "Encoders",
     "ExtractedMedia",
     "Gateway",
@@ -57,7 +54,6 @@ __all__ = [
     "Routes",
     "ScopeMiddleware",
     "ScrapeMiddleware",
-    "SentMedia",
     "ShmTransport",
     "StoreFeatures",
     "TransferConfig",

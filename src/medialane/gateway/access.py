@@ -8,8 +8,8 @@ listed needs the admin key if there is one, else an API key: what an upgrade or 
     open      OPEN                                          none is needed
     metrics   METRICS                                       --metrics-key, --admin-key; without the former, none needed
     client    CLIENT, CLIENT_PREFIXES; no route (404, 405)  --api-key, --admin-key; without the former, none needed
-    operator  OPERATOR: shows everybody's requests, or      --admin-key, a session (`operators.sessions`); without it
-              changes the server                            none is needed on this machine, and none suffices elsewhere
+    operator  OPERATOR: shows everybody's requests, or      --admin-key, to read a session (`operators.sessions`);
+              changes the server                            without it none on this machine, and none suffices elsewhere
     login     LOGIN                                         none is needed
     admin     all others                                    --admin-key; without it those of --api-key
 
@@ -19,20 +19,25 @@ has one cache for all (`--share-cache`): whether something is cached is in answe
 With `--keys`, a tenant's key is accepted where one of `--api-key` would be, but for nothing administrative. The limits
 of tenants, too, are decided here, for all requests of clients that have a body: one that is refused costs its header.
 
-The body of a request that no route serves, or that needs no key although others do, is not read: the app gets none.
+The body of a request that no route serves, or that needs no key although others do, is not read: the app gets none. Of
+a login some kilobytes are.
+
+Where no key is needed for what is administrative, the browser of whoever may reach the server would be enough: pages of
+other sites are refused, and bodies that a form could send.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING
 
-from medialane.core.errors import LimitExceeded, PermissionDenied, StartupFailed
+from medialane.core.errors import LimitExceeded, MedialaneError, PermissionDenied, StartupFailed, UnsupportedMediaType
 from medialane.gateway.admission import SharedCounts, Tenant, Tenants
 from medialane.gateway.bodies import WITHOUT_BODY, replay
 from medialane.gateway.config import GatewayConfig
@@ -41,13 +46,19 @@ from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
 from medialane.gateway.operators.endpoints import (
     LOGIN_PATH,
     LOGOUT_PATH,
+    MAX_LOGIN_BYTES,
     REQUEST_PATH,
     REQUESTS_PATH,
     STATE_PATH,
     STREAM_PATH,
 )
 from medialane.gateway.operators.page_files import FILE_PATH, PAGE_PATH
-from medialane.gateway.operators.sessions import Sessions, is_from_this_machine, is_same_site
+from medialane.gateway.operators.sessions import (
+    Sessions,
+    is_from_this_machine,
+    is_of_foreign_page,
+    is_same_site,
+)
 from medialane.gateway.scope import current_scope
 from medialane.observability.metrics import Metrics
 from medialane.wire.private_file import read_private
@@ -62,10 +73,8 @@ RouteOf = Callable[["Scope"], str | None]
 
 OPEN = frozenset({"/health", "/ready", "/live", "/ping", "/version"})
 OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
-#: A worker that is added gets clients' prompts.
-WORKER_PATH = "/medialane/workers/{name:path}"
 RELOAD_PATH = "/medialane/reload"
-OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, WORKER_PATH, RELOAD_PATH})
+OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, RELOAD_PATH})
 LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
 METRICS = "/metrics"
 #: Its response is as large as its client likes, and held in the arena until that has read it.
@@ -81,12 +90,19 @@ ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inferen
 
 #: Headers that describe a body.
 _BODY_HEADERS = (b"content-length", b"transfer-encoding", b"content-type")
+#: Starlette parses it for each route of FastAPI, in a time that grows with the square of its length. None of them uses
+#: it, and sessions are judged here.
+_COOKIE = b"cookie"
 #: Plain vLLM's response.
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 #: Where no key suffices.
 _OPERATOR_DENIED = PermissionDenied(
     "this shows all clients' requests, or changes the server: without an admin key (--admin-key-file,"
     " MEDIALANE_ADMIN_KEY) only programs on this machine may ask for it, at a server that listens on 127.0.0.1"
+)
+_PAGE_DENIED = PermissionDenied(
+    "a page of another site (Origin, Sec-Fetch-Site, Host) may not ask for this: it needs the admin key"
+    " (--admin-key-file, MEDIALANE_ADMIN_KEY)"
 )
 
 
@@ -97,6 +113,10 @@ class Kind(Enum):
     OPERATOR = auto()
     LOGIN = auto()
     ADMIN = auto()
+
+
+#: Where no page of another site may ask without a key.
+_GUARDED = frozenset({Kind.OPERATOR, Kind.LOGIN, Kind.ADMIN})
 
 
 def kind_of(route: str | None) -> Kind:
@@ -204,8 +224,8 @@ class AccessKeys:
 
     def admits_operator(self, scope: Scope) -> bool:
         """Return whether a request without an admin key may read what operators see."""
-        if self.admin:
-            return is_same_site(scope) and self.sessions.is_valid(scope)
+        if self.admin:  # a change needs the key itself
+            return scope["method"] in WITHOUT_BODY and is_same_site(scope) and self.sessions.is_valid(scope)
         return self.is_local and is_from_this_machine(scope)
 
     def is_client(self, given: bytes) -> bool:
@@ -225,12 +245,6 @@ def admin_key(config: GatewayConfig) -> str:
     """Return a key with which a gateway with these settings accepts administrative calls; empty if it needs none.
     Raises StartupFailed."""
     keys = _admin_keys(config) or [key.encode() for key in config.api_keys]
-    return keys[0].decode() if keys else ""
-
-
-def operator_key(config: GatewayConfig) -> str:
-    """Return the admin key of a gateway with these settings; empty without one. Raises StartupFailed."""
-    keys = _admin_keys(config)
     return keys[0].decode() if keys else ""
 
 
@@ -285,18 +299,32 @@ class AccessMiddleware:
         if scope["type"] == "http":
             current_scope().record.path = route or ""
             current_scope().has_own_cache = not (self._keys.shares_cache or self._keys.is_open(Kind.CLIENT))
-        if not self._admits(kind, given, scope, route):
-            is_hopeless = kind is Kind.OPERATOR and not self._keys.admin
-            if not (is_hopeless or self._keys.is_client(given)):
-                return await send_unauthorized(responding(scope, send))
-            error = _OPERATOR_DENIED if is_hopeless else _denied(kind)
-            return await send_error(responding(scope, send), error, error_form(scope))
+        if (refuse := self._refusal(kind, given, scope, route)) is not None:
+            if scope["type"] == "http":
+                current_scope().is_refused = True
+            return await refuse(responding(scope, send))
+        if kind is Kind.LOGIN:
+            current_scope().max_body_bytes = MAX_LOGIN_BYTES
+        scope = _without(scope, _COOKIE)
         if scope["type"] == "http" and (route is None or kind in {Kind.OPEN, Kind.METRICS}):
-            headers = [header for header in scope["headers"] if header[0] not in _BODY_HEADERS]
-            scope, receive = {**scope, "headers": headers}, replay(b"", receive)
+            scope, receive = _without(scope, *_BODY_HEADERS), replay(b"", receive)
         elif kind is Kind.CLIENT and (tenant := self._keys.tenant(given)) is not None:
             return await self._serve(tenant, scope, receive, send, is_counted=route == FEATURE_PATH)
         return await self._app(scope, receive, send)
+
+    def _refusal(
+        self, kind: Kind, given: bytes, scope: Scope, route: str | None
+    ) -> Callable[[Send], Awaitable[None]] | None:
+        """Return what answers a request that may not reach the app; None for one that may."""
+        error: MedialaneError | None = None
+        if not self._admits(kind, given, scope, route):
+            is_hopeless = kind is Kind.OPERATOR and not self._keys.admin
+            if not (is_hopeless or self._keys.is_client(given)):
+                return send_unauthorized
+            error = _OPERATOR_DENIED if is_hopeless else _denied(kind)
+        elif scope["type"] == "http" and (kind is Kind.LOGIN or not self._keys.accepts(kind, given)):
+            error = _refusal_of_page(scope) if kind in _GUARDED else None
+        return None if error is None else partial(send_error, error=error, form=error_form(scope))
 
     def _admits(self, kind: Kind, given: bytes, scope: Scope, route: str | None) -> bool:
         return (
@@ -329,6 +357,10 @@ class AccessMiddleware:
         await send_error(responding(scope, send), error, error_form(scope))
 
 
+def _without(scope: Scope, *names: bytes) -> Scope:
+    return {**scope, "headers": [header for header in scope["headers"] if header[0] not in names]}
+
+
 def _is_answered_by_cors(scope: Scope, route: str | None) -> bool:
     """Return whether the request reaches no handler: browsers send no keys with a preflight, which vLLM's CORS
     middleware answers; other OPTIONS requests are 404 or 405, unless a mounted app (/metrics) has the path."""
@@ -336,6 +368,19 @@ def _is_answered_by_cors(scope: Scope, route: str | None) -> bool:
         return False
     names = {name for name, _ in scope["headers"]}
     return route is None or {b"origin", b"access-control-request-method"} <= names
+
+
+def _refusal_of_page(scope: Scope) -> MedialaneError | None:
+    """Return why a request without a key may not ask for what is administrative: a page of another site makes it, or
+    could. Browsers ask the server before they send JSON for such a page, not before they send a form."""
+    if is_of_foreign_page(scope) and scope["method"] != "OPTIONS":
+        return _PAGE_DENIED
+    headers = dict(scope["headers"])
+    has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if scope["method"] in WITHOUT_BODY or not has_body or kind == b"application/json":
+        return None
+    return UnsupportedMediaType("without a key, this needs a body with `Content-Type: application/json`")
 
 
 def given_key(scope: Scope) -> bytes:

@@ -132,7 +132,7 @@ class Sender:
         self.metrics = metrics
         self._transports = transports
         self._features = features
-        self.encoder_ms_per_token = encoder_ms_per_token
+        self._encoder_ms_per_token = encoder_ms_per_token
         self._stage_for = stage_for
         self._num_sent = 0
         # A worker has several gateways and clients may choose request ids, so ours contain the gateway and the attempt.
@@ -203,7 +203,7 @@ class Sender:
             if path.stage.is_processed and not sends_embeddings:
                 await self.drop_embeddings(prepared)
             prompt = await prompt_for(
-                path, prompt.token_ids, prepared, timeline, encoder_ms_per_token=self.encoder_ms_per_token
+                path, prompt.token_ids, prepared, timeline, encoder_ms_per_token=self._encoder_ms_per_token
             )
             has_passed_holds = path.transport.pass_holds(prompt, route.link, request_id)
         sent = msgspec.structs.replace(
@@ -322,8 +322,8 @@ class Attempts:
             remote = await self._sender.send(self.call, _headers(self.call, trace))
         self._worker_id = self.call.route.link.worker_id
         self._sender.begin(self.call)
-        self._sent_at = time.perf_counter()
-        self.call.scope.record.sent_at(self._sent_at)
+        self._sent_at = remote.sent_at
+        self.call.scope.record.prompt_sent()
         return remote
 
     def _begin(self, first: OutputDelta) -> None:
@@ -331,21 +331,23 @@ class Attempts:
         client's."""
         self.has_begun = True
         self._end_turn()
-        now, call, timeline = time.perf_counter(), self.call, self.call.scope.timeline
+        call, timeline = self.call, self.call.scope.timeline
+        first_at = now = time.perf_counter()
         if first.times is not None:
             timeline.add("queue", first.times.queue_s)
             timeline.add("prefill", first.times.prefill_s)
+            # The first output of an answer that is not streamed is the whole answer.
+            first_at = min(now, max(self._sent_at, now - first.times.decode_s))
         if self._lost is not None:
-            self._sender.metrics.observe_migration(now - self._moved_at)
+            self._sender.metrics.observe_migration(first_at - self._moved_at)
             call.route.routed.prefilled(first.num_cached_tokens)
             call.scope.timeline.enter("answer")
             return
-        if "first_token" not in timeline.seconds:  # of another prompt of the request
-            timeline.add("first_token", now - self._sent_at)
-        self._learn(first, now - self._sent_at)
+        self._learn(first, first_at)
         outcomes = self._sender.routes.answered(call.route, call.prepared, first)
         decision = call.route.routed.decision
-        call.scope.record.answered(first, decision, call.route.num_prompt_tokens(first), outcomes)
+        num_tokens, times = call.route.num_prompt_tokens(first), (self._sent_at, first_at)
+        call.scope.record.answered(first, decision, num_tokens, outcomes, times=times)
         self._sender.metrics.count_copied(first.movers)
 
     def _count(self, delta: OutputDelta) -> None:
@@ -356,14 +358,15 @@ class Attempts:
         self.call.scope.record.generated_tokens += num_tokens - self._num_counted
         self._num_counted = num_tokens if self.call.request.cumulative else 0
 
-    def _learn(self, first: OutputDelta, seconds: float) -> None:
+    def _learn(self, first: OutputDelta, first_at: float) -> None:
         expectation, routed, admitted = self.call.scope.expectation, self.call.route.routed, self.call.admitted
         if admitted is not None and admitted.ticket.is_overdue:  # behind a queue of which too little was known
             return
         if expectation is not None and routed.work is not None:  # else it was sent here after an attempt elsewhere
             cached_tokens = routed.decision.cached_tokens
+            seconds = first_at - self._sent_at
             expectation.answered(routed.work, first, cached_tokens=cached_tokens, seconds=seconds)
-            self._is_learned_from, self._first_at = not first.finished, time.perf_counter()
+            self._is_learned_from, self._first_at = not first.finished, first_at
 
     def _learn_end(self) -> None:
         expectation, work = self.call.scope.expectation, self.call.route.routed.work

@@ -118,9 +118,6 @@ class GatewayConfig(msgspec.Struct, frozen=True):
     """how long a worker that had joined and is lost is still reported as lost"""
     max_joined_workers: PositiveInt = field(default=4096, name="gateway-max-joined-workers")
     """most workers that have joined, lost ones that are still reported included; more are refused"""
-    workers_file: str = field(default="", name="workers-file")
-    """file that keeps which workers operators have added and removed (`medialane workers`), for the next start;
-    `medialane serve` has one of its own while it runs"""
     migration_limit: NonNegativeInt = field(default=3, name="migration-limit")
     """how often a request moves to another worker because its own is lost, stalled or draining: an answer that has
     begun goes on there, one that has not is repeated; 0 ends it with an error"""

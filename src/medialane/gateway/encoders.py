@@ -67,7 +67,7 @@ class Encoders:
         self._workers = workers
         self._transport = transport
         self._params = params
-        self.costs = costs
+        self._costs = costs
         self._mean_sequences = mean_sequences
         self._config = config
         self._metrics = metrics
@@ -116,7 +116,7 @@ class Encoders:
         link = self._choose(item, digest)
         outcome: EncodeOutcome = "worker"
         if link is not None:
-            with self._queued(link, self.costs.encode_ms(item)):
+            with self._queued(link, self._costs.encode_ms(item)):
                 outcome = await self._send(link, prepared, placed, trace_headers)
         self._metrics.count_encoder_request(outcome)
         return outcome
@@ -125,9 +125,9 @@ class Encoders:
         links = self._ready(digest)
         queues = [EncoderQueue(self._queue_ms.get(link, 0.0) + self._of_others_ms(link, item)) for link in links]
         if self._config.encode_at == "encoders":
-            number = least_loaded(item, queues, self.costs)
+            number = least_loaded(item, queues, self._costs)
         else:
-            number = choose_encoder(item, queues, self._mean_sequences(), self.costs)
+            number = choose_encoder(item, queues, self._mean_sequences(), self._costs)
         return None if number is None else links[number]
 
     async def _send(
@@ -164,7 +164,7 @@ class Encoders:
         place = placed.placeholder
         alone = PlacedFeature(placed.feature, PlaceholderRange(0, place.length, place.is_embed))
         token_ids = prepared.token_ids[place.offset : place.end + 1]
-        payload = feature_payload(alone, self.costs.embed_ms)
+        payload = feature_payload(alone, self._costs.embed_ms)
         prompt = ExpandedPrompt(token_ids, (payload,), prepared.source.options)
         has_passed_holds = self._transport.pass_holds(prompt, link, request_id)
         return EngineRequest(request_id, prompt, self._params, has_passed_holds=has_passed_holds)
@@ -191,7 +191,7 @@ class Encoders:
         if client is None or client.reports.num_gateways == 1:
             return 0.0
         total = sum(load.num_running + load.num_waiting for load in client.reports.loads)
-        return max(0, total - len(client.requests)) * self.costs.encode_ms(item)
+        return max(0, total - len(client.requests)) * self._costs.encode_ms(item)
 
     def _num_bytes(self, placed: PlacedFeature, digest: str) -> int:
         """Return the size of an item's embedding."""

@@ -63,7 +63,6 @@ from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics
 from medialane.prepare import Assembler
 from medialane.prepare.processor import ProcessedItem
-from medialane.routing.encode_choice import EncodeCosts
 
 if TYPE_CHECKING:
     from medialane.routing import Router
@@ -99,7 +98,6 @@ class Gateway:
         self._accepts_item_options = assembler.accepts_item_options
         self._fallback_stages = assembler.fallback_stages
         self._workers = workers
-        self._router = router
         self.routes = Routes(router, workers, metrics)
         self._metrics = metrics
         self._encoders = encoders
@@ -363,18 +361,6 @@ class Gateway:
         if self.queues is None or waits.expected_s is None:
             return waits
         return msgspec.structs.replace(waits, expected_s=waits.expected_s + self.queues.stats()["engine"].expected_s)
-
-    def settings_changed(self) -> None:
-        """The values of its settings, and of the router's, are others (`config.reloading`)."""
-        self._router.settings_changed()
-        self._admission.limit = self._config.max_requests
-        self._sender.encoder_ms_per_token = self._router.config.encoder_ms_per_token
-        if self._encoders is not None:
-            self._encoders.costs = EncodeCosts.of(self._router.config)
-        if self.ttft_limit is not None:
-            self.ttft_limit.limit_s = self._config.ttft_limit_s
-        if self.queues is not None:
-            self.queues.settings_changed()
 
     def close(self) -> None:
         self._assembly.close()

@@ -26,7 +26,14 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from medialane.core.errors import ClientTooSlow, HeaderTooLarge, InvalidBody, MedialaneError, TooManyConnections
+from medialane.core.errors import (
+    ClientTooSlow,
+    HeaderTooLarge,
+    InvalidBody,
+    MedialaneError,
+    TargetTooLong,
+    TooManyConnections,
+)
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.error_responses import error_body, error_headers
 from medialane.gateway.request_id import HEADER, new_id
@@ -36,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 #: The default of vLLM's `--h11-max-header-count`.
 MAX_HEADERS = 256
+#: Path and query: what serves requests looks at each of its routes for a path, and shows paths in messages.
+MAX_TARGET_BYTES = 8192
 #: Pipelined requests on one connection. Each is a task, and a single read may contain thousands.
 _MAX_PIPELINED = 16
 #: Chunks of a body in one read: each takes half a microsecond, and 256 KiB may contain 40,000 of them.
@@ -154,6 +163,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         self._count_header(len(url))
+        if self._header_bytes > MAX_TARGET_BYTES:
+            self._fail(TargetTooLong(f"the path and query of the request have more than {MAX_TARGET_BYTES} bytes"))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -7,13 +7,14 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import uvicorn
 
+from medialane.core.errors import StartupFailed
 from medialane.gateway.client_address import RestoredClient
 from medialane.gateway.http_protocol import LINGER_S, BoundedHttpProtocol, HttpBounds
 from medialane.wire.acceptor import Acceptor
@@ -54,6 +55,18 @@ class BoundedServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def read_certificate(self) -> tuple[Callable[[], None], Sequence[str]]:
+        """Read the certificate again; return what uses it for new connections, and its flag: none without TLS. Raises
+        StartupFailed."""
+        context, certificate, key = self.config.ssl, self.config.ssl_certfile, self.config.ssl_keyfile
+        if context is None or certificate is None:
+            return lambda: None, ()
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise StartupFailed(f"--ssl-certfile {certificate}, --ssl-keyfile {key}: {error}") from error
+        return partial(context.load_cert_chain, certificate, key, password=lambda: ""), ["--ssl-certfile"]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         context = self.config.ssl

@@ -1,22 +1,36 @@
-"""The endpoints of media that are sent once: `/medialane/v1/media`, and `/medialane/v1/media/{hash}` for each."""
+"""The endpoints of media that are sent once: `/medialane/v1/media`, and `/medialane/v1/media/{hash}` for each.
+
+Nothing of the media stays in this process: each piece is hashed, and copied to the range that the store has reserved.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal, cast
 from urllib.parse import parse_qsl
 
 import msgspec
+from blake3 import blake3
 
-from medialane.core.errors import EmptyMedia, InvalidRequest
+from medialane.core.errors import (
+    ClientDisconnected,
+    EmptyMedia,
+    InvalidRequest,
+    ProtocolViolation,
+    StoreUnavailable,
+)
+from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import Alias, Modality
 from medialane.core.media_lease import LeasedMedia, is_hash, salt_of
 from medialane.core.modalities import MODALITIES
+from medialane.core.tensor import ArenaRange
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.intake.extraction import check_salt
 from medialane.gateway.scope import RequestScope, current_scope
-from medialane.gateway.sent_media import SentFile, SentMedia
+from medialane.store.link import StoreLink
+from medialane.store.messages import MAX_UPLOAD_S, AskLease, MediaLeased, Proceed, PutMedia, Question, SendData
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Receive, Scope, Send
@@ -24,29 +38,17 @@ if TYPE_CHECKING:  # types only: starlette is installed with vLLM
 MEDIA_PATH = "/medialane/v1/media"
 LEASE_PATH = "/medialane/v1/media/{hash}"
 
+_ACTIONS: Final[Mapping[str, Literal["find", "renew", "end"]]] = {
+    "GET": "find", "HEAD": "find", "POST": "renew", "DELETE": "end"
+}  # fmt: skip
+
 _MAX_QUERY_FIELDS = 16
 
+#: Bytes copied per iteration of the event loop, about 100 us.
+_PIECE_BYTES = 512 * 1024
 
-class _Size(msgspec.Struct, frozen=True, omit_defaults=True):
-    bytes: int
-    width: int = 0
-    height: int = 0
-
-
-class _Lease(msgspec.Struct, frozen=True):
-    """The response. `expires` is in seconds since 1970."""
-
-    hash: str
-    modality: Modality
-    size: _Size
-    duration: float | None
-    num_tokens: int | None
-    expires: int
-
-
-class _Ended(msgspec.Struct, frozen=True):
-    hash: str
-    deleted: bool = True
+#: The store waits longer than the gateway for the client.
+_MARGIN_S = 30.0
 
 
 class MediaEndpoint:
@@ -55,76 +57,153 @@ class MediaEndpoint:
 
     def __init__(
         self,
-        media: SentMedia,
+        link: StoreLink,
         config: GatewayConfig,
+        fairness: LoopFairness,
         *,
         admit: Callable[[RequestScope], None],
         num_tokens: Callable[[tuple[int, int]], Awaitable[int | None]],
     ) -> None:
-        self._media = media
+        self._link = link
         self._config = config
+        self._fairness = fairness
         self._admit = admit
         self._num_tokens = num_tokens
 
     @property
     def routes(self) -> dict[str, MediaEndpoint]:
         """By method and path."""
-        methods = ("GET", "HEAD", "POST", "DELETE")
-        return {f"PUT {MEDIA_PATH}": self} | {f"{method} {LEASE_PATH}": self for method in methods}
+        return {f"PUT {MEDIA_PATH}": self} | {f"{method} {LEASE_PATH}": self for method in _ACTIONS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises MedialaneError before the response has begun."""
-        body = await self._respond(scope, receive)
+        respond = self._put(scope, receive) if scope["method"] == "PUT" else self._ask(scope)
+        body = msgspec.json.encode(await respond)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _respond(self, scope: Scope, receive: Receive) -> bytes:
-        request, method = current_scope(), scope["method"]
-        if method == "PUT":
-            file = self._declared(scope, request)
-            self._admit(request)
-            with request.timeline.measure("fetch"):
-                return await self._shown(await self._media.put(file, receive))
-        owner, media = request.owner, scope["path_params"]["hash"]
-        salt = request.salt(salt_of(scope["headers"])) or ""
+    async def _put(self, scope: Scope, receive: Receive) -> Mapping[str, object]:
+        """Lease the media that `receive` returns; it is not called before the store has accepted what is declared."""
+        request = current_scope()
+        declared = self._declared(scope, request)
+        self._admit(request)
+        upload = _Upload(self._link, receive, self._fairness)
+
+        def put(call_id: int) -> PutMedia:
+            upload.begin()
+            return msgspec.structs.replace(declared, call_id=call_id)
+
+        with request.timeline.measure("fetch"):
+            return await self._shown(cast("MediaLeased", await self._link.call(put, upload.write)).media)
+
+    async def _ask(self, scope: Scope) -> Mapping[str, object]:
+        request, action, media = current_scope(), _ACTIONS[scope["method"]], scope["path_params"]["hash"]
         if not is_hash(media):
             raise InvalidRequest("the hash of media has 64 hexadecimal digits in lower case", param="hash")
-        fields = _query(scope, ("ttl",) if method == "POST" else ())
-        if method == "POST":
-            return await self._shown(await self._media.renew(owner, salt, media, _ttl(fields)))
-        if method == "DELETE":
-            return msgspec.json.encode(_Ended((await self._media.end(owner, salt, media)).hash))
-        return await self._shown(await self._media.find(owner, salt, media))
+        ttl_s = _ttl(_query(scope, ("ttl",) if action == "renew" else ()))
+        salt = request.salt(salt_of(scope["headers"])) or ""
 
-    def _declared(self, scope: Scope, request: RequestScope) -> SentFile:
-        """Read all that is known before the body. Raises InvalidRequest, EmptyMedia."""
+        def ask(call_id: int) -> AskLease:
+            return AskLease(call_id, request.owner, media, action, ttl_s, salt)
+
+        leased = cast("MediaLeased", await self._link.call(ask)).media
+        return {"hash": media, "deleted": True} if action == "end" else await self._shown(leased)
+
+    def _declared(self, scope: Scope, request: RequestScope) -> PutMedia:
+        """Return what is known before the body. Raises InvalidRequest, EmptyMedia."""
         fields = _query(scope, ("ttl", "uuid"))
         salt = salt_of(scope["headers"])
         check_salt(salt, self._config)
-        uuid = fields.get("uuid")
-        if uuid == "":
+        if (uuid := fields.get("uuid")) == "":
             raise InvalidRequest("the uuid is empty", param="uuid")
-        declared = _header(scope, b"content-length")
-        if declared is not None and declared.isdigit() and not int(declared):
+        length = _header(scope, b"content-length")
+        num_bytes = int(length) if length.isdigit() else None
+        if num_bytes == 0:
             raise EmptyMedia("the body is empty")
-        return SentFile(
+        return PutMedia(
+            0,
             request.owner,
             request.salt(salt) or "",
-            int(declared) if declared is not None and declared.isdigit() else 0,
-            _modality(_header(scope, b"content-type") or b""),
-            None if uuid is None else Alias(uuid, "", owner=request.owner),
-            _ttl(fields),
+            num_bytes or 0,
+            min(self._config.body_timeout_s + _MARGIN_S, MAX_UPLOAD_S),
+            ttl_s=_ttl(fields),
+            modality=_modality(_header(scope, b"content-type")),
+            alias=None if uuid is None else Alias(uuid, "", owner=request.owner),
         )
 
-    async def _shown(self, media: LeasedMedia) -> bytes:
-        size = _Size(media.num_bytes, media.width, media.height)
-        num_tokens = None
-        if media.modality == "image" and media.width:
-            num_tokens = await self._num_tokens((media.width, media.height))
-        expires = int(time.time() + media.remaining_s)
-        shown = _Lease(media.hash, media.modality, size, media.duration_s or None, num_tokens, expires)
-        return msgspec.json.encode(shown)
+    async def _shown(self, media: LeasedMedia) -> Mapping[str, object]:
+        """Return the response. `expires` is in seconds since 1970."""
+        is_image = media.modality == "image" and media.width
+        return {
+            "hash": media.hash,
+            "modality": media.modality,
+            "size": {"bytes": media.num_bytes}
+            | {name: size for name, size in (("width", media.width), ("height", media.height)) if size},
+            "duration": media.duration_s or None,
+            "num_tokens": await self._num_tokens((media.width, media.height)) if is_image else None,
+            "expires": int(time.time() + media.remaining_s),
+        }
+
+
+class _Upload:
+    """The media of one body, which are hashed and written to the arena while they arrive."""
+
+    def __init__(self, link: StoreLink, receive: Receive, fairness: LoopFairness) -> None:
+        self._link = link
+        self._receive = receive
+        self._fairness = fairness
+        self._hasher = blake3()
+        self._num_bytes = 0
+        self._range: ArenaRange | None = None
+        self._rest = memoryview(b"")
+        self._more = True
+
+    def begin(self) -> None:
+        """The body is asked for, by the next store if one is lost: what that had is lost, and the client has it alone.
+        Raises StoreUnavailable then."""
+        if self._num_bytes or self._rest or not self._more:
+            raise StoreUnavailable("the media store was lost while it received the media: send them again")
+        self._range = None
+
+    async def write(self, question: Question) -> Proceed:
+        """Write to a range of the store until it is full, or the body has ended."""
+        if not isinstance(question, SendData):
+            raise ProtocolViolation(f"unexpected {type(question).__name__}")
+        await self._move(question.range)
+        while self._rest or self._more:
+            if not self._rest:
+                self._rest = await self._next()
+            elif room := len(self._link.payload(question.range)) - self._num_bytes:
+                piece, self._rest = self._rest[:room], self._rest[room:]
+                await self._append(piece, question.range)
+            else:
+                return Proceed(question.call_id)
+        if not self._num_bytes:
+            raise EmptyMedia("the body is empty")
+        return Proceed(question.call_id, self._num_bytes, self._hasher.hexdigest())
+
+    async def _move(self, entry: ArenaRange) -> None:
+        """Continue in another range, with what is in the one before."""
+        old, self._range = self._range or entry, entry
+        for start in range(0, self._num_bytes if old != entry else 0, _PIECE_BYTES):
+            await asyncio.sleep(0)
+            end = min(start + _PIECE_BYTES, self._num_bytes)
+            self._link.payload(entry)[start:end] = self._link.payload(old)[start:end]
+
+    async def _append(self, piece: memoryview, entry: ArenaRange) -> None:
+        start, end = self._num_bytes, self._num_bytes + len(piece)
+        async with self._fairness.step(len(piece)):
+            self._link.payload(entry)[start:end] = piece  # raises if the store is lost
+            self._hasher.update(piece)
+        self._num_bytes = end
+
+    async def _next(self) -> memoryview:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected("the client has disconnected")
+        self._more = bool(message.get("more_body", False))
+        return memoryview(message.get("body", b""))
 
 
 def _query(scope: Scope, allowed: tuple[str, ...]) -> Mapping[str, str]:
@@ -147,16 +226,14 @@ def _query(scope: Scope, allowed: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def _ttl(fields: Mapping[str, str]) -> float | None:
-    if (text := fields.get("ttl")) is None:
-        return None
     try:
-        return float(text)
+        return float(fields["ttl"]) if "ttl" in fields else None
     except ValueError as error:
         raise InvalidRequest("ttl must be a number of seconds", param="ttl") from error
 
 
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key == name), None)
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
 
 
 def _modality(content_type: bytes) -> Modality | None:

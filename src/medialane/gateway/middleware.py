@@ -63,9 +63,6 @@ TTFT_HEADER = b"x-llm-d-slo-ttft-ms"
 REPORT_HEADER = b"x-medialane-report"
 _BOOLEANS = {b"true": True, b"1": True, b"false": False, b"0": False}
 
-#: vLLM's own name of a request's id, in its body.
-_REQUEST_ID_MEMBER = b'"request_id"'
-
 #: What operators do to look at requests is none of them.
 _NOT_KEPT = ("/medialane/login", "/medialane/logout")
 
@@ -73,7 +70,7 @@ _NOT_KEPT = ("/medialane/login", "/medialane/logout")
 class ScopeMiddleware:
     """Opens the request's scope, adds its id and Server-Timing, observes the timeline, closes the scope. With
     `names_takers`, what is held for a request is recorded with its id; with `logs_requests` its end is logged. Without
-    `tracing`, requests are not traced, without `recorder` not recorded."""
+    `tracing`, requests are not traced, without `recorder` not recorded. `model` is the name for errors about others."""
 
     def __init__(
         self,
@@ -86,8 +83,10 @@ class ScopeMiddleware:
         logs_requests: bool = False,
         tracing: RequestTracing | None = None,
         recorder: Recorder | None = None,
+        model: str = "",
     ) -> None:
         self._app = app
+        self._model = model
         self._recorder = recorder
         self._tracing = tracing
         self._metrics = metrics
@@ -106,7 +105,7 @@ class ScopeMiddleware:
             tokens = request_id.set(record.id), trace_id.set(self._traced(scope, request))
             if self._names_takers:
                 TAKER.set(f"{scope['method']} {scope['path']} {record.id}")
-            watched = _WatchedEnd(receive, IdentifiedSend(send, record.id), request)
+            watched = _WatchedEnd(receive, IdentifiedSend(send, record.id, self._model), request)
             is_kept = scope["method"] not in WITHOUT_BODY and not scope["path"].endswith(_NOT_KEPT)
             if is_kept:
                 self._recent.begin(record)
@@ -123,11 +122,11 @@ class ScopeMiddleware:
     def _ended(self, scope: Scope, request: RequestScope, *, is_kept: bool) -> None:
         """Pass the record of a request that has ended, before its scope is closed, to all that make something of it."""
         record = request.record
-        if request.trace is not None:
-            request.trace.end()
         if is_kept:
-            self._recent.end(record)
-        if scope["method"] == "POST":  # health checks and scrapes are not counted
+            self._recent.end(record, is_refused=request.is_refused)
+        if request.trace is not None and not request.is_refused:  # a span that does not end is not sent
+            request.trace.end()
+        if scope["method"] == "POST" and not request.is_refused:  # health checks and scrapes are not counted
             self._metrics.observe(request.timeline, record.ttft_ms)
         if request.error_code is not None:
             self._metrics.count_error(request.error_code)
@@ -204,6 +203,7 @@ class IntakeMiddleware:
         if is_streamed:
             limit = max(self._media.fetch_limits(modality).max_bytes for modality in MODALITIES)
         request, form = current_scope(), error_form(scope)
+        limit = min(limit, request.max_body_bytes)
         request.client = given_key(scope).hex()
         tenant = "" if request.tenant is None else request.tenant.name
         request.memory = charge = BudgetCharge(self._memory, tenant)
@@ -227,7 +227,7 @@ class IntakeMiddleware:
         else:
             send = _reporting(send, request)
             watching = _ending_with_client(receive, request)
-            if _header(scope, REQUEST_ID) is None and _REQUEST_ID_MEMBER not in body:  # which the header would replace
+            if not request.extracted.has_id and _header(scope, REQUEST_ID) is None:  # which would replace the body's
                 scope = with_id(scope, request.record.id)
             scope, receive = _with_length(scope, len(body)), replay(body, receive)
         sender = ErrorSender(send, request, form)
@@ -260,6 +260,7 @@ class IntakeMiddleware:
             tuple(map(request.owned, intake.refs)),
             text_bytes=len(intake.body),
             wants_report=intake.report,
+            has_id=intake.has_id,
             parse_error=intake.parse_error,
             priority=intake.priority,
             body=intake.body if self._keeps_bodies else None,

@@ -263,21 +263,25 @@ class JsonSplice:
 
 
 class StreamSplice:
-    """Adds the report as an event of a stream, without holding anything back."""
+    """Adds the report as an event of a stream. Only what may be the first part of the end marker is held back."""
 
     def __init__(self, report: Callable[[], bytes]) -> None:
         self._report = report
         self._is_reported = False
         self._at_line_start = True
-        self._chunk = b""
+        self._chunk = self._held = b""
 
     def feed(self, piece: bytes, *, last: bool) -> bytes:
         if self._is_reported:
             return piece
+        piece, self._held = self._held + piece, b""
         done = self._find_done(piece)
         if done >= 0:
             self._is_reported = True
             return piece[:done] + self._event(piece[:done] or self._chunk) + piece[done:]
+        before, newline, line = piece.rpartition(b"\n")
+        if line and not last and (newline or self._at_line_start) and _DONE.startswith(line):
+            piece, self._held = before + newline, line
         if piece:
             self._at_line_start = piece.endswith(b"\n")
             self._chunk = piece

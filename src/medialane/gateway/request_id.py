@@ -19,6 +19,9 @@ HEADER = b"x-request-id"
 #: A longer body of an error is not read to add the id.
 _MAX_BODY_BYTES = 1 << 16
 
+#: How vLLM's errors name a model that is a path (`sanitize_message`), with or without the full stop.
+_HIDDEN = "<path>"
+_HIDDEN_MODEL = f"Valid aliases: {_HIDDEN}"
 
 _USABLE = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -61,12 +64,24 @@ def identified(document: dict[str, Any], request_id: str) -> dict[str, Any]:
     return document
 
 
-class IdentifiedSend:
-    """An ASGI `send` that adds the request's id to the response's header, and to its body if that is an error."""
+def _with_model(document: dict[str, Any], model: str) -> dict[str, Any]:
+    """Return vLLM's error about an unknown model with the name that is served. vLLM hides whatever looks like a path,
+    and so that of a model in a folder, although `/v1/models` has it."""
+    error = document.get("error")
+    message = str(error.get("message")).removesuffix(".") if isinstance(error, dict) else ""
+    if not isinstance(error, dict) or not message.endswith(_HIDDEN_MODEL):
+        return document
+    return {**document, "error": {**error, "message": f"{message.removesuffix(_HIDDEN)}{model}."}}
 
-    def __init__(self, send: Send, request_id: str) -> None:
+
+class IdentifiedSend:
+    """An ASGI `send` that adds the request's id to the response's header, and to its body if that is an error; an error
+    about an unknown model names the `model` that is served."""
+
+    def __init__(self, send: Send, request_id: str, model: str = "") -> None:
         self._send = send
         self._id = request_id
+        self._model = model
         self._start: Message | None = None
 
     def __call__(self, message: Message) -> Awaitable[None]:
@@ -99,7 +114,7 @@ class IdentifiedSend:
             return start, piece
         if not isinstance(document, dict) or (named := identified(document, self._id)) is document:
             return start, piece
-        body = json.dumps(named, ensure_ascii=False).encode()
+        body = json.dumps(_with_model(named, self._model) if self._model else named, ensure_ascii=False).encode()
         headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
         length = (b"content-length", str(len(body)).encode())
         return {**start, "headers": [*headers, length]}, {**piece, "body": body}

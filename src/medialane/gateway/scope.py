@@ -45,12 +45,13 @@ _DISCONNECTED = "the client has disconnected"
 
 class ExtractedMedia(msgspec.Struct, frozen=True):
     """What intake has found in a request's body: its media, the size of the rest (None if the body was not read by
-    intake), whether the client requests a report, the request's priority, if the body could not be parsed for
-    media, why not, and, if requests are recorded, what is left of the body."""
+    intake), whether the client requests a report and names the request (`has_id`), the request's priority, if the body
+    could not be parsed for media, why not, and, if requests are recorded, what is left of the body."""
 
     refs: tuple[MediaRef, ...] = ()
     text_bytes: int | None = None
     wants_report: bool = False
+    has_id: bool = False
     parse_error: str | None = None
     priority: int = 0
     body: bytes | None = None
@@ -71,6 +72,9 @@ class RequestScope:
     digest of the API key that came with it, `tenant` whose that is (`--keys`). With `has_own_cache` it finds only what
     requests of its owner have cached. `trace` is None unless it is traced.
 
+    `is_refused` is whether it had no key that suffices, or came from another site's page: then it leaves no trace but a
+    line of the log. Of its body, `max_body_bytes` are read if that is less than otherwise.
+
     `received_at` is when its body had arrived (perf_counter), `ttft_limit_ms` the limit in its header, `expectation`
     when its first token is expected, if there are limits; `preparation` that of its media, if there are queues.
 
@@ -83,6 +87,8 @@ class RequestScope:
         self.timeline = self.record.timeline
         self.references = References.random()
         self.asks_report = False
+        self.is_refused = False
+        self.max_body_bytes = 1 << 62
         self.client = ""
         self.tenant: Tenant | None = None
         self.has_own_cache = False
@@ -160,11 +166,12 @@ class RequestScope:
         self.close()
 
     def give_up(self, error: MedialaneError) -> None:
-        """End every wait for the request: it raises `error`."""
+        """End every wait for the request: it raises `error`. One that is being ended already cannot be rescheduled."""
         self._ended_by = error
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
-            wait.reschedule(now)
+            if not wait.expired():
+                wait.reschedule(now)
 
     def resolve(self, url: str) -> MediaRef:
         """Return the media reference that intake replaced by `url` in the body. Raises InvalidMediaUrl; InvalidBody if

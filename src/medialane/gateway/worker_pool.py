@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from contextvars import copy_context
 from functools import partial
 
 import msgspec
@@ -20,7 +19,6 @@ from medialane.core.errors import (
     AlreadyJoined,
     MedialaneError,
     NoWorkerReady,
-    StartupFailed,
     WorkerLost,
 )
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad, WorkerRole
@@ -42,7 +40,7 @@ def _total(ranks: Sequence[Endpoint]) -> WorkerLoad:
 
 class WorkerPool:
     """All links, by name. `run` keeps those with an address connected. `new_link` makes the link of a worker that joins
-    (its address is empty) or is added; its `processor` settings must be compatible with those of the gateway."""
+    (its address is empty), whose `processor` settings must be compatible with those of the gateway."""
 
     def __init__(
         self,
@@ -69,11 +67,6 @@ class WorkerPool:
         self._ready: set[WorkerLink] = set()
         self._stalled: set[WorkerLink] = set()
         self._num_gateways: int | None = None
-        #: While `run` runs: the tasks of the links with an address.
-        self._group: asyncio.TaskGroup | None = None
-        #: Of what outlives the request by which an operator adds a worker.
-        self._context = copy_context()
-        self._running: dict[WorkerLink, asyncio.Task[None]] = {}
         for link in links:
             self._watch(link)
 
@@ -87,7 +80,7 @@ class WorkerPool:
         """Wait until `run` has tried to connect to each address, with or without success; no longer than this."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                for link in list(self.links.values()):
+                for link in self.links.values():
                     await link.was_tried.wait()
 
     def _watch(self, link: WorkerLink) -> None:
@@ -96,9 +89,8 @@ class WorkerPool:
     def _changed(self, link: WorkerLink) -> None:
         """Have the requests of stalled workers moved to another one, if any is ready. If none is, they wait: the engine
         may continue, and if it does not, its worker exits. So do answers that cannot go on elsewhere."""
-        is_worker = link.role == "worker" and self.links.get(link.name) is link  # one that was removed may be connected
         for links, state in ((self._ready, "ready"), (self._stalled, "stalled")):
-            (links.add if is_worker and link.state == state else links.discard)(link)
+            (links.add if link.role == "worker" and link.state == state else links.discard)(link)
         self._num_gateways = None
         self._wake()
         if not self._ready:
@@ -181,71 +173,10 @@ class WorkerPool:
 
     async def run(self) -> None:
         """Keep every link with an address connected until cancelled."""
-        async with asyncio.TaskGroup() as self._group:
+        async with asyncio.TaskGroup() as group:
             for link in self.links.values():
-                self._run(link)
-            self._group.create_task(asyncio.Event().wait(), name="workers that join")  # there may be no links yet
-
-    async def connect(self, name: str, address: str) -> RpcClient:
-        """Connect to a worker that is to be added: `add` or `leave` it. Raises the reason why it cannot be."""
-        connecting = self._link(name, address).connect()
-        client = await asyncio.create_task(connecting, name=f"adding {name}", context=self._context.copy())
-        try:
-            check_same_model(self._processor, client.welcome.card.processor)
-            if self._card is not None and client.welcome.card.model != self._card.model:
-                raise StartupFailed(f"it serves {client.welcome.card.model}, and the others {self._card.model}")
-        except StartupFailed:
-            client.leave()
-            raise
-        return client
-
-    def add(self, name: str, address: str, client: RpcClient | None = None) -> None:
-        """Stay connected to a further worker, at first by `client`."""
-        link = self._link(name, address)
-        link.listener = self._listener
-        self._watch(link)
-        self.links[name] = link
-        self._run(link, client)
-
-    def remove(self, name: str) -> None:
-        """Forget a worker with an address; one that drains, when it has stopped. Its requests go on at others."""
-        link = self.links[name]
-        link.is_leaving = True
-        if link.state != "draining":
-            self._drop(link)
-
-    def is_joined(self, name: str) -> bool:
-        """Return whether this is the name of a worker that has joined."""
-        return name in self._joined
-
-    def _link(self, name: str, address: str) -> WorkerLink:
-        """Raises StartupFailed."""
-        if self._new_link is None:
-            raise StartupFailed("this gateway has no further workers")
-        return self._new_link(name, address)
-
-    def _run(self, link: WorkerLink, client: RpcClient | None = None) -> None:
-        if self._group is None:
-            return
-        running, name = link.run(client), f"worker link {link.name}"
-        task = self._running[link] = self._group.create_task(running, name=name, context=self._context.copy())
-
-        def ended(_task: object) -> None:
-            if client is not None:
-                client.leave()  # the task may have been cancelled before its first step
-            if link.is_leaving:
-                self._drop(link)
-
-        task.add_done_callback(ended)
-
-    def _drop(self, link: WorkerLink) -> None:
-        """Forget a link, and end its task. Idempotent."""
-        if (running := self._running.pop(link, None)) is not None:
-            running.cancel()
-        if self.links.get(link.name) is link:  # it may have a successor
-            del self.links[link.name]
-            link.forget()
-            self._changed(link)
+                group.create_task(link.run(), name=f"worker link {link.name}")
+            group.create_task(asyncio.Event().wait(), name="workers that join")  # there may be no links yet
 
     async def serve_joined(self, join: Join, client: RpcClient) -> None:
         """Use a worker that has connected, until it is lost. Raises the reason to refuse it."""

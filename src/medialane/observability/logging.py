@@ -52,6 +52,8 @@ _UNLIMITED: Final = frozenset({ACCESS_LOGGER, "uvicorn.access", "stdout", "stder
 #: Of one line as JSON, so that it can be read again whole.
 _MAX_CHARACTERS: Final = 8000
 _MAX_PENDING_CHARACTERS: Final = 8000
+#: Of a message with its traceback as text.
+_MAX_PLAIN_CHARACTERS: Final = 32_000
 
 _START_OF_JSON: Final = '{"ts":"'
 #: The names of loggers are at these places of lines only.
@@ -62,7 +64,7 @@ _ACCESS_LINE: Final = re.compile(
 _DATA_URL = re.compile(r"(data:[\w.+/-]{0,80}(?:;[\w=.+-]{1,80}){0,4},)[^\s\"')]+")
 _USER_INFO = re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://)[^/\s@\"']+@")
 # Signed URLs carry their credentials in the query.
-_QUERY = re.compile(r"(\bhttps?://[^\s?\"']+\?)[^\s\"')]+")
+_QUERY = re.compile(r"(\bhttps?://[^\s?\"']++)(\?[^\s\"')]+)?")
 _BEARER = re.compile(r"(\b[Bb]earer\s+)\S+")
 
 #: Of a line that is repeated: the first time after which it is written again, doubling up to the second.
@@ -188,7 +190,7 @@ def _kept(record: logging.LogRecord, exc_text: str | None) -> logging.LogRecord:
     """Return the record without references to what is logged: the frames of a traceback have all of their variables,
     in a preparer the item that it has decoded."""
     kept = copy(record)
-    kept.msg, kept.args, kept.exc_info, kept.exc_text = record.getMessage(), (), None, exc_text
+    kept.msg, kept.args, kept.exc_info, kept.exc_text = _bounded(record.getMessage()), (), None, exc_text
     return kept
 
 
@@ -212,7 +214,11 @@ class RepetitionLimit:
             return [record]
         due = self._due(now)
         place = (record.pathname, record.lineno)
-        key: tuple[object, ...] = (*place, record.getMessage(), repr(record.exc_info[1]) if record.exc_info else "")
+        key: tuple[object, ...] = (
+            *place,
+            _bounded(record.getMessage()),
+            _bounded(repr(record.exc_info[1])) if record.exc_info else "",
+        )
         if key not in self._lines and self._num_of_place[place] >= _MAX_LINES.get(record.levelno, _MAX_LINES_ELSE):
             key = place
         line = self._lines.get(key)
@@ -271,7 +277,7 @@ class PlainFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         process, current = _process(record), request_id.get()
         record.origin = f"{process and f' ({process})'}{current and f' [{current}]'}"
-        return redact(super().format(record))
+        return redact(_bounded(super().format(record), _MAX_PLAIN_CHARACTERS))
 
 
 class JsonFormatter(logging.Formatter):
@@ -288,18 +294,18 @@ class JsonFormatter(logging.Formatter):
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
-            "msg": fields.get("msg") or _bounded(redact(record.getMessage())),
+            "msg": fields.get("msg") or redact(_bounded(record.getMessage())),
             "component": self._component,
         }
         given = {"process": _process(record), "request_id": request_id.get(), "trace_id": trace_id.get()}
         line |= {name: value for name, value in given.items() if value}
         line |= fields
         if record.exc_info:
-            line["exception"] = _bounded(redact(self.formatException(record.exc_info)))
+            line["exception"] = redact(_bounded(self.formatException(record.exc_info)))
         elif record.exc_text:
-            line["exception"] = _bounded(redact(record.exc_text))
+            line["exception"] = redact(_bounded(record.exc_text))
         if record.stack_info:
-            line["stack"] = _bounded(redact(record.stack_info))
+            line["stack"] = redact(_bounded(record.stack_info))
         return msgspec.json.encode(line).decode()
 
 
@@ -389,16 +395,17 @@ def _process(record: logging.LogRecord) -> str:
     return "" if record.processName in (None, "MainProcess") else str(record.processName)
 
 
-def _bounded(text: str) -> str:
-    if len(text) <= _MAX_CHARACTERS:
+def _bounded(text: str, most: int = _MAX_CHARACTERS) -> str:
+    """Return the beginning and the end of a long text, without the words that are cut: of a URL, the part that is left
+    could not be recognized as one."""
+    if len(text) <= most:
         return text
-    half = _MAX_CHARACTERS // 2
-    return f"{text[:half]} ... {text[-half:]}"
+    return f"{text[: most // 2].rpartition(' ')[0]} ... {text[-(most // 2) :].partition(' ')[2]}"
 
 
 def redact(text: str) -> str:
     """Remove payloads of data URLs, credentials and queries of URLs, and bearer tokens."""
     text = _DATA_URL.sub(r"\1...", text)
     text = _USER_INFO.sub(r"\1***@", text)
-    text = _QUERY.sub(r"\1***", text)
+    text = _QUERY.sub(lambda url: f"{url[1]}?***" if url[2] else url[1], text)
     return _BEARER.sub(r"\1***", text)

@@ -28,6 +28,9 @@ if TYPE_CHECKING:  # the SDK is loaded only if requests are traced
 PROTOCOL: Final = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 SERVICE_NAME: Final = "OTEL_SERVICE_NAME"
 
+#: Longer state of other vendors is not passed on: W3C's specification asks for so much.
+_MAX_TRACESTATE_CHARACTERS = 512
+
 #: How long spans that are left may be sent when the process stops.
 _FLUSH_S = 2.0
 
@@ -112,7 +115,10 @@ def error_status(code: str) -> Status:
 
 def client_context(headers: Mapping[str, str]) -> Context | None:
     """Return the W3C trace context of a request's headers, if they have one."""
-    return TraceContextTextMapPropagator().extract(headers) if "traceparent" in headers else None
+    if "traceparent" not in headers:
+        return None
+    short = {name: value for name, value in headers.items() if len(value) <= _MAX_TRACESTATE_CHARACTERS}
+    return TraceContextTextMapPropagator().extract(short)
 
 
 def context_headers(context: SpanContext) -> dict[str, str]:

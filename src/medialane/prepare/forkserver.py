@@ -10,7 +10,7 @@ process does it once; every preparer is a fork of it, ready in milliseconds and 
 * No orphans. The kernel kills this process with the store's thread that started it, and each preparer with this
   process (PR_SET_PDEATHSIG); closing the control channel has the same effect on a process that still reads it.
 
-A *spare* is a fork of this process that waits on its own control channel (`forkservers` says why).
+A *spare* is a fork of this process that waits on its own control channel (`forkserver_process` says why).
 
 The loop waits for requests on the control channel and for exits of children (one pidfd each, which a reused pid cannot
 confuse). It is the only place where preparers are reaped. The protocol is in `messages`.
@@ -56,7 +56,6 @@ from medialane.prepare.messages import (
     SetupFailed,
     decode_control_request,
 )
-from medialane.prepare.prebuilt import Prebuilt
 from medialane.prepare.preparer import Preparer
 from medialane.prepare.process_memory import allow_reader
 from medialane.prepare.processor import Processor
@@ -78,35 +77,28 @@ class Child:
     pidfd: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForkserverInfo:
-    """Facts that a fork server and its spares share."""
-
-    store_pid: int
-    warm_s: float
-    sandbox: Sandbox
-
-
 class Forkserver:
     """Forks preparers on request and reports their exits, until the control channel is closed."""
 
     def __init__(
-        self, control: socket.socket, processor: Processor, setup: PreparerSetup, facts: ForkserverInfo
+        self, control: socket.socket, processor: Processor, setup: PreparerSetup, *, sandbox: Sandbox, store_pid: int
     ) -> None:
         self._control = control
         self._processor = processor
         self._setup = setup
-        self._facts = facts
+        self._sandbox = sandbox
+        self._store_pid = store_pid
         self._probe = ctypes.create_string_buffer(setup.arena.encode())
         self._children: dict[int, Child] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
 
-    def run(self) -> None:
-        """Serve until the store closes its end, then kill and reap every preparer."""
-        allow_reader(self._facts.store_pid)
-        facts, settings = self._facts, dict(self._processor.settings)
-        send_report(self._control, Ready(facts.warm_s, facts.sandbox, ctypes.addressof(self._probe), settings))
+    def run(self, warm_s: float = 0.0) -> None:
+        """Serve until the store closes its end, then kill and reap every preparer. The processor took `warm_s` to be
+        built."""
+        allow_reader(self._store_pid)
+        settings = dict(self._processor.settings)
+        send_report(self._control, Ready(warm_s, self._sandbox, ctypes.addressof(self._probe), settings))
         try:
             while self._serve_once(BEAT_S):
                 send_report(self._control, Alive())
@@ -138,7 +130,8 @@ class Forkserver:
             send_report(self._control, ForkFailed(child_id, f"fork: {error.strerror}"))
             return
         if pid == 0 and child_id == SPARE:
-            self._become(lambda: Forkserver(channel, self._processor, self._setup, self._facts).run())
+            spare = Forkserver(channel, self._processor, self._setup, sandbox=self._sandbox, store_pid=self._store_pid)
+            self._become(spare.run)
         elif pid == 0:
             confinement.die_with_parent(parent_pid)
             self._become(lambda: self._preparer(channel, child_id, writes_arena=request.writes_arena).run())
@@ -149,14 +142,13 @@ class Forkserver:
 
     def _preparer(self, jobs: socket.socket, number: int, *, writes_arena: bool) -> Preparer:
         set_title(f"preparer {number}")
-        facts = self._facts
         return Preparer(
             jobs,
             self._processor,
             self._setup,
-            facts.sandbox,
+            self._sandbox,
             writes_arena=writes_arena,
-            reader_pid=facts.store_pid,
+            reader_pid=self._store_pid,
         )
 
     def _become(self, run: Callable[[], None]) -> NoReturn:
@@ -230,37 +222,37 @@ def build_processor(factory_name: str, factory_config: bytes) -> Processor:
     return processor
 
 
-def run_forked(control: socket.socket, prebuilt: Prebuilt, store_pid: int) -> NoReturn:
+def run_forked(control: socket.socket, store_pid: int, processor: Processor, sandbox: Sandbox) -> NoReturn:
     """Become a fork server that has a processor, in a process just forked by its store. It never returns into the stack
     of its parent."""
+
+    def take(setup: Setup) -> tuple[Processor, Sandbox]:
+        enter(setup.environment)
+        configure_child("forkserver")  # as its store
+        return processor, sandbox
+
     status = 1
     try:
         confinement.die_with_parent(store_pid)
         faulthandler.disable()  # whose handlers are replaced
         confinement.detach(keep=control.fileno())
         control.setblocking(True)
-        status = _run(control, store_pid, lambda setup: _enter(prebuilt, setup))
+        status = _run(control, store_pid, take)
     except BaseException:  # noqa: BLE001 - logged and stopped here; the pool detects the exit
         traceback.print_exc()
     finally:
         _exit(status)
 
 
-def _enter(prebuilt: Prebuilt, setup: Setup) -> tuple[Processor, float, Sandbox]:
-    enter(setup.environment)
-    configure_child("forkserver")  # as its store
-    prebuilt.processor.enter_forkserver()
-    return prebuilt.processor, prebuilt.warm_s, prebuilt.sandbox
+def main(argv: list[str]) -> int:
+    factory_name, control_fd, parent_pid = argv[0], int(argv[1]), int(argv[2])
+    confinement.die_with_parent(parent_pid)
+    confinement.default_signals()
+    control = socket.socket(fileno=control_fd)
+    return _run(control, parent_pid, lambda setup: (build_processor(factory_name, setup.factory_config), available()))
 
 
-def _build(factory_name: str, setup: Setup) -> tuple[Processor, float, Sandbox]:
-    started = time.monotonic()
-    processor = build_processor(factory_name, setup.factory_config)
-    processor.enter_forkserver()
-    return processor, time.monotonic() - started, available()
-
-
-def _run(control: socket.socket, store_pid: int, get: Callable[[Setup], tuple[Processor, float, Sandbox]]) -> int:
+def _run(control: socket.socket, store_pid: int, get: Callable[[Setup], tuple[Processor, Sandbox]]) -> int:
     """Serve the store at the other end of `control`, with the processor that `get` returns; return the exit status."""
     set_title(f"forkserver of store {store_pid}")
     faulthandler.enable()
@@ -270,21 +262,16 @@ def _run(control: socket.socket, store_pid: int, get: Callable[[Setup], tuple[Pr
         setup, _ = receive_request(control)
         if not isinstance(setup, Setup):
             return 1
+        started = time.monotonic()
         try:
-            processor, warm_s, sandbox = get(setup)
-            facts = ForkserverInfo(store_pid, warm_s, sandbox)
-            Forkserver(control, processor, setup.preparer, facts).run()
+            processor, sandbox = get(setup)
+            processor.enter_forkserver()
+            forkserver = Forkserver(control, processor, setup.preparer, sandbox=sandbox, store_pid=store_pid)
+            forkserver.run(time.monotonic() - started)
         except MedialaneError as error:
             send_report(control, SetupFailed(error.message))
             return 1
     return 0
-
-
-def main(argv: list[str]) -> int:
-    factory_name, control_fd, parent_pid = argv[0], int(argv[1]), int(argv[2])
-    confinement.die_with_parent(parent_pid)
-    confinement.default_signals()
-    return _run(socket.socket(fileno=control_fd), parent_pid, lambda setup: _build(factory_name, setup))
 
 
 def _exit(status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Processes that another process has forked, and the end of a process that may not end by itself."""
+"""Handles on processes, and the end of a process that may not end by itself."""
 
 from __future__ import annotations
 
@@ -7,30 +7,20 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 #: How long a killed process may take to exit. It takes a millisecond unless it hangs inside the kernel.
 KILL_TIMEOUT_S = 10.0
 
 
-class Process(Protocol):
-    """A child process (`asyncio.subprocess.Process`), or a `PidfdProcess`."""
-
-    @property
-    def pid(self) -> int: ...
-    def kill(self) -> None: ...
-    async def wait(self) -> object: ...
-
-
 class PidfdProcess:
-    """A process forked by another one, with the interface of `asyncio.subprocess.Process`. It is reaped by its parent,
-    or by init. Owns a pidfd: it becomes readable when the kernel has terminated the process, so neither a reused pid
-    nor a hanging or dead parent can be misleading. `on_exit` is called then."""
+    """A child process, or one forked by another process. Owns a pidfd: it becomes readable when the kernel has
+    terminated the process, so neither a reused pid nor a hanging or dead parent can be misleading. `on_exit` is called
+    then; that of a child reaps it, others are reaped by their parent, or by init."""
 
-    def __init__(self, pid: int, pidfd: int) -> None:
+    def __init__(self, pid: int, pidfd: int, on_exit: Callable[[], object] = lambda: None) -> None:
         self.pid = pid
         self.exited = asyncio.Event()
-        self.on_exit: Callable[[], None] = lambda: None
+        self.on_exit = on_exit
         self._pidfd = pidfd
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pidfd, self._note_exit)
@@ -56,7 +46,7 @@ class PidfdProcess:
         self.on_exit()
 
 
-async def end_process(process: Process, grace_s: float) -> bool:
+async def end_process(process: PidfdProcess, grace_s: float) -> bool:
     """Wait up to `grace_s` for the process to exit, then kill it. Returns False if the kernel did not terminate it
     within KILL_TIMEOUT_S."""
     for timeout_s in (grace_s, KILL_TIMEOUT_S):

@@ -31,8 +31,7 @@ from medialane.media import MediaConfig
 from medialane.observability.timeline import StageTimeline
 from medialane.prepare import prebuilt
 from medialane.prepare.config import PrepareConfig
-from medialane.prepare.forkserver_process import ForkserverProcess
-from medialane.prepare.forkservers import Forkservers
+from medialane.prepare.forkserver_process import ForkserverProcess, Forkservers
 from medialane.prepare.job_queue import Job, JobQueue, JobValue
 from medialane.prepare.job_run import to_the_end
 from medialane.prepare.messages import (
@@ -43,6 +42,7 @@ from medialane.prepare.messages import (
     ProbeItem,
     ProcessItem,
 )
+from medialane.prepare.prebuilt import ProcessorSource
 from medialane.prepare.preparers import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Preparers
 from medialane.prepare.processor import Described
 from medialane.prepare.quarantine import Quarantine
@@ -77,10 +77,8 @@ class PreparerPool:
     ) -> None:
         config.validate()
         self._config = config
-        self._factory = factory
-        self._factory_config = factory_config
+        self._source = ProcessorSource(factory, factory_config, environment)
         self._setup = PreparerSetup(arena.id, str(arena.path.parent), arena.slot, media, config.memory_limit_bytes)
-        self._environment = environment
         self._progress = progress
         self._on_loaded = on_loaded
         self._is_ready = False
@@ -98,7 +96,7 @@ class PreparerPool:
     @property
     def is_prebuilt(self) -> bool:
         """Whether the processor has been built already; before `start`."""
-        return prebuilt.is_waiting(self._factory, self._factory_config, self._environment)
+        return prebuilt.is_waiting(self._source)
 
     async def start(self) -> None:
         """Start the fork server and all preparers; return when all are ready. Jobs are queued meanwhile.
@@ -310,13 +308,8 @@ class PreparerPool:
 
     async def _start_forkserver(self) -> ForkserverProcess:
         self._progress("importing the model's processor")
-        forkserver = await ForkserverProcess.start(
-            factory=self._factory,
-            factory_config=self._factory_config,
-            setup=self._setup,
-            environment=self._environment,
-            timeout_s=self._config.start_timeout_s,
-        )
+        timeout_s = self._config.start_timeout_s
+        forkserver = await ForkserverProcess.start(self._source, self._setup, timeout_s=timeout_s)
         for capability in forkserver.sandbox.missing():
             logger.warning("a preparer compromised by a hostile file could %s", capability)
         if not forkserver.reads_memory:

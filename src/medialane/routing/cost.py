@@ -127,11 +127,6 @@ class CostModel:
 
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
-        self.settings_changed()
-
-    def settings_changed(self) -> None:
-        """The values of the settings are others."""
-        config = self._config
         weight = 1 + config.contention_weight
         self.rates = Rates(
             request=config.request_ms * weight,

@@ -57,8 +57,7 @@ class Router:
         self._predictions = PredictionMonitor(grace_s=config.store_grace_s, clock=clock)
         self._sessions: TTLCache[str, WorkerRank] = TTLCache(config.max_sessions, config.session_ttl_s, clock)
         self._places = Places(clock=clock)
-        self._seed = seed
-        self._costs = costs = CostModel(config)
+        costs = CostModel(config)
         self._state = RouterState(
             policy=config.router,
             costs=costs,
@@ -66,19 +65,8 @@ class Router:
             sessions=self._sessions,
             places=self._places,
         )
-        self.settings_changed()
-
-    def settings_changed(self) -> None:
-        """The values of the settings are others: they apply from the next request on, and to the load of workers from
-        their next report on."""
-        self._costs.settings_changed()
         self._policy = policy(
-            self.config.router,
-            costs=self._costs,
-            slots=self._slots,
-            index=self.index,
-            pending=self._pending,
-            seed=self._seed,
+            config.router, costs=costs, slots=self._slots, index=self.index, pending=self._pending, seed=seed
         )
 
     @property

@@ -38,8 +38,6 @@ from medialane.store.messages import (
     SendData,
     StoreHello,
     StoreStatus,
-    WriteMedia,
-    Written,
 )
 from medialane.store.published_images import PublishedImages
 from medialane.store.server import StoreServer
@@ -83,6 +81,4 @@ __all__ = [
     "StoreLink",
     "StoreServer",
     "StoreStatus",
-    "WriteMedia",
-    "Written",
 ]

@@ -50,12 +50,12 @@ class Aliases:
         self._ttl_s = ttl_s
         self._clock = clock
         self._records = records
-        #: The least recently used first, which expires first.
-        self._bound: TenantLru[_Bound] = TenantLru(max_aliases, tenant_share=tenant_share)
+        self._bound: TenantLru[_Bound] = TenantLru(
+            max_aliases, tenant_share=tenant_share, clock=clock, on_forget=records.erase
+        )
         self._restore()
 
     def __len__(self) -> int:
-        self._expire()
         return len(self._bound)
 
     def bind(self, salt: str, alias: Alias, content: str) -> None:
@@ -63,7 +63,6 @@ class Aliases:
         content."""
         if not self._max_aliases:
             return
-        self._expire()
         key = _key(salt, alias)
         if (bound := self._bound.get(key)) is not None and bound.target.content != content:
             raise UuidConflict("this uuid is in use for other content: choose another one")
@@ -71,7 +70,6 @@ class Aliases:
 
     def find(self, salt: str, alias: Alias) -> AliasTarget | None:
         """Return what the name is bound to, or None. Options given with the name now override those it is bound to."""
-        self._expire()
         key = _key(salt, alias)
         if (bound := self._bound.get(key)) is None:
             return None
@@ -89,25 +87,14 @@ class Aliases:
         self._records.write(key, msgspec.msgpack.encode(bound))
 
     def _put(self, key: bytes, bound: _Bound) -> None:
-        for forgotten in self._bound.put(key, bound, tenant=bound.tenant):
-            self._records.erase(forgotten)
-
-    def _expire(self) -> None:
-        now = self._clock()
-        while (key := next(iter(self._bound), None)) is not None:
-            if (bound := self._bound.get(key)) is None or bound.expires_at > now:
-                break
-            self._bound.pop(key)
-            self._records.erase(key)
+        self._bound.put(key, bound, expires_at=bound.expires_at, tenant=bound.tenant)
 
     def _restore(self) -> None:
         """Take the names of an earlier process; what exceeds the settings of this one is forgotten."""
         latest = self._clock() + self._ttl_s
         kept = [(key, msgspec.msgpack.decode(payload, type=_Bound)) for key, payload in self._records.read()]
-        kept.sort(key=lambda one: one[1].expires_at)
-        for key, bound in kept:
+        for key, bound in sorted(kept, key=lambda one: one[1].expires_at):
             self._put(key, bound._replace(expires_at=min(bound.expires_at, latest)))
-        self._expire()
 
 
 def _key(salt: str, alias: Alias) -> bytes:

@@ -33,7 +33,6 @@ from medialane.store.messages import (
     StoreStatus,
     StoreWelcome,
     TakenBy,
-    Written,
     decode_from_store,
 )
 from medialane.wire.config import RpcConfig
@@ -41,8 +40,8 @@ from medialane.wire.connection import Connection
 from medialane.wire.dial import dial
 from medialane.wire.registration import Registration
 
-#: Does what the store asks for, and returns the answer, None for Proceed. If it raises, the call is cancelled.
-AnswerQuestion = Callable[[Question], Awaitable[Written | None]]
+#: Does what the store asks for, and returns the answer, None for Proceed alone. If it raises, the call is cancelled.
+AnswerQuestion = Callable[[Question], Awaitable[Proceed | None]]
 
 
 class ConnectionLost(Exception):
@@ -230,7 +229,7 @@ class StoreClient:
             self.release(hold_id)
 
 
-async def _while_connected(answering: Awaitable[Written | None], reply: asyncio.Future[Any]) -> Written | None:
+async def _while_connected(answering: Awaitable[Proceed | None], reply: asyncio.Future[Any]) -> Proceed | None:
     """Return the answer; it ends with the connection, by which `reply` fails: the next store gives the range that it
     writes to others, as soon as this process has connected there."""
     loop, is_answering = asyncio.get_running_loop(), True

@@ -42,7 +42,6 @@ from medialane.store.embeddings import Embeddings
 from medialane.store.encoded_store import EncodedStore
 from medialane.store.known_features import FeatureSource, KnownFeatures
 from medialane.store.media_leases import MediaLeases
-from medialane.store.media_uploads import MediaUploads
 from medialane.store.messages import Form
 from medialane.store.published_images import PublishedImages
 
@@ -128,7 +127,7 @@ class Items:
         self.embeddings = Embeddings(arena)
         self._sizes = DescribedSizes(pool, self._lookup)
         self._aliases = aliases
-        self.leased = MediaUploads(self._store, leases, aliases=aliases, pool=pool, config=media)
+        self.leases = leases
         self._preparing: SingleFlight[str, Lease[Feature]] = SingleFlight(share=Lease.duplicate, release=Lease.release)
         self._probing: SingleFlight[str, None] = SingleFlight()
         #: Content that a preparer has opened or decoded without an error: a worker may decode it.
@@ -353,7 +352,7 @@ class Items:
         if expected is not None and not (need_data and url is not None):
             return expected
         if is_leased(url):
-            with self.leased.lookup(source.ref) as lease:
+            with self.leases.lookup(source.ref) as lease:
                 return lease.value.content_hash
         with source.timeline.measure("fetch"):
             fetch = self._fetcher.fetch
@@ -377,7 +376,7 @@ class Items:
 
     def _lookup(self, ref: MediaRef, content: str) -> Lease[EncodedMedia] | None:
         """Return the cached bytes of `content`. Raises UnknownMedia if they are leased no more."""
-        return self.leased.lookup(ref) if is_leased(ref.url) else self._store.lookup(ref, content)
+        return self.leases.lookup(ref) if is_leased(ref.url) else self._store.lookup(ref, content)
 
     async def _admit(self, source: _Source, encoded: EncodedMedia) -> None:
         """Ask whether the request may have an image of a URL; clients know the sizes of those that they send."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -44,12 +43,6 @@ class KnownFeature(msgspec.Struct, frozen=True):
     source: FeatureSource | None
 
 
-class _Remembered(NamedTuple):
-    known: KnownFeature
-    tenant: bytes
-    expires_at: float
-
-
 class KnownFeatures:
     """An LRU cache of at most `max_bytes`, of which a tenant has a share; records expire `ttl_s` seconds after their
     last use."""
@@ -64,7 +57,7 @@ class KnownFeatures:
     ) -> None:
         self._ttl_s = ttl_s
         self._clock = clock
-        self._known: TenantLru[_Remembered] = TenantLru(max_bytes, tenant_share=tenant_share)
+        self._known: TenantLru[KnownFeature] = TenantLru(max_bytes, tenant_share=tenant_share, clock=clock)
         #: The key of the client that has used a feature last, by hash.
         self._newest: LRUCache[str, bytes] = LRUCache(max(1, max_bytes // _RECORD_BYTES))
 
@@ -75,7 +68,9 @@ class KnownFeatures:
             source = msgspec.structs.replace(source, ref=msgspec.structs.replace(source.ref, url=None))
         if source is None and (known := self._find(key)) is not None:
             source = known.source
-        self._put(key, KnownFeature(source), tenant_of(of.owner))
+        num_bytes = _RECORD_BYTES if source is None else source.nbytes
+        expires_at = self._clock() + self._ttl_s
+        self._known.put(key, KnownFeature(source), expires_at=expires_at, tenant=tenant_of(of.owner), size=num_bytes)
         self._newest[mm_hash] = key
 
     def find(self, ref: MediaRef) -> KnownFeature | None:
@@ -88,21 +83,7 @@ class KnownFeatures:
         return None if key is None else self._find(key)
 
     def _find(self, key: bytes) -> KnownFeature | None:
-        if (found := self._known.get(key)) is None:
-            return None
-        if found.expires_at <= self._clock():
-            self._known.pop(key)
-            return None
-        self._put(key, found.known, found.tenant)  # expires later
-        return found.known
-
-    def _put(self, key: bytes, known: KnownFeature, tenant: bytes) -> None:
-        remembered = _Remembered(known, tenant, self._clock() + self._ttl_s)
-        self._known.put(key, remembered, tenant=tenant, size=_nbytes(known))
-
-
-def _nbytes(known: KnownFeature) -> int:
-    return _RECORD_BYTES if known.source is None else known.source.nbytes
+        return self._known.use(key, expires_at=self._clock() + self._ttl_s)
 
 
 def _key(mm_hash: str, ref: MediaRef) -> bytes:

@@ -1,158 +1,93 @@
-"""Leases on encoded bytes that a client has sent once (`core.media_lease`): the table, its bounds, and its ends.
+"""Media that clients send once (`core.media_lease`): received into the arena, leased, and found by later requests.
 
-A lease pins the entry of its bytes in the arena, so that they are not evicted, until it expires or is deleted. It
-belongs to an owner: the tenant (`--keys`) or the API key with which the bytes were sent, and, if they were sent with a
-`cache_salt`, to requests with that salt. To all others there is no such lease.
+A gateway writes them as they arrive: to a range of the declared length or, without one, to ranges of `STEPS` in turn,
+between which it copies. The lease then pins the entry of their bytes, which requests with the same media may share,
+until it expires or is deleted.
+
+The hash of media says whose they are: it is made of their content, their owner (the tenant of `--keys`, or the API key)
+and the `cache_salt` with which they were sent. To whoever cannot make the same hash there is no such lease.
 
 Leases are kept in records of the arena's file, written before the answer that relies on them: the next store that takes
 the file over pins their entries before it evicts anything. Times are of the clock that all processes of the host share
 (`core.name_records.boot_time`).
 
-Each lease counts as one, and with its bytes, also if several have one entry. Uploads count from their beginning. The
-leases of a store, and of a tenant, have a share of the arena's bytes and of its entries.
+Each lease counts as one, and with its bytes, also if several have one entry; uploads count from their beginning, so
+that those which do not end take no memory from requests. All of a store, and of a tenant, have a share of the arena's
+bytes and of its entries.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
-from blake3 import blake3
 
-from medialane.arena import Arena, Lease
-from medialane.core.errors import InvalidRequest, MediaLeasesFull, MediaTooLarge, UnknownMedia
-from medialane.core.media import EncodedMedia, Modality
-from medialane.core.media_lease import TENANT, LeasedMedia
+from medialane.arena import Arena, Lease, Reservation
+from medialane.core.errors import (
+    ErrorReport,
+    InvalidRequest,
+    InvalidUpload,
+    MediaLeasesFull,
+    MediaTooLarge,
+    UnknownMedia,
+    UnsupportedMediaType,
+    UuidConflict,
+    from_report,
+    to_report,
+)
+from medialane.core.hashing import owner_salt
+from medialane.core.media import EncodedMedia, MediaRef, MediaSize, Modality
+from medialane.core.media_lease import LeasedMedia, leased_hash, media_hash
+from medialane.core.modalities import MODALITIES
 from medialane.core.name_records import NOT_KEPT, NameRecords, boot_time
 from medialane.core.retry_after import retry_after
 from medialane.core.stats import MediaLeaseStats
+from medialane.core.tenant_lru import TenantShares, tenant_of
+from medialane.media import MediaConfig, oriented_size, sniff
+from medialane.prepare import PreparerPool
+from medialane.store.aliases import Aliases
 from medialane.store.config import StoreConfig
+from medialane.store.encoded_store import EncodedStore
+from medialane.store.messages import AskLease, Proceed, PutMedia
 
 logger = logging.getLogger(__name__)
 
 #: Most leases of a store; a record of each is in the arena's file.
 MAX_LEASES = 65_536
 
-UNKNOWN = "unknown or expired media: send them again (PUT /medialane/v1/media)"
+MIB = 1 << 20
 
+#: Sizes reserved for media of an undeclared length; then the most that they may have.
+STEPS = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 
-class MediaDescription(NamedTuple):
-    """What is known of leased media."""
+#: Has the client write to a new range of this size, after what it has written to the one before. The caller owns it.
+Write = Callable[[int], Awaitable[tuple[Reservation, Proceed]]]
 
-    modality: Modality
-    media_type: str
-    width: int = 0
-    height: int = 0
-    duration_s: float = 0.0
-
-
-class _Owner(NamedTuple):
-    """Whose a lease is: the hash of its name, and whether its share is limited."""
-
-    digest: bytes
-    is_tenant: bool
-
-    @classmethod
-    def of(cls, name: str) -> _Owner:
-        return cls(blake3(name.encode()).digest(), name.startswith(TENANT))
+_UNKNOWN = "unknown or expired media: send them again (PUT /medialane/v1/media)"
 
 
 class _Record(NamedTuple):
-    """In the arena's file. `entry` is the key of its entry."""
+    """In the arena's file, by the hash of the media. `entry` is the key of their entry; the time that remains of
+    `media` is of no meaning here."""
 
-    media: bytes
-    owner: _Owner
+    tenant: bytes
     entry: bytes
-    described: MediaDescription
+    media: LeasedMedia
     expires_at: float
+
+
+class _VideoMetadata(msgspec.Struct):
+    duration: float = 0.0
 
 
 class _Leased(NamedTuple):
     record: _Record
     entry: Lease[EncodedMedia]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.entry.value.num_bytes
-
-
-class _Bounds:
-    """How many leases and uploads there are, with how many bytes, and may be, each by an owner of which a tenant has
-    `tenant_share`. `until_next` returns when the next lease ends, in s."""
-
-    def __init__(
-        self, *, max_bytes: int, max_items: int, tenant_share: float, until_next: Callable[[], int | None]
-    ) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._num_items = 0
-        self._max_items = max_items
-        self._max_tenant_bytes = int(max_bytes * tenant_share)
-        self._max_tenant_items = int(max_items * tenant_share)
-        self._until_next = until_next
-        self._bytes_of: Counter[bytes] = Counter()
-        self._items_of: Counter[bytes] = Counter()
-
-    def check(self, owner: _Owner, more_bytes: int, *, item_bytes: int) -> None:
-        """Raise MediaLeasesFull if `more_bytes` exceed the bounds, or the items that are counted do; MediaTooLarge if
-        the item always would."""
-        most = self._max_tenant_bytes if owner.is_tenant else self.max_bytes
-        if item_bytes > most:
-            message = f"the media have {item_bytes} bytes or more; what this server keeps of a client may have {most}"
-            raise MediaTooLarge(message)
-        if owner.is_tenant:
-            self._check_share(owner, more_bytes)
-        if self.num_bytes + more_bytes > self.max_bytes or self._num_items > self._max_items:
-            message = "the memory for media that are kept for clients is full"
-            raise MediaLeasesFull(message, retry_after_s=self._until_next())
-
-    def _check_share(self, owner: _Owner, more_bytes: int) -> None:
-        own, delete = "the media that are kept for this API key would", "delete some (DELETE /medialane/v1/media/HASH)"
-        if self._bytes_of[owner.digest] + more_bytes > self._max_tenant_bytes:
-            raise MediaLeasesFull(f"{own} have more than {self._max_tenant_bytes} bytes: {delete}")
-        if self._items_of[owner.digest] > self._max_tenant_items:
-            raise MediaLeasesFull(f"{own} be more than {self._max_tenant_items}: {delete}")
-
-    def free_bytes(self, owner: _Owner) -> int:
-        """Return how many more bytes an owner's media may have."""
-        free = self.max_bytes - self.num_bytes
-        return min(free, self._max_tenant_bytes - self._bytes_of[owner.digest]) if owner.is_tenant else free
-
-    def count(self, owner: _Owner, num_bytes: int, *, num_items: int = 0) -> None:
-        self.num_bytes += num_bytes
-        self._num_items += num_items
-        for counted, more in ((self._bytes_of, num_bytes), (self._items_of, num_items)):
-            counted[owner.digest] += more
-            if not counted[owner.digest]:
-                del counted[owner.digest]
-
-
-class Upload:
-    """What one upload counts for, among the leases of its owner."""
-
-    def __init__(self, bounds: _Bounds, owner: _Owner) -> None:
-        self._bounds = bounds
-        self._owner = owner
-        self._num_bytes = 0
-
-    @property
-    def most_bytes(self) -> int:
-        """What it may count for at the moment."""
-        return self._num_bytes + self._bounds.free_bytes(self._owner)
-
-    def set(self, num_bytes: int) -> None:
-        """Count so many bytes instead of those before. Raises MediaLeasesFull, MediaTooLarge."""
-        more_bytes = num_bytes - self._num_bytes
-        if more_bytes > 0:
-            self._bounds.check(self._owner, more_bytes, item_bytes=num_bytes)
-        self._bounds.count(self._owner, more_bytes)
-        self._num_bytes = num_bytes
+    timer: asyncio.TimerHandle
 
 
 class MediaLeases:
@@ -163,34 +98,83 @@ class MediaLeases:
         self,
         arena: Arena,
         config: StoreConfig,
+        media: MediaConfig,
         *,
+        aliases: Aliases,
+        pool: PreparerPool,
         clock: Callable[[], float] = boot_time,
         records: NameRecords = NOT_KEPT,
     ) -> None:
         """Take over the leases in `records`."""
         self._arena = arena
+        self._store = EncodedStore(arena, media)
+        self._media = media
+        self._aliases = aliases
+        self._pool = pool
         self._max_ttl_s = config.media_lease_ttl_s
-        max_bytes = int(arena.size_bytes * config.media_lease_share)
-        self._bounds = _Bounds(
-            max_bytes=max_bytes,
-            max_items=min(MAX_LEASES, int(arena.max_entries * config.media_lease_share)),
-            tenant_share=config.media_lease_tenant_share,
-            until_next=self._until_next,
-        )
+        share, tenant_share = config.media_lease_share, config.media_lease_tenant_share
+        self._bytes = TenantShares(int(arena.size_bytes * share), tenant_share=tenant_share)
+        self._items = TenantShares(min(MAX_LEASES, int(arena.max_entries * share)), tenant_share=tenant_share)
         self._clock = clock
         self._records = records
-        self._leased: dict[bytes, _Leased] = {}
-        #: When leases expire; a renewed one has several, of which the last counts.
-        self._expiries: list[tuple[float, bytes]] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._leased: dict[str, _Leased] = {}
         self._restore()
 
     @property
     def stats(self) -> MediaLeaseStats:
-        return MediaLeaseStats(len(self._leased), self._bounds.num_bytes, self._bounds.max_bytes)
+        return MediaLeaseStats(len(self._leased), self._bytes.used, self._bytes.most)
 
-    def ttl(self, wanted_s: float | None) -> float:
-        """Return how long a lease lasts for a request that wants this. Raises InvalidRequest."""
+    async def receive(self, call: PutMedia, write: Write) -> LeasedMedia:
+        """Receive media, and lease them; those that are leased already are renewed.
+
+        Raises InvalidRequest (ttl), MediaLeasesFull, MediaTooLarge, InvalidUpload, UuidConflict, and what `sniff` and
+        preparers and `write` raise.
+        """
+        ttl_s, tenant = self._ttl(call.ttl_s), tenant_of(call.owner)
+        with self._uploading(tenant) as resize:
+            reservation, content = await self._received(call, resize, write)
+            with reservation:
+                modality, media_type = sniffed(reservation.buffer, call.modality, self._media)
+                entry = self._store.publish_as(
+                    reservation, modality=modality, salt=call.salt, content=content, media_type=media_type
+                )
+            try:
+                media = await self._described(entry, call)
+                if call.alias is not None:
+                    self._aliases.bind(call.salt, msgspec.structs.replace(call.alias, kind=modality), content)
+            except BaseException as error:  # cancellation included: the lease has no other owner
+                entry.release()
+                if isinstance(error, InvalidRequest) and not isinstance(error, UuidConflict):
+                    self._store.forget(content, call.salt)
+                raise
+        key = bytes.fromhex(self._store.key(content, call.salt))
+        return self._add(_Record(tenant, key, media, self._clock() + ttl_s), entry)
+
+    def ask(self, call: AskLease) -> LeasedMedia:
+        """Find, renew or end a lease. Raises UnknownMedia, InvalidRequest (ttl)."""
+        record, entry, _ = self._found(call.owner, call.salt, call.media)
+        if call.action == "renew":
+            return self._put(record._replace(expires_at=self._clock() + self._ttl(call.ttl_s)), entry)
+        if call.action == "end":
+            self._end(call.media)
+        return self._shown(record)
+
+    def lookup(self, ref: MediaRef) -> Lease[EncodedMedia]:
+        """Return a lease on the bytes of a reference to leased media, for its modality. The caller owns it. Raises
+        UnknownMedia, and what `sniff` raises."""
+        entry = self._found(ref.owner, ref.salt, leased_hash(ref.url or "")).entry
+        if (found := self._store.described(entry.duplicate(), ref)) is None:
+            raise UnknownMedia(_UNKNOWN)
+        return found
+
+    def close(self) -> None:
+        """Release all entries. Idempotent."""
+        while self._leased:
+            _, leased = self._leased.popitem()
+            leased.timer.cancel()
+            leased.entry.release()
+
+    def _ttl(self, wanted_s: float | None) -> float:
         if wanted_s is None:
             return self._max_ttl_s
         if not 0 < wanted_s <= self._max_ttl_s:
@@ -198,132 +182,121 @@ class MediaLeases:
         return wanted_s
 
     @contextmanager
-    def upload(self, owner: str) -> Iterator[Upload]:
-        """Count what an owner is sending, while the block lasts. Raises MediaLeasesFull."""
-        own = _Owner.of(owner)
-        upload = Upload(self._bounds, own)
-        self._bounds.count(own, 0, num_items=1)
+    def _uploading(self, tenant: bytes) -> Iterator[Callable[[int], None]]:
+        """Count what is being sent, while the block lasts; call what this yields with its size. Both raise
+        MediaLeasesFull."""
+        size = 0
+
+        def resize(num_bytes: int) -> None:
+            nonlocal size
+            self._count(tenant, num_bytes - size)
+            size = num_bytes
+
+        self._count(tenant, 0, num_items=1)
         try:
-            self._bounds.check(own, 0, item_bytes=0)
-            yield upload
+            yield resize
         finally:
-            self._bounds.count(own, 0, num_items=-1)
-            upload.set(0)
+            self._count(tenant, -size, num_items=-1)
 
-    def add(
-        self, entry: Lease[EncodedMedia], described: MediaDescription, *, media: str, owner: str, key: str, ttl_s: float
-    ) -> LeasedMedia:
-        """Lease the bytes of `entry`, whose key is `key`, under the hash `media`; one of this hash is renewed. Owns the
-        lease of the arena from now on. Raises MediaLeasesFull, MediaTooLarge."""
-        own = _Owner.of(owner)
-        name = _name(own, media)
-        record = _Record(bytes.fromhex(media), own, bytes.fromhex(key), described, self._clock() + ttl_s)
-        if (leased := self._leased.get(name)) is not None:
-            entry.release()
-            return self._put(name, leased._replace(record=record))
-        self._take(record, entry)
-        return self._put(name, _Leased(record, entry))
+    def _count(self, tenant: bytes, more_bytes: int, *, num_items: int = 0) -> None:
+        """Count more, or less. Raises MediaLeasesFull."""
+        counts = (self._bytes, more_bytes, " bytes"), (self._items, num_items, "")
+        for shares, more, unit in counts:
+            if tenant and 0 < more > shares.free_of(tenant):
+                message = f"the media that are kept for this API key would be more than {shares.most_of(tenant)}{unit}"
+                raise MediaLeasesFull(f"{message}: delete some (DELETE /medialane/v1/media/HASH)")
+            if 0 < more > shares.free:
+                message = "the memory for media that are kept for clients is full"
+                interval_s = self._max_ttl_s / max(1, len(self._leased))  # between the ends of leases, at most
+                raise MediaLeasesFull(message, retry_after_s=retry_after(interval_s))
+        for shares, more, _ in counts:
+            shares.add(tenant, more)
 
-    def find(self, owner: str, media: str) -> LeasedMedia:
-        """Raises UnknownMedia."""
-        return self._shown(self._found(owner, media)[1])
+    async def _received(self, call: PutMedia, resize: Callable[[int], None], write: Write) -> tuple[Reservation, str]:
+        """Return the range with the media, which the caller owns, and their content hash."""
+        tenant = tenant_of(call.owner)
+        limits = [self._media.fetch_limits(m).max_bytes for m in MODALITIES if call.modality in (None, m)]
+        most = min(max(limits), self._bytes.most_of(tenant))
+        too_large = f"the media have more than {most} bytes, the most that this server keeps of one item of this client"
+        if call.num_bytes > most:
+            raise MediaTooLarge(too_large)
+        steps, size = [call.num_bytes] if call.num_bytes else [*(step for step in STEPS if step < most), most], 0
+        with ExitStack() as earlier:
+            for step in steps:
+                free = min(self._bytes.free, self._bytes.free_of(tenant))
+                size = step if call.num_bytes else min(step, size + max(1, free))
+                resize(size)
+                reservation, answer = await write(size)
+                earlier.close()
+                if answer.num_bytes is not None:
+                    if answer.num_bytes < size:
+                        reservation.trim(answer.num_bytes)
+                    resize(answer.num_bytes)
+                    return reservation, answer.content
+                earlier.push(reservation)
+        raise MediaTooLarge(too_large)
 
-    def renew(self, owner: str, media: str, ttl_s: float) -> LeasedMedia:
-        """Have a lease end so much later than now. Raises UnknownMedia."""
-        name, leased = self._found(owner, media)
-        record = leased.record._replace(expires_at=self._clock() + ttl_s)
-        return self._put(name, leased._replace(record=record))
-
-    def end(self, owner: str, media: str) -> LeasedMedia:
-        """End a lease. Raises UnknownMedia."""
-        name, leased = self._found(owner, media)
-        self._end(name)
-        return self._shown(leased)
-
-    def entry(self, owner: str, media: str) -> Lease[EncodedMedia]:
-        """Return a lease on the entry of leased media. The caller owns it. Raises UnknownMedia."""
-        return self._found(owner, media)[1].entry.duplicate()
-
-    def close(self) -> None:
-        """Release all entries. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        while self._leased:
-            self._leased.popitem()[1].entry.release()
-
-    def _found(self, owner: str, media: str) -> tuple[bytes, _Leased]:
-        self._expire()
-        name = _name(_Owner.of(owner), media)
-        if (leased := self._leased.get(name)) is None:
-            raise UnknownMedia(UNKNOWN)
-        return name, leased
-
-    def _shown(self, leased: _Leased) -> LeasedMedia:
-        record, described = leased.record, leased.record.described
+    async def _described(self, entry: Lease[EncodedMedia], call: PutMedia) -> LeasedMedia:
+        """Open the media in a preparer, unless their size is in a header that has been checked. Raises InvalidRequest
+        for damaged ones."""
+        encoded = entry.value
+        size = oriented_size(self._store.bytes(encoded), self._media) if encoded.modality == "image" else None
+        if size is None:
+            size = MediaSize()
+            with suppress(UnsupportedMediaType):  # without the model's processor nothing samples videos
+                size = await self._pool.measure(entry)
         return LeasedMedia(
-            record.media.hex(),
-            described.modality,
-            described.media_type,
-            leased.num_bytes,
-            max(0.0, record.expires_at - self._clock()),
-            described.width,
-            described.height,
-            described.duration_s,
+            media_hash(owner=call.owner, salt=call.salt, content=encoded.content_hash),
+            encoded.modality,
+            encoded.media_type,
+            encoded.num_bytes,
+            width=size.width,
+            height=size.height,
+            duration_s=_duration_s(size),
         )
 
-    def _put(self, name: bytes, leased: _Leased) -> LeasedMedia:
-        self._records.write(name, msgspec.msgpack.encode(leased.record))
-        self._leased[name] = leased
-        heapq.heappush(self._expiries, (leased.record.expires_at, name))
-        if len(self._expiries) > 2 * len(self._leased) + 64:  # of renewals
-            self._expiries = [(each.record.expires_at, name) for name, each in self._leased.items()]
-            heapq.heapify(self._expiries)
-        self._schedule()
-        return self._shown(leased)
+    def _found(self, owner: str, salt: str, media: str) -> _Leased:
+        """Return the lease of this hash if it is the owner's, and the media were sent with this salt, or without one.
+        Raises UnknownMedia."""
+        leased = self._leased.get(media)
+        if leased is None or media not in _hashes(leased.entry.value.content_hash, owner, salt):
+            raise UnknownMedia(_UNKNOWN)
+        if leased.record.expires_at <= self._clock():
+            self._end(media)
+            raise UnknownMedia(_UNKNOWN)
+        return leased
 
-    def _take(self, record: _Record, entry: Lease[EncodedMedia]) -> None:
-        """Count a lease, or release its entry. Raises MediaLeasesFull, MediaTooLarge."""
-        num_bytes = entry.value.num_bytes
+    def _shown(self, record: _Record) -> LeasedMedia:
+        return msgspec.structs.replace(record.media, remaining_s=max(0.0, record.expires_at - self._clock()))
+
+    def _add(self, record: _Record, entry: Lease[EncodedMedia]) -> LeasedMedia:
+        """Lease an entry, or renew the lease on these media. Owns the lease of the arena from now on. Raises
+        MediaLeasesFull."""
+        if (earlier := self._leased.get(record.media.hash)) is not None:
+            entry.release()
+            return self._put(record, earlier.entry)
         try:
-            self._bounds.check(record.owner, num_bytes, item_bytes=num_bytes)
-        except (MediaLeasesFull, MediaTooLarge):
+            self._count(record.tenant, record.media.num_bytes, num_items=1)
+        except MediaLeasesFull:
             entry.release()
             raise
-        self._bounds.count(record.owner, num_bytes, num_items=1)
+        return self._put(record, entry)
 
-    def _end(self, name: bytes) -> None:
-        self._records.erase(name)
-        leased = self._leased.pop(name)
-        self._bounds.count(leased.record.owner, -leased.num_bytes, num_items=-1)
-        leased.entry.release()
+    def _put(self, record: _Record, entry: Lease[EncodedMedia]) -> LeasedMedia:
+        media = record.media.hash
+        self._records.write(bytes.fromhex(media), msgspec.msgpack.encode(record))
+        if (earlier := self._leased.get(media)) is not None:
+            earlier.timer.cancel()
+        timer = asyncio.get_running_loop().call_later(record.expires_at - self._clock(), self._end, media)
+        self._leased[media] = _Leased(record, entry, timer)
+        return self._shown(record)
 
-    def _expire(self) -> None:
-        now = self._clock()
-        while self._expiries and self._expiries[0][0] <= now:
-            expires_at, name = heapq.heappop(self._expiries)
-            leased = self._leased.get(name)
-            if leased is not None and leased.record.expires_at == expires_at:
-                self._end(name)
-
-    def _until_next(self) -> int | None:
-        if not self._expiries:
-            return None
-        return retry_after(self._expiries[0][0] - self._clock())
-
-    def _schedule(self) -> None:
-        """Look again when the first lease may have expired."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._expiries:
-            wait_s = max(0.0, self._expiries[0][0] - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_expiry)
-
-    def _on_expiry(self) -> None:
-        self._timer = None
-        self._expire()
-        self._schedule()
+    def _end(self, media: str) -> None:
+        self._records.erase(bytes.fromhex(media))
+        record, entry, timer = self._leased.pop(media)
+        timer.cancel()
+        self._count(record.tenant, -record.media.num_bytes, num_items=-1)
+        entry.release()
 
     def _restore(self) -> None:
         """Take the leases of an earlier store; those that end last go first, as far as the bounds allow."""
@@ -331,17 +304,44 @@ class MediaLeases:
         kept = [(name, msgspec.msgpack.decode(payload, type=_Record)) for name, payload in self._records.read()]
         for name, record in sorted(kept, key=lambda one: -one[1].expires_at):
             entry = self._arena.lookup(record.entry.hex(), "encoded") if record.expires_at > now else None
-            try:
-                if entry is None:
-                    raise UnknownMedia(UNKNOWN)
-                self._take(record, entry)
-            except (UnknownMedia, MediaLeasesFull, MediaTooLarge):
+            if entry is not None:
+                record = record._replace(expires_at=min(record.expires_at, now + self._max_ttl_s))
+                with suppress(MediaLeasesFull):
+                    self._add(record, entry)
+            if record.media.hash not in self._leased:
                 self._records.erase(name)
-                continue
-            self._put(name, _Leased(record._replace(expires_at=min(record.expires_at, now + self._max_ttl_s)), entry))
         if kept:
             logger.info("%d of %d leases on clients' media are taken over", len(self._leased), len(kept))
 
 
-def _name(owner: _Owner, media: str) -> bytes:
-    return blake3(owner.digest + media.encode()).digest()
+def _hashes(content: str, owner: str, salt: str) -> set[str]:
+    """Return the hashes under which an owner's requests with this salt may know this content: media that were sent
+    without a salt have that of their owner alone, or none."""
+    return {media_hash(owner=owner, salt=sent, content=content) for sent in ("", owner_salt(owner, ""), salt)}
+
+
+def sniffed(data: memoryview, declared: Modality | None, config: MediaConfig) -> tuple[Modality, str]:
+    """Return the modality and media type of encoded bytes, whose modality may be declared. Raises what `sniff` raises,
+    InvalidUpload for bytes that no modality recognises."""
+    if declared is not None:
+        return declared, sniff(data, declared, config)
+    own: list[ErrorReport] = []  # of modalities whose magic bytes they have, or none; an exception would keep the bytes
+    for modality in MODALITIES:
+        try:
+            return modality, sniff(data, modality, config)
+        except UnsupportedMediaType:
+            continue
+        except InvalidRequest as error:
+            own.append(to_report(error))
+    if len(own) == 1:
+        raise from_report(own[0])
+    message = "the body is not an image, a video or audio of a type that this server supports"
+    raise InvalidUpload(f"{message}, or it is damaged") if own else UnsupportedMediaType(message)
+
+
+def _duration_s(size: MediaSize) -> float:
+    if size.sample_rate:
+        return size.num_samples / size.sample_rate
+    with suppress(msgspec.DecodeError):
+        return max(0.0, msgspec.json.decode(size.metadata or b"{}", type=_VideoMetadata).duration)
+    return 0.0

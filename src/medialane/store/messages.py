@@ -30,8 +30,8 @@ The client sends StoreHello; the store replies StoreRefused and closes the conne
     PullEntries(call, entries)->                            copy entries of another host's store, and hold the copies
                             <-      EntriesPulled(call, holds, ranges)
     PutMedia(call, ...)     ->                              lease media that the client sends
-                            <-      WriteMedia(call, range)     write them, or what was written and more, to this range
-    Written(call, ...)      ->                              all of them, or that the range is full
+                            <-      SendData(call, range)   write them, or what was written and more, to this range
+    Proceed(call, ...)      ->                              all of them are written, or the range is full
                             <-      MediaLeased(call, media)
     AskLease(call, ...)     ->                              find, renew or end the lease on such media
                             <-      MediaLeased(call, media)
@@ -77,7 +77,7 @@ from medialane.wire.registration import other_version
 ScrapedAs = Literal["gateway", "worker"]
 
 #: Must be equal on both sides; incremented by every incompatible change.
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 #: Longest time that a client waits for an embedding that another one is writing.
 MAX_EMBEDDING_WAIT_MS = 60_000.0
@@ -184,7 +184,8 @@ class FindFeature(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SendData(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Write the item's bytes to the payload of this entry."""
+    """Write the item's bytes to the payload of this entry; of media to be leased, again those that were written to an
+    earlier one."""
 
     call_id: int
     range: ArenaRange
@@ -199,9 +200,16 @@ class ImageSize(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Proceed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to SendData and ImageSize. If it is no, the client sends Cancel instead."""
+    """The answer to SendData and ImageSize. If it is no, the client sends Cancel instead. Of media to be leased, their
+    size and content hash if they have been written, neither if the range is full."""
 
     call_id: int
+    num_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    content: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+    def __post_init__(self) -> None:
+        if self.num_bytes is not None and not _KEY.fullmatch(self.content):
+            raise ValueError("a content hash has 64 hex digits")
 
 
 class ItemFound(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -374,31 +382,12 @@ class PutMedia(msgspec.Struct, frozen=True, array_like=True, tag=True):
     alias: Alias | None = None
 
 
-class WriteMedia(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Write the media to the payload of this entry, after what has been written to the one before."""
-
-    call_id: int
-    range: ArenaRange
-
-
-class Written(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to WriteMedia: the media's size and content hash, or, without them, that the range is full."""
-
-    call_id: int
-    num_bytes: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    content: Annotated[str, msgspec.Meta(max_length=64)] = ""
-
-    def __post_init__(self) -> None:
-        if self.num_bytes is not None and not _KEY.fullmatch(self.content):
-            raise ValueError("a content hash has 64 hex digits")
-
-
 class AskLease(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """From a request of `owner` with this `salt`. `ttl_s` is for a lease that is renewed."""
 
     call_id: int
     owner: str
-    media: str
+    media: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
     action: Literal["find", "renew", "end"]
     ttl_s: float | None = None
     salt: str = ""
@@ -452,14 +441,14 @@ class StoreStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
     exposed_by: str = ""
 
 
-Question = SendData | ImageSize | WriteMedia
+Question = SendData | ImageSize
 LongCall = FindItem | DescribeItem | PutFeature | FindFeature | FindEmbedding | PullEntries | PublishImage | PutMedia
 Call = LongCall | ResolveAlias | HoldEntries | GrantPulls | AskLease
 Embedded = EmbeddingFound | NoEmbedding
 Item = ItemFound | ItemDescribed
 Found = Item | Embedded | AliasResolved | EntriesHeld | PullsGranted | EntriesPulled | ImagePublished | MediaLeased
 Reply = Found | CallFailed
-ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Written | Cancel | Release | Reclaimed | StorePing
+ToStore = StoreHello | Call | TakenBy | PassHolds | Proceed | Cancel | Release | Reclaimed | StorePing
 FromStore = StoreWelcome | StoreRefused | Question | Reply | HoldsPassed | Reclaim | StoreStatus
 
 _TO_STORE: msgspec.msgpack.Decoder[ToStore] = msgspec.msgpack.Decoder(ToStore)

@@ -78,8 +78,6 @@ from medialane.store.messages import (
     StoreWelcome,
     TakenBy,
     ToStore,
-    WriteMedia,
-    Written,
     decode_to_store,
 )
 from medialane.wire.config import RpcConfig
@@ -139,7 +137,7 @@ class StoreSession:
         self._absent = absent
         self._reclaimed = asyncio.Event()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._questions: dict[int, asyncio.Future[Proceed | Written]] = {}
+        self._questions: dict[int, asyncio.Future[Proceed]] = {}
         self._last_call_id = 0
         self._taker = TakenBy(0, "")
         self.hello: StoreHello | None = None
@@ -214,7 +212,7 @@ class StoreSession:
                 self._owner.pass_holds(message)
             case TakenBy():
                 self._taker = message
-            case Proceed() | Written():
+            case Proceed():
                 self._proceed(message)
             case Cancel(call_id):
                 if (task := self._tasks.get(call_id)) is not None:
@@ -233,7 +231,7 @@ class StoreSession:
         hello = self.hello
         return "" if hello is None else f"{hello.scraped or 'client'} {hello.client_id[:8]}"
 
-    def _proceed(self, answer: Proceed | Written) -> None:
+    def _proceed(self, answer: Proceed) -> None:
         question = self._questions.pop(answer.call_id, None)
         if question is not None and not question.done():  # its task may just have been cancelled
             question.set_result(answer)
@@ -284,7 +282,7 @@ class StoreSession:
             case ResolveAlias(call_id, ref):
                 return AliasResolved(call_id, self._items.resolve(ref))
             case AskLease():
-                return MediaLeased(call.call_id, self._items.leased.ask(call))
+                return MediaLeased(call.call_id, self._items.leases.ask(call))
 
     async def _answer(self, call: LongCall) -> None:
         reply: Reply
@@ -445,23 +443,21 @@ class StoreSession:
         """Have the client write media into the arena, which are leased."""
 
         async def reserve(num_bytes: int) -> Reservation:
-            return await self._with_memory(partial(self._reserve_encoded, num_bytes))
+            return self._arena.reserve(num_bytes, "encoded", writer=self.slot)
 
-        async def write(reservation: Reservation) -> Written:
-            question = WriteMedia(call.call_id, reservation.range)
+        async def write(num_bytes: int) -> tuple[Reservation, Proceed]:
+            reservation = await self._with_memory(partial(reserve, num_bytes))
+            question = SendData(call.call_id, reservation.range)
             answer = await self._written(reservation, question, timeout_s=call.timeout_s)
-            if not isinstance(answer, Written) or (answer.num_bytes or 0) > len(reservation.buffer):
+            if (answer.num_bytes or 0) > len(reservation.buffer):
                 reservation.abandon()
                 self.connection.end(ProtocolViolation("media of another size than was agreed"))
                 raise StoreUnavailable("the request's media were not received")
-            return answer
+            return reservation, answer
 
-        return await self._items.leased.receive(call, reserve, write)
+        return await self._items.leases.receive(call, write)
 
-    async def _reserve_encoded(self, num_bytes: int) -> Reservation:
-        return self._arena.reserve(num_bytes, "encoded", writer=self.slot)
-
-    async def _written(self, reservation: Reservation, question: Question, *, timeout_s: float) -> Proceed | Written:
+    async def _written(self, reservation: Reservation, question: Question, *, timeout_s: float) -> Proceed:
         """Have the client write to the range; the caller owns it then, and nobody if this raises."""
         self.use.start_writing(reservation)
         try:
@@ -474,13 +470,13 @@ class StoreSession:
             raise StoreUnavailable("the client has disconnected")
         return answer
 
-    async def _ask(self, question: Question, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Proceed | Written:
+    async def _ask(self, question: Question, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Proceed:
         """Wait until the client proceeds, and return its answer; it cancels the call if it does not.
 
         After a timeout the connection is closed: the client may still be writing, so that its range is freed only when
         its process has exited. Raises StoreUnavailable then.
         """
-        answered: asyncio.Future[Proceed | Written] = asyncio.get_running_loop().create_future()
+        answered: asyncio.Future[Proceed] = asyncio.get_running_loop().create_future()
         self._questions[question.call_id] = answered
         try:
             self.connection.send(question, at_once=True)

@@ -50,8 +50,8 @@ _CONTENTS = re.compile(
     rf"""
     \b data=
     | \b (?: array | tensor | ndarray | Tensor ) \(
-    | < [\w.]+ [^<>]* \b (?: at \s 0x | size= | mode= )
-    | \[ \s* \[ [\s\[]* (?: {_FLOAT} | {_INTEGER} )
+    | < [\w.]++ [^<>]* \b (?: at \s 0x | size= | mode= )
+    | \[ \s{{0,8}} \[ [\s\[]{{0,16}} (?: {_FLOAT} | {_INTEGER} )
     | [\[(] \s* {_FLOAT} (?: [\s,]+ {_FLOAT} ){{2}}
     | [\[(] \s* {_INTEGER} (?: [\s,]+ {_INTEGER} ){{7}}
     """,

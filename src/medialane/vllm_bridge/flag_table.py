@@ -5,9 +5,10 @@ an x86-64 server; 24 to 36 s with other load), where `medialane serve MODEL -- -
 The front end's flags are also kept from workers, and secrets taken out of command lines, before vLLM is imported.
 
 `python -m medialane.vllm_bridge.flag_table > src/medialane/cluster/vllm_flags.json` writes it; a contract test fails
-if it is out of date. Each spelling of a flag maps to the type of its value: `flag` (none), `int`, `float`, `json`,
-`many` (one or more), `text` (not checked), or the list of its choices. A `?` after a type: None and the empty string
-are also accepted. Then follow the bounds of a number, from vLLM's configuration class: `float > 0 <= 1`. `frontend` are
+if it is out of date. Each spelling of a flag maps to the type of its value: `flag` (none), `int`, `float`, `size`
+(8192, 8k, 8K), `size-or-auto`, `json`, `text` (not checked), `many` (one or more texts), `many-int`, or the list of its
+choices. A `?` after a type: None and the empty string are also accepted. Then follow the bounds of a number, from
+vLLM's configuration class: `float > 0 <= 1`. `frontend` are
 the flags that only the HTTP server uses: those of the parser's group of that name which are no engine arguments.
 `processor` are those from which `AsyncEngineArgs.create_model_config` makes what a processor is built from. `parsers`
 are vLLM's own, by flag; plugins add others.
@@ -77,8 +78,10 @@ def _group(action: Any) -> str | None:
 def _type_of(action: Action) -> FlagType:
     if action.nargs == 0:
         return "flag"
+    if action.nargs == "+":
+        return "many" if _accepts(action, "nonsense") else f"many-int{'?' if _accepts(action, 'None') else ''}"
     if action.nargs is not None:
-        return "many" if action.nargs == "+" else "text"
+        return "text"
     if action.choices:
         return sorted(map(str, action.choices))
     if _accepts(action, "nonsense"):
@@ -89,7 +92,7 @@ def _type_of(action: Action) -> FlagType:
         return "text"
     flag_type = "float" if _accepts(action, "1.5") else "int"
     if _accepts(action, "1k"):
-        return "text"  # 1k, 2M, auto
+        flag_type = "size-or-auto" if _accepts(action, "auto") else "size"
     return f"{flag_type}?" if _accepts(action, "None") else flag_type
 
 

@@ -100,6 +100,34 @@ def test_misplaced_vllm_flag_error_says_where_it_belongs(install, capsys):
     assert "after a lone `--`" in err
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--worker", "--workers"),
+        ("--allow_media_networks=10.0.0.0/8", "--allow-media-network"),
+        ("--Admin-Key-Fil", "--admin-key-file"),
+        ("--cpus-per-workers", "--cpus-per-worker"),  # among those that --help-all shows
+        ("--max-model-len", None),
+        ("--nothing-of-the-kind", None),
+    ],
+)
+def test_misspelt_flag_is_named_with_the_one_that_is_meant(word, meant, capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "m", word])
+    err = capsys.readouterr().err
+    assert word in err
+    assert (f"did you mean {meant}?" in err) if meant else ("did you mean" not in err)
+
+
+def test_help_of_serve_begins_with_what_a_first_server_needs(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    flags = re.findall(r"^  (--[\w-]+)", capsys.readouterr().out.partition("settings:")[2], re.MULTILINE)
+    first = ["--keys", "--admin-key-file", "--allow-media-network", "--drain-timeout"]
+    later = ["--cpus-per-worker", "--encoder-gpu-share", "--ray", "--stage"]
+    assert max(map(flags.index, first)) < min(map(flags.index, later))
+
+
 def test_command_without_vllm_flags_rejects_them(install, capsys):
     install(FakeCommand())
     with pytest.raises(SystemExit):

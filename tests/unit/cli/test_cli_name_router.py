@@ -14,9 +14,6 @@ import pytest
 import trustme
 import uvicorn
 
-from medialane.cli.serve import SECTIONS
-from medialane.cluster.model_groups import TABLES
-from medialane.config import SettingsSource
 from medialane.gateway import BoundedServer, GatewayConfig, http_bounds
 from medialane.wire import bind_http, bind_unix
 from waiting import eventually
@@ -41,35 +38,34 @@ def folder():
 
 @pytest.fixture
 def tls(folder):
-    """Flags, and the context of a client."""
-    authority = trustme.CA()
-    certificate, context = authority.issue_cert("127.0.0.1"), ssl.create_default_context()
+    """Flags, the context of a client, and what writes another certificate and returns it."""
+    authority, context = trustme.CA(), ssl.create_default_context()
     authority.configure_trust(context)
-    certificate.private_key_pem.write_to_path(folder / "key.pem")
-    certificate.cert_chain_pems[0].write_to_path(folder / "cert.pem")
-    return ["--ssl-keyfile", str(folder / "key.pem"), "--ssl-certfile", str(folder / "cert.pem")], context
+
+    def renew():
+        certificate = authority.issue_cert("127.0.0.1")
+        certificate.private_key_pem.write_to_path(folder / "key.pem")
+        certificate.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+        return certificate.cert_chain_pems[0].bytes().decode()
+
+    renew()
+    return ["--ssl-keyfile", str(folder / "key.pem"), "--ssl-certfile", str(folder / "cert.pem")], context, renew
 
 
 ADMIN = {"authorization": "Bearer new admin"}
 
 
 async def test_process_serves_with_tls_and_keys_until_it_is_asked_to_stop(folder, tls):
-    flags, context = tls
+    flags, context, renew = tls
     sockets = [str(folder / "a.sock")], [str(folder / "b.sock")]
     models = [{"label": name, "names": [name], "sockets": where} for name, where in zip("ab", sockets, strict=True)]
     (folder / "models.json").write_text(json.dumps(models))
     admin = folder / "admin.key"
     admin.touch(0o600)
     admin.write_text("admin")
-    settings = folder / "settings.toml"
-    tables = "[models.a]\n[models.b]"
-    settings.write_text(f'admin-key-file = "{admin}"\n{tables}')
-    source = folder / "source.json"
-    SettingsSource.of(SECTIONS, {}, str(settings), {}, rules=TABLES).write(source)
     listener = bind_http("127.0.0.1", 0)
-    url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+    port = listener.getsockname()[1]
     words = ["-m", "medialane", "name-router", str(folder / "models.json"), "--listen-fd", str(listener.fileno())]
-    words += ["--settings-source", str(source)]
     router = await asyncio.create_subprocess_exec(
         sys.executable,
         *words,
@@ -85,7 +81,7 @@ async def test_process_serves_with_tls_and_keys_until_it_is_asked_to_stop(folder
     sock = bind_unix(sockets[0][0])
     serving = asyncio.create_task(server.serve([sock]))
     connector = aiohttp.TCPConnector(ssl=context)
-    async with aiohttp.ClientSession(url, connector=connector) as session:
+    async with aiohttp.ClientSession(f"https://127.0.0.1:{port}", connector=connector) as session:
 
         async def answers():
             try:
@@ -101,16 +97,16 @@ async def test_process_serves_with_tls_and_keys_until_it_is_asked_to_stop(folder
             assert (await session.post(CHAT, json={"model": "b"}, headers=CLIENT)).status == 503
             assert (await session.post(CHAT, json={"model": "a"})).status == 401
             assert (await session.post(CHAT, json={"model": "a"}, headers=ADMIN)).status == 401
-            other = folder / "other.key"
-            other.touch(0o600)
-            other.write_text("new admin")
-            settings.write_text(f'admin-key-file = "{other}"\n{tables}')
+            admin.write_text("new admin")
+            renewed = renew()
             router.send_signal(signal.SIGHUP)
 
             async def has_read_it():
                 return (await session.post(CHAT, json={"model": "a"}, headers=ADMIN)).status == 200
 
-            await eventually(has_read_it, "the settings and their files of keys are read again", 10)
+            await eventually(has_read_it, "keys are read again", 10)
+            shown = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
+            assert shown == renewed
         finally:
             router.send_signal(signal.SIGTERM)
             status = await router.wait()

@@ -1,15 +1,16 @@
-"""A process reads its settings again on SIGHUP, all or nothing."""
+"""A process reads keys, certificates and the level of its log again, all or nothing."""
 
 import argparse
 import logging
 import os
 import signal
 
+import msgspec
 import pytest
 
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
-from medialane.config import SettingsSource, load_config
-from medialane.core.errors import StartupFailed
+from medialane.config import SettingsChange, SettingsSource, load_config
+from medialane.core.errors import InvalidRequest, StartupFailed
 from waiting import eventually
 
 SECTIONS = ("gateway", "logging")
@@ -33,58 +34,107 @@ def level():
 
 @pytest.fixture
 def reloading(file, level):
-    source = SettingsSource.of(SECTIONS, {}, str(file), {})
-    return Reloading("gateway", source.load(load_config({}, environ={})), source)
+    config = load_config({}, file=str(file), environ={})
+    return Reloading(config, SettingsSource.of(config, sections=SECTIONS, flags={}, file=str(file), environ={}))
 
 
-async def test_level_of_the_log_changes_at_once(file, reloading, level):
-    file.write_text('log-level = "error"')
-    change = await reloading.reload()
-    assert (change.changed, level()) == (["--log-level"], logging.ERROR)
-    assert reloading.config.logging.level == "error"
-    assert (await reloading.reload()).changed == []
+class Keys:
+    """Read from a file, which may be bad."""
+
+    def __init__(self):
+        self.bad = False
+        self.used = 0
+
+    def read(self):
+        if self.bad:
+            raise StartupFailed("--admin-key-file /x: no such file")
+
+        def use():
+            self.used += 1
+
+        return use, ["--admin-key-file"]
+
+
+async def test_level_of_the_log_changes_at_once_and_files_are_used(file, reloading, level):
+    keys = Keys()
+    reloading.files.append(keys.read)
+    file.write_text('log-level = "error"\ngateway-max-tools = 1')
+    change = SettingsChange(["--log-level"], ["--gateway-max-tools"], ["--admin-key-file"])
+    assert await reloading.reload() == change
+    assert (level(), keys.used) == (logging.ERROR, 1)
+    assert await reloading.reload() == msgspec.structs.replace(change, changed=[])
+    assert reloading.config.gateway.max_tools == 256
 
 
 async def test_bad_file_of_a_setting_changes_nothing(file, reloading, level):
-    async def fails(_loaded):
-        raise StartupFailed("--admin-key-file /x: no such file")
-
-    reloading.prepare = fails
+    good, bad = Keys(), Keys()
+    bad.bad = True
+    reloading.files += [good.read, bad.read]
     before = level()
-    file.write_text('log-level = "error"\ngateway-max-tools = 1')
+    file.write_text('log-level = "error"')
     with pytest.raises(StartupFailed, match="--admin-key-file"):
         await reloading.reload()
-    assert (level(), reloading.config.gateway.max_tools) == (before, 256)
+    assert (level(), good.used) == (before, 0)
 
 
-async def test_hangup_reloads_and_an_error_is_logged(file, reloading, monkeypatch, caplog):
+async def test_bad_file_of_settings_changes_nothing(file, reloading, level):
+    keys, before = Keys(), level()
+    reloading.files.append(keys.read)
+    file.write_text('log-level = "error"\ngateway-max-tools = 0')
+    with pytest.raises(StartupFailed, match="--gateway-max-tools"):
+        await reloading.reload()
+    assert (level(), keys.used) == (before, 0)
+
+
+async def test_all_gateways_reload_and_those_that_do_not_are_named(file, reloading):
+    asked = []
+
+    async def ask_others(path):
+        asked.append(path)
+        return {"1": b"true", "2": b"false", "3": None}
+
+    file.write_text('log-level = "error"')
+    answer = await reloading.reload_all(ask_others)
+    assert msgspec.json.decode(answer, type=SettingsChange) == SettingsChange(
+        ["--log-level"], gateways_missing=["2", "3"]
+    )
+    file.write_text("gateway-max-tools = 0")
+    with pytest.raises(InvalidRequest, match="no setting was changed: --gateway-max-tools must be"):
+        await reloading.reload_all(ask_others)
+    assert len(asked) == 1
+    assert await reloading.answer("reload") == b"false"
+    file.write_text("")
+    assert await reloading.answer("reload") == b"true"
+
+
+async def test_hangup_reloads_and_an_error_is_logged(file, reloading, level, monkeypatch, caplog):
     monkeypatch.setattr("medialane.cli.reloading.hangup_means_reload", lambda: True)
     async with reloaded_by_hangup(reloading.reload):
         file.write_text("gateway-max-tools = 0")
         os.kill(os.getpid(), signal.SIGHUP)
         await eventually(lambda: "no setting was changed: --gateway-max-tools" in caplog.text)
-        file.write_text("gateway-max-tools = 7")
+        file.write_text('log-level = "error"')
         os.kill(os.getpid(), signal.SIGHUP)
-        await eventually(lambda: reloading.config.gateway.max_tools == 7)
+        await eventually(lambda: level() == logging.ERROR)
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
-async def test_process_of_serve_has_what_was_read_again_before_it_started(file, reloading, tmp_path, monkeypatch):
+async def test_process_that_serve_starts_again_has_the_current_level_and_names_what_needs_a_restart(
+    file, reloading, tmp_path, monkeypatch
+):
     """Its environment is that of the start of `serve`."""
     reloading.source.write(tmp_path / "source.json")
-    file.write_text("gateway-max-tools = 7\nmigration-limit = 9")
-    monkeypatch.setenv("MEDIALANE_GATEWAY_MAX_TOOLS", "5")
+    file.write_text('log-level = "error"\ngateway-max-tools = 7')
+    monkeypatch.setenv("MEDIALANE_LOG_LEVEL", "debug")
     args = argparse.Namespace(config=None, settings_source=str(tmp_path / "source.json"))
-    assert Reloading.of("gateway", args, SECTIONS).config.gateway.max_tools == 7
+    again = Reloading.of(args, SECTIONS)
+    assert (again.config.logging.level, again.config.gateway.max_tools) == ("error", 256)
+    assert await again.reload() == SettingsChange(needs_restart=["--gateway-max-tools"])
     file.write_text("gateway-max-tools = 0")
-    again = Reloading.of("gateway", args, SECTIONS)
-    assert again.config.gateway.max_tools == 5
-    file.write_text("gateway-max-tools = 8")
-    await again.reload()
-    assert again.config.gateway.max_tools == 8
+    assert Reloading.of(args, SECTIONS).config.logging.level == "debug"
 
 
-async def test_without_a_source_nothing_changes():
-    running = load_config({}, environ={})
-    change = await Reloading("store", running).reload()
-    assert (change.changed, change.needs_restart) == ([], [])
+async def test_without_a_source_nothing_changes(level):
+    running = load_config({"log-level": "error"}, environ={})
+    assert await Reloading(running).reload() == SettingsChange()
+    assert level() == logging.ERROR

@@ -223,7 +223,7 @@ def test_logs_are_shown_on_request(serve):
 def test_announcement_reflects_the_flags_relevant_to_clients():
     config = load_config({"workers": "2"}, environ={})
     text = announce(config, "m", ["--served-model-name", "vision"], needs_key=True)
-    assert "2 workers at http://127.0.0.1:8000/v1" in text
+    assert "2 workers at http://127.0.0.1:8000 (base_url of OpenAI clients: http://127.0.0.1:8000/v1)" in text
     assert "Authorization: Bearer" in text
     assert '"model": "vision"' in text
     assert "-k" not in text.split()

@@ -42,7 +42,7 @@ def test_worker_needs_an_address_or_gateways():
 
 
 def test_gateway_needs_workers_or_an_address_at_which_they_join():
-    with pytest.raises(StartupFailed, match="--worker ADDRESS, --join-listen"):
+    with pytest.raises(StartupFailed, match="--worker ADDRESS, or --join-listen"):
         run(gateway_command, "gateway")
 
 

@@ -24,7 +24,6 @@ class FakeGateway:
     def __init__(self, names, after=("draining", "lost", "ready"), key=None):
         self.workers = {name: WorkerInfo(name, "worker", "ready", "run-1", 3) for name in names}
         self.drained = []
-        self.unreached = []
         self.reloaded = {}
         self.num_ready = []  # at each drain
         self._after, self._key = after, key
@@ -36,8 +35,6 @@ class FakeGateway:
     def app(self):
         app = web.Application()
         app.router.add_get("/medialane/workers", self._list)
-        app.router.add_put("/medialane/workers/{name:.+}", self._add)
-        app.router.add_delete("/medialane/workers/{name:.+}", self._remove)
         app.router.add_post("/medialane/reload", self._reload)
         app.router.add_post("/medialane/workers/{name:.+}/drain", self._drain)
         app.router.add_get("/health", self._answer_health)
@@ -62,20 +59,6 @@ class FakeGateway:
         self.drained.append(name)
         self._coming[name] = list(self._after)
         return web.Response(body=msgspec.json.encode(self.workers[name]))
-
-    async def _add(self, request):
-        name, address = unquote(request.match_info["name"]), request.query["address"]
-        if address == "unix:/gone":
-            return web.json_response({"error": {"message": f"worker {name} is not added"}}, status=400)
-        added = self.workers[name] = WorkerInfo(name, "worker", "ready", "run-1", 0, address, "added", self.unreached)
-        self._coming[name] = []
-        return web.Response(body=msgspec.json.encode(added))
-
-    async def _remove(self, request):
-        name, is_forced = unquote(request.match_info["name"]), request.query["force"] == "true"
-        if not is_forced and name not in self.drained:
-            return web.json_response({"error": {"message": f"worker {name} has 3 requests"}}, status=409)
-        return web.Response(body=msgspec.json.encode(self.workers.pop(name)))
 
     async def _reload(self, _request):
         return web.json_response(self.reloaded)
@@ -131,39 +114,18 @@ async def test_workers_are_listed_with_the_gateways_that_do_not_reach_them(serve
     assert [(each["name"], each["unreachable_from"]) for each in shown] == [(NAMES[0], []), (NAMES[1], ["1"])]
 
 
-async def test_worker_is_added_when_all_gateways_reach_it(serve, capsys, monkeypatch):
-    gateway = FakeGateway(NAMES)
-    url = await serve(gateway)
-    assert await workers("add", "node2/0=10.0.0.2:7000", "--gateway", url) == 0
-    assert capsys.readouterr().out == "node2/0: added, a worker at tcp://10.0.0.2:7000\n"
-    monkeypatch.setattr(command, "_ADD_TIMEOUT_S", 0.05)
-    gateway.unreached = ["1"]
-    assert await workers("add", "node2/1=10.0.0.2:7001", "--gateway", url) == 1
-    assert "not every gateway of the port is connected" in capsys.readouterr().out
-
-
-async def test_reason_for_which_a_worker_is_not_added_is_shown(serve, capsys):
-    assert await workers("add", "x=unix:/gone", "--gateway", await serve(FakeGateway(NAMES))) == 2
-    assert "medialane: error: worker x is not added" in capsys.readouterr().err
-
-
-async def test_worker_with_requests_is_removed_by_force_or_when_it_has_drained(serve, capsys):
-    gateway = FakeGateway(NAMES, after=("draining",))
-    url = await serve(gateway)
-    assert await workers("remove", NAMES[0], "--gateway", url) == 2
-    assert "has 3 requests" in capsys.readouterr().err
-    assert await workers("remove", NAMES[0], "--force", "--gateway", url) == 0
-    assert capsys.readouterr().out == f"{NAMES[0]}: removed; its 3 requests go on at other workers\n"
-    assert await workers("remove", NAMES[1], "--drain", "--gateway", url) == 0
-    assert (gateway.drained, gateway.workers) == ([NAMES[1]], {})
-
-
 async def test_reload_shows_what_has_changed_and_what_needs_a_restart(serve, capsys):
     gateway = FakeGateway(NAMES)
-    gateway.reloaded = {"changed": ["--log-level"], "needs_restart": ["--port"], "gateways_missing": ["1"]}
+    gateway.reloaded = {
+        "changed": ["--log-level"],
+        "needs_restart": ["--port"],
+        "files": ["--keys"],
+        "gateways_missing": ["1"],
+    }
     assert await asyncio.to_thread(main, ["reload", "--gateway", await serve(gateway)]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "changed: --log-level",
+        "files read again: --keys",
         "needs a restart: --port",
         "gateway 1 has not read its settings again: see its log",
     ]

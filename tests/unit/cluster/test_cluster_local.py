@@ -92,7 +92,6 @@ def test_processes_are_forks_of_the_warm_process_which_starts_first_and_stops_la
     assert [part.warm for part in parts] == [None, *[store.warm] * 3]
     assert store.warm.path == warm.ready.path
     assert [part.after for part in parts] == [None, *[warm.name] * 3]
-    assert [part.needs_model for part in parts] == [False, True, False, True]
     assert warm.layer < store.layer
     assert warm.environ["HOME"] == "/root"
     assert not {"HF_TOKEN", "VLLM_API_KEY"} & warm.environ.keys()

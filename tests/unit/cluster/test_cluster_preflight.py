@@ -23,6 +23,8 @@ GOOD = [
     ["--chat-template", "-", "-O3", "--seed", "-1"],
     ["--max-model-len", "-1", "--gpu-memory-utilization=1", "--max-logprobs=-1", "--video-pruning-rate", "None"],
     ["--max-num-seqs", "0", "--max_num_seqs", "8"],  # the last one counts
+    ["--max-model-len", "AUTO", "--max-num-batched-tokens", "1.5k", "--kv-cache-memory-bytes", "2G"],
+    ["--cudagraph-capture-sizes", "1", "2", "--max-num-queued-tokens", "None", "--max-model-len=8K"],
 ]
 
 
@@ -35,6 +37,13 @@ BAD = {
     "vLLM does not know --no-such-flag": ["--no-such-flag"],
     "--max-modl-len; did you mean --max-model-len?": ["--max-modl-len", "8"],
     "--max-num-seqs many: must be a whole number": ["--max-num-seqs", "many"],
+    "--max-model-len abc: must be a whole number, one like 8k": ["--max-model-len", "abc"],
+    "--max-model abc: must be a whole number, one like 8k": ["--max-model", "abc"],
+    "--max-model-len 1.5K: must be a whole number": ["--max-model-len=1.5K"],
+    "--max-num-batched-tokens auto: must be a whole number": ["--max-num-batched-tokens", "auto"],
+    "--max-num-batched-tokens 1x: must be a whole number": ["--max-num-batched-tokens=1x"],
+    "--kv-cache-memory-bytes lots: must be a whole number": ["--kv-cache-memory-bytes", "lots"],
+    "--cudagraph-capture-sizes b: must be whole numbers": ["--cudagraph-capture-sizes", "1", "b"],
     "--gpu-memory-utilization half: must be a number": ["--gpu-memory-utilization=half"],
     "--dtype nonsense: must be one of auto, ": ["--dtype", "nonsense"],
     "--limit-mm-per-prompt image=8: must be JSON": ["--limit-mm-per-prompt", "image=8"],

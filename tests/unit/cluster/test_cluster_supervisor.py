@@ -113,7 +113,7 @@ async def test_process_whose_loop_blocks_is_killed_and_restarted(tmp_path, quick
     parts = [script_part(tmp_path, "store", blocks + BEATS), script_part(tmp_path, "other", BEATS)]
     async with running(make_supervisor(tmp_path, seen, parts)) as supervisor:
         other = supervisor.pids["other"]
-        monkeypatch.setenv("MEDIALANE_EXITS_FILE", str(tmp_path / "exits.json"))
+        monkeypatch.setenv("MEDIALANE_PHASE_FILE", str(tmp_path / "store.phase"))
         await eventually(lambda: seen.count("ready", "store") == 2)
         (how,) = seen.ends("store")
         assert how.startswith("hung: no sign of life for ")

@@ -10,11 +10,12 @@ import pytest
 from process_tree import command_of, descendants
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
-from medialane.cluster import ChildProcess, ProcessSpec, SocketExists
+from medialane.cluster import ChildProcess, ProcessSpec, SocketExists, process_supervisor, warm
 from medialane.cluster.child_process import Fork
 from medialane.cluster.warm import NotForked, WarmProcess
 from medialane.core.process import heartbeat
 from medialane.core.process.subreaper import set_subreaper
+from medialane.wire.child_channel import send
 from waiting import eventually
 
 PROGRAM = Path(__file__).with_name("warm_program.py")
@@ -36,15 +37,17 @@ class Host:
             )
         await eventually(self.warm.path.is_socket, timeout_s=30)
 
-    async def fork(self, *argv, environ=None, pass_fds=(), needs_model=False, timeout_s=10.0):
+    async def fork(self, *argv, environ=None, pass_fds=(), timeout_s=10.0):
         with self.output.open("ab") as log:
-            pid = await self.warm.fork(
-                argv, environ or {}, [log.fileno(), *pass_fds], needs_model=needs_model, timeout_s=timeout_s
-            )
+            pid = await self.warm.fork(argv, environ or {}, log.fileno(), pass_fds, timeout_s=timeout_s)
         return ChildProcess(Fork(pid), 0.0)
 
     def facts(self):
         return [json.loads(line) for line in self.output.read_text().splitlines() if line.startswith("{")]
+
+
+def has_reaped_another() -> bool:
+    return os.waitpid(-1, os.WNOHANG) != (0, 0)
 
 
 @pytest.fixture
@@ -74,17 +77,28 @@ async def test_fork_is_a_child_with_its_own_session_environment_command_and_desc
 
 
 async def test_forks_that_need_the_model_wait_until_it_is_read_and_the_others_do_not(host):
-    children = await asyncio.gather(host.fork("late", needs_model=True), host.fork("early"))
+    children = await asyncio.gather(host.fork("gateway"), host.fork("worker"))
     for child in children:
         await child.wait()
-    assert {facts["argv"][0]: facts["read"] for facts in host.facts()} == {"early": [], "late": ["model"]}
-    assert host.facts()[0]["argv"] == ["early"]
+    assert {facts["argv"][0]: facts["read"] for facts in host.facts()} == {"worker": [], "gateway": ["model"]}
+    assert host.facts()[0]["argv"] == ["worker"]
 
 
 async def test_model_is_read_once(host):
     for _ in range(2):
-        await (await host.fork("x", needs_model=True)).wait()
+        await (await host.fork("gateway")).wait()
     assert [facts["read"] for facts in host.facts()] == [["model"], ["model"]]
+
+
+async def test_model_is_read_although_no_fork_needs_it_yet(host):
+    async def has_read():
+        await (await host.fork("x")).wait()
+        return host.facts()[-1]["read"] == ["model"]
+
+    deadline = asyncio.get_running_loop().time() + 30
+    while not await has_read():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(heartbeat.BEAT_S + 0.2)  # time: the model is read when there are no requests
 
 
 async def test_forks_draw_different_random_numbers(host):
@@ -94,11 +108,31 @@ async def test_forks_draw_different_random_numbers(host):
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-async def test_request_that_was_given_up_is_not_forked(host):
+async def test_fork_of_a_request_that_was_given_up_ends(host):
     with pytest.raises(NotForked, match="has not answered"):
-        await host.fork("given up", needs_model=True, timeout_s=0.1)
-    await (await host.fork("wanted", needs_model=True)).wait()
-    assert [facts["argv"] for facts in host.facts()] == [["wanted"]]
+        await host.fork("store", timeout_s=0.1)
+    await (await host.fork("gateway")).wait()
+    assert [facts["argv"] for facts in host.facts()] == [["gateway"]]
+    await eventually(has_reaped_another, "it was made, and exits")
+    assert "Traceback" not in host.output.read_text()
+
+
+async def test_fork_ends_if_the_supervisor_exits_before_it_has_said_what_it_becomes(host):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, host.output.open("ab") as log:
+        sock.connect(str(host.warm.path))
+        send(sock, warm.Fork("x"), [log.fileno()], max_bytes=1000)
+        pid = int(await asyncio.to_thread(sock.recv, 20))
+        assert is_running(pid)
+    assert os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, pid, 0))[1]) == 1
+    assert not host.facts()
+
+
+async def test_command_line_that_is_too_long_for_a_message_is_no_fork(host):
+    with pytest.raises(NotForked, match="exceeds the limit"):
+        await host.fork("x", "y" * 200_000)
+    await (await host.fork("x")).wait()
+    assert [facts["argv"] for facts in host.facts()] == [["x"]]
+    await eventually(has_reaped_another)
 
 
 async def test_forks_outlive_the_warm_process(host):
@@ -187,32 +221,36 @@ async def test_fork_whose_environment_may_change_an_import_is_refused(host):
 
 
 @pytest.mark.parametrize("end_of_warm", [signal.SIGKILL, signal.SIGSTOP])
-async def test_process_that_exits_with_the_warm_one_waits_for_the_next_and_is_its_fork(
+async def test_process_that_exits_when_there_is_no_warm_process_is_started_from_scratch_at_once(
     tmp_path, caplog, monkeypatch, end_of_warm
 ):
-    monkeypatch.setattr(heartbeat, "MAX_SILENT_S", 3.0)
-    path = tmp_path / "warm.sock"
+    monkeypatch.setattr(process_supervisor, "FORK_TIMEOUT_S", 1.0)
+    path, started = tmp_path / "warm.sock", tmp_path / "started"
     environ = {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
-    warm = ProcessSpec("warm", (sys.executable, str(PROGRAM), str(path)), environ, SocketExists(path), layer=-1)
+    argv = (sys.executable, str(PROGRAM), str(path), str(tmp_path / "once"))
+    first = ProcessSpec("warm", argv, environ, SocketExists(path), layer=-1)
 
-    class IsFork:
-        """Ready when its log has what the program prints of a fork."""
+    class IsRunning:
+        """Ready when its log has what the program prints of a fork, or it was started from scratch."""
 
         def reset(self):
+            started.unlink(missing_ok=True)
             (tmp_path / "part.log").write_text("")
 
         async def passes(self):
-            return '"argv": ["stay"]' in (tmp_path / "part.log").read_text()
+            return '"argv": ["stay", ' in (tmp_path / "part.log").read_text() or started.exists()
 
-    argv = (sys.executable, "-P", "-m", "no_such_module", "stay")
-    part = ProcessSpec("part", argv, {}, IsFork(), after="warm", warm=WarmProcess(path, {}, "warm"))
+    program = "import signal, sys; open(sys.argv[2], 'w').close(); signal.pause()"
+    argv = (sys.executable, "-P", "-c", program, "stay", str(started))
+    part = ProcessSpec("part", argv, {}, IsRunning(), after="warm", warm=WarmProcess(path, {}))
     observer = Recorder()
-    supervisor = make_supervisor(tmp_path, observer, [warm, part], start_timeout_s=30.0)
+    supervisor = make_supervisor(tmp_path, observer, [first, part], start_timeout_s=30.0)
     try:
         await supervisor.start()
+        assert "from scratch" not in caplog.text
         os.kill(supervisor.pids["warm"], end_of_warm)
         os.kill(supervisor.pids["part"], signal.SIGKILL)
         await eventually(lambda: observer.count("ready", "part") == 2, timeout_s=30)
-        assert "from scratch" not in caplog.text
+        assert "part is started from scratch: the warm process " in caplog.text
     finally:
         await supervisor.stop()

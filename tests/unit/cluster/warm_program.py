@@ -1,5 +1,6 @@
-"""A warm process without vLLM: `warm_program.py SOCKET`. Its forks print what they are as JSON, and wait for SIGTERM if
-their command is `stay`. The first word `slow` makes reading the model take a while."""
+"""A warm process without vLLM: `warm_program.py SOCKET [ONCE]`; while the file ONCE exists, which it makes, it takes
+long to start. Its forks print what they are as JSON, and wait for SIGTERM if
+their command is `stay`. Those of the commands `store` and `gateway` need the model, which takes a while to read."""
 
 import json
 import os
@@ -12,7 +13,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from medialane.cli.warm import Forks, become
+from medialane.cli.warm import become, serve_forks
 
 
 def describe(argv: list[str], read: list[str]) -> None:
@@ -36,6 +37,10 @@ def describe(argv: list[str], read: list[str]) -> None:
 
 
 def main() -> int:
+    if sys.argv[2:]:
+        if os.path.exists(sys.argv[2]):
+            time.sleep(60)  # time: longer than its test
+        open(sys.argv[2], "w").close()
     read: list[str] = []
 
     def read_model() -> None:
@@ -47,10 +52,10 @@ def main() -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(sys.argv[1])
         listener.listen()
-        child = Forks(listener, read_model).run()
-    argv = become(child, supervisor, {"BY_IMPORT": "1"})
+        request = serve_forks(listener, read_model, supervisor)
+    argv = become(request, supervisor, {"BY_IMPORT": "1"})
     describe(argv, read)
-    if argv == ["stay"]:
+    if argv[0] == "stay":
         signal.pause()
     return 7
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from medialane.compare.events import read_document, read_stream
+from medialane.compare import read_document, read_stream
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 DONE = b"[DONE]"

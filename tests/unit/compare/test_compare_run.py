@@ -11,13 +11,7 @@ from fake_vllm import CHAT, FakeVllm
 from rich.console import Console
 
 from medialane.check import CheckProgress, Launch
-from medialane.compare.formats import read_traffic
-from medialane.compare.journal import Journal, Manifest
-from medialane.compare.replay import Pace
-from medialane.compare.report import make_report
-from medialane.compare.run import Comparison
-from medialane.compare.sides import sides_of
-from medialane.compare.summary import Slo
+from medialane.compare import Comparison, Journal, Manifest, Pace, Slo, make_report, read_traffic, sides_of
 from medialane.core.errors import StartupFailed
 from waiting import eventually
 
@@ -47,6 +41,10 @@ class Slow(FakeVllm):
 def chat(words, at=None, **body):
     line = {"custom_id": words, "url": CHAT, "body": {"messages": [{"role": "user", "content": words}], **body}}
     return line if at is None else {**line, "medialane": {"at": at}}
+
+
+def speech(url):
+    return {"custom_id": "s", "url": "/v1/audio/transcriptions", "body": {"file_url": url}}
 
 
 def quiet():
@@ -217,11 +215,33 @@ async def test_folder_of_another_comparison_is_refused(compared, traffic_file):
         Journal.opened(comparison.folder, msgspec.structs.replace(comparison.manifest, model="n"))
 
 
-async def test_line_that_cannot_be_read_is_a_failed_request(compared, traffic_file):
-    comparison = await compared(traffic_file({"prompt": "p", "image_files": ["gone.png"]}), FakeVllm(), FakeVllm())
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        pytest.param(chat("medialane:sample/image/zz"), "line 1: medialane:sample/image/zz names no media", id="media"),
+        pytest.param(speech("https://host/a.wav"), "file_url is not a data: URL with base64", id="file elsewhere"),
+        pytest.param(speech("data:audio/wav;base64,Zm9"), "file_url is not base64", id="file cut off"),
+    ],
+)
+async def test_line_that_cannot_be_sent_is_a_failed_request(compared, traffic_file, line, error):
+    comparison = await compared(traffic_file(line, chat("b")), FakeVllm(), FakeVllm())
     await comparison.run()
-    (reason,) = comparison.report().baseline.errors
-    assert "gone.png: No such file" in reason
+    report = comparison.report()
+    (reason,) = report.baseline.errors
+    assert error in reason
+    assert report.agreement.counts == {"answered_by_one": 1, "equal": 1}
+
+
+async def test_reply_that_was_cut_off_is_asked_for_again(compared, traffic_file):
+    one = FakeVllm()
+    comparison = await compared(traffic_file(*(chat(f"p{n}") for n in range(3))), one, FakeVllm())
+    await comparison.run()
+    replies = comparison.folder / "turn-1-0.jsonl"
+    replies.write_text(replies.read_text()[:-20])
+    (comparison.folder / "turn-1-0.json").unlink()
+    await comparison.run()
+    assert len(one.bodies) == 4
+    assert comparison.report().agreement.counts == {"equal": 3}
 
 
 @pytest.mark.parametrize("text", ["ftp://host", "name=", "=http://host", "host:8000"])
@@ -233,6 +253,6 @@ def test_address_that_is_none_is_refused(tmp_path, text):
 
 async def test_folder_that_cannot_be_written_to_is_named(compared, traffic_file):
     comparison = await compared(traffic_file(chat("a")), FakeVllm(), FakeVllm())
-    (comparison.folder / "turn-1-0.new").mkdir(parents=True)
+    (comparison.folder / "turn-1-0.json.new").mkdir(parents=True)
     with pytest.raises(StartupFailed, match=r"--out .*/out: Is a directory"):
         await comparison.run()

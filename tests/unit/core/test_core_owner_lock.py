@@ -12,7 +12,6 @@ from medialane.core.process.owner_lock import (
     SharedFolder,
     abandoned,
     has_one_owner,
-    locked,
     reap_folders,
     try_lock,
 )
@@ -178,11 +177,3 @@ def test_folder_has_one_owner_unless_it_is_shared_or_its_owner_has_gone(tmp_path
     owned.close()
     assert not has_one_owner(lock)
     shared.close()
-
-
-def test_lock_of_a_file_is_waited_for_no_longer_than_is_said(tmp_path):
-    file = tmp_path / "small.lock"
-    with locked(file), pytest.raises(TimeoutError, match="kept its lock"), locked(file, timeout_s=0.05):
-        pass
-    with locked(file, timeout_s=0.05):
-        pass

@@ -27,7 +27,8 @@ from medialane.media import MediaConfig
 from medialane.observability import Metrics
 
 KEY = "authorization: Bearer key\r\n"
-ROUTES = {"/v1/models": "/v1/models", "/ping": "/ping", "/metrics": "/metrics", "/sleep": "/sleep"}
+ROUTES = {path: path for path in ("/v1/models", "/ping", "/metrics", "/sleep", "/medialane/login", "/medialane/reload")}
+JSON = {"content-type": "application/json", "content-length": "2"}
 
 
 def keys(*api, **settings):
@@ -266,3 +267,105 @@ def test_documentation_lists_what_needs_no_admin_key():
     section = text.partition("## Who may ask")[2].partition("\n## ")[0]
     listed = OPEN | ADMIN | CLIENT - {"/docs/oauth2-redirect"} | {METRICS, *(f"{each}..." for each in CLIENT_PREFIXES)}
     assert not [path for path in listed if f"`{path}`" not in section]
+
+
+async def change(access_keys, path="/sleep", *, method="POST", **headers):
+    """The status of a request that changes something, and whether it was refused."""
+    given = {name.replace("_", "-"): value for name, value in ({"host": "127.0.0.1:8000"} | headers).items()}
+    scope = {"type": "http", "method": method, "path": path, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000)}
+    scope["headers"] = [(name.encode(), value.encode()) for name, value in given.items()]
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}"}
+
+    middleware = AccessMiddleware(app, access_keys, lambda scope: ROUTES.get(scope["path"]))
+    with open_scope() as request:
+        await middleware(scope, receive, send)
+    return sent[0]["status"], request.is_refused
+
+
+PAGES = [
+    {"origin": "http://evil.example"},
+    {"origin": "null"},
+    {"sec_fetch_site": "cross-site"},
+    {"sec_fetch_site": "same-site"},
+    {"host": "evil.example:8000", "origin": "http://evil.example:8000"},
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("path", ["/sleep", "/medialane/reload", "/medialane/login"])
+async def test_page_of_another_site_changes_nothing_without_a_key(page, path):
+    local = AccessKeys.load(GatewayConfig(), is_local=True)
+    assert await change(local, path, **JSON, **page) == (403, True)
+
+
+async def test_page_of_another_site_reads_nothing_administrative_without_a_key():
+    assert await change(keys(), method="GET", origin="http://evil.example") == (403, True)
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"host": "service"}, {"origin": "http://127.0.0.1:8000", "sec_fetch_site": "same-origin"}, JSON]
+)
+async def test_programs_and_pages_of_the_server_need_no_key_where_there_is_none(headers):
+    assert await change(keys(), **headers) == (200, False)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+async def test_form_changes_nothing_without_a_key(kind):
+    assert await change(keys(), content_type=kind, content_length="2") == (415, True)
+
+
+async def test_key_is_enough_whatever_page_sends_it():
+    with_key = {"authorization": "Bearer admin", "content_type": "text/plain", "content_length": "2"}
+    assert await change(keys(admin_key="admin"), **with_key, **PAGES[0]) == (200, False)
+
+
+async def test_cookie_of_the_page_reads_and_changes_nothing():
+    access_keys = keys(admin_key="admin")
+    cookie = access_keys.session("admin", {"headers": [], "server": ("127.0.0.1", 8000)}).partition(";")[0]
+    assert await change(access_keys, "/medialane/reload", method="GET", cookie=cookie) == (200, False)
+    assert await change(access_keys, "/medialane/reload", cookie=cookie, **JSON) == (401, True)
+
+
+@pytest.mark.parametrize("path", ["/medialane/login", "/medialane/logout"])
+async def test_body_of_a_login_is_bounded_for_anybody(path, monkeypatch):
+    monkeypatch.setitem(ROUTES, path, path)
+    async with serving(keys(admin_key="admin")) as port, connection(port) as (reader, writer):
+        writer.write(post(path, 60_000_000, "content-type: application/json\r\n"))
+        async with asyncio.timeout(5):
+            assert (await answer(reader))[0] == 413
+    async with serving(keys(admin_key="admin")) as port, connection(port) as (reader, writer):
+        chunks = b"1000\r\n" + b"x" * 4096 + b"\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\ncontent-type: application/json\r\n\r\n"
+        )
+        writer.write(head.encode() + chunks * 3)
+        async with asyncio.timeout(5):
+            assert (await answer(reader))[0] == 413
+
+
+async def test_no_route_gets_cookies_which_its_framework_would_parse():
+    seen = []
+
+    async def routed(scope, receive, send):
+        seen.extend(scope["headers"])
+        await app(scope, receive, send)
+
+    access = AccessMiddleware(routed, keys(), lambda scope: ROUTES.get(scope["path"]))
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    headers = [(b"cookie", b'a="%b"' % (rb"\\" * 30_000)), (b"host", b"h")]
+    with open_scope():
+        await access({"type": "http", "method": "GET", "path": "/ping", "headers": headers}, receive, send)
+    assert seen == [(b"host", b"h")]

@@ -223,6 +223,20 @@ async def test_id_in_the_body_is_left_to_vllm():
 
 
 @pytest.mark.parametrize(
+    "body", [b'{"prompt": "x", "tools": [{"request_id": 1}]}', b'{"request_id": null}', b'{"prompt": ["request_id"]}']
+)
+async def test_other_mention_of_an_id_leaves_the_request_its_own(body):
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.extend(value for name, value in scope["headers"] if name == b"x-request-id")
+        await answering()(scope, receive, send)
+
+    exchange = await Exchange(app).run(body=body)
+    assert seen == [exchange.id.encode()]
+
+
+@pytest.mark.parametrize(
     ("body", "where"),
     [
         (b'{"error": {"message": "m", "type": "t", "param": null, "code": 400}}', ("error", "request_id")),

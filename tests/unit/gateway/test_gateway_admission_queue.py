@@ -360,3 +360,18 @@ async def test_waiting_requests_are_counted_with_their_age_and_the_time_until_th
     await resource.serve(2)
     await asyncio.gather(*tasks)
     assert (stats().num_requests, stats().oldest_s) == (0, 0.0)
+
+
+@pytest.mark.parametrize("may_refuse", [True, False])
+async def test_request_admitted_in_the_iteration_of_its_deadline_is_served_once(may_refuse):
+    resource = await busy()
+    task = await resource.asking("prepared", 5.0, timeout_s=0.01, may_refuse=may_refuse)
+    asyncio.get_running_loop().call_later(0.02, resource.end)
+    time.sleep(0.05)  # noqa: ASYNC251 - time: the deadline and the room for it come in one iteration of the loop
+    async with asyncio.timeout(10):
+        await task
+    assert resource.served == ["prepared"]
+    assert resource.is_idle
+    assert resource.queue.num_unsent == 1
+    resource.end()
+    assert resource.queue.num_unsent == 0

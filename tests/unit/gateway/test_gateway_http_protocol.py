@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import BoundedServer, GatewayConfig, IntakeMiddleware, ScopeMiddleware, http_bounds
 from medialane.gateway import http_protocol as module
+from medialane.gateway.http_protocol import MAX_TARGET_BYTES
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from waiting import eventually
@@ -133,6 +134,14 @@ async def test_endless_header_is_rejected(start, piece):
         assert headers[b"connection"] == b"close"
         assert await sending < 50_000_000
         assert app.num_calls == 0
+
+
+@pytest.mark.parametrize(("length", "status"), [(MAX_TARGET_BYTES, 200), (MAX_TARGET_BYTES + 1, 414)])
+@pytest.mark.parametrize("start", [b"/", b"/?"])
+async def test_path_and_query_are_bounded(start, length, status):
+    async with serving() as (port, _), connection(port) as (reader, writer):
+        writer.write(b"GET " + start.ljust(length, b"a") + b" HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await status_and_body(reader))[0] == status
 
 
 @pytest.mark.parametrize(("num_headers", "status"), [(300, 200), (301, 431)])

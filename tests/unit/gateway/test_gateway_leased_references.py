@@ -39,11 +39,11 @@ def extracted(body, references, **given):
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_reference_is_taken_wherever_media_are_and_has_the_requests_owner(name):
+def test_reference_is_taken_wherever_media_are(name):
     references = References.random()
-    intake = extracted(BODIES[name], references, owner="tenant:search")
+    intake = extracted(BODIES[name], references)
     (ref,) = intake.refs
-    assert (ref.url, ref.data, ref.owner) == (URL, None, "tenant:search")
+    assert (ref.url, ref.data) == (URL, None)
     assert URL.encode() not in intake.body
     assert references.text(0).encode() in intake.body
 

@@ -380,3 +380,38 @@ async def test_app_that_listens_ends_its_work_itself():
     app = Listening()
     await Exchange(app).run(BODY)
     assert app.is_open
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("No `x`. Valid aliases: <path>", "No `x`. Valid aliases: /srv/m."),
+        (
+            "No `x`. Valid aliases: <path>.",
+            "No `x`. Valid aliases: /srv/m.",
+        ),
+        ("No `x`. Valid aliases: m.", "No `x`. Valid aliases: m."),
+        ("cannot read <path>", "cannot read <path>"),
+    ],
+)
+async def test_error_about_an_unknown_model_names_the_one_that_is_served(message, expected):
+    """vLLM replaces all paths in its errors, the name of a model in a folder among them."""
+    sent = []
+
+    async def app(_scope, _receive, send):
+        body = json.dumps({"error": {"message": message, "type": "NotFoundError", "param": "model", "code": 404}})
+        await send({"type": "http.response.start", "status": 404, "headers": JSON})
+        await send({"type": "http.response.body", "body": body.encode()})
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(each):
+        sent.append(each)
+
+    middleware = ScopeMiddleware(app, Metrics(CollectorRegistry()), model="/srv/m")
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+    await middleware(scope, receive, send)
+    assert json.loads(sent[-1]["body"])["error"]["message"] == expected
+    lengths = [value for name, value in sent[0]["headers"] if name == b"content-length"]
+    assert lengths == [str(len(sent[-1]["body"])).encode()]

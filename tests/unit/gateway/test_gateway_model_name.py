@@ -137,3 +137,10 @@ def test_name_in_a_form_is_that_of_its_field(size):
     body = file + trap + part(b'name="model"', b"whisper") + part(b'name="model"', b"no") + b"--xyz--\r\n"
     assert name_in(body, FORM, size) == "whisper"
     assert name_in(file + b"--xyz--\r\n", FORM, size) is None
+
+
+@pytest.mark.parametrize("boundary", [b"", b"b" * 257, b"boundary=" * 1000, b'"' * 60_000])
+def test_form_whose_boundary_no_parser_takes_has_no_name(boundary):
+    search = search_of(b"multipart/form-data; boundary=" + boundary)
+    search.feed(b"--b\r\n\r\n")
+    assert search.name is None

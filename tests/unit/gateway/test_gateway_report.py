@@ -105,6 +105,18 @@ def test_report_is_the_last_event_before_done(pieces):
     }
 
 
+@pytest.mark.parametrize("at", range(1, len(b"data: [DONE]\n\n")))
+def test_report_is_before_an_end_marker_that_is_split(at):
+    whole = fed(StreamSplice(lambda: REPORT), EVENTS)
+    end = EVENTS[-1]
+    pieces = fed(StreamSplice(lambda: REPORT), [*EVENTS[:-1], end[:at], end[at:]])
+    assert b"".join(pieces) == b"".join(whole)
+
+
+def test_beginning_of_an_end_marker_is_sent_at_the_end():
+    assert b"".join(fed(StreamSplice(lambda: REPORT), [b"data: 1\n\ndata: [DO"])).startswith(b"data: 1\n\ndata: [DO")
+
+
 def test_stream_events_are_forwarded_immediately():
     splice = StreamSplice(lambda: REPORT)
     assert [splice.feed(event, last=False) for event in EVENTS[:3]] == EVENTS[:3]
@@ -283,7 +295,8 @@ def test_scope_reports_items_in_request_order():
         scope.record.prepared([item(refs[0], "h1")], is_reported=True)
         decision = RoutingDecision("w0", "idle")
         scope.record.sending(report.Sent(decision, TransferPath(STAGES["features"], PullTransport(None))))
-        scope.record.answered(OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp")), decision, 20, {})
+        first = OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp"))
+        scope.record.answered(first, decision, 20, {}, times=(1.0, 1.5))
         scope.timeline.add("decode", 0.0123456)
         scope.timeline.copied_bytes = 5
         found = msgspec.json.decode(scope.record.report())
@@ -307,7 +320,7 @@ def test_scope_reports_items_in_request_order():
         "stage": "features",
         "transport": "pull",
         "movers": ["nixl", "tcp"],
-        "times_ms": {"decode": 12.35},
+        "times_ms": {"first_token": 500.0, "decode": 12.35},
         "copied_bytes": 5,
     }
 
@@ -325,7 +338,7 @@ def test_report_says_what_was_done_about_each_embedding():
         scope.extracted = ExtractedMedia(tuple(refs), wants_report=True)
         scope.record.prepared([item(ref, f"h{ref.param}") for ref in refs], is_reported=True)
         first, decision = OutputDelta("r", [], num_cached_tokens=0), RoutingDecision("w0", "idle")
-        scope.record.answered(first, decision, 9, {"ha": "loaded", "hb": "encoded"})
+        scope.record.answered(first, decision, 9, {"ha": "loaded", "hb": "encoded"}, times=(0.0, 0.0))
         found = msgspec.json.decode(scope.record.report())
     assert [each.get("embedding") for each in found["items"]] == ["loaded", "encoded", None]
 

@@ -129,7 +129,7 @@ def test_attempts_name_their_workers_and_how_they_ended():
     request.attempt_failed("w9", 0, SHM, "worker_draining")  # nothing was sent there
     request.sending(Sent(second, SHM))
     delta = OutputDelta("r", [CompletionDelta(0, "a", [1, 2])], num_cached_tokens=8)
-    request.answered(delta, second, 9, {})
+    request.answered(delta, second, 9, {}, times=(time.perf_counter(), time.perf_counter()))
     view = request.view(is_full=True)
     assert [(each.worker, each.error) for each in view.attempts] == [
         ("w0", "worker_lost"),
@@ -258,3 +258,15 @@ def test_ending_a_request_is_cheap():
         request.ended(is_disconnected=False)
         recent.end(request)
     assert (time.process_time() - started) / number < 200e-6
+
+
+@pytest.mark.parametrize("text", ["a" * 1_000_000, "a://" * 250_000, "http://u:" * 100_000, "a." * 500_000])
+def test_urls_are_removed_from_long_messages_in_time(text):
+    started = time.thread_time()
+    without_urls(text)
+    assert time.thread_time() - started < 0.1
+
+
+def test_url_that_is_cut_shows_no_password():
+    for number in range(8150, 8200):
+        assert "secret" not in without_urls(f"http://h/{'x' * number} http://user:secret{'x' * 90}@host/")

@@ -4,7 +4,14 @@ import asyncio
 
 import pytest
 
-from medialane.core.errors import ArenaFull, ClientDisconnected, InvalidBody, InvalidImage, InvalidMediaUrl
+from medialane.core.errors import (
+    ArenaFull,
+    ClientDisconnected,
+    InvalidBody,
+    InvalidImage,
+    InvalidMediaUrl,
+    WorkerDraining,
+)
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, current_scope, open_scope
 from waiting import iterations
@@ -181,6 +188,29 @@ async def test_disconnect_ends_every_wait_and_releases_at_once():
             ClientDisconnected,
         ]
     assert log == ["held"]
+
+
+async def test_request_that_is_given_up_may_be_given_up_again_while_a_wait_ends():
+    """As when a drain runs out of time, and the client leaves meanwhile."""
+    may_end = asyncio.Event()
+
+    async def ending_slowly():
+        async with scope.connected():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await may_end.wait()
+
+    with open_scope() as scope:
+        waits = [asyncio.create_task(ending_slowly()) for _ in range(2)]
+        await iterations(2)
+        scope.give_up(WorkerDraining("the gateway stops"))
+        await iterations(2)
+        scope.give_up(WorkerDraining("the gateway stops"))
+        scope.disconnect()
+        may_end.set()
+        ended = await asyncio.gather(*waits, return_exceptions=True)
+        assert [type(result) for result in ended] == [ClientDisconnected, ClientDisconnected]
 
 
 async def test_nothing_is_waited_for_after_the_disconnect():

@@ -31,7 +31,7 @@ def extracted(document, **given):
 def test_app_gets_references_instead_of_tensors():
     document = body([HASH, OTHER], [b64encode(TENSORS).decode(), f"medialane:feature/{HASH}"], cache_salt="salt")
     document["features"]["mm_metadata"] = {"image": ["x" * 5000, None]}
-    found = extracted(document, owner="key")
+    found = extracted(document)
     left = json.loads(found.body)
     assert left["features"] == {
         "mm_hashes": {"image": [HASH, OTHER]},
@@ -41,7 +41,7 @@ def test_app_gets_references_instead_of_tensors():
     assert {**left, "features": None} == {**document, "features": None}
     tensors, named = found.refs
     assert (tensors.data, tensors.content, named.data, named.content) == (TENSORS, HASH, None, HASH)
-    assert all(ref.is_feature and (ref.salt, ref.owner) == ("salt", "key") for ref in found.refs)
+    assert all(ref.is_feature and ref.salt == "salt" for ref in found.refs)
     assert tensors.param == "features.kwargs_data.image[0]"
     assert placeholder_field(named) == "features.mm_placeholders.image[1]"
 

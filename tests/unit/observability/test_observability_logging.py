@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import sys
+import time
 import warnings
 import weakref
 from functools import partial
@@ -16,6 +17,7 @@ from medialane.observability import (
     JsonFormatter,
     LimitedHandler,
     LoggingConfig,
+    PlainFormatter,
     as_text,
     configure,
     configure_child,
@@ -332,3 +334,22 @@ def test_lines_that_may_recur_hold_nothing_that_was_logged():
         del decoded, record
     gc.collect()
     assert [each() for each in held] == [None, None]
+
+
+@pytest.mark.parametrize("format_", [PlainFormatter(), JsonFormatter("test")])
+@pytest.mark.parametrize("again", ["http://", "https://a", "data:", "bearer ", "a://u:p@", "http://a?b "])
+def test_long_line_is_cut_then_redacted(format_, again):
+    record = logging.LogRecord("vllm", logging.ERROR, "f.py", 1, again * (1_000_000 // len(again)), (), None)
+    started = time.thread_time()
+    line = format_.format(record)
+    assert time.thread_time() - started < 0.1
+    assert len(line) < 70_000
+
+
+def test_secret_of_a_cut_url_is_not_shown():
+    for number in range(3900, 4100):
+        text = (
+            f"{'x' * number} http://user:secret@host/a?secret=1 {'y' * 40_000} http://user:secret@host {'z' * number}"
+        )
+        record = logging.LogRecord("vllm", logging.ERROR, "f.py", 1, text, (), None)
+        assert "secret" not in JsonFormatter("test").format(record)

@@ -73,7 +73,7 @@ def _with_threads() -> Iterator[None]:
 def fork_forkserver(factory: str, factory_config: bytes, environment: Mapping[str, str]) -> None:
     """Build a processor and fork a fork server with it, as for a store whose parent has built it."""
     with _with_threads():
-        prebuilt.build(factory, factory_config, environment)
+        prebuilt.build(prebuilt.ProcessorSource(factory, factory_config, environment))
         prebuilt.fork_forkserver()
 
 

@@ -38,7 +38,6 @@ from medialane.prepare import (
     PrepareConfig,
     PreparerPool,
     forkserver_process,
-    forkservers,
     job_run,
     preparers,
 )
@@ -620,7 +619,7 @@ async def test_every_spare_that_takes_over_has_a_spare(arena, encoded):
 
 
 async def test_dead_spare_is_replaced_without_affecting_jobs(arena, encoded, monkeypatch):
-    monkeypatch.setattr(forkservers, "INITIAL_BACKOFF_S", 0.05)
+    monkeypatch.setattr(forkserver_process, "INITIAL_BACKOFF_S", 0.05)
     async with running(make_pool(arena)) as pool:
         await eventually(lambda: pool.spare_pid is not None)
         before, first = pool.preparer_pids, pool.spare_pid

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from msgspec.structs import force_setattr
 
 from builders import Clock
 from medialane.core.block_hash import prompt_block_ids
@@ -92,19 +91,6 @@ def test_prompt_goes_to_the_worker_with_its_prefix(make):
     assert again.slot == first.slot
     assert again.decision.cached_tokens == 96
     assert again.decision.reason == "longest cached prefix"
-
-
-def test_changed_weights_apply_to_the_next_request(make):
-    """A prompt that is cached at a worker with many running requests goes there only if computing it costs more."""
-    router = make(2)
-    cached = serve(router, request(text(1, 1000)))
-    router.report(cached.slot, WorkerLoad(num_running=40))
-    assert begin(router, request(text(1, 1000))).slot == cached.slot
-    force_setattr(router.config, "prefill_ms_per_token", 0.0)
-    force_setattr(router.config, "running_ms", 100.0)
-    router.settings_changed()
-    router.report(cached.slot, WorkerLoad(num_running=40))
-    assert begin(router, request(text(1, 1000))).slot != cached.slot
 
 
 def test_large_media_go_to_the_worker_that_has_mapped_their_arena(make):

@@ -122,7 +122,7 @@ class World:
             fetcher=self.fetcher,
             media=MediaConfig(),
             aliases=aliases,
-            leases=MediaLeases(arena, StoreConfig()),
+            leases=MediaLeases(arena, StoreConfig(), MediaConfig(), aliases=aliases, pool=self.pool),
         )
         self.fetcher.store = EncodedStore(arena, MediaConfig())  # stateless
         self.uploads, self.admitted = 0, []

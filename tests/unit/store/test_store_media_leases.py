@@ -8,12 +8,13 @@ import secrets
 import zlib
 from contextlib import suppress
 
+import msgspec
 import pytest
 from PIL import Image
-from store_world import IDLE, LINEAGE, RPC, Client
+from store_world import IDLE, RPC, Client
 
 from builders import MIB, Clock
-from medialane.arena import Arena, ArenaConfig, NamesArea
+from medialane.arena import Arena, ArenaConfig, Lineage, NamesArea
 from medialane.core.errors import (
     ArenaFull,
     InvalidImage,
@@ -21,6 +22,7 @@ from medialane.core.errors import (
     InvalidUpload,
     MediaLeasesFull,
     MediaTooLarge,
+    ProtocolViolation,
     UnknownMedia,
     UnknownMediaUuid,
     UuidConflict,
@@ -40,12 +42,12 @@ from medialane.store import (
     MediaLeases,
     PutMedia,
     ResolveAlias,
+    SendData,
     StoreConfig,
     StoreServer,
     StoreStatus,
-    WriteMedia,
-    Written,
 )
+from medialane.store.messages import Proceed, decode_to_store
 from poison import poison_freed
 from waiting import eventually
 
@@ -54,6 +56,7 @@ OWNER, OTHER = TENANT + "search", TENANT + "nightly"
 WAV = b"RIFF" + (36 + 64).to_bytes(4, "little") + b"WAVEfmt " + bytes([16, 0, 0, 0, 1, 0, 1, 0]) + (
     (16000).to_bytes(4, "little") + (32000).to_bytes(4, "little") + bytes([2, 0, 16, 0])
 ) + b"data" + (64).to_bytes(4, "little") + bytes(64)  # fmt: skip
+MATROSKA = b"\x1a\x45\xdf\xa3\x93\x42\x82\x88matroska" + bytes(64)
 
 
 def png(seed: int = 0, num_bytes: int = 0, size: tuple[int, int] = (60, 40)) -> bytes:
@@ -69,12 +72,12 @@ def png(seed: int = 0, num_bytes: int = 0, size: tuple[int, int] = (60, 40)) -> 
 class Pool:
     """Preparers that measure all media alike."""
 
-    finds_damage = False
+    finds_damage, size = False, MediaSize(num_samples=32, sample_rate=16000)
 
     async def measure(self, encoded):
         if self.finds_damage:
             raise InvalidImage("damaged")
-        return MediaSize(num_samples=32, sample_rate=16000)
+        return self.size
 
     async def probe_item(self, encoded):
         """Find no damage."""
@@ -88,18 +91,22 @@ class World:
     def __init__(self, clock=None, **config):
         self.address = f"unix:/tmp/medialane-test-{secrets.token_hex(6)}.sock"
         self.clock, self.config, self.pool = clock or Clock(), StoreConfig(**config), Pool()
+        self.lineage = Lineage(owner=secrets.token_bytes(16))  # a world in another process takes no arena of this one
         self.clients = []
 
     async def start(self):
-        self.arena = arena = Arena.open(ArenaConfig(size_bytes=16 * MIB), lineage=LINEAGE)
+        self.arena = arena = Arena.open(ArenaConfig(size_bytes=16 * MIB), lineage=self.lineage)
         self.names = NamesArea(arena.path, first_byte=arena.end_bytes, nonce=arena.nonce, max_records=64)
-        self.leases = MediaLeases(arena, self.config, clock=self.clock, records=self.names.records("lease"))
+        records, aliases = self.names.records("lease"), Aliases(max_aliases=8, ttl_s=60, clock=self.clock)
+        self.leases = MediaLeases(
+            arena, self.config, MEDIA, aliases=aliases, pool=self.pool, clock=self.clock, records=records
+        )
         self.items = Items(
             arena=arena,
             pool=self.pool,
             fetcher=None,
             media=MEDIA,
-            aliases=Aliases(max_aliases=8, ttl_s=60, clock=self.clock),
+            aliases=aliases,
             leases=self.leases,
         )
         self.server = StoreServer(
@@ -172,14 +179,14 @@ async def put(client, data, owner=OWNER, *, declared=True, **fields):
 
     async def answer(question):
         nonlocal sent, old
-        assert isinstance(question, WriteMedia)
+        assert isinstance(question, SendData)
         payload = client.link.payload(question.range)
         if old is not None:
             payload[:sent] = client.link.payload(old)[:sent]
         old, end = question.range, min(len(payload), len(data))
         payload[sent:end], sent = data[sent:end], end
         return (
-            Written(question.call_id, len(data), content_hash(data)) if end == len(data) else Written(question.call_id)
+            Proceed(question.call_id, len(data), content_hash(data)) if end == len(data) else Proceed(question.call_id)
         )
 
     fields = {"salt": "", "num_bytes": len(data) if declared else 0, "timeout_s": 10.0, **fields}
@@ -204,6 +211,12 @@ async def use(client, media, owner=OWNER, salt="", modality="image"):
         return bytes(payload[: encoded.num_bytes])
     finally:
         client.link.release(found.hold_id, encoded.range.arena)
+
+
+@pytest.mark.parametrize("media", ["z" * 64, "ab", ""])
+def test_what_is_no_hash_is_no_message(media):
+    with pytest.raises(ProtocolViolation):
+        decode_to_store(memoryview(msgspec.msgpack.encode(AskLease(1, OWNER, media, "find"))))
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -419,6 +432,16 @@ async def test_next_store_keeps_the_leases_of_a_killed_one(world):
         with pytest.raises(UnknownMedia):
             await use(client, lost.hash)
     assert world.leases.stats.num_bytes == len(png(1))
+
+
+async def test_longest_description_is_kept_for_the_next_store(world):
+    """Of the largest sizes that there may be; a record has a fixed size."""
+    client = await world.client()
+    world.pool.size = MediaSize(metadata=b'{"duration":123456.789012}', width=2**31, height=2**31)
+    kept = await put(client, MATROSKA, modality="video")
+    assert (kept.media_type, kept.width, kept.duration_s) == ("video/x-matroska", 2**31, 123456.789012)
+    await world.replace_store()
+    assert (await ask(client, "find", kept.hash)) == kept
 
 
 async def test_next_store_with_smaller_bounds_keeps_what_ends_last(world):

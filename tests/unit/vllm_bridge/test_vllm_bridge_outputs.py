@@ -1,14 +1,18 @@
+import re
+
 import msgspec
 import pytest
 import torch
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.metrics.stats import RequestStateStats
 
-from medialane.core.errors import GenerationFailed
-from medialane.core.request import OutputDelta
+from medialane.core.errors import GenerationFailed, InvalidGrammar
+from medialane.core.request import EngineTimes, OutputDelta
 from medialane.vllm_bridge.engine.outputs import (
     POOLED_PART_BYTES,
+    check_grammar,
     to_delta,
     to_pooled_deltas,
     to_pooling_output,
@@ -94,14 +98,34 @@ def test_prompt_is_sent_only_with_the_first_step():
 
 
 def test_engine_times_use_the_engine_clock():
-    stats = RequestStateStats(queued_ts=10.0, scheduled_ts=10.5, first_token_ts=12.5)
+    stats = RequestStateStats(queued_ts=10.0, scheduled_ts=10.5, first_token_ts=12.5, last_token_ts=15.5)
     times = to_delta(output(completion(), metrics=stats), first=True).times
-    assert (times.queue_s, times.prefill_s) == (0.5, 2.0)
+    assert times == EngineTimes(queue_s=0.5, prefill_s=2.0, decode_s=3.0)
 
 
 @pytest.mark.parametrize("metrics", [None, RequestStateStats(queued_ts=10.0)])
 def test_unknown_times_are_omitted(metrics):
     assert to_delta(output(completion(), metrics=metrics), first=True).times is None
+
+
+@pytest.mark.parametrize(
+    ("given", "token_ids", "param"),
+    [
+        (StructuredOutputsParams(grammar="root ::= root"), [], "structured_outputs.grammar"),
+        (StructuredOutputsParams(json={"$ref": "#"}), [7], "structured_outputs.json"),  # no first token satisfies it
+        (StructuredOutputsParams(structural_tag="{}"), [], "structured_outputs.structural_tag"),
+        (StructuredOutputsParams(regex="a"), [7, 8], None),  # it can be followed: something else has failed
+        (None, [], None),
+    ],
+)
+def test_grammar_that_the_engine_cannot_follow_is_named(given, token_ids, param):
+    failed, params = output(completion(token_ids=token_ids)), SamplingParams(structured_outputs=given)
+    if param is None:
+        check_grammar(failed, params)
+        return
+    with pytest.raises(InvalidGrammar, match=re.escape(param)) as refused:
+        check_grammar(failed, params)
+    assert refused.value.param == param
 
 
 def pooled(data):

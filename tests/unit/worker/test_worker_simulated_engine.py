@@ -66,6 +66,14 @@ async def test_final_output_has_all_choices(engine):
         assert choice.token_ids == [token for delta in deltas for token in delta.token_ids]
 
 
+@pytest.mark.parametrize(("output_kind", "after_s"), [(1, 0.0), (2, 0.010)])
+async def test_first_output_says_how_long_ago_the_first_token_was(output_kind, after_s):
+    engine = SimulatedEngine(SimulatedConfig(step_ms=0.0, decode_token_ms=2.0), model="m")
+    first, *_ = await answer(engine, request(output_kind=output_kind, max_tokens=6))
+    assert first.times.decode_s == pytest.approx(after_s)
+    await engine.close()
+
+
 async def test_tokens_after_the_first_are_batched_on_request():
     engine = SimulatedEngine(SimulatedConfig(speedup=1000.0, stream_interval=3), model="m")
     found = await answer(engine, request(max_tokens=6))

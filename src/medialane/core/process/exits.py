@@ -1,6 +1,5 @@
-"""How often the processes of this host have ended, counted by their supervisor for the gateways, which expose it.
-
-As for phases, the supervisor names a file in the environment of its processes."""
+"""How often the processes of this host have ended, counted by their supervisor for the gateways, which expose it: in a
+file beside those of their phases (`phase`)."""
 
 from __future__ import annotations
 
@@ -9,15 +8,15 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
-from medialane.core.private_file import write_private
+from medialane.core.private_file import replace_private
+from medialane.core.process.phase import VARIABLE as PHASE_FILE
 
 logger = logging.getLogger(__name__)
 
-VARIABLE: Final = "MEDIALANE_EXITS_FILE"
+_NAME = "exits.json"
 #: How long a process that has hung is a problem of the host's health.
 _SHOWN_S = 60.0
 
@@ -32,12 +31,11 @@ class ProcessExits(msgspec.Struct):
 
 
 class ExitCounts:
-    """The supervisor's."""
+    """The supervisor's. `folder` is that of the phase files."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _NAME
         self._exits: dict[str, ProcessExits] = {}
-        self.environ = {VARIABLE: str(path)}
 
     def add(self, name: str, *, hung: bool) -> None:
         """Count an end. A file that cannot be written is logged: it is no reason for a process not to be restarted."""
@@ -45,10 +43,8 @@ class ExitCounts:
         exits.num += 1
         if hung:
             exits.num_hung, exits.hung_at = exits.num_hung + 1, time.time()
-        unfinished = self._path.with_suffix(".unfinished")
         try:
-            write_private(unfinished, msgspec.json.encode(self._exits))
-            unfinished.replace(self._path)
+            replace_private(self._path, msgspec.json.encode(self._exits))
         except OSError as error:
             logger.warning("the exits of processes cannot be reported: %s", error.strerror)
 
@@ -59,10 +55,10 @@ class ExitCounts:
 def exits_of_host() -> Mapping[str, ProcessExits]:
     """Return the ends of this host's processes by name, as counted by the supervisor of this process."""
     try:
-        with open(os.environ.get(VARIABLE) or os.devnull, "rb") as file:
-            return msgspec.json.decode(file.read() or b"{}", type=dict[str, ProcessExits])
+        data = Path(os.environ.get(PHASE_FILE) or os.devnull).with_name(_NAME).read_bytes()
     except FileNotFoundError:
-        return {}  # none has ended
+        return {}  # none has ended, or there is no supervisor
+    return msgspec.json.decode(data, type=dict[str, ProcessExits])
 
 
 def hang_problems() -> Iterator[str]:

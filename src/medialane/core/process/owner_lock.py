@@ -13,7 +13,6 @@ import os
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +23,6 @@ from medialane.core.errors import StartupFailed
 _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
 
 _LOCK = "owner.lock"
-#: How often a lock is tried that another process has.
-_POLL_S = 0.02
 
 
 def try_lock(descriptor: int) -> bool:
@@ -35,22 +32,6 @@ def try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-@contextmanager
-def locked(path: Path, timeout_s: float = 5.0) -> Iterator[None]:
-    """Hold the lock of a file, which is made if there is none; blocks while another process has it. Raises OSError,
-    TimeoutError if that process keeps it (it may be stopped)."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline = time.monotonic() + timeout_s
-    try:
-        while not try_lock(descriptor):
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "another process has kept its lock")
-            time.sleep(_POLL_S)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def has_one_owner(path: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from medialane.core.private_file import write_private
+from medialane.core.private_file import replace_private
 from medialane.core.process.systemd import show_ready, show_status
 
 logger = logging.getLogger(__name__)
@@ -72,10 +72,8 @@ class PhaseFile:
 
     def write(self, phase: Phase) -> None:
         """Replace the phase. A failure is logged: it is no reason for a process not to start."""
-        unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            write_private(unfinished, msgspec.json.encode(phase))
-            unfinished.replace(self._path)
+            replace_private(self._path, msgspec.json.encode(phase))
         except OSError as error:
             logger.info("the phase %s cannot be reported: %s", phase.name, error.strerror)
 

@@ -15,7 +15,7 @@ class Admission:
     """The admitted requests, at most `limit`, of which one tenant has a share. One event loop."""
 
     def __init__(self, limit: int, *, tenant_share: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limit = limit
+        self._limit = limit
         self._tenant_share = tenant_share
         self._admitted: set[RequestScope] = set()
         self._of_tenant: Counter[str] = Counter()
@@ -31,10 +31,10 @@ class Admission:
         if scope in self._admitted:
             return
         tenant = "" if scope.tenant is None else scope.tenant.name
-        if tenant and self._of_tenant[tenant] >= (most := max(1, int(self.limit * self._tenant_share))):
+        if tenant and self._of_tenant[tenant] >= (most := max(1, int(self._limit * self._tenant_share))):
             message = f"this API key has {most} requests with media in flight, its share of what the server accepts"
             raise ConcurrencyLimitExceeded(message, retry_after_s=self._places.promise())
-        if len(self._admitted) >= self.limit:
+        if len(self._admitted) >= self._limit:
             message = "too many concurrent requests with media"
             raise MediaOverloaded(message, retry_after_s=self._places.promise())
         self._admitted.add(scope)

@@ -36,7 +36,7 @@ _LEAST_MS: Final = 0.1
 _ENOUGH: Final = 20
 
 
-@dataclass
+@dataclass(frozen=True)
 class QueueLimits:
     """How many requests may wait in all gateways with these `counts`, and bytes of their bodies."""
 
@@ -184,19 +184,18 @@ class AdmissionQueue:
         try:
             if request.may_refuse:
                 self._drop_surplus()
-            async with asyncio.timeout(request.deadline - self._clock()):
-                return await ticket
-        except TimeoutError as error:
-            if ticket.done() and not ticket.cancelled():
-                return ticket.result()  # admitted in the same iteration of the loop
+            # Does not cancel the ticket at the deadline: until this task runs, the request may be admitted or dropped.
+            await asyncio.wait((ticket,), timeout=request.deadline - self._clock())
+            if ticket.done():
+                return ticket.result()
             if not request.may_refuse:
                 self._order.take(request)
                 self._left(request)
                 return self._ticket(request.cost_ms, request, is_overdue=True)
             message = "the request has waited too long for its turn: the server is overloaded"
-            raise QueueTimeout(message, retry_after_s=self._retry_after_s()) from error
+            raise QueueTimeout(message, retry_after_s=self._retry_after_s())
         except asyncio.CancelledError:
-            if ticket.done() and not ticket.cancelled() and ticket.exception() is None:
+            if ticket.done() and ticket.exception() is None:
                 ticket.result().sent()
             raise
         finally:
@@ -224,9 +223,7 @@ class AdmissionQueue:
             request = order.serve()
             if order:
                 self._pace.admitted(request.cost_ms, now)
-            admitted = self._left(request)
-            if not admitted.cancelled():  # in this iteration of the loop: its task has not run yet
-                admitted.set_result(self._ticket(request.cost_ms, request))
+            self._left(request).set_result(self._ticket(request.cost_ms, request))
         if not order:
             self._pace.idle()
         elif self._tick is None:
@@ -250,10 +247,8 @@ class AdmissionQueue:
     def _drop_surplus(self) -> None:
         """Refuse requests for the one that has come, if there are too many."""
         while self._limits.are_exceeded() and (request := self._order.drop()) is not None:
-            dropped = self._left(request)
-            if not dropped.done():
-                message = "too many requests are waiting: the server is overloaded"
-                dropped.set_exception(QueueFull(message, retry_after_s=self._retry_after_s()))
+            message = "too many requests are waiting: the server is overloaded"
+            self._left(request).set_exception(QueueFull(message, retry_after_s=self._retry_after_s()))
 
     def _ticket(self, cost_ms: float, request: QueuedRequest | None = None, *, is_overdue: bool = False) -> Ticket:
         self._num_unsent += 1

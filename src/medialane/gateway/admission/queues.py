@@ -52,15 +52,11 @@ class Queues:
         self._has_priorities = has_priorities
         self._clock = clock
         self._counts = counts = counts or SharedCounts()
-        self._limits = limits = QueueLimits(config.queue_requests, config.queue_bytes, counts)
+        limits = QueueLimits(config.queue_requests, config.queue_bytes, counts)
         self._engines = AdmissionQueue(limits, self._have_engines_room, on_change=self._count, clock=clock)
         #: How long requests wait before the engines, and in them, once they are prepared.
         self._prepared_wait_s = 0.0
         self._preparers = AdmissionQueue(limits, self._have_preparers_room, on_change=self._count, clock=clock)
-
-    def settings_changed(self) -> None:
-        """The values of the settings are others."""
-        self._limits.max_requests, self._limits.max_bytes = self._config.queue_requests, self._config.queue_bytes
 
     def stats(self) -> dict[str, QueueStats]:
         """Return the queues, for /metrics."""

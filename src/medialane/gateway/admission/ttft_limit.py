@@ -175,15 +175,13 @@ class TtftExpectation:
         self._limit.forecast.learn_preparer(item.modality, item.num_bytes, seconds * 1000)
 
     def answered(self, work: EngineWork, first: OutputDelta, *, cached_tokens: int, seconds: float) -> None:
-        """Learn from a request's first output, which has come `seconds` after it was sent to its worker, and for which
-        so many tokens were expected to be cached.
+        """Learn from a request's first output, whose first token has come `seconds` after it was sent to its worker,
+        and for which so many tokens were expected to be cached.
 
-        The whole answer may be its first output: then the engine's times say when it had its first token.
+        The whole answer may be its first output: then only the engine's times say when it had its first token.
         """
-        if first.finished:
-            if first.times is None:
-                return
-            seconds = first.times.queue_s + first.times.prefill_s
+        if first.finished and first.times is None:
+            return
         limit, num_cached = self._limit, first.num_cached_tokens
         limit.learned(work.kind, _ENGINE)
         num_more = 0 if num_cached is None else num_cached - cached_tokens

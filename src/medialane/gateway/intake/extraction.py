@@ -40,6 +40,7 @@ class Intake(msgspec.Struct, frozen=True):
     """A body without its media. Reference n in `body` stands for `refs[n]`; all refs have the salt `cache_salt`.
 
     `report` is whether the client requests a report on its media; `priority`, `model` and `stream` are vLLM's fields.
+    `has_id` is whether the client names the request by vLLM's `request_id`.
     `parse_error` is why the body could not be parsed for media, None if it was.
     """
 
@@ -51,6 +52,7 @@ class Intake(msgspec.Struct, frozen=True):
     priority: int = 0
     model: str | None = None
     stream: bool = False
+    has_id: bool = False
 
     def __repr__(self) -> str:
         return f"Intake({len(self.body)} bytes, {self.refs})"
@@ -126,6 +128,7 @@ def extract(
         priority=priority_of(parsed.priority),
         model=model,
         stream=bytes(parsed.stream) == b"true",
+        has_id=parsed.request_id not in (ABSENT, NULL),
     )
 
 

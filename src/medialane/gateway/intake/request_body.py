@@ -112,6 +112,7 @@ class RequestBody(msgspec.Struct):
     priority: msgspec.Raw = ABSENT
     model: msgspec.Raw = ABSENT
     stream: msgspec.Raw = ABSENT
+    request_id: msgspec.Raw = ABSENT
     medialane: msgspec.Raw = ABSENT
 
     def named_inputs(self) -> list[tuple[str, object]]:

@@ -54,7 +54,10 @@ def search_of(content_type: bytes) -> ModelSearch:
     if not content_type.lower().startswith(b"multipart/"):
         return JsonSearch()
     boundary = parse_options_header(content_type)[1].get(b"boundary")
-    return NoSearch() if boundary is None else FormSearch(boundary)
+    try:
+        return NoSearch() if boundary is None else FormSearch(boundary)
+    except FormParserError:  # too long
+        return NoSearch()
 
 
 class NoSearch:

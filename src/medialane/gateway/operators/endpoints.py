@@ -43,7 +43,7 @@ MAX_LIMIT = 1000
 _WRONG_KEY_S = 0.3
 
 #: Longest body of a login.
-_MAX_LOGIN_BYTES = 8192
+MAX_LOGIN_BYTES = 8192
 
 
 V = TypeVar("V")
@@ -255,7 +255,7 @@ def _decoded(answer: bytes | None, kind: type[V]) -> V | None:
 async def _body(receive: Receive) -> bytes:
     """Return the body, as far as a login has one."""
     body, more = b"", True
-    while more and len(body) <= _MAX_LOGIN_BYTES:
+    while more and len(body) <= MAX_LOGIN_BYTES:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
     return body

@@ -2,8 +2,8 @@
 on loopback only and has no such key.
 
 A browser sends the key once, and gets a cookie. It is signed with the key, not kept: so it is valid at all gateways of
-a port and after their restart, and ends with its time or with the key. It opens nothing but what is listed in
-`access.OPERATOR`, which only reads.
+a port and after their restart, and ends with its time or with the key. It opens nothing but what of `access.OPERATOR`
+only reads: a change needs the key itself, which no page of another site can send.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Callable, Sequence
-from http.cookies import CookieError, SimpleCookie
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from medialane.wire.security import is_loopback
@@ -22,8 +22,9 @@ if TYPE_CHECKING:  # types only: starlette is installed with vLLM
 #: How long a cookie is valid.
 SESSION_S = 12 * 3600
 _PURPOSE = b"medialane page "
-#: Of a request that came through another server: that one is on this machine, its client need not be.
-_PROXY_HEADERS = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip", b"via"})
+#: Beginnings of headers of a request that came through another server: that one is on this machine, its client need
+#: not be.
+_PROXY_HEADERS = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"x-envoy-", b"x-client-ip")
 
 
 class Sessions:
@@ -45,12 +46,9 @@ class Sessions:
 
     def is_valid(self, scope: Scope) -> bool:
         """Return whether the request has a cookie of a session that has not ended."""
-        header = _header(scope, b"cookie")
-        try:
-            morsel = SimpleCookie(header).get(_name(scope))
-        except CookieError:
-            return False
-        expires, _, given = ("" if morsel is None else morsel.value).partition(".")
+        pairs = (pair.strip().partition("=") for pair in _header(scope, b"cookie").split(";"))
+        value = next((value for name, _, value in pairs if name == _name(scope)), "")
+        expires, _, given = value.partition(".")
         if not (expires.isascii() and expires.isdecimal() and len(expires) < 16 and given.isascii()):
             return False
         matching = sum(hmac.compare_digest(_signature(digest, expires), given) for digest in self._admin)
@@ -59,11 +57,23 @@ class Sessions:
 
 def is_from_this_machine(scope: Scope) -> bool:
     """Return whether a request to a server on loopback was made by a program on this machine, not by a proxy for
-    someone else, nor by another site's page in a browser: those have its name in Host or Origin (DNS rebinding)."""
-    if any(name in _PROXY_HEADERS for name, _ in scope["headers"]):
+    someone else, nor by another site's page in a browser: those have its name in Host or Origin (DNS rebinding). Host
+    alone proves nothing: the client of a proxy chooses it. nginx without settings adds no header, and asks by HTTP/1.0.
+    """
+    if scope.get("http_version") == "1.0" or any(name.startswith(_PROXY_HEADERS) for name, _ in scope["headers"]):
         return False
-    host = _header(scope, b"host")
-    return _is_loopback_name(host) and is_same_site(scope)
+    client = scope.get("client")
+    is_near = client is None or is_loopback(client[0])  # None: on a Unix socket of this user
+    return is_near and is_loopback(_host(scope)) and is_same_site(scope)
+
+
+def is_of_foreign_page(scope: Scope) -> bool:
+    """Return whether a page of another site makes the request. One that has its own name in Host and Origin may be such
+    a page, which has given its name our address (DNS rebinding); an address is nobody's."""
+    if not is_same_site(scope):
+        return True
+    host = _host(scope)
+    return bool(_header(scope, b"origin")) and not (host == "localhost" or _is_address(host))
 
 
 def is_same_site(scope: Scope) -> bool:
@@ -74,9 +84,19 @@ def is_same_site(scope: Scope) -> bool:
     return not origin or origin.partition("://")[2] == _header(scope, b"host")
 
 
-def _is_loopback_name(host: str) -> bool:
+def _host(scope: Scope) -> str:
+    """Return the name or address by which the server was asked."""
+    host = _header(scope, b"host")
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    return is_loopback(name.strip("[]"))
+    return name.strip("[]")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _signature(digest: bytes, expires: str) -> str:

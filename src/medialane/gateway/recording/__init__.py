@@ -12,19 +12,14 @@ asked for; the key is in a file beside the recording, for it to be continued by 
 """
 
 from medialane.gateway.recording.config import RecordingConfig
-from medialane.gateway.recording.line import FORMAT, Observed, RecordedItem, RecordedLine
-from medialane.gateway.recording.recorded_body import Recordable
-from medialane.gateway.recording.recorder import MAX_PENDING_BYTES, RECORDED_PATHS, Recorder
+from medialane.gateway.recording.recorded_body import FORMAT, Recordable
+from medialane.gateway.recording.recorder import MAX_PENDING_BYTES, Recorder
 from medialane.gateway.recording.stand_in import StandIn, parse_stand_in, with_media
 
 __all__ = [
     "FORMAT",
     "MAX_PENDING_BYTES",
-    "RECORDED_PATHS",
-    "Observed",
     "Recordable",
-    "RecordedItem",
-    "RecordedLine",
     "Recorder",
     "RecordingConfig",
     "StandIn",

@@ -1,4 +1,5 @@
-"""A request as it is recorded: its body with media or stand-ins in place of references, without secrets."""
+"""A request as it is recorded: a line of an OpenAI batch file, whose body has media or stand-ins in place of references
+and no secrets, with what the gateway has observed of it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,12 +19,13 @@ from python_multipart.exceptions import FormParserError
 from medialane.core.media import MediaRef, MediaSize
 from medialane.gateway.intake import form_fields, is_multipart
 from medialane.gateway.recording.config import RecordingConfig
-from medialane.gateway.recording.line import Observed, RecordedLine
 from medialane.gateway.recording.redaction import Redaction, without_secrets
 from medialane.gateway.recording.stand_in import StandIn, with_media
 from medialane.gateway.references import References
-from medialane.gateway.requests import RequestRecord
+from medialane.gateway.requests import RequestRecord, RequestView
 
+#: Raised when a reader of older lines would misunderstand newer ones.
+FORMAT = 1
 #: Members by which clients tell their users apart.
 _USERS = ("user", "safety_identifier", "prompt_cache_key")
 _SALT = "cache_salt"
@@ -31,6 +33,64 @@ _SALT = "cache_salt"
 _PROMPT_CHARS = 256
 #: Of media that are encoded without a pause, in which the event loop waits: 0.1 ms. Divisible by 3, for base64.
 _PIECE_BYTES = 384 * 1024
+
+
+class RecordedItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A media item, and what the gateway did about it."""
+
+    modality: str
+    source: str
+    outcome: str | None = None
+    embedding: str | None = None
+    bytes: int | None = None
+    tokens: int | None = None
+
+
+class Observed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the gateway has observed: `at` is when the request arrived, in seconds since the epoch. `redacted` is what
+    was replaced in the body, `media` whether that has the media themselves."""
+
+    at: float
+    status: int | None = None
+    tenant: str | None = None
+    total_ms: float | None = None
+    ttft_ms: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    generated_tokens: int = 0
+    items: tuple[RecordedItem, ...] = ()
+    media: Literal["hash", "whole"] = "hash"
+    redacted: str = "none"
+    format: int = FORMAT
+
+    @classmethod
+    def of(cls, view: RequestView, *, tenant: str | None, media: Literal["hash", "whole"], redacted: str) -> Observed:
+        return cls(
+            at=view.received_at,
+            status=view.status,
+            tenant=tenant,
+            total_ms=view.total_ms,
+            ttft_ms=view.ttft_ms,
+            prompt_tokens=view.prompt_tokens,
+            cached_tokens=view.cached_tokens,
+            generated_tokens=view.generated_tokens,
+            items=tuple(
+                RecordedItem(item.modality, item.source, item.outcome, item.embedding, item.bytes, item.tokens)
+                for item in view.items
+            ),
+            media=media,
+            redacted=redacted,
+        )
+
+
+class RecordedLine(msgspec.Struct, frozen=True, kw_only=True):
+    """`body` of a form is its fields, with each file as `file_url`, as in vLLM's batch files."""
+
+    custom_id: str
+    method: Literal["POST"] = "POST"
+    url: str
+    body: dict[str, Any]
+    medialane: Observed
 
 
 class Unrecordable(Exception):

@@ -17,10 +17,12 @@ from medialane.observability.timeline import MAX_STEPS, StageTimeline
 HASH_DIGITS = 8
 #: Longest text of a client's, or of an error, that is kept.
 MAX_CHARS = 200
+#: Of a message or URL, so many are read.
+_MAX_READ_CHARS = 8192
 #: A shorter wait for another request's preparation is not shown.
 _LEAST_MS = 0.05
 
-_URL = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:[^\s/@]*@)?(?P<host>[^\s/?#\"')\]]*)[^\s\"')]*")
+_URL = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]++)://(?:[^\s/@]*@)?(?P<host>[^\s/?#\"')\]]*)[^\s\"')]*")
 _DATA_URL = re.compile(r"data:[^\s\"')]+")
 
 
@@ -108,6 +110,10 @@ def is_prepared(timeline: StageTimeline) -> bool:
 
 def without_urls(message: str) -> str:
     """Return a message with no more of its URLs than scheme and host."""
+    if (
+        len(message) > _MAX_READ_CHARS
+    ):  # without the word that is cut: the password of a URL is known by what follows it
+        message = message[:_MAX_READ_CHARS].rpartition(" ")[0]
     return _DATA_URL.sub("data:...", _URL.sub(r"\g<scheme>://\g<host>/...", message))[:MAX_CHARS]
 
 
@@ -123,5 +129,5 @@ def _source(ref: MediaRef) -> Source:
 
 def _origin(url: str) -> str:
     """Return the host and port of a URL, without what a password may be in."""
-    match = _URL.match(url)
+    match = _URL.match(url) if len(url) <= _MAX_READ_CHARS else None
     return "" if match is None else match["host"][:MAX_CHARS]

@@ -68,9 +68,11 @@ class RecentRequests:
     def begin(self, record: RequestRecord) -> None:
         self._live[id(record)] = record
 
-    def end(self, record: RequestRecord) -> None:
-        """Keep a request that has ended."""
+    def end(self, record: RequestRecord, *, is_refused: bool = False) -> None:
+        """Keep a request that has ended; not one that was refused: anybody may send any number of those."""
         del self._live[id(record)]
+        if is_refused:
+            return
         self._last.append(record)
         if record.error is not None:
             self._failed.append(record)

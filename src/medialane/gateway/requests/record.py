@@ -82,7 +82,6 @@ class RequestRecord:
         self.error: ErrorView | None = None
         self.first_token_at: float | None = None
         self.first_token_ms: float | None = None
-        self._sent_at = 0.0
         self._shared_ms = 0.0
         self.ended_at: float | None = None
 
@@ -132,10 +131,8 @@ class RequestRecord:
         attempt = self._attempt_of(decision) or self._add_attempt(decision.worker_id, decision.rank, sent.path)
         attempt.decision, attempt.path, attempt.is_sent = decision, sent.path, is_sent
 
-    def sent_at(self, seconds: float) -> None:
-        """Record when the last attempt was sent (perf_counter): of an answer that is not streamed, nothing else is
-        known before its end."""
-        self._sent_at = seconds
+    def prompt_sent(self) -> None:
+        """Record that a worker has a prompt. Of an answer that is not streamed nothing else is known before its end."""
         self.timeline.enter("prefill" if self.streams else "answer")
 
     def attempt_failed(self, worker: str, rank: int, path: TransferPath | None, code: str) -> None:
@@ -164,14 +161,18 @@ class RequestRecord:
         decision: RoutingDecision,
         num_prompt_tokens: int,
         outcomes: Mapping[str, EmbeddingOutcome],
+        *,
+        times: tuple[float, float],
     ) -> None:
         """Record the first output of a prompt, which was sent by this decision: how many of its tokens the engine had
         in its KV cache, what it did about embeddings, by the mm_hash of the item, and by what the store of the worker's
-        host has copied media."""
-        first_token_at = self._first_token_at(first)
-        first_token_ms = (first_token_at - self._sent_at) * 1000
-        if self.first_token_at is None:
+        host has copied media. `times` are when the prompt was sent and when it had its first token (perf_counter); of
+        several prompts that of the earliest first token counts, whichever answer is complete first."""
+        sent_at, first_token_at = times
+        first_token_ms = (first_token_at - sent_at) * 1000
+        if self.first_token_at is None or first_token_at < self.first_token_at:
             self.first_token_at, self.first_token_ms = first_token_at, first_token_ms
+            self.timeline.seconds["first_token"] = first_token_at - sent_at
         if (attempt := self._attempt_of(decision)) is not None:
             attempt.engine_cached_tokens, attempt.first_token_ms = first.num_cached_tokens, round(first_token_ms, 2)
         if self.timeline.current != "answer":
@@ -248,13 +249,6 @@ class RequestRecord:
     @property
     def total_ms(self) -> float:
         return ((self.ended_at or time.perf_counter()) - self.timeline.started_at) * 1000
-
-    def _first_token_at(self, first: OutputDelta) -> float:
-        """Return when the first token was there: an answer that is not streamed comes later, all at once."""
-        now, times = time.perf_counter(), first.times
-        if times is None or not first.finished:
-            return now
-        return min(now, self._sent_at + times.queue_s + times.prefill_s)
 
     def _add_attempt(self, worker: str, rank: int, path: TransferPath | None) -> Attempt:
         attempt = Attempt(worker, rank, path)

@@ -66,8 +66,6 @@ class WorkerLink:
         self.role: WorkerRole = "worker"
         #: Whether the last connection has ended as planned.
         self.has_drained = False
-        #: Whether it is not to connect again.
-        self.is_leaving = False
         #: Set when `run` has tried to connect, with or without success: the link is ready if it can be.
         self.was_tried = asyncio.Event()
         self._reports: ReportListener | None = None  # of the worker that is connected, or was last
@@ -188,21 +186,15 @@ class WorkerLink:
         if self._live is not None and self._reports is not None:
             self._reports.host_changed()
 
-    async def connect(self) -> RpcClient:
-        """Connect once, for `run`. Raises like `RpcClient.connect`."""
-        return await RpcClient.connect(self.address, self._hello, self._rpc)
-
-    async def run(self, client: RpcClient | None = None) -> None:
-        """Stay connected until cancelled, whatever fails, at first by `client`; if it is leaving, until the connection
-        is lost."""
+    async def run(self) -> None:
+        """Stay connected until cancelled, whatever fails."""
         backoff = Backoff(initial_s=self._config.reconnect_initial_s, max_s=self._config.reconnect_max_s)
         loop = asyncio.get_running_loop()
-        while not self.is_leaving:
+        while True:
             started = loop.time()
-            given, client = client, None
-            if await self._connect_once(given) and loop.time() - started >= self._config.reconnect_max_s:
+            if await self._connect_once() and loop.time() - started >= self._config.reconnect_max_s:
                 backoff.reset()  # the connection was stable: reconnect at once
-            elif not self.is_leaving:
+            else:
                 await asyncio.sleep(backoff.next())
 
     async def serve(self, client: RpcClient) -> None:
@@ -228,11 +220,10 @@ class WorkerLink:
     def _live(self) -> ConnectedWorker | None:
         return self._worker if self._worker is not None and not self._worker.client.closed.is_set() else None
 
-    async def _connect_once(self, client: RpcClient | None) -> bool:
+    async def _connect_once(self) -> bool:
         """Connect, and wait until the connection is lost. False if there was none or this process failed at it."""
         try:
-            client = client or await self._connect()
-            if client is None:
+            if (client := await self._connect()) is None:
                 return False
             await self._serve(client)
         except Exception as error:  # noqa: BLE001 - the supervisor of one link: its failure must not stop the others
@@ -250,7 +241,7 @@ class WorkerLink:
 
     async def _connect(self) -> RpcClient | None:
         try:
-            client = await self.connect()
+            client = await RpcClient.connect(self.address, self._hello, self._rpc)
         except NoWorkerReady:
             return None
         except (WorkerLost, ProtocolViolation) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -38,6 +39,9 @@ class RemoteRequest:
         send_abort: Callable[[str], None],
     ) -> None:
         self.request_id = request_id
+        #: By time.perf_counter, just before it is written: the worker may have its first token before this process runs
+        #: again.
+        self.sent_at = time.perf_counter()
         self._max_queued_bytes = max_queued_bytes
         self._mergeable = mergeable
         self._pooled = pooled

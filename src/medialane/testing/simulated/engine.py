@@ -104,7 +104,7 @@ class _Choice:
         self._detokenizes = params.detokenize
         self._num_sent = 0
 
-    def gained(self, stream_interval: int, texts: Mapping[int, str]) -> None:
+    def gained(self, stream_interval: int, texts: Mapping[int, str], now: float) -> None:
         """Queue a delta for a new token, unless it has to wait for further ones."""
         sequence = self._sequence
         total = len(sequence.token_ids) - sequence.num_prompt_tokens
@@ -112,7 +112,7 @@ class _Choice:
         if sequence.finished:
             self.output.num_unfinished -= 1
         if sequence.finished or not (waits or self._output_kind == _FINAL_ONLY):
-            self._send(self._delta(texts))
+            self._send(self._delta(texts, now))
             self._num_sent = total
 
     def _send(self, delta: OutputDelta) -> None:
@@ -125,7 +125,7 @@ class _Choice:
             delta = msgspec.structs.replace(delta, completions=choices)
         self.output.deltas.put_nowait(delta)
 
-    def _delta(self, texts: Mapping[int, str]) -> OutputDelta:
+    def _delta(self, texts: Mapping[int, str], now: float) -> OutputDelta:
         sequence, first = self._sequence, self._num_sent == 0
         start = self._num_sent if self._output_kind not in (_CUMULATIVE, _FINAL_ONLY) else 0
         tokens = sequence.token_ids[sequence.num_prompt_tokens + start :]
@@ -137,14 +137,15 @@ class _Choice:
             [CompletionDelta(self._index, text, tokens, finish_reason=reason, stop_reason=sequence.stop_reason)],
             finished=not self.output.num_unfinished,
             num_cached_tokens=sequence.num_cached_tokens,
-            times=self._times() if first else None,
+            times=self._times(now) if first else None,
         )
 
-    def _times(self) -> EngineTimes:
+    def _times(self, now: float) -> EngineTimes:
         sequence = self._sequence
         return EngineTimes(
             queue_s=max(0.0, sequence.scheduled_s - sequence.queued_s),
             prefill_s=max(0.0, sequence.first_token_s - sequence.scheduled_s),
+            decode_s=now - sequence.first_token_s,
         )
 
 
@@ -270,7 +271,7 @@ class SimulatedEngine:
                 sequence.first_token_s = now
             choice = self._choices.get(sequence)
             if choice is not None:
-                choice.gained(self._config.stream_interval, self._texts)
+                choice.gained(self._config.stream_interval, self._texts, now)
 
     def _publish_blocks(self) -> None:
         events = self._scheduler.take_events()

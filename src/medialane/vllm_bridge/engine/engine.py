@@ -69,7 +69,7 @@ from medialane.vllm_bridge.engine.engine_request import (
 )
 from medialane.vllm_bridge.engine.engine_start import engines_forked_ahead
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
-from medialane.vllm_bridge.engine.outputs import ended_by_front_end, has_error, to_deltas
+from medialane.vllm_bridge.engine.outputs import check_grammar, ended_by_front_end, has_error, to_deltas
 from medialane.vllm_bridge.engine.plugin import register
 from medialane.vllm_bridge.engine.private_folder import PrivateFolder
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
@@ -328,8 +328,8 @@ class VllmEngine:
             ):
                 first = True
                 async for output in outputs:
-                    if reads_arena and has_error(output):
-                        await self._check_refused(request.request_id)
+                    if has_error(output):
+                        await self._check_cause(request, output, reads_arena=reads_arena, first=first)
                     for delta in to_deltas(output, first=first, expanded=expanded, placed=placed):
                         yield delta
                     first = False
@@ -485,10 +485,19 @@ class VllmEngine:
         if not bound:
             logger.warning("the engine's processes may survive if this process is killed")
 
-    async def _check_refused(self, request_id: str) -> None:
-        """Raise HandoverFailed if a request failed because EngineCore could not read its items from the arenas."""
-        if any(await self._ask("medialane_refused", request_id, timeout_s=self._release_timeout_s)):
+    async def _check_cause(
+        self, request: EngineRequest, output: RequestOutput | PoolingRequestOutput, *, reads_arena: bool, first: bool
+    ) -> None:
+        """EngineCore says only that a request has failed. Raise HandoverFailed if it could not read its items from the
+        arenas, and InvalidGrammar if it could not compile its grammar, or no first token satisfied that: vLLM's front
+        end has only parsed it."""
+        if reads_arena and any(
+            await self._ask("medialane_refused", request.request_id, timeout_s=self._release_timeout_s)
+        ):
             raise HandoverFailed("the engine could not read the features from the arena")
+        may_be_grammar = first and self.llm.vllm_config.kv_transfer_config is None  # a connector fails requests, too
+        if may_be_grammar and isinstance(output, RequestOutput):
+            check_grammar(output, self._reader.params(request))
 
 
 def _card(llm: AsyncLLM, profile: ProcessorProfile | None) -> ModelCard:

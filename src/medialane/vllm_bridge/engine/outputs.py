@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
 
-from medialane.core.errors import GenerationFailed, Unavailable
+from medialane.core.errors import GenerationFailed, InvalidGrammar, Unavailable
 from medialane.core.feature import MediaSpan
 from medialane.core.request import CompletionDelta, EngineTimes, Logprobs, OutputDelta, PooledPart, TokenLogprob
 from medialane.vllm_bridge.items.features import spec_of, tensor_over
@@ -21,6 +22,9 @@ from medialane.vllm_bridge.seams.engine import RequestStateStats
 
 #: A message of this size is encoded and decoded in 0.1 ms: token embeddings of a long prompt may take many.
 POOLED_PART_BYTES = 256 * 1024
+
+#: Members of vLLM's StructuredOutputsParams, one of which a request has.
+_GRAMMARS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def to_delta(
@@ -141,6 +145,7 @@ def _times(stats: RequestStateStats | None) -> EngineTimes | None:
     return EngineTimes(
         queue_s=max(0.0, stats.scheduled_ts - stats.queued_ts),
         prefill_s=max(0.0, stats.first_token_ts - stats.scheduled_ts),
+        decode_s=max(0.0, stats.last_token_ts - stats.first_token_ts),
     )
 
 
@@ -149,6 +154,19 @@ def has_error(output: RequestOutput | PoolingRequestOutput) -> bool:
     if isinstance(output, PoolingRequestOutput):
         return output.error is not None
     return any(completion.finish_reason == "error" for completion in output.outputs)
+
+
+def check_grammar(failed: RequestOutput, params: SamplingParams) -> None:
+    """Raise InvalidGrammar if the first output of a request with a grammar has failed before a second token."""
+    structured = params.structured_outputs
+    if structured is None or any(len(completion.token_ids) > 1 for completion in failed.outputs):
+        return
+    given = next(name for name in _GRAMMARS if getattr(structured, name) is not None)
+    sources = "; it may come from response_format or from tools" if given in ("json", "structural_tag") else ""
+    raise InvalidGrammar(
+        f"structured_outputs.{given} is no grammar that the engine can compile and follow{sources}",
+        param=f"structured_outputs.{given}",
+    )
 
 
 def to_deltas(

@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import uvicorn
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -37,7 +36,7 @@ from medialane.vllm_bridge.frontend import (
 )
 from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
 from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
-from medialane.vllm_bridge.frontend.http_server import ServerFactory, read_certificate, serve_http
+from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.frontend.routes import RouteOf, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
@@ -60,7 +59,7 @@ logger = logging.getLogger(__name__)
 #: Serves an operator's GET with JSON, from the query parameters. Raises MedialaneError.
 Page = Callable[[Mapping[str, str]], bytes]
 
-#: Serves a request with JSON, from its scope and the parameters of its path and query. Raises MedialaneError.
+#: Serves a request with JSON, from the parameters of its path. Raises MedialaneError.
 Action = Callable[[Mapping[str, str]], Awaitable[bytes]]
 
 #: Returns HTTP status and body.
@@ -87,7 +86,6 @@ class Frontend:
         self.processor_settings: dict[str, str] = parts.processor_settings
         self.assembler: Assembler = parts.assembler
         self._tasks, self._routes = parts.tasks, parts.routes
-        self._http: uvicorn.Config | None = None
 
     @property
     def model_name(self) -> str:
@@ -234,11 +232,6 @@ class Frontend:
         logs_requests: bool = True,
     ) -> None:
         """See `serve_http`."""
-
-        def made(config: uvicorn.Config) -> uvicorn.Server:
-            self._http = config
-            return server_of(config)
-
         await serve_http(
             app,
             self.args,
@@ -246,13 +239,9 @@ class Frontend:
             stop,
             drain_timeout_s=drain_timeout_s,
             give_up=give_up,
-            server_of=made,
+            server_of=server_of,
             logs_requests=logs_requests,
         )
-
-    def read_certificate(self) -> Callable[[], None] | None:
-        """Read the certificate of HTTP again; return what uses it, None without TLS. Raises StartupFailed."""
-        return None if self._http is None or self._http.ssl is None else read_certificate(self._http)
 
 
 RouteHandler = Callable[[Request], Awaitable[Response]]
@@ -281,7 +270,7 @@ def _page_handler(page: Page) -> RouteHandler:
 
 def _action_handler(action: Action) -> RouteHandler:
     async def respond(request: Request) -> Response:
-        return Response(await action({**request.query_params, **request.path_params}), media_type="application/json")
+        return Response(await action(request.path_params), media_type="application/json")
 
     return respond
 

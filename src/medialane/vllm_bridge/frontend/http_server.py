@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import socket
-import ssl
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, MutableMapping
-from functools import partial
 from typing import Any
 
 import uvicorn
@@ -118,18 +116,6 @@ async def serve_http(
     finally:
         if refresher is not None:
             refresher.stop()
-
-
-def read_certificate(config: uvicorn.Config) -> Callable[[], None]:
-    """Read the certificate of a server with TLS; return what uses it for new connections. Raises StartupFailed."""
-    context, certificate, key = config.ssl, config.ssl_certfile, config.ssl_keyfile
-    if context is None or certificate is None:
-        return lambda: None
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise StartupFailed(f"--ssl-certfile {certificate}, --ssl-keyfile {key}: {error}") from error
-    return partial(context.load_cert_chain, certificate, key, password=lambda: "")
 
 
 def _refresher(config: uvicorn.Config, args: Namespace) -> Any:

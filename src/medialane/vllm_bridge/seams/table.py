@@ -68,7 +68,7 @@ _ROW = re.compile(
 
 def _seams(text: str) -> tuple[Seam, ...]:
     """Return the seams of rows that begin with their kind. `called_in` needs no module if it is that of `where`."""
-    return tuple(_seam(row.strip()) for row in re.split(rf"\n\s*(?=(?:{'|'.join(get_args(Kind))}) )", text)[1:])
+    return tuple(_seam(row.strip()) for row in re.split(rf"\n *(?=(?:{'|'.join(get_args(Kind))}) )", text)[1:])
 
 
 def _seam(row: str) -> Seam:
@@ -627,7 +627,8 @@ GROUPS: tuple[Group, ...] = (
         tests=("tests/contract/test_vllm_engine_load.py",),
         seams=_seams("""
             read vllm.v1.metrics.stats:SchedulerStats with num_running_reqs, kv_cache_usage
-            read vllm.v1.metrics.stats:RequestStateStats with queued_ts, scheduled_ts, first_token_ts
+            read vllm.v1.metrics.stats:RequestStateStats with queued_ts, scheduled_ts, first_token_ts,
+                last_token_ts
         """),
     ),
     Group(

@@ -1,26 +1,60 @@
-"""Runs a comparison: the servers in turns, each with the whole traffic."""
+"""A comparison: two servers in turns, started here one at a time or running already, each with the whole traffic."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
 from medialane.check.progress import CheckProgress
+from medialane.check.servers import Launch, Start, medialane_process, plain_process
 from medialane.compare.client import CompareClient
-from medialane.compare.journal import Journal, ReplyWriter, Turn
+from medialane.compare.journal import Journal, Turn
 from medialane.compare.replay import Pace, Replay
 from medialane.compare.reply import Reply
-from medialane.compare.sides import RunningServer, Side
 from medialane.compare.summary import COUNTERS
 from medialane.compare.traffic import Traffic, UnusableLine
+from medialane.core.errors import StartupFailed
 from medialane.core.process.cpu_time import used_cpu_s
 
+_PLAIN, _OURS = "plain vLLM", "medialane"
 #: More than the second for which vLLM's idle engine busy-waits after its last step (`SpinCondition.busy_loop_s`).
 _SETTLE_S: Final = 1.5
+
+
+class RunningServer(NamedTuple):
+    """`base_url` is without /v1. `process_id` is that of the first of its processes, None if it runs elsewhere."""
+
+    base_url: str
+    process_id: int | None
+
+
+@dataclass(frozen=True)
+class Side:
+    """`run` starts the server for the time of the block, the nth time."""
+
+    name: str
+    run: Callable[[int], AbstractAsyncContextManager[RunningServer]]
+
+
+def sides_of(against: Sequence[str], launch: Launch, progress: CheckProgress) -> tuple[Side, Side]:
+    """Return plain vLLM and medialane; of servers that run already, one instead of plain vLLM, or two. Raises
+    StartupFailed."""
+    running = [_running(each) for each in against]
+    ours = Side(_OURS, partial(_started, medialane_process, launch, progress))
+    match running:
+        case []:
+            return Side(_PLAIN, partial(_started, plain_process, launch, progress)), ours
+        case [baseline]:
+            return baseline, ours
+        case [baseline, other]:
+            return baseline, other
+    raise StartupFailed("--against: at most two servers are compared")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +84,8 @@ class Comparison:
                     side.run(number + turn.facts.num_parts) as server,
                     self._measured(place, server, turn, journal) as client,
                 ):
-                    with journal.writer(place, number) as writer:
-                        await self._turn(turn, client, writer, progress)
+                    with journal.writer(place, number) as write:
+                        await self._turn(turn, client, write, progress)
 
     async def _prepare(self, progress: CheckProgress) -> None:
         """Make every request once: its media are kept then."""
@@ -71,12 +105,14 @@ class Comparison:
             for place, side in enumerate(self.sides)
         ]
 
-    async def _turn(self, turn: Turn, client: CompareClient, writer: ReplyWriter, progress: CheckProgress) -> None:
+    async def _turn(
+        self, turn: Turn, client: CompareClient, write: Callable[[Reply], None], progress: CheckProgress
+    ) -> None:
         """Send what has no reply yet."""
         done = {reply.number for reply in turn.replies}
 
         def replied(reply: Reply) -> None:
-            writer.add(reply)
+            write(reply)
             done.add(reply.number)
             progress.case(len(done), len(self.traffic.requests), f"{turn.facts.side}, round {turn.facts.round}")
 
@@ -106,6 +142,27 @@ class Comparison:
                 after = await client.counters(COUNTERS, self.metrics_key)
                 grown = {key: value - counters.get(key, 0.0) for key, value in after.items()}
                 journal.end(place, turn.facts.plus(wall_s, used, grown, is_whole=is_whole))
+
+
+@asynccontextmanager
+async def _started(start: Start, launch: Launch, progress: CheckProgress, number: int) -> AsyncIterator[RunningServer]:
+    async with start(launch, progress, number) as process:
+        yield RunningServer(process.base_url.removesuffix("/v1"), process.process_id)
+
+
+def _running(text: str) -> Side:
+    """Read [NAME=]URL. Raises StartupFailed."""
+    name, separator, url = text.rpartition("=") if "=" in text.partition("://")[0] else ("", "", text)
+    url = url.rstrip("/").removesuffix("/v1")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc or (separator and not name):
+        raise StartupFailed(f"--against {text}: it takes [NAME=]URL, such as vllm=http://127.0.0.1:8000")
+
+    @asynccontextmanager
+    async def run(_number: int) -> AsyncIterator[RunningServer]:
+        yield RunningServer(url, None)
+
+    return Side(name or parts.netloc, run)
 
 
 async def _cpu(server: RunningServer) -> float | None:

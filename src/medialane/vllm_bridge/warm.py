@@ -1,11 +1,13 @@
-"""Modules that vLLM's front end and EngineCore import when they start, rather than when vLLM is imported: a process
-that others are forked from imports them once."""
+"""What vLLM needs of a process that others are forked from, and of its forks: modules that vLLM's front end and
+EngineCore import when they start, rather than when vLLM is imported, and the number of threads of torch."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping
 
+import torch
 from vllm.platforms import current_platform
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ _MODULES = (
 _OF_CPU = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
 _OF_GPU = ("vllm.v1.worker.gpu_worker",)
 
+_NUM_THREADS = torch.get_num_threads()
+
 
 def warm_imports() -> None:
     """Import them. One that is missing, or cannot be imported on this machine, is left to the process that needs it."""
@@ -37,3 +41,10 @@ def warm_imports() -> None:
             importlib.import_module(name)
         except ImportError as error:
             logger.info("%s is not imported ahead: %s", name, error)
+
+
+def set_num_threads(environ: Mapping[str, str]) -> None:
+    """Use as many threads for torch's CPU operations as a process that is started with `environ`: OpenMP reads its
+    variable when it is loaded. Starts none."""
+    number = environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(number) if number.isdecimal() and int(number) else _NUM_THREADS)
