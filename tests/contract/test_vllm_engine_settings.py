@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from medialane.prepare import FactoryConfig
-from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
 from medialane.vllm_bridge.items import ProcessorProfile, processor_settings
+from vllm_configs import frontend_config
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +13,7 @@ def settings_of(tiny_model):
     from vllm.renderers import renderer_from_config
 
     def of(*flags):
-        config = create_frontend_config(parse_vllm_args(str(tiny_model), flags))
+        config = frontend_config(tiny_model, flags)
         renderer = renderer_from_config(config)
         try:
             return processor_settings(config.model_config, ProcessorProfile(renderer.get_mm_processor()))

@@ -14,6 +14,7 @@ from multidict import CIMultiDict
 from PIL import Image
 
 from audio_maker import FILES, by_ffmpeg, by_libsndfile, tones
+from decoded_media import decode_image
 from medialane.core.errors import MedialaneError
 from medialane.core.media import FrameBatch, Modality, Video
 from medialane.gateway import References
@@ -30,7 +31,6 @@ from medialane.media import (
     split_data_url,
 )
 from medialane.media.http_cache import freshness_of
-from medialane.media.image import decode_image
 from medialane.media.url_guard import UrlGuard
 from video_clips import clip
 

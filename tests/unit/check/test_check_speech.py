@@ -6,7 +6,7 @@ import pytest
 import soundfile
 
 from medialane.check import Answer, Upload
-from medialane.check.kinds.speech import SPEECH
+from medialane.check.kinds import SPEECH
 
 
 def files(case):
