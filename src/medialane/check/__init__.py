@@ -1,6 +1,7 @@
 """`medialane check`: the same requests to plain vLLM and to medialane, and their answers compared.
 
-`run` starts both servers; what it sends comes from `kinds`, one file for each kind of endpoint.
+`run` starts both servers; what it sends comes from `kinds`, one file for each kind of endpoint. `tensor_program` is a
+process of its own, and alone imports vLLM.
 """
 
 from medialane.check.case import Answer, Case, EndpointKind, Request, Upload, reason_in

@@ -1,6 +1,6 @@
 """Observability: timelines of requests, Prometheus metrics, logging.
 
-Import the modules directly: most packages need only `timeline`, which has no dependencies.
+`tracing` is not imported here: only gateways need OpenTelemetry.
 """
 
 from medialane.observability.collectors import Memory, memory_metric, store_metrics

@@ -1,4 +1,7 @@
-"""Life cycle of workers on a Ray cluster. Requests and tensors never pass through Ray."""
+"""Life cycle of workers on a Ray cluster. Requests and tensors never pass through Ray.
+
+`ray_cluster` alone imports Ray, and is not imported here.
+"""
 
 from medialane.cluster.ray.remote import RemoteSpec
 from medialane.cluster.ray.remote_supervisor import RemoteSupervisor

@@ -1,4 +1,7 @@
-"""Media items: processing one, its header, the layout of its placeholders, options, what is learned at start."""
+"""Media items: processing one, its header, the layout of its placeholders, options, what is learned at start.
+
+`processor_factory` is not imported here: it loads numba, which an engine's processes do not need.
+"""
 
 from medialane.vllm_bridge.items.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder, ArenaItem
