@@ -25,9 +25,8 @@ import harness
 from arena_hits import NUM_TURNS, arena_rows
 from bench_routing import find_rate
 from medialane.core.feature import MediaSpan
-from medialane.routing.config import RoutingConfig
-from medialane.routing.encode_choice import EncodeCosts
-from medialane.testing.simulated.config import SimulatedConfig
+from medialane.routing import EncodeCosts, RoutingConfig
+from medialane.testing.simulated import SimulatedConfig
 from simulated_cluster import HOP_S, SimulatedCluster
 from simulated_media import EncodeAt, KeepsEmbeddings
 from traces import IMAGE_TOKEN, SessionTrace, Turn, session_turns

@@ -38,7 +38,7 @@ import uvloop
 from harness import Bar, Options, Report, percentile
 from link_proxy import LinkProxy
 from load import data_url
-from medialane.check.server_process import free_port
+from medialane.check import free_port
 from medialane.core.process.title import has_title
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.tiny_model import build_tiny_model, cache_folder

@@ -39,12 +39,10 @@ import uvloop
 from event_client import EventClient
 from harness import Bar, Options, Report, median
 from load import cpu_seconds
-from medialane.check.server_process import server_process
-from medialane.cluster.child_process import spawn_leader
+from medialane.check import server_process
+from medialane.cluster import spawn_leader
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.engine import SimulatedEngine
-from medialane.testing.simulated.sequence import SimulatedParams
+from medialane.testing.simulated import SimulatedConfig, SimulatedEngine, SimulatedParams
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, build_tiny_model, cache_folder
 from observers import SAMPLED, start_observers
 

@@ -51,22 +51,16 @@ from medialane.core.feature import (
 from medialane.core.media import Image, MediaRef
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.stage import StageName
-from medialane.gateway import Gateway, GatewayConfig, WorkerLink, WorkerPool, open_scope
-from medialane.gateway.transports import ShmTransport, Transports
-from medialane.observability.metrics import Metrics
-from medialane.routing import Router
-from medialane.routing.config import RoutingConfig
+from medialane.gateway import Gateway, GatewayConfig, ShmTransport, Transports, WorkerLink, WorkerPool, open_scope
+from medialane.observability import Metrics
+from medialane.routing import Router, RoutingConfig
 from medialane.store import HoldPasser, StoreEntries, StoreLink
 from medialane.testing.fake_processor import FakeAssembler
 from medialane.testing.sample_images import sample_pixels
 from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.features import decode_item
-from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.vllm_bridge.items import ProcessorProfile, VllmAssembler, VllmProcessor, decode_item
+from medialane.wire import Hello, RpcConfig
 
 ABOUT = "from 'feature ready' to 'tensor usable in EngineCore', compared with vLLM's two transfer paths"
 

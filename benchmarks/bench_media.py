@@ -45,8 +45,8 @@ from harness import Bar, Options, Report, median
 from medialane.config import process_environ
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
+from medialane.gateway import References
 from medialane.gateway.intake import extract
-from medialane.gateway.references import References
 from medialane.media import MediaConfig
 from medialane.media.audio import decode_audio
 from medialane.media.fetch import Fetcher
@@ -54,7 +54,7 @@ from medialane.media.image import decode_image
 from medialane.media.video import open_video
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
-from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
+from medialane.vllm_bridge.items import VllmFrameSampler
 from origin import File, origin
 
 ABOUT = "CPU time from encoded media to arrays, compared with vLLM's own media chain"

@@ -30,7 +30,7 @@ from PIL import Image
 from harness import Bar, Options, Report, median
 from load import cpu_seconds
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder
-from medialane.wire.listener import bind_http
+from medialane.wire import bind_http
 from simulated_processes import START_S, Host, Process, gateways, host_store
 
 ABOUT = "latency and CPU that the name router of several models adds: text, and an image of 8 MB"

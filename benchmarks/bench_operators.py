@@ -21,19 +21,13 @@ from medialane.core.feature import Feature, StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import Endpoint, OutputDelta, RoutingDecision, WorkerLoad
 from medialane.core.stage import STAGES
-from medialane.gateway import GatewayConfig, WorkerPool
+from medialane.gateway import GatewayConfig, InlineTransport, TransferPath, WorkerLink, WorkerPool
 from medialane.gateway.access_log import log_end
-from medialane.gateway.operators import own_part, whole_state
-from medialane.gateway.operators.part import Whose
-from medialane.gateway.operators.state import Limits, OwnView
+from medialane.gateway.operators import Limits, OwnView, Whose, own_part, whole_state
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestRecord
-from medialane.gateway.transports import InlineTransport, TransferPath
-from medialane.gateway.worker_link.link import WorkerLink
-from medialane.observability.logging import ACCESS_LOGGER, JsonFormatter, LimitedHandler, PlainFormatter
-from medialane.observability.metrics import Metrics
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.observability import ACCESS_LOGGER, JsonFormatter, LimitedHandler, Metrics, PlainFormatter
+from medialane.wire import Hello, RpcConfig
 
 ABOUT = "CPU time of a gateway for records of requests, their lines in the log, and an open page with 1000 workers"
 

@@ -47,17 +47,16 @@ from medialane.config import process_environ
 from medialane.core.feature import MediaPrompt
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import EncodedMedia, MediaRef
-from medialane.gateway import Gateway, GatewayConfig, StoreFeatures, WorkerPool, open_scope
-from medialane.gateway.transports import Transports
+from medialane.gateway import Gateway, GatewayConfig, StoreFeatures, Transports, WorkerPool, open_scope
 from medialane.media import MediaConfig
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.prepare import FactoryConfig, PrepareConfig, PreparerPool
 from medialane.routing import Router
 from medialane.store import StoreLink
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.tiny_model import SPECIAL_TOKENS, TINY_MODEL_FLAGS, build_tiny_model, cache_folder
 from medialane.vllm_bridge.arguments import create_frontend_config, create_model_config, parse_vllm_args
-from medialane.vllm_bridge.items.assembler import VllmAssembler
+from medialane.vllm_bridge.items import VllmAssembler
 
 ABOUT = "images per second of 1, 2, ... preparers, compared with vLLM's renderer in one process"
 

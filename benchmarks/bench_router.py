@@ -26,7 +26,7 @@ from harness import Bar, Options, Report, median, percentile
 from indexed_prompts import IndexedPrompts
 from medialane.core.block_hash import prompt_block_ids, token_array
 from medialane.core.feature import MediaSpan
-from medialane.routing.block_index import BlockIndex
+from medialane.routing import BlockIndex
 from medialane.routing.pending_blocks import PendingBlocks
 from medialane.worker.gateway_link.block_feed import PIECE_BLOCKS
 

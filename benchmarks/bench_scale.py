@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import connected_workers
 import harness
 from bench_routing import oracle
-from medialane.routing.config import RoutingConfig
+from medialane.routing import RoutingConfig
 from simulated_cluster import SimulatedCluster
 from traces import SessionTrace, Turn, session_turns
 from traffic_meter import TrafficMeter

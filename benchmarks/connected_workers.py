@@ -26,23 +26,22 @@ from medialane.core.request import (
     OutputDelta,
     WorkerLoad,
 )
-from medialane.gateway import Gateway, GatewayConfig, WorkerLink, WorkerPool, open_scope
-from medialane.gateway.transports import Transports
-from medialane.observability.metrics import Metrics
-from medialane.routing import Router
-from medialane.routing.config import RoutingConfig
+from medialane.gateway import Gateway, GatewayConfig, Transports, WorkerLink, WorkerPool, open_scope
+from medialane.observability import Metrics
+from medialane.routing import Router, RoutingConfig
 from medialane.testing.fake_processor import FakeAssembler
-from medialane.wire.config import RpcConfig
-from medialane.wire.framing import FrameReader, append_frame
-from medialane.wire.protocol import (
+from medialane.wire import (
+    FrameReader,
     Hello,
     LoadReport,
     Output,
     Ping,
     Pong,
     Released,
+    RpcConfig,
     Submit,
     Welcome,
+    append_frame,
     decode_to_worker,
 )
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +22,13 @@ from harness import median, percentile
 from indexed_prompts import SYSTEM_BLOCKS, IndexedPrompts
 from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.media import MediaSize
-from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
+from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.gateway import Routes, WorkerLink, WorkerPool
-from medialane.gateway.route import PromptPrefix, Route
-from medialane.observability.metrics import Metrics
-from medialane.routing import Router
-from medialane.routing.config import RoutingConfig
+from medialane.gateway import PromptPrefix, Route, Routes, WorkerPool
+from medialane.observability import Metrics
+from medialane.routing import Router, RoutingConfig
+from medialane.testing.fake_worker_link import FakeLink
+from medialane.wire import LoadReport
 
 BLOCK = 16
 IN_FLIGHT = 500
@@ -102,24 +101,12 @@ class _HashedRoutes(Routes):
 
 
 def _routes(num_slots: int) -> _HashedRoutes:
-    links = {f"w{number}": _link(number) for number in range(num_slots)}
-    pool = SimpleNamespace(links=links, listen=lambda _listener: None)
-    routes = _HashedRoutes(Router(_CONFIG, seed=1), cast("WorkerPool", pool))
-    for link in links.values():
-        routes.joined(cast("WorkerLink", link))
+    links = [FakeLink(f"w{number}", _CARD, same_host=number % 2 == 0) for number in range(num_slots)]
+    routes = _HashedRoutes(Router(_CONFIG, seed=1), WorkerPool(links))
+    for number, link in enumerate(links):
+        link.worker.report(LoadReport((WorkerLoad(number % 7),)))
+        link.join()
     return routes
-
-
-def _link(number: int) -> Any:
-    """The attributes of a worker's link that the router reads."""
-    name = f"w{number}"
-    endpoint = Endpoint(name, "", True, WorkerLoad(number % 7), 0, same_host=number % 2 == 0, card=_CARD)
-    return SimpleNamespace(
-        name=name,
-        client=SimpleNamespace(reports=SimpleNamespace(num_gateways=1)),
-        encoder="",
-        endpoints=lambda: [endpoint],
-    )
 
 
 def _prepared(token_ids: list[int], number: int) -> PreparedPrompt:

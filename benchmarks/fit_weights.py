@@ -29,9 +29,8 @@ from msgspec.structs import replace
 import harness
 from bench_routing import HOT, NUM_WORKERS
 from medialane.core.setting import NonNegativeFloat
-from medialane.routing.config import RoutingConfig
-from medialane.routing.encode_choice import EncodeCosts
-from medialane.testing.simulated.config import SimulatedConfig
+from medialane.routing import EncodeCosts, RoutingConfig
+from medialane.testing.simulated import SimulatedConfig
 from simulated_cluster import CONFIG, HOP_S, Outcome, SimulatedCluster
 from simulated_media import KeepsEmbeddings, KeepsNothing
 from traces import SessionTrace, Turn, session_turns

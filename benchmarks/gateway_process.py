@@ -33,10 +33,8 @@ from medialane.core.tensor import TensorDescriptor
 from medialane.observability import logging
 from medialane.store import StoreEntries, StoreLink
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
-from medialane.wire.config import RpcConfig
-from medialane.wire.listener import bind_http
-from medialane.wire.protocol import Hello, Welcome
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.wire import Hello, RpcConfig, Welcome, bind_http
+from medialane.worker.gateway_link import RpcServer
 
 #: vLLM is imported twice and processors are loaded: takes minutes on shared cores.
 START_S = 300.0

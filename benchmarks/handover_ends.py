@@ -66,13 +66,10 @@ from medialane.core.request import (
 from medialane.core.tensor import TensorDescriptor
 from medialane.store import StoreEntries
 from medialane.vllm_bridge.engine import plugin
-from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder, ArenaItem
-from medialane.vllm_bridge.items.features import encode_item
-from medialane.vllm_bridge.items.prepared_input import to_vllm_range
-from medialane.vllm_bridge.items.validation import placeholder_of
-from medialane.wire.config import RpcConfig
+from medialane.vllm_bridge.items import ArenaEncoder, ArenaItem, encode_item, placeholder_of, to_vllm_range
+from medialane.wire import RpcConfig
 from medialane.worker import Worker, WorkerConfig
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.worker.gateway_link import RpcServer
 
 #: Rows of patches: 1176 bytes each as uint8, four times that as float32 (Qwen2.5-VL; 3996 rows are a 1024x768 image).
 SIZES: dict[str, tuple[int, torch.dtype]] = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
-from medialane.wire.address import UnixAddress, parse_address
+from medialane.wire import UnixAddress, parse_address
 
 #: The number in a request's id (`request_id`), of which the gateway makes one for each attempt.
 _ATTEMPT = re.compile(rb"lane-(\d{8})[^#]{0,40}#[^-]{1,60}-\d+")

@@ -13,9 +13,8 @@ from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.peers import Pulls
 from medialane.prepare import PreparerPool
-from medialane.store import Aliases, EncodedStore, Items, MediaLeases, StoreConfig, StoreLink, StoreServer
-from medialane.store.messages import StoreStatus
-from medialane.wire.config import RpcConfig
+from medialane.store import Aliases, EncodedStore, Items, MediaLeases, StoreConfig, StoreLink, StoreServer, StoreStatus
+from medialane.wire import RpcConfig
 
 WAIT_S = 30.0
 _NO_PREPARERS = PoolStats(0, 0, 0, 0, 0, 0, 0, 0)

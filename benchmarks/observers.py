@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
-from medialane.observability.logging import LoggingConfig
+from medialane.observability import LoggingConfig
 
 #: A tenth of the requests.
 SAMPLED = {

@@ -29,7 +29,7 @@ from aiohttp import web
 from PIL import Image
 
 from chromium import Tab, chromium_tab
-from medialane.check.server_process import free_port
+from medialane.check import free_port
 from medialane.testing.sample_images import sample_jpeg
 from medialane.testing.sample_video import sample_video
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS, build_tiny_model, cache_folder

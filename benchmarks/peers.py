@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 
 from harness import REPOSITORY
-from medialane.check.server_process import server_process
+from medialane.check import server_process
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import content_hash
 from medialane.testing.tiny_model import build_once, cache_folder

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import observers
 from load import process_tree
-from medialane.check.server_process import ServerProcess, plain_vllm, server_process
+from medialane.check import ServerProcess, plain_vllm, server_process
 from medialane.testing.tiny_model import TINY_MODEL_FLAGS
 
 #: More than the second for which vLLM's idle engine busy-waits.

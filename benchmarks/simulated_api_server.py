@@ -24,11 +24,10 @@ from medialane.core.errors import MedialaneError
 from medialane.core.feature import Feature, MediaPrompt, PlaceholderRange, PreparedPrompt, StagedItem
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, OutputDelta
-from medialane.prepare.processor import ProcessedItem
-from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.engine import SimulatedEngine
+from medialane.prepare import ProcessedItem
+from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
 from medialane.vllm_bridge.arguments import create_frontend_config
-from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
+from medialane.vllm_bridge.frontend import RoutedEngineClient
 from medialane.vllm_bridge.seams.arguments import (
     FlexibleArgumentParser,
     make_arg_parser,

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from prometheus_client import CollectorRegistry
@@ -25,21 +24,17 @@ from medialane.core.block_hash import prompt_block_ids
 from medialane.core.errors import TtftLimitExceeded
 from medialane.core.feature import PlaceholderRange
 from medialane.core.kv_events import KvChange, KvEventBatch
-from medialane.core.request import Endpoint, ModelCard, OutputDelta, WorkerLoad
+from medialane.core.request import ModelCard, OutputDelta, WorkerLoad
+from medialane.gateway import PromptPrefix, Route, Routes, WorkerPool
 from medialane.gateway.admission import CostForecast, TtftExpectation, TtftLimit
-from medialane.gateway.route import PromptPrefix, Route, Routes
-from medialane.gateway.worker_link.client_reports import ClientReports
-from medialane.observability.metrics import Metrics
-from medialane.routing.config import RoutingConfig
-from medialane.routing.request import RoutingRequest
-from medialane.routing.router import Router
-from medialane.testing.simulated.config import SimulatedConfig
+from medialane.observability import Metrics
+from medialane.routing import Router, RoutingConfig, RoutingRequest
+from medialane.testing.fake_worker_link import FakeLink
+from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.engine import simulated_card, simulated_scheduler, step_s
 from medialane.testing.simulated.scheduler import Step
 from medialane.testing.simulated.sequence import Item, SimulatedSequence
-from medialane.wire.config import RpcConfig
-from medialane.wire.framing import FrameReader
-from medialane.wire.protocol import decode_from_worker
+from medialane.wire import FrameReader, RpcConfig, decode_from_worker
 from medialane.worker.block_reports import BlockReports
 from medialane.worker.gateway_link.session_reports import PendingWorkRelay, SessionReports
 from simulated_hosts import Host, num_bytes
@@ -219,23 +214,23 @@ class _Connection:
             self.send(decode_from_worker(frame))
 
 
-class _Link:
-    """What `Routes` uses of `gateway.WorkerLink`. Delivers the worker's reports to `routes`."""
+class _Link(FakeLink):
+    """Delivers the worker's reports to `routes`."""
 
     def __init__(self, cluster: SimulatedCluster, worker: _Worker, routes: Routes, *, same_host: bool) -> None:
-        self.same_host = same_host
-        self.name = f"w{worker.number}"
         self.to_worker, self.to_gateway = _Wire(cluster), _Wire(cluster)
-        self._reports = ClientReports(lambda message: self.to_worker.send(lambda: self._received(message)))
-        self._reports.open(worker.card)
-        #: Of an RpcClient, what `Routes` uses.
-        self.client = SimpleNamespace(reports=self._reports)
-        self._card = worker.card
-        routed: Any = routes.joined(cast("Any", self))
-        receive: Callable[[Any], object] = self._reports.received
+        super().__init__(
+            f"w{worker.number}",
+            worker.card,
+            same_host=same_host,
+            send=lambda message: self.to_worker.send(lambda: self._received(message)),
+        )
+        self.listener = routes.joined
+        self.join()
+        receive: Callable[[Any], object] = self.worker.reports.received
         if cluster.meter is not None:
+            routed: Any = self.reports
             receive, routed.changed = cluster.meter.receiving(receive), cluster.meter.applying(routed.changed)
-        self._reports.watch(routed)
         self._session = SessionReports(
             cast("Any", worker),
             cast("Any", _Connection(self.to_gateway, receive)),
@@ -250,9 +245,6 @@ class _Link:
     def _received(self, message: Any) -> None:
         self._session.received(message)
 
-    def endpoints(self) -> list[Endpoint]:
-        return [Endpoint(self.name, "", True, WorkerLoad(), 0, same_host=self.same_host, card=self._card)]
-
     def _beat(self) -> None:
         if self._cluster.num_unfinished:
             self._session.report_load()
@@ -266,14 +258,10 @@ class _Gateway:
         self.router = Router(config, clock=clock, seed=seed)
         self._cluster = cluster
         self._links: dict[str, tuple[_Link, _Worker]] = {}
-        pool = cast("Any", self)  # of WorkerPool, Routes uses only `listen`
         metrics = Metrics(CollectorRegistry())
-        self._routes = Routes(self.router, pool, metrics)
+        self._routes = Routes(self.router, WorkerPool([]), metrics)
         forecast = CostForecast(self.router, clock=clock)
         self.limit = TtftLimit(cluster.ttft_limit_s, forecast, metrics, clock=clock)
-
-    def listen(self, listener: object) -> None:
-        """Reports reach the listener through its links."""
 
     def connect(self, worker: _Worker) -> None:
         link = _Link(self._cluster, worker, self._routes, same_host=worker.host is self.host)
@@ -309,7 +297,7 @@ class _Gateway:
                 self._cluster.refused(turn, arrived_s)
                 routed.release()
                 return
-        route = Route(cast("Any", link), None, routed, PromptPrefix([]), None)
+        route = Route(link, link.client, routed, PromptPrefix([]), None)
         sent = _Request(turn, arrived_s, route, link, self, expectation, self._cluster.loop.time())
         self.host.hand_over(turn.media, worker.host, lambda: link.to_worker.send(lambda: worker.submit(sent)))
         self._routes.begin(sent.route, turn.session)

@@ -14,9 +14,8 @@ from typing import Literal, Protocol
 from msgspec.structs import replace
 
 from medialane.core.feature import MediaSpan
-from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
-from medialane.routing.router import Router
-from medialane.testing.simulated.config import SimulatedConfig
+from medialane.routing import EncodeCosts, EncoderQueue, NewItem, Router, choose_encoder, least_loaded
+from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.embedding_store import EmbeddingStore
 from medialane.testing.simulated.encoder import EncoderScheduler, EncodeStep, encode_step_s
 

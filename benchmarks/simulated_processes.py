@@ -13,9 +13,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from medialane.check.server_process import log_tail, server_process
-from medialane.cluster import SocketExists
-from medialane.cluster.child_process import spawn_leader
+from medialane.check import log_tail, server_process
+from medialane.cluster import SocketExists, spawn_leader
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, TINY_MODEL_FLAGS
 
 #: Of a gateway that imports vLLM on shared cores.

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from medialane.wire.framing import HEADER
-from medialane.wire.protocol import decode_from_worker
+from medialane.wire import HEADER, decode_from_worker
 
 
 @dataclass

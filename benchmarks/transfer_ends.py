@@ -25,8 +25,8 @@ from medialane.core.media import MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.peers import Pulls, capabilities
-from medialane.peers.nixl.mover import NixlMover
-from medialane.wire.config import RpcConfig
+from medialane.peers.nixl import NixlMover
+from medialane.wire import RpcConfig
 
 ARENA_BYTES = 512 << 20
 MODES = ("raw", "tcp", "nixl")

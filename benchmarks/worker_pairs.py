@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-from medialane.check.server_process import free_port
+from medialane.check import free_port
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON
 
 START_S = 300.0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from medialane.core.media import Decoded, FrameBatch, Image, MediaSize, Modality, Video
-from medialane.prepare.processor import Described, ProcessedItem, Processor
+from medialane.prepare import Described, ProcessedItem, Processor
 
 
 def _hog() -> None:

@@ -46,8 +46,9 @@ from medialane.core.request import (
     merge_deltas,
 )
 from medialane.core.tensor import TensorDescriptor, TensorSpec
+from medialane.testing.simulated import SimulatedParams
 from medialane.testing.simulated.block_pool import BlockPool
-from medialane.testing.simulated.sequence import SimulatedParams, sequence_of
+from medialane.testing.simulated.sequence import sequence_of
 
 FAKE_CARD = ModelCard(model="fake", max_model_len=8192, block_size=16, processor={"model": "fake"})
 

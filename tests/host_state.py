@@ -15,7 +15,7 @@ from process_tree import all_pids, arenas_of, command_of, descendants, removed_a
 
 from medialane.core.stats import StoreStats
 from medialane.store import StoreLink
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from waiting import eventually
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -31,8 +31,7 @@ from medialane.core.stats import (
     WaitStats,
 )
 from medialane.gateway.name_router.metrics_page import up_page
-from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import StageTimeline
+from medialane.observability import Metrics, StageTimeline
 from medialane.worker.metrics_server import WorkerStatus
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ import pytest
 from medialane.arena import Arena, ArenaConfig
 from medialane.core.remote_entry import RemoteEntry
 from medialane.peers import Destination, OpenedEntry
-from medialane.peers.nixl.mover import NixlMover
+from medialane.peers.nixl import NixlMover
 from waiting import wait_until
 
 FAKE = "medialane.testing.fake_nixl:FakeAgent"

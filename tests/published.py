@@ -4,7 +4,7 @@ import base64
 
 import msgspec
 
-from medialane.media.published_image import RDMA_TYPE
+from medialane.media import RDMA_TYPE
 
 
 def published_url(rdma_metadata: bytes, height: int, width: int) -> str:

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "store": {"media", "arena", "prepare", "peers", "wire", "core", "observability"},
     "gateway": {"core", "observability", "media", "arena", "prepare", "peers", "store", "wire", "routing"},
     "worker": {"arena", "wire", "core", "observability"},
-    "testing": {"core", "observability", "prepare", "peers", "wire", "worker"},
+    "testing": {"core", "observability", "prepare", "peers", "wire", "worker", "gateway"},
     "cluster": {"core", "observability", "config", "gateway", "vllm_bridge", "wire", "worker"},
     # tensor_program, in a process of its own, makes features as a preparer does.
     "check": {"core", "observability", "cluster", "testing", "media", "vllm_bridge"},

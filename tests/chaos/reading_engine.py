@@ -9,7 +9,7 @@ from medialane.core.errors import GenerationFailed
 from medialane.core.feature import EmbeddingUse
 from medialane.core.hashing import content_hash
 from medialane.core.request import EngineRequest, OutputDelta
-from medialane.testing.simulated.engine import SimulatedEngine
+from medialane.testing.simulated import SimulatedEngine
 
 #: Outputs between two readings, but for the last one: reading takes longer than a step.
 READ_EVERY = 8

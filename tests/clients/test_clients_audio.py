@@ -11,7 +11,7 @@ from client_programs import by_node, by_python
 from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, START_S, MedialaneProcess
 from tiny_families import FAMILIES
 
-from medialane.check.server_process import plain_vllm
+from medialane.check import plain_vllm
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 
 pytestmark = [

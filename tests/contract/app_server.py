@@ -10,8 +10,8 @@ from starlette.middleware import Middleware
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, IntakeMiddleware, ScopeMiddleware
 from medialane.media import MediaConfig
-from medialane.observability.metrics import Metrics
-from medialane.vllm_bridge.frontend.app import Frontend
+from medialane.observability import Metrics
+from medialane.vllm_bridge.frontend import Frontend
 
 VLLM_ARGS = [
     "--max-model-len=8192",

@@ -49,11 +49,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session")
 def renderer(tiny_model):
-    from vllm.renderers import renderer_from_config
+    from vllm_configs import renderer_of
 
-    from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-
-    renderer = renderer_from_config(create_frontend_config(parse_vllm_args(str(tiny_model), VLLM_ARGS)))
+    renderer = renderer_of(tiny_model, VLLM_ARGS)
     yield renderer
     renderer.shutdown()
 
@@ -67,18 +65,17 @@ def family_renderer():
     def of(name):
         from tiny_families import CHECKED, DEPENDENT, PREPARED
         from vllm.model_executor.models import registry
-        from vllm.renderers import renderer_from_config
 
-        from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
         from medialane.vllm_bridge.seams.multimodal import processor_of
+        from vllm_configs import renderer_of
 
         family = (CHECKED | PREPARED | DEPENDENT)[name]
         folder = family.build(cache_folder(os.environ))
-        args = parse_vllm_args(str(folder), [*family.flags, "--mm-processor-cache-gb=0"])
+        flags = [*family.flags, "--mm-processor-cache-gb=0"]
         with pytest.MonkeyPatch.context() as patch:
             # The first time on a machine: in a process of its own, for the sake of CUDA, it takes 10 s of a core.
             patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
-            made.append(renderer_from_config(create_frontend_config(args)))
+            made.append(renderer_of(folder, flags))
         processor_of(made[-1])  # its modalities are ours from now on
         return made[-1]
 
@@ -99,7 +96,7 @@ async def session_server(tiny_model):
 @pytest.fixture
 def server(session_server, monkeypatch):
     """vLLM's app over a fake backend that is reset for each test."""
-    from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
+    from medialane.vllm_bridge.frontend import CONNECTOR
 
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
     session_server.backend.reset()

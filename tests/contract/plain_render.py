@@ -13,9 +13,9 @@ from medialane.core.feature import Feature, PlacedFeature, PreparedPrompt
 from medialane.core.hashing import content_hash, feature_key, merged_options
 from medialane.core.media import MediaRef
 from medialane.media import MediaConfig, decode, sniff
-from medialane.vllm_bridge.arguments import parse_vllm_args
-from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
+from medialane.vllm_bridge.items import VllmFrameSampler
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor
+from vllm_configs import vllm_args as parsed
 
 
 class PlainRender:
@@ -24,7 +24,7 @@ class PlainRender:
     @classmethod
     async def start(cls, model, vllm_args):
         render = cls()
-        args = parse_vllm_args(model, vllm_args)
+        args = parsed(model, vllm_args)
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = VllmConfig(
             model_config=engine_args.create_model_config(),

@@ -15,8 +15,7 @@ import sys
 from app_server import BASE64, DATA_URL, KEY, Server, image
 
 from medialane.gateway.intake import warm_up
-from medialane.vllm_bridge.frontend import prebuilt
-from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
+from medialane.vllm_bridge.frontend import CONNECTOR, prebuilt
 
 FLAGS = ["--max-model-len=8192", "--enforce-eager", '--limit-mm-per-prompt={"image":8,"video":1}', "--enable-mm-embeds"]
 POOLING = [*FLAGS, "--runner=pooling"]

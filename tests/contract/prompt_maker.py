@@ -11,8 +11,7 @@ from medialane.core.feature import Feature, MediaPayload
 from medialane.core.media import Image
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items import VllmAssembler, VllmProcessor
 
 PART = "<|vision_start|><|image_pad|><|vision_end|>"
 

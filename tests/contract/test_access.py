@@ -17,10 +17,10 @@ from vllm.tasks import POOLING_TASKS
 
 from medialane.gateway import AccessKeys, GatewayConfig, ScopeMiddleware
 from medialane.gateway.access import Kind, kind_of
-from medialane.observability.metrics import Metrics
-from medialane.vllm_bridge.arguments import parse_vllm_args
+from medialane.observability import Metrics
 from medialane.vllm_bridge.frontend.routes import UNSUPPORTED, refuse_unsupported, replace_authentication
 from medialane.vllm_bridge.seams.api_server import build_app, middleware_stack_not_built
+from vllm_configs import vllm_args
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
@@ -61,7 +61,7 @@ def app():
             get_pooling_task=lambda _: "classify", get_score_type=lambda: "cross-encoder", hf_config=SimpleNamespace()
         )
         model.is_cross_encoder = model.is_late_interaction = True
-        app = build_app(parse_vllm_args("m", FLAGS), TASKS, model)
+        app = build_app(vllm_args("m", FLAGS), TASKS, model)
         for name in ("register_adapter", "unregister_adapter"):  # later apps of this process would have /adapters, too
             handler_registry.remove_decorator_handler(name)
             handler_registry.remove_handler(name)

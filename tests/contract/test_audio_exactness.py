@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from audio_maker import FILES, by_ffmpeg, by_libsndfile, tones
+from decoded_media import decode_audio
 from medialane.core.errors import MedialaneError
 from medialane.media import MediaConfig
-from medialane.media.audio import decode_audio
 
 #: The first test imports vLLM, which is slow on a busy machine.
 pytestmark = pytest.mark.timeout(120)

@@ -11,9 +11,7 @@ from medialane.core.feature import MediaPayload
 from medialane.core.media import AudioSamples
 from medialane.core.request import EngineRequest, SourcePrompt
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
-from medialane.vllm_bridge.items.preparation import engine_media
-from medialane.vllm_bridge.items.prepared_input import decoder_input
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items import ProcessorProfile, decoder_input, engine_media
 
 pytestmark = [
     pytest.mark.timeout(300),  # the first test of a family creates its checkpoint

@@ -8,7 +8,6 @@ import pytest
 import pytest_asyncio
 import torch
 from prompt_maker import PromptMaker, request
-from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import parse_chat_messages_async
 
 from medialane.core.embeds import EMBEDS_TYPE, UNNAMED, decode_embeds
@@ -16,12 +15,10 @@ from medialane.core.errors import InvalidEmbeds, InvalidFeature
 from medialane.core.feature import MediaPayload
 from medialane.core.request import SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.media.embeds import read_embeds
-from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
+from medialane.media import read_embeds
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
-from medialane.vllm_bridge.items.embeds import EmbedsReader
-from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items import AcceptedEmbeds, EmbedsReader, ProcessorProfile
+from vllm_configs import renderer_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
@@ -42,7 +39,7 @@ PARAM = "messages[0].content[0].image_embeds"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def embeds_renderer(tiny_model):
-    renderer = renderer_from_config(create_frontend_config(parse_vllm_args(str(tiny_model), VLLM_ARGS)))
+    renderer = renderer_of(tiny_model, VLLM_ARGS)
     yield renderer
     renderer.shutdown()
 

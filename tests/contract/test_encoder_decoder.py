@@ -19,9 +19,7 @@ from medialane.core.wave import wave_bytes
 from medialane.testing.tiny_model import cache_folder
 from medialane.vllm_bridge.engine.engine_options import check_prefix_cache, engine_args
 from medialane.vllm_bridge.engine.engine_request import RequestReader, clamp, placed_media
-from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items import ProcessorProfile, VllmAssembler, VllmProcessor
 
 pytestmark = pytest.mark.timeout(120)
 

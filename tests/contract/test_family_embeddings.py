@@ -27,8 +27,7 @@ from medialane.core.feature import EmbeddingUse, MediaPayload
 from medialane.core.request import EmbeddingCounts, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.testing.tiny_model import cache_folder
-from medialane.vllm_bridge.items.features import decode_item, decode_item_without_tensors, decode_small_fields
-from medialane.vllm_bridge.items.prepared_input import to_vllm_range
+from medialane.vllm_bridge.items import decode_item, decode_item_without_tensors, decode_small_fields, to_vllm_range
 
 pytestmark = [
     pytest.mark.vllm,

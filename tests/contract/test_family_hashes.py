@@ -14,8 +14,7 @@ from medialane.core.media import MediaRef
 from medialane.core.media_hash import DecodedItem, EncodedItem
 from medialane.media import MediaConfig, decode, sniff
 from medialane.testing.sample_images import sample_jpeg
-from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
-from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
+from medialane.vllm_bridge.items import VllmFrameSampler, VllmMediaHasher
 from medialane.vllm_bridge.seams.multimodal import processor_of, video_backend
 from medialane.vllm_bridge.seams.vision_chunk import takes_chunks
 from video_clips import clip

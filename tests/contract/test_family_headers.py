@@ -8,9 +8,8 @@ from tiny_families import PREPARED, family_params
 
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, FrameBatch, Image
-from medialane.vllm_bridge.items.mistral_chat import expand_marks
+from medialane.vllm_bridge.items import ProcessorProfile, expand_marks
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 
 pytestmark = [
     # The first test of a family creates its checkpoint and renderer.

@@ -36,10 +36,9 @@ from medialane.core.hashing import canonical_options
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.prepare.processor import decoded_item
 from medialane.testing.tiny_model import cache_folder
-from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
-from medialane.vllm_bridge.items.features import decode_item
-from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE
+from medialane.vllm_bridge.items import MALFORMED_FEATURE, decode_item
+from vllm_configs import vllm_args
 
 pytestmark = [
     pytest.mark.whole,
@@ -167,7 +166,7 @@ class Model(Halves):
     def __init__(self, family, renderer):
         super().__init__(family, renderer)
         folder = family.build(cache_folder(os.environ))
-        args = parse_vllm_args(str(folder), [*family.flags, "--mm-processor-cache-gb=0"])
+        args = vllm_args(folder, [*family.flags, "--mm-processor-cache-gb=0"])
         self._config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
         with set_current_vllm_config(self._config):
             self._model = get_model(vllm_config=self._config)

@@ -12,12 +12,17 @@ from medialane.core.feature import Feature, MediaPayload, PlaceholderRange
 from medialane.core.hashing import canonical_options
 from medialane.core.media import AudioSamples, FrameBatch, Image
 from medialane.core.request import ExpandedPrompt
-from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.features import decode_item
-from medialane.vllm_bridge.items.mistral_chat import blank_part, expand_marks, tokenizes_blanks
-from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
+from medialane.vllm_bridge.items import (
+    ProcessorProfile,
+    VllmAssembler,
+    VllmProcessor,
+    decode_item,
+    engine_media,
+    expand_marks,
+    tokenizes_blanks,
+)
+from medialane.vllm_bridge.items.mistral_chat import blank_part
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 
 pytestmark = [
     # The first test of a family creates its checkpoint and renderer.

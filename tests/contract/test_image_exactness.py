@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
+from decoded_media import decode_image, decode_pixmap
 from medialane.core.errors import InvalidImage
-from medialane.media import MediaConfig
-from medialane.media.image import decode_image
-from medialane.media.published_image import decode_pixmap, pixmap_header
+from medialane.media import MediaConfig, pixmap_header
 
 SIZES = [(1, 1), (7, 5), (17, 33), (64, 48), (101, 67)]
 ORIENTATIONS = [None, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]

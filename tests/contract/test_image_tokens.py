@@ -10,9 +10,8 @@ from tiny_families import FAMILIES, family_params
 from medialane.core.feature import MediaPayload
 from medialane.core.hashing import canonical_options
 from medialane.core.media import Image
+from medialane.vllm_bridge.items import ProcessorProfile, VllmProcessor
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
-from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -7,10 +7,16 @@ from tiny_families import FAMILIES
 from medialane.core.feature import Feature, MediaPayload
 from medialane.core.media import AudioSamples
 from medialane.core.request import ExpandedPrompt
-from medialane.vllm_bridge.items.assembler import VllmAssembler, placeholder_ranges
-from medialane.vllm_bridge.items.features import INLINE_BYTES, decode_item, decode_item_without_tensors
-from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items import (
+    ProcessorProfile,
+    VllmAssembler,
+    VllmProcessor,
+    decode_item,
+    decode_item_without_tensors,
+    engine_media,
+)
+from medialane.vllm_bridge.items.assembler import placeholder_ranges
+from medialane.vllm_bridge.items.features import INLINE_BYTES
 from medialane.vllm_bridge.seams.multimodal import process_whole
 
 pytestmark = pytest.mark.timeout(120)  # creates the family's checkpoint and renderer

@@ -13,14 +13,12 @@ from vllm.multimodal.parse import MultiModalDataItems, VisionChunkProcessorItems
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from audio_maker import by_libsndfile, tones
+from decoded_media import decode_video
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import Alias, FrameBatch, MediaRef, MediaSize
 from medialane.core.media_hash import DecodedItem, EncodedItem
 from medialane.media import MediaConfig, decode, sniff_image
-from medialane.media.container import sniff_video
-from medialane.media.video import open_video
-from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
-from medialane.vllm_bridge.items.media_hash import HashFactors, VllmMediaHasher
+from medialane.vllm_bridge.items import HashFactors, VllmFrameSampler, VllmMediaHasher
 from medialane.vllm_bridge.seams.multimodal import processor_of
 from video_clips import clip, jpegs
 
@@ -191,8 +189,7 @@ VIDEOS = {
 
 
 def sampled(processor, data, io):
-    with open_video(memoryview(data), sniff_video(data, CONFIG), CONFIG) as video:
-        return VllmFrameSampler(processor.info.ctx.model_config).sample(video, msgspec.json.encode(io))
+    return decode_video(data, CONFIG, VllmFrameSampler(processor.info.ctx.model_config), io)
 
 
 def loaded_video(processor, data, io):

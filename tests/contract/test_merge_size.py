@@ -2,7 +2,7 @@
 
 import pytest
 
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items import ProcessorProfile
 
 #: qwen2_5_omni declares it under `thinker_config`; the last ones have no grid.
 SIDES = {"qwen2_5_vl": 2, "qwen3_vl": 2, "qwen2_5_omni": 2, "internvl": 1, "qwen2_audio": 1}

@@ -15,9 +15,9 @@ from medialane.core.embeds import Embeds
 from medialane.core.errors import InvalidFeature, ProtocolViolation
 from medialane.core.tensor import MAX_RANK
 from medialane.peers import peer_messages as peers
+from medialane.peers.nixl import RdmaMetadata
 from medialane.peers.nixl import messages as nixl
 from medialane.peers.nixl.mover import Offer
-from medialane.peers.nixl.rdma_metadata import RdmaMetadata
 from medialane.prepare import messages as preparers
 from medialane.store import messages as store
 from medialane.vllm_bridge.encoder_cache.embedding_schedule import EmbeddingPlan

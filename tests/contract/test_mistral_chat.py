@@ -19,14 +19,12 @@ from medialane.core.errors import PromptRejected
 from medialane.core.feature import Feature, MediaPayload
 from medialane.core.media import AudioSamples, Image, MediaSize
 from medialane.core.request import EngineRequest, SourcePrompt
+from medialane.prepare import FactoryConfig
 from medialane.prepare.forkserver_environment import exec_environ
-from medialane.prepare.processor import FactoryConfig
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 from medialane.vllm_bridge.engine.source_prompt import SourceRenderer
 from medialane.vllm_bridge.frontend import inline_rendering
-from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media
-from medialane.vllm_bridge.items.preparation import VllmProcessor
+from medialane.vllm_bridge.items import VllmAssembler, VllmProcessor, expand_marks, tokenize_without_media
 
 pytestmark = [
     pytest.mark.timeout(120),  # the first test of a family creates its checkpoint and renderer

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from medialane.vllm_bridge.engine.model_report import model_report
-from medialane.vllm_bridge.items.processor_profile import ModalityProfile, ProfileReport
+from medialane.vllm_bridge.items import ProfileReport
+from medialane.vllm_bridge.items.processor_profile import ModalityProfile
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -22,12 +22,18 @@ from medialane.core.feature import Feature, MediaPayload
 from medialane.core.media import MediaSize
 from medialane.core.request import ExpandedPrompt
 from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
-from medialane.vllm_bridge.items.assembler import VllmAssembler, placeholder_ranges
-from medialane.vllm_bridge.items.features import INLINE_BYTES, decode_item, decode_item_without_tensors
-from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
+from medialane.vllm_bridge.items import (
+    NO_OPTIONS,
+    ProcessorProfile,
+    VllmAssembler,
+    VllmProcessor,
+    decode_item,
+    decode_item_without_tensors,
+    engine_media,
+)
+from medialane.vllm_bridge.items.assembler import placeholder_ranges
+from medialane.vllm_bridge.items.features import INLINE_BYTES
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.trial_items import trial_image
 from medialane.vllm_bridge.seams.multimodal import process_whole
 

@@ -7,10 +7,9 @@ from tiny_families import FAMILIES, family_params
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from medialane.core.errors import InvalidRequest
-from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
+from medialane.vllm_bridge.items import ProcessorProfile, item_options
 from medialane.vllm_bridge.items.pixel_limits import is_pixel_limit
-from medialane.vllm_bridge.items.processor_options import item_options
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from vllm_configs import model_config
 
 PARAM = "messages[0].content[0].image_url"
 
@@ -26,7 +25,7 @@ PARAM = "messages[0].content[0].image_url"
 )
 def test_limit_is_the_operators_or_the_models(tiny_model, options, expected):
     args = ["--max-model-len=8192"] + ([] if options is None else [f"--mm-processor-kwargs={json.dumps(options)}"])
-    config = create_model_config(parse_vllm_args(str(tiny_model), args))
+    config = model_config(tiny_model, *args)
     assert ProcessorProfile(MULTIMODAL_REGISTRY.create_processor(config)).max_pixels == expected
 
 
@@ -78,7 +77,7 @@ def test_min_pixels_above_max_pixels_is_rejected(item, most):
 
 def test_model_without_a_hugging_face_processor_has_no_limits(tiny_model, monkeypatch):
     """vLLM's own processor of the family never loads one: the model has no files for it."""
-    config = create_model_config(parse_vllm_args(str(tiny_model), ["--max-model-len=8192"]))
+    config = model_config(tiny_model, "--max-model-len=8192")
     processor = MULTIMODAL_REGISTRY.create_processor(config)
 
     def no_files(**_):

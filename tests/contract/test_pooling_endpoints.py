@@ -17,9 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from medialane.core.errors import InvalidImage, StartupFailed, WorkerLost
 from medialane.gateway import open_scope
-from medialane.vllm_bridge.frontend import pooling_endpoints
-from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
-from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
+from medialane.vllm_bridge.frontend import CONNECTOR, RoutedEngineClient, pooling_endpoints
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]

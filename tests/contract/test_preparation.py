@@ -13,13 +13,11 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 from medialane.core.errors import InvalidImage, PromptRejected, PromptTooLong
 from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaSize
-from medialane.prepare.processor import FactoryConfig
-from medialane.vllm_bridge.frontend.app import Frontend
-from medialane.vllm_bridge.items.features import decode_item, encode_item
+from medialane.prepare import FactoryConfig
+from medialane.vllm_bridge.frontend import Frontend
+from medialane.vllm_bridge.items import ProcessorProfile, VllmProcessor, decode_item, encode_item
 from medialane.vllm_bridge.items.placeholder_layout import stand_in
-from medialane.vllm_bridge.items.preparation import VllmProcessor
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor, build_processor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.trial_items import trial_video
 
 SIZES = [(1024, 768), (500, 333), (28, 28), (1, 57), (333, 3), (3, 333), (97, 1211)]

@@ -18,8 +18,8 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, 
 
 from medialane.core.feature import PreparedPrompt
 from medialane.testing.sample_images import sample_jpeg
+from medialane.vllm_bridge.frontend import CONNECTOR
 from medialane.vllm_bridge.frontend.render import RenderAnswer
-from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
 from medialane.vllm_bridge.seams.scale_out import encoded_item
 from video_clips import clip
 

@@ -38,8 +38,8 @@ from medialane.core.hashing import owner_salt
 from medialane.core.media import MediaRef
 from medialane.gateway import ExtractedMedia, open_scope
 from medialane.gateway.report import report_schema
-from medialane.vllm_bridge.frontend.engine_client import RoutedEngineClient
-from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR, ReferenceConnector
+from medialane.vllm_bridge.frontend import CONNECTOR, RoutedEngineClient
+from medialane.vllm_bridge.frontend.renderer_hook import ReferenceConnector
 from waiting import eventually
 
 pytestmark = [
@@ -615,7 +615,7 @@ async def test_engine_client_implements_vllms_protocol():
 async def test_placeholder_ranges_are_as_vllm_expects(server):
     import torch
 
-    from medialane.vllm_bridge.items.prepared_input import to_vllm_range
+    from medialane.vllm_bridge.items import to_vllm_range
 
     found = to_vllm_range(PlaceholderRange(3, 4, is_embed=b"\1\0\1\1"))
     assert (found.offset, found.length) == (3, 4)

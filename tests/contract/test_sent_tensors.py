@@ -14,10 +14,8 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalFlatField, Mul
 from medialane.core.errors import InvalidFeature
 from medialane.core.feature import Feature, PlaceholderRange
 from medialane.vllm_bridge.frontend.feature_files import safetensors_of
-from medialane.vllm_bridge.items.features import decode_item
-from medialane.vllm_bridge.items.normalization import normalization_of
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.sent_tensors import MAX_FIELDS, TensorsReader
+from medialane.vllm_bridge.items import ProcessorProfile, TensorsReader, decode_item, normalization_of
+from medialane.vllm_bridge.items.sent_tensors import MAX_FIELDS
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from prompt_maker import PromptMaker, bytes_of, encoded, pixels
 
 from medialane.core.kv_events import BlockRemoved, BlockStored
 from medialane.core.request import EngineRequest
-from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.engine import SimulatedEngine
+from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
 from waiting import comes_true
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]

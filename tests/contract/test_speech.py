@@ -32,7 +32,7 @@ async def running():
 
 @pytest.fixture
 def speech(running, monkeypatch):
-    from medialane.vllm_bridge.frontend.renderer_hook import CONNECTOR
+    from medialane.vllm_bridge.frontend import CONNECTOR
 
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
     running.backend.reset()

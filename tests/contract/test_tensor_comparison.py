@@ -7,7 +7,7 @@ from tiny_families import FAMILIES
 
 from medialane.check.tensor_program import run
 from medialane.check.tensor_report import TensorTask, decode
-from medialane.cli.main import main
+from medialane.cli import main
 from medialane.testing.tiny_model import cache_folder
 
 pytestmark = [

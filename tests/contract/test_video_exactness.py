@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from decoded_media import decode_video
 from medialane.core.errors import InvalidRequest, InvalidVideo, TooManyFrames
 from medialane.core.media import FrameBatch
 from medialane.media import MediaConfig
-from medialane.media.container import sniff_video
-from medialane.media.video import open_video
 from medialane.vllm_bridge.items import frame_sampler
 from medialane.vllm_bridge.seams import multimodal
 from video_clips import broken, clip, jpegs, remux
@@ -42,9 +41,7 @@ def by_vllm(data: bytes, io: dict, media_type: str = "") -> tuple[np.ndarray, di
 
 
 def ours(data: bytes, io: dict, config: MediaConfig | None = None, own: dict | None = None) -> FrameBatch:
-    config = config or MediaConfig()
-    with open_video(memoryview(data), sniff_video(data, config), config) as video:
-        return sampler(own).sample(video, json.dumps(io).encode())
+    return decode_video(data, config or MediaConfig(), sampler(own), io)
 
 
 def sampler(own: dict | None = None):

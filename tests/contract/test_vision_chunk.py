@@ -20,14 +20,11 @@ from vllm.renderers.chat_utils import _resolve_vision_chunk_items
 from medialane.core.errors import InvalidRequest
 from medialane.core.feature import Feature
 from medialane.core.media import Image, MediaRef
-from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.frontend.renderer_hook import RendererHook
-from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.features import decode_item
-from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items import ProcessorProfile, VllmAssembler, VllmProcessor, decode_item
 from medialane.vllm_bridge.seams.multimodal import new_processor
 from medialane.vllm_bridge.seams.vision_chunk import ChunkSource, name_for_engine
+from vllm_configs import model_config
 
 pytestmark = pytest.mark.vllm
 
@@ -39,7 +36,7 @@ PLACEHOLDER = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kimi")
     write_kimi_k25(folder)
-    return create_model_config(parse_vllm_args(str(folder), ['--limit-mm-per-prompt={"vision_chunk": 3}']))
+    return model_config(folder, '--limit-mm-per-prompt={"vision_chunk": 3}')
 
 
 @pytest.fixture(scope="module")

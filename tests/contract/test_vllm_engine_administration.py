@@ -22,7 +22,8 @@ from medialane.core.admin import (
 )
 from medialane.core.errors import GenerationFailed, MedialaneError, PromptRejected
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.observability.worker_metrics import PREFIX, MetricMirror, MetricReader
+from medialane.observability import MetricMirror, MetricReader
+from medialane.observability.worker_metrics import PREFIX
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.vllm]
 

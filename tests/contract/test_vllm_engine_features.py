@@ -28,7 +28,7 @@ from medialane.core.media import MediaSize
 from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
 from medialane.vllm_bridge.engine import engine as engine_module
-from medialane.vllm_bridge.items.features import decode_item, encode_item
+from medialane.vllm_bridge.items import decode_item, encode_item
 from medialane.vllm_bridge.seams.engine import call_every_engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]

@@ -13,7 +13,7 @@ from medialane.vllm_bridge.engine import engine_embeddings
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings
 from medialane.vllm_bridge.engine.engine_options import engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import clamp
-from medialane.vllm_bridge.frontend.engine_client import encode_params
+from medialane.vllm_bridge.frontend import encode_params
 from medialane.vllm_bridge.seams.encoder_cache import restore_inputs
 from medialane.vllm_bridge.seams.engine import MsgpackDecoder
 

@@ -35,10 +35,16 @@ from medialane.core.tensor import TensorSpec
 from medialane.vllm_bridge.engine.engine import VllmEngine
 from medialane.vllm_bridge.engine.engine_core import install
 from medialane.vllm_bridge.engine.plugin import register
-from medialane.vllm_bridge.items import arena_decoder
-from medialane.vllm_bridge.items.arena_decoder import KEY, RESOLVER, ArenaDecoder, Unreadable
-from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder, ArenaItem
-from medialane.vllm_bridge.items.features import encode_item
+from medialane.vllm_bridge.items import (
+    RESOLVER,
+    ArenaDecoder,
+    ArenaEncoder,
+    ArenaItem,
+    Unreadable,
+    arena_decoder,
+    encode_item,
+)
+from medialane.vllm_bridge.items.arena_decoder import KEY
 
 SPEC = TensorSpec("float32", (100, 50))
 

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from medialane.prepare import FactoryConfig
-from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
-from medialane.vllm_bridge.items.settings import processor_settings
+from medialane.vllm_bridge.items import ProcessorProfile, processor_settings
+from vllm_configs import frontend_config
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +13,7 @@ def settings_of(tiny_model):
     from vllm.renderers import renderer_from_config
 
     def of(*flags):
-        config = create_frontend_config(parse_vllm_args(str(tiny_model), flags))
+        config = frontend_config(tiny_model, flags)
         renderer = renderer_from_config(config)
         try:
             return processor_settings(config.model_config, ProcessorProfile(renderer.get_mm_processor()))
@@ -77,7 +76,7 @@ def test_local_paths_are_not_reported(settings, tiny_model):
 
 
 def test_model_whose_media_are_disabled_is_served_as_a_text_model(tiny_model):
-    from medialane.vllm_bridge.frontend.app import Frontend
+    from medialane.vllm_bridge.frontend import Frontend
 
     frontend = Frontend(str(tiny_model), ["--language-model-only"])
     try:

@@ -12,9 +12,8 @@ from medialane.core.errors import InvalidFeature, PromptRejected
 from medialane.core.feature import PlaceholderRange
 from medialane.core.media import MediaSize
 from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.vllm_bridge.items.features import decode_item, encode_item
+from medialane.vllm_bridge.items import ProcessorProfile, decode_item, encode_item
 from medialane.vllm_bridge.items.placeholder_layout import PlaceholderLayouts
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.validation import check_ranges
 
 

@@ -15,9 +15,7 @@ from starlette.responses import PlainTextResponse
 
 from medialane.core.errors import StartupFailed
 from medialane.core.process.stop import Stop
-from medialane.gateway import GatewayConfig
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway import BoundedServer, GatewayConfig, http_bounds
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.frontend.http_server import check_http, serve_http, uvicorn_config
 from waiting import eventually

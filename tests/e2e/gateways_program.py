@@ -15,10 +15,8 @@ import signal
 import sys
 from typing import NoReturn
 
-from medialane.cli import gateway
-from medialane.cli.main import main
-from medialane.gateway import WorkerPool
-from medialane.gateway.http_server import BoundedServer
+from medialane.cli import gateway, main
+from medialane.gateway import BoundedServer, WorkerPool
 
 
 async def _ended() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medialane.cli.main import main
+from medialane.cli import main
 from medialane.cluster import ProcessSpec, local
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -22,11 +22,9 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import Image, MediaRef, MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.core.tensor import InlineTensor, TensorDescriptor, TensorSpec
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.store import StoreLink
-from medialane.store.messages import FindItem
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.gateway.worker_link import RpcClient
+from medialane.store import FindItem, StoreLink
+from medialane.wire import Hello, RpcConfig
 from waiting import eventually
 
 pytestmark = pytest.mark.vllm
@@ -39,7 +37,7 @@ TWO = chat(picture(120), picture(121), text("Compare the pictures."))
 @pytest.fixture(scope="module")
 def processor(serve):
     """The processor that preparers run."""
-    from medialane.prepare.processor import FactoryConfig
+    from medialane.prepare import FactoryConfig
     from medialane.vllm_bridge.items.processor_factory import build_processor
 
     return build_processor(msgspec.json.encode(FactoryConfig(serve.model, [])))
@@ -232,7 +230,7 @@ def with_field(item, name, change):
     """The processed item with one field changed and everything else consistent."""
     from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 
-    from medialane.vllm_bridge.items.features import decode_item, encode_item
+    from medialane.vllm_bridge.items import decode_item, encode_item
 
     fields = dict(decode_item(item.header, item.buffers).items())
     elem = fields[name]

@@ -16,7 +16,7 @@ from picture_server import PictureServer, picture_server
 from tiny_families import FAMILIES
 
 from audio_maker import tone
-from medialane.check.server_process import plain_vllm
+from medialane.check import plain_vllm
 from medialane.testing.tiny_model import TINY_MODEL_ENVIRON, cache_folder
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]

@@ -15,7 +15,7 @@ from medialane_process import START_S, MedialaneProcess, kill
 from openai_http import OpenAiHttp, chat, picture, text
 from process_tree import arenas_of, command_of, descendants, is_alive
 
-from medialane.cli.main import main
+from medialane.cli import main
 from ray_hosts import RayHosts, ray_hosts
 from waiting import eventually
 

@@ -10,10 +10,7 @@ from medialane_process import FORKING_VLLM, ONE_PROCESS_ENGINE, START_S
 from rich.console import Console
 from tiny_families import CHECKED
 
-from medialane.check.progress import CheckProgress
-from medialane.check.results import encode
-from medialane.check.run import run_check
-from medialane.check.servers import Setup
+from medialane.check import CheckProgress, Setup, encode, run_check
 from medialane.testing.tiny_model import cache_folder
 
 pytestmark = pytest.mark.vllm

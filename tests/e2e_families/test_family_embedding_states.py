@@ -20,9 +20,8 @@ from process_tree import descendants, suspended
 from tiny_families import FAMILIES
 
 from host_state import stats_of, store_link
-from medialane.check.comparison import compare
+from medialane.check import compare, plain_vllm
 from medialane.check.media import audio, image, text, video
-from medialane.check.server_process import plain_vllm
 from medialane.testing.tiny_model import cache_folder
 from poison import PROGRAM
 from waiting import eventually

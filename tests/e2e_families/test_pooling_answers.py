@@ -16,8 +16,8 @@ from adapter import RANK, write_adapter
 from medialane_process import ONE_PROCESS_ENGINE, START_S, STOP_S, MedialaneProcess
 from pooling_families import FAMILIES
 
+from medialane.check import plain_vllm
 from medialane.check.media import image, text
-from medialane.check.server_process import plain_vllm
 from medialane.testing.tiny_model import cache_folder
 from waiting import eventually
 

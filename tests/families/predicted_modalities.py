@@ -20,10 +20,8 @@ from vllm.renderers import renderer_from_config
 from medialane.core.media import MediaSize, Modality
 from medialane.testing.tiny_model import cache_folder
 from medialane.vllm_bridge.arguments import create_frontend_config, parse_vllm_args
-from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.mistral_chat import expand_marks
+from medialane.vllm_bridge.items import NO_OPTIONS, ProcessorProfile, expand_marks
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.sized_headers import noise
 from medialane.vllm_bridge.items.trial_items import trial_audio, trial_video
 from medialane.vllm_bridge.seams.multimodal import processor_of

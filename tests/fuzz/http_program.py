@@ -20,16 +20,12 @@ from fastapi import FastAPI
 
 from medialane.cli import tuning
 from medialane.config import Config
-from medialane.gateway import AccessKeys, GatewayConfig
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
-from medialane.gateway.name_router import NameRouter
-from medialane.gateway.name_router.served_models import ServedModel, ServedModels
-from medialane.observability.logging import configure
+from medialane.gateway import AccessKeys, BoundedServer, GatewayConfig, http_bounds
+from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
+from medialane.observability import configure
 from medialane.testing.fake_handler import FAKE_CARD
-from medialane.wire.config import RpcConfig
-from medialane.wire.listener import bind_http, bind_unix
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.wire import RpcConfig, bind_http, bind_unix
+from medialane.worker.gateway_link import RpcServer
 
 BLOCKED_S = 0.05
 API_KEY = "client"

@@ -14,14 +14,23 @@ from multidict import CIMultiDict
 from PIL import Image
 
 from audio_maker import FILES, by_ffmpeg, by_libsndfile, tones
+from decoded_media import decode_image
 from medialane.core.errors import MedialaneError
 from medialane.core.media import FrameBatch, Modality, Video
+from medialane.gateway import References
 from medialane.gateway.intake import extract
-from medialane.gateway.references import References
-from medialane.media import MediaConfig, decode, decode_base64, measure, oriented_size, probe, sniff
-from medialane.media.data_url import parse_header, split_data_url
+from medialane.media import (
+    MediaConfig,
+    decode,
+    decode_base64,
+    measure,
+    oriented_size,
+    parse_header,
+    probe,
+    sniff,
+    split_data_url,
+)
 from medialane.media.http_cache import freshness_of
-from medialane.media.image import decode_image
 from medialane.media.url_guard import UrlGuard
 from video_clips import clip
 

@@ -25,12 +25,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from medialane.arena.config import ArenaConfig
-from medialane.check.server_process import free_port
+from medialane.arena import ArenaConfig
+from medialane.check import free_port
 from medialane.config import Config
 from medialane.gateway import GatewayConfig
-from medialane.observability.logging import LoggingConfig
-from medialane.prepare.config import PrepareConfig
+from medialane.observability import LoggingConfig
+from medialane.prepare import PrepareConfig
 from waiting import wait_until
 
 #: The clock is `--fuzz-seconds`.

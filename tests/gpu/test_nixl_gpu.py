@@ -12,7 +12,7 @@ import pytest
 
 from medialane.arena import describe
 from medialane.core.tensor import TensorSpec
-from medialane.peers.nixl.rdma_metadata import RdmaMetadata
+from medialane.peers.nixl import RdmaMetadata
 from nixl_hosts import MIB, Host, require_nixl
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -33,7 +33,7 @@ def view():
 
 
 def test_tensor_over_a_registered_arena_is_pinned_and_reaches_the_device(view):
-    from medialane.vllm_bridge.items.features import tensor_over
+    from medialane.vllm_bridge.items import tensor_over
     from medialane.vllm_bridge.items.pinned_memory import pinned
 
     view, descriptor = view

@@ -18,10 +18,10 @@ from origin_routes import ROUTES
 from tiny_families import FAMILIES
 
 from gateway_process import GatewayProcess, gateway_process
-from medialane.arena.config import ArenaConfig
+from medialane.arena import ArenaConfig
 from medialane.config import Config
 from medialane.media import MediaConfig
-from medialane.prepare.config import PrepareConfig
+from medialane.prepare import PrepareConfig
 from medialane.testing.tiny_model import cache_folder
 from origin import ORIGIN_HOST, MediaHosts, media_hosts
 

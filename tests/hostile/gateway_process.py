@@ -19,7 +19,7 @@ import msgspec
 from medialane_process import launch
 from process_tree import descendants
 
-from medialane.check.server_process import free_port
+from medialane.check import free_port
 from medialane.config import Config
 from waiting import wait_until
 

@@ -30,10 +30,8 @@ from medialane.media.fetch import Fetcher
 from medialane.prepare import prebuilt
 from medialane.store import StoreLink
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
-from medialane.wire.config import RpcConfig
-from medialane.wire.listener import bind_http
-from medialane.wire.protocol import Hello, Welcome
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.wire import Hello, RpcConfig, Welcome, bind_http
+from medialane.worker.gateway_link import RpcServer
 
 #: Successive results of look-ups of a name; the last one repeats.
 NAMES: dict[str, list[list[str]]] = {

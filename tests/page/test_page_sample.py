@@ -10,7 +10,7 @@ import pytest
 from contrast import CONTRASTS, LEAST_CONTRAST
 from sample_gateway import SampleGateway, SampleServer, Scene
 
-from medialane.gateway.operators.state import State
+from medialane.gateway.operators import State
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

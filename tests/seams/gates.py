@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 
 from medialane.core.media import Decoded
-from medialane.prepare import FactoryConfig
-from medialane.prepare.processor import ProcessedItem
+from medialane.prepare import FactoryConfig, ProcessedItem
 from medialane.testing.fake_processor import FakeProcessor
 from waiting import eventually, wait_until
 

@@ -24,28 +24,29 @@ from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.core.request import EngineRequest, ExpandedPrompt, ModelCard
 from medialane.gateway import (
+    Encoders,
     Gateway,
     GatewayConfig,
+    InlineTransport,
+    PullTransport,
+    ShmTransport,
+    TransferConfig,
+    Transport,
+    Transports,
     WorkerLink,
     WorkerPool,
 )
-from medialane.gateway.config import TransferConfig
-from medialane.gateway.encoders import Encoders
-from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transport, Transports
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
-from medialane.observability.metrics import Metrics
-from medialane.peers.nixl.mover import NixlMover
+from medialane.observability import Metrics
+from medialane.peers.nixl import NixlMover
 from medialane.prepare import PreparerPool
-from medialane.routing import Router
-from medialane.routing.config import RoutingConfig
-from medialane.routing.encode_choice import EncodeCosts
+from medialane.routing import EncodeCosts, Router, RoutingConfig
 from medialane.store import EncodedStore, HoldPasser, StoreEntries, StoreGrants
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.wire import Hello, RpcConfig
 from medialane.worker import Worker, WorkerConfig
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.worker.gateway_link import RpcServer
 from waiting import eventually
 
 PROCESSOR = {"model": "fake"}

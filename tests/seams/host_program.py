@@ -21,18 +21,16 @@ from types import SimpleNamespace
 import msgspec
 from gates import PULL, Gates
 
-from medialane.cluster import ProcessSpec, Supervisor, running
-from medialane.cluster.process_spec import SocketExists
-from medialane.config import load_config
-from medialane.config.cluster import ClusterConfig
+from medialane.cluster import ProcessSpec, SocketExists, Supervisor, running
+from medialane.config import ClusterConfig, load_config
 from medialane.core.errors import MedialaneError
 from medialane.core.feature import EmbeddingUse, Feature, FoundItem, MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.core.process.stop import stopped_by_signals
 from medialane.core.process.systemd import watched
 from medialane.core.request import EngineRequest, OutputDelta
-from medialane.wire.config import RpcConfig
-from medialane.worker.serve import serve_worker
+from medialane.wire import RpcConfig
+from medialane.worker import serve_worker
 
 GATEWAYS = ("gateway-0", "gateway-1")
 WORKERS = ("worker-0", "worker-1")
@@ -202,7 +200,7 @@ async def gateway(folder: Path, name: str) -> int:
     from medialane.core.hashing import digest
     from medialane.core.loop_fairness import LoopFairness
     from medialane.gateway import GatewayConfig, StoreFeatures
-    from medialane.routing.config import RoutingConfig
+    from medialane.routing import RoutingConfig
     from medialane.testing.fake_processor import FakeProcessor
 
     gates = Gates(folder)

@@ -14,11 +14,19 @@ from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
 from medialane.peers import Pulls
-from medialane.peers.nixl.mover import NixlMover
+from medialane.peers.nixl import NixlMover
 from medialane.prepare import PreparerPool
-from medialane.store import Aliases, Items, MediaLeases, PublishedImages, StoreConfig, StoreLink, StoreServer
-from medialane.store.messages import StoreStatus
-from medialane.wire.config import RpcConfig
+from medialane.store import (
+    Aliases,
+    Items,
+    MediaLeases,
+    PublishedImages,
+    StoreConfig,
+    StoreLink,
+    StoreServer,
+    StoreStatus,
+)
+from medialane.wire import RpcConfig
 
 PROCESSOR = {"model": "fake"}
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)

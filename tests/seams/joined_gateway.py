@@ -3,11 +3,9 @@
 from prometheus_client import CollectorRegistry
 
 from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
-from medialane.gateway.worker_link.join_server import JoinServer
-from medialane.observability.metrics import Metrics
-from medialane.wire.address import parse_address
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.gateway.worker_link import JoinServer
+from medialane.observability import Metrics
+from medialane.wire import Hello, RpcConfig, parse_address
 
 RPC = RpcConfig(release_timeout_s=1.0, connect_timeout_s=3.0)
 PROCESSOR = {"model": "files 1", "dtype": "bfloat16", "vllm": "0.32.0", "processor": "QwenProcessor"}

@@ -20,7 +20,7 @@ from medialane.core.remote_entry import RemoteEntry
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.peers import Pulls
 from medialane.peers import pulls as pulls_module
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 
 SECRET = "a secret for tests in namespaces"
 PULL_S = 3.0

@@ -13,8 +13,7 @@ from gateway_parts import FakeWorker, Parts
 
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import open_scope
-from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.engine import SimulatedEngine
+from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
 from waiting import eventually
 
 SIZES = (16, 32)

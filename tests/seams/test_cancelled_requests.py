@@ -23,12 +23,17 @@ from prometheus_client import CollectorRegistry
 from http_origin import HttpOrigin
 from medialane.core.feature import MediaPrompt
 from medialane.core.loop_fairness import LoopFairness
-from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway import (
+    BoundedServer,
+    GatewayConfig,
+    IntakeMiddleware,
+    ScopeMiddleware,
+    current_scope,
+    http_bounds,
+)
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.store import EncodedStore
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from waiting import eventually

@@ -19,9 +19,8 @@ from medialane.core.errors import GenerationFailed, HandoverFailed, StoreUnavail
 from medialane.core.feature import MediaPrompt
 from medialane.core.hashing import embedding_key
 from medialane.core.media import MediaRef
-from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.gateway.config import TransferConfig
-from medialane.routing.config import RoutingConfig
+from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope
+from medialane.routing import RoutingConfig
 from medialane.store import StoreEntries
 from waiting import eventually
 

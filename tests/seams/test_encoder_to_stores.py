@@ -16,8 +16,7 @@ from medialane.core.feature import WantedEmbedding
 from medialane.core.hashing import content_hash, embedding_key
 from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorSpec
-from medialane.store import StoreEntries, StoreGrants
-from medialane.store.messages import FindItem
+from medialane.store import FindItem, StoreEntries, StoreGrants
 from waiting import eventually
 
 ENCODER = "digest of an encoder"

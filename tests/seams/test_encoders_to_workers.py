@@ -13,8 +13,7 @@ from embedding_memory import ENCODER_CARD, ArenaEmbeddings
 from medialane.core.errors import GenerationFailed, HandoverFailed, InvalidFeature, NoWorkerReady, WorkerLost
 from medialane.core.feature import MediaPrompt
 from medialane.core.media import MediaRef
-from medialane.gateway import GatewayConfig, open_scope
-from medialane.gateway.trace import RequestTracing
+from medialane.gateway import GatewayConfig, RequestTracing, open_scope
 from medialane.observability.tracing import Tracing
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from otlp_collector import http_collector

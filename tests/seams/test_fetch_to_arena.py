@@ -32,7 +32,7 @@ from medialane.core.media import MediaRef
 from medialane.gateway import open_scope
 from medialane.media import MediaConfig
 from medialane.media.fetch import Fetcher
-from medialane.observability.timeline import StageTimeline
+from medialane.observability import StageTimeline
 from medialane.store import EncodedStore
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from video_clips import clip

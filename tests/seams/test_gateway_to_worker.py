@@ -39,9 +39,7 @@ from medialane.core.media import Alias, MediaRef, MediaSize
 from medialane.core.request import ExpandedPrompt, ModelCard, SourcePrompt
 from medialane.core.stage import STAGES
 from medialane.core.tensor import InlineTensor
-from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.gateway.config import TransferConfig
-from medialane.gateway.transports import InlineTransport
+from medialane.gateway import ExtractedMedia, GatewayConfig, InlineTransport, TransferConfig, open_scope
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN, FakeAssembler
 from medialane.worker.receivers import Receiver
 from waiting import eventually, iterations

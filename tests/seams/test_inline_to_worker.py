@@ -17,9 +17,8 @@ from medialane.core.errors import WorkerLost
 from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.request import ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import InlineTensor, TensorSpec
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.gateway.worker_link import RpcClient
+from medialane.wire import Hello, RpcConfig
 
 MIB = 1 << 20
 NUM_BYTES = 19 * MIB

@@ -15,9 +15,8 @@ from gateway_parts import Parts, png, prompt
 from host_store import store_address
 
 from host_state import as_before, state_of
-from medialane.cluster import ProcessSpec, Supervisor, running
-from medialane.cluster.process_spec import SocketExists
-from medialane.config.cluster import ClusterConfig
+from medialane.cluster import ProcessSpec, SocketExists, Supervisor, running
+from medialane.config import ClusterConfig
 from medialane.core.errors import NoWorkerReady, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import open_scope

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
+from decoded_media import decode_image
 from medialane.arena import ENTRY_HEADER_BYTES, Arena, ArenaView, Lease
 from medialane.core.errors import InvalidRequest
 from medialane.core.hashing import content_hash
 from medialane.core.media import EncodedMedia
 from medialane.media import MediaConfig
-from medialane.media.image import decode_image
 
 
 def encode(width: int, height: int, file_format: str) -> bytes:

@@ -31,8 +31,7 @@ from medialane.core.feature import MediaPrompt
 from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorSpec
 from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.peers.nixl.mover import NixlMover
-from medialane.peers.nixl.rdma_metadata import RdmaMetadata
+from medialane.peers.nixl import NixlMover, RdmaMetadata
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from nixl_hosts import Host, require_nixl
 from published import published_url

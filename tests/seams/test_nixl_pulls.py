@@ -13,7 +13,7 @@ from medialane.core.feature import Feature
 from medialane.core.media import MediaSize
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.peers import Pulls, pull_time
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from nixl_hosts import FAKE, MIB, Host
 from waiting import eventually
 

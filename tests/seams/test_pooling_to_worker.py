@@ -12,7 +12,7 @@ from gateway_parts import FakeWorker, Parts, png, prompt, request
 
 from medialane.core.errors import TooLarge
 from medialane.gateway import GatewayConfig, open_scope
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from waiting import eventually
 
 FAST = GatewayConfig(reconnect_initial_s=0.01, reconnect_max_s=0.05)

@@ -10,8 +10,7 @@ import pytest
 from gateway_parts import png, prompt, request
 
 from medialane.core.errors import NoWorkerReady, RequestEndsWorkers, WorkerLost
-from medialane.gateway import WorkerLink, health_of, open_scope
-from medialane.gateway.transports import ShmTransport
+from medialane.gateway import ShmTransport, WorkerLink, health_of, open_scope
 from medialane.worker import WorkerConfig
 from waiting import eventually
 

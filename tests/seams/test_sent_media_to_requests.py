@@ -22,15 +22,16 @@ from medialane.gateway import (
     ExtractedMedia,
     GatewayConfig,
     IntakeMiddleware,
+    MediaEndpoint,
     ScopeMiddleware,
     current_scope,
     open_scope,
 )
 from medialane.gateway.error_responses import error_form, send_error
 from medialane.gateway.intake import extract
-from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH, MediaEndpoint
+from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
 from medialane.media import MediaConfig
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from waiting import eventually
 

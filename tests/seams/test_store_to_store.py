@@ -15,8 +15,7 @@ from host_store import HostStore
 from msgspec.structs import replace
 
 from medialane.arena import Arena, ArenaConfig
-from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
-from medialane.gateway.config import TransferConfig
+from medialane.gateway import ExtractedMedia, GatewayConfig, TransferConfig, open_scope
 from medialane.peers import StillWriting
 from medialane.store import StoreGrants
 from waiting import eventually

@@ -20,7 +20,7 @@ from medialane.core.errors import TransferFailed
 from medialane.peers import Pulls
 from medialane.peers import pulls as pulls_module
 from medialane.peers.peer_connection import PeerConnection
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from waiting import eventually, line_of, wait_until
 
 pytestmark = pytest.mark.timeout(90)  # processes are started

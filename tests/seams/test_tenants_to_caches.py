@@ -27,7 +27,7 @@ from medialane.gateway import (
     open_scope,
 )
 from medialane.media import MediaConfig
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 from waiting import eventually
 

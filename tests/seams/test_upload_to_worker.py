@@ -10,6 +10,7 @@ import pytest
 from gateway_parts import Parts
 
 from audio_maker import by_libsndfile, tone, tones
+from decoded_media import decode_audio
 from medialane.core.errors import BodyMemoryExhausted, InvalidAudio, InvalidMediaUrl
 from medialane.core.feature import MediaPrompt
 from medialane.core.wave import wave_bytes, wave_size
@@ -17,7 +18,6 @@ from medialane.gateway import ExtractedMedia, GatewayConfig, open_scope
 from medialane.gateway.bodies import BodyMemory, BudgetCharge
 from medialane.gateway.intake import extract_files
 from medialane.media import MediaConfig
-from medialane.media.audio import decode_audio
 from medialane.testing.fake_processor import PLACEHOLDER_TOKEN
 
 RATE = 16000

@@ -14,10 +14,9 @@ from medialane.core.errors import WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
 from medialane.gateway import GatewayConfig, health_of
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
-from medialane.wire.address import TcpAddress
-from medialane.wire.protocol import Join
+from medialane.wire import Join, TcpAddress
 from medialane.worker import WorkerConfig
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.worker.gateway_link import RpcServer
 from medialane.worker.membership import Membership
 from waiting import eventually
 

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 
-from medialane.cli import main, store, store_command
+from medialane.cli import COMMANDS, main, parse_words, store, store_command
 from medialane.cli.flags import given_settings
 from medialane.config import load_config
 from medialane.core.process.title import reserve_title
@@ -14,7 +14,7 @@ from medialane.prepare import prebuilt
 
 def run(words):
     reserve_title()
-    args = main.parse_words("store", main.COMMANDS["store"], store_command.add_arguments, words)
+    args = parse_words("store", COMMANDS["store"], store_command.add_arguments, words)
     config = load_config(given_settings(args), file=args.config, sections=store_command.SECTIONS)
     store.prebuild(config, args.model, args.vllm_args, dict(os.environ))
     pid = os.fork()
@@ -22,7 +22,7 @@ def run(words):
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     prebuilt.fork_forkserver()
     os.environ.update(json.load(sys.stdin))
-    return main.main(["store", *words])
+    return main(["store", *words])
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ import yaml
 
 import metric_reference
 from medialane import __version__
+from medialane.cli import COMMANDS, parse_words
 from medialane.cli.flags import given_settings
-from medialane.cli.main import COMMANDS, parse_words
 from medialane.config import load_config
-from medialane.wire.address import parse_named, parse_tcp
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig, parse_named, parse_tcp
 from medialane.wire.tls import Tls
 
 ROOT = Path(__file__).parents[2]

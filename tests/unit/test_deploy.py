@@ -13,7 +13,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 import metric_reference
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 
 ROOT = Path(__file__).parents[2]
 GRAFANA, PROMETHEUS = ROOT / "deploy" / "grafana", ROOT / "deploy" / "prometheus"

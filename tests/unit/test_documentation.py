@@ -14,8 +14,8 @@ import models_page
 import pytest
 
 import setting_reference
+from medialane.cli import COMMANDS
 from medialane.cli.bench import names
-from medialane.cli.main import COMMANDS
 from medialane.cluster.vllm_flags import flag_table
 from medialane.config import settings
 from medialane.core.errors import (

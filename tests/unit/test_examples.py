@@ -16,13 +16,9 @@ import trustme
 import yaml
 
 from certificates import tls_settings
-from medialane.cli import serve
-from medialane.cli.main import COMMANDS, parse_words
-from medialane.cluster import model_groups
-from medialane.cluster.local import check_join, check_join_listen
-from medialane.cluster.placement import Hardware
-from medialane.cluster.ray import remote_workers
-from medialane.cluster.ray.remote_workers import Nodes, with_join_addresses, worker_specs
+from medialane.cli import COMMANDS, parse_words, serve
+from medialane.cluster import Hardware, check_join, check_join_listen, model_groups
+from medialane.cluster.ray import Nodes, remote_workers, with_join_addresses, worker_specs
 from medialane.cluster.vllm_flags import flag_table
 from medialane.config import load_config, load_models
 from medialane.gateway.admission.keys_file import read_keys

@@ -10,7 +10,17 @@ from medialane.arena.arena import Arena
 from medialane.arena.config import ArenaConfig
 from medialane.arena.fill import FillWriter
 from medialane.arena.hold_log import HoldLog
-from medialane.arena.layout import ENTRY_HEADER_BYTES, KEPT, LINEAGE_BYTES, Lineage, describe, layout
+from medialane.arena.layout import (
+    ENTRY_HEADER_BYTES,
+    KEPT,
+    LINEAGE_BYTES,
+    Lineage,
+    describe,
+    is_completed,
+    is_header,
+    is_valid,
+    layout,
+)
 from medialane.arena.lease import Cached, Lease, Reservation
 from medialane.arena.names import NamesArea
 from medialane.arena.reaper import Reaped, kept_arenas, reap
@@ -36,6 +46,9 @@ __all__ = [
     "Unfinished",
     "describe",
     "header_bytes",
+    "is_completed",
+    "is_header",
+    "is_valid",
     "kept_arenas",
     "layout",
     "reap",

@@ -13,14 +13,15 @@ from rich.markup import escape
 from medialane.core.process.phase import PhaseFile
 
 #: Without a terminal: interval at which long work is reported again.
-_REMIND_S = 15.0
-_TICK_S = 1.0
+REMIND_S = 15.0
+TICK_S = 1.0
 
 
 class CheckProgress:
     """Writes to `console`; `close` removes the live line."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, tick_s: float = TICK_S, remind_s: float = REMIND_S) -> None:
+        self._tick_s, self._remind_s = tick_s, remind_s
         self._console = console
         self._status = console.status("starting") if console.is_terminal else None
         self._reported = time.monotonic()
@@ -52,13 +53,13 @@ class CheckProgress:
 
     async def _tick(self, name: str, phases: PhaseFile | None, started: float) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(self._tick_s)
             phase = phases.read() if phases is not None else None
             self._show(f"{name}: {phase or 'starting'}, {time.monotonic() - started:.0f} s")
 
     def _show(self, text: str) -> None:
         if self._status is not None:
             self._status.update(escape(text))
-        elif time.monotonic() - self._reported >= _REMIND_S:
+        elif time.monotonic() - self._reported >= self._remind_s:
             self._reported = time.monotonic()
             self.note(text)

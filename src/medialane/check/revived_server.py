@@ -16,7 +16,7 @@ Start = Callable[[int], AbstractAsyncContextManager[CheckClient]]
 
 _SERVER_ERROR = 500
 #: Until a server has noticed that its engine has ended.
-_SETTLE_S = 1.0
+SETTLE_S = 1.0
 #: More, and something else than single requests ends it.
 MAX_STARTS = 20
 
@@ -25,7 +25,10 @@ class RevivedServer:
     """Use it in `async with RevivedServer.opened(...)`. Not for concurrent requests. `client` is connected to the last
     start."""
 
-    def __init__(self, name: str, start: Start, progress: CheckProgress, *, asks_again: bool) -> None:
+    def __init__(
+        self, name: str, start: Start, progress: CheckProgress, *, asks_again: bool, settle_s: float = SETTLE_S
+    ) -> None:
+        self._settle_s = settle_s
         self._name, self._start, self._progress = name, start, progress
         self._asks_again = asks_again
         self._running = AsyncExitStack()
@@ -35,10 +38,11 @@ class RevivedServer:
     @classmethod
     @asynccontextmanager
     async def opened(
-        cls, name: str, start: Start, progress: CheckProgress, *, asks_again: bool = False
+        cls, name: str, start: Start, progress: CheckProgress, *, asks_again: bool = False, settle_s: float = SETTLE_S
     ) -> AsyncIterator[RevivedServer]:
-        """`start` runs the server and connects to it; `asks_again`: a request at which it fails is sent once more."""
-        server = cls(name, start, progress, asks_again=asks_again)
+        """`start` runs the server and connects to it; `asks_again`: a request at which it fails is sent once more.
+        `settle_s` passes before an error counts as one of a live server."""
+        server = cls(name, start, progress, asks_again=asks_again, settle_s=settle_s)
         try:
             await server._start_it()
             yield server
@@ -51,7 +55,7 @@ class RevivedServer:
         answer = await self.client.post(request)
         if answer.status and answer.status < _SERVER_ERROR:
             return answer
-        await asyncio.sleep(_SETTLE_S)
+        await asyncio.sleep(self._settle_s)
         if not await self.client.is_healthy():
             self._progress.note(f"{self._name} has ended ({answer.status or answer.document}) and is started again")
             await self._running.aclose()

@@ -26,10 +26,18 @@ def has_failing_tasks() -> bool:
 class WatchedTask:
     """Calls `work`, which must not end by itself, until `close`; again PAUSE_S after an end. Also a context manager."""
 
-    def __init__(self, work: Callable[[], Awaitable[object]], name: str, *, pause_s: float = PAUSE_S) -> None:
+    def __init__(
+        self,
+        work: Callable[[], Awaitable[object]],
+        name: str,
+        *,
+        pause_s: float = PAUSE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._work = work
         self._name = name
         self._pause_s = pause_s
+        self._clock = clock
         self._failed_at: float | None = None
         _tasks.add(self)
         self._task = asyncio.get_running_loop().create_task(self._run(), name=name)
@@ -37,7 +45,7 @@ class WatchedTask:
     @property
     def is_failing(self) -> bool:
         """Whether it has ended by itself lately."""
-        return self._failed_at is not None and time.monotonic() - self._failed_at < FAILING_S
+        return self._failed_at is not None and self._clock() - self._failed_at < FAILING_S
 
     async def close(self) -> None:
         """Cancel it, and wait until it has ended. Idempotent."""
@@ -58,6 +66,6 @@ class WatchedTask:
                 await self._work()
             except Exception as error:  # noqa: BLE001 - the supervisor of a task: it must live whatever fails
                 ended = error
-            self._failed_at = time.monotonic()
+            self._failed_at = self._clock()
             logger.error("%s has ended unexpectedly, and is started again", self._name, exc_info=ended)
             await asyncio.sleep(self._pause_s)

@@ -1,36 +1,76 @@
 """Request handling in the gateway: scope, intake, features, transfer, workers."""
 
-from medialane.gateway.access import AccessKeys, AccessMiddleware
-from medialane.gateway.config import GatewayConfig
+from medialane.gateway.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
+from medialane.gateway.config import GatewayConfig, TransferConfig
+from medialane.gateway.encoders import Encoders
 from medialane.gateway.gateway import Gateway
-from medialane.gateway.gateway_metrics import GatewayMetrics
+from medialane.gateway.gateway_metrics import AskOthers, GatewayMetrics, no_others
 from medialane.gateway.health import Health, health_of
+from medialane.gateway.http_protocol import http_bounds
+from medialane.gateway.http_server import BoundedServer
+from medialane.gateway.media_endpoint import MediaEndpoint
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
-from medialane.gateway.route import Routes
-from medialane.gateway.scope import ExtractedMedia, RequestScope, current_scope, open_scope
+from medialane.gateway.plain_hashes import PlainHashes
+from medialane.gateway.references import References
+from medialane.gateway.route import PromptPrefix, Route, Routes
+from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope, open_scope
 from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
 from medialane.gateway.store_features import StoreFeatures
+from medialane.gateway.trace import RequestTracing
+from medialane.gateway.transports import (
+    InlineTransport,
+    PullTransport,
+    ShmTransport,
+    TransferPath,
+    Transport,
+    Transports,
+)
+from medialane.gateway.worker_control import WorkerControl, WorkerInfo
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
 
 __all__ = [
     "AccessKeys",
     "AccessMiddleware",
+    "AskOthers",
+    "BoundedServer",
+    "Encoders",
     "ExtractedMedia",
     "Gateway",
     "GatewayConfig",
     "GatewayMetrics",
     "Health",
+    "InlineTransport",
     "IntakeMiddleware",
+    "MediaEndpoint",
+    "OpenRequests",
+    "PlainHashes",
+    "PromptPrefix",
+    "PullTransport",
+    "References",
     "RequestScope",
+    "RequestTracing",
+    "Route",
     "Routes",
     "ScopeMiddleware",
     "ScrapeMiddleware",
+    "ShmTransport",
     "StoreFeatures",
+    "TransferConfig",
+    "TransferPath",
+    "Transport",
+    "Transports",
+    "WorkerControl",
+    "WorkerInfo",
     "WorkerLink",
     "WorkerPool",
     "WorkerScrape",
+    "admin_key",
+    "client_keys",
     "current_scope",
     "health_of",
+    "http_bounds",
+    "metrics_key",
+    "no_others",
     "open_scope",
 ]

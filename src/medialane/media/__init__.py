@@ -5,22 +5,49 @@ their type; `decode` decodes, and `probe` opens without decoding.
 """
 
 from medialane.media.config import FetchLimits, MediaConfig
-from medialane.media.data_url import decode_base64
+from medialane.media.data_url import decode_base64, parse_header, read_jpeg_frames, split_data_url
 from medialane.media.decoders import decode, installed_kinds, measure, needs_probe, probe, sniff
+from medialane.media.embeds import read_embeds
 from medialane.media.image_header import image_size, sniff_image
 from medialane.media.oriented_size import oriented_size
+from medialane.media.published_image import (
+    MAX_URL_BYTES,
+    PIXMAP_HEADER_BYTES,
+    PIXMAP_TYPE,
+    RDMA_TYPE,
+    PublishedImage,
+    check_published,
+    is_published,
+    pixmap_header,
+    pixmap_size,
+    read_published,
+)
 
 __all__ = [
+    "MAX_URL_BYTES",
+    "PIXMAP_HEADER_BYTES",
+    "PIXMAP_TYPE",
+    "RDMA_TYPE",
     "FetchLimits",
     "MediaConfig",
+    "PublishedImage",
+    "check_published",
     "decode",
     "decode_base64",
     "image_size",
     "installed_kinds",
+    "is_published",
     "measure",
     "needs_probe",
     "oriented_size",
+    "parse_header",
+    "pixmap_header",
+    "pixmap_size",
     "probe",
+    "read_embeds",
+    "read_jpeg_frames",
+    "read_published",
     "sniff",
     "sniff_image",
+    "split_data_url",
 ]

@@ -1,7 +1,9 @@
 """Routing: selects a worker for each request."""
 
+from medialane.routing.block_index import BlockIndex
 from medialane.routing.config import RoutingConfig
 from medialane.routing.cost import EngineWork
+from medialane.routing.encode_choice import EncodeCosts, EncoderQueue, NewItem, choose_encoder, least_loaded
 from medialane.routing.prediction import PredictionCounts
 from medialane.routing.request import RoutingRequest
 from medialane.routing.reservation import AnnouncedReservation
@@ -10,10 +12,16 @@ from medialane.routing.router import Router
 
 __all__ = [
     "AnnouncedReservation",
+    "BlockIndex",
+    "EncodeCosts",
+    "EncoderQueue",
     "EngineWork",
+    "NewItem",
     "PredictionCounts",
     "RoutedRequest",
     "Router",
     "RoutingConfig",
     "RoutingRequest",
+    "choose_encoder",
+    "least_loaded",
 ]

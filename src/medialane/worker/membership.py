@@ -30,13 +30,18 @@ from medialane.worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-#: Names are resolved at most this often, however many connections are lost.
-MIN_RESOLVE_INTERVAL_S = 0.5
 RESOLVE_TIMEOUT_S = 10.0
-#: After a loss, connecting again waits for the name to be resolved, but not for a resolver that does not respond.
-RESOLVE_WAIT_S = 1.0
-#: Delays before connecting to an address again.
-INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 2.0
+
+
+class Delays(NamedTuple):
+    """`initial_s` to `max_s`: before connecting to an address again. Names are resolved at most every
+    `min_resolve_interval_s`, however many connections are lost. After a loss, connecting again waits `resolve_wait_s`
+    for the name to be resolved: not for a resolver that does not respond."""
+
+    initial_s: float = 0.2
+    max_s: float = 2.0
+    min_resolve_interval_s: float = 0.5
+    resolve_wait_s: float = 1.0
 
 
 class Target(NamedTuple):
@@ -74,7 +79,9 @@ class Membership:
         *,
         config: WorkerConfig,
         resolve: Resolve = resolve,
+        delays: Delays = Delays(),  # noqa: B008 - a constant
     ) -> None:
+        self._delays = delays
         self._gateways = gateways
         self._connect = connect
         self._config = config
@@ -97,7 +104,7 @@ class Membership:
                 for target in self._wanted() - self._staying:
                     self._staying.add(target)
                     tasks.create_task(self._stay(target), name=f"join {target}")
-                await asyncio.sleep(min(MIN_RESOLVE_INTERVAL_S, self._config.join_resolve_interval_s))
+                await asyncio.sleep(min(self._delays.min_resolve_interval_s, self._config.join_resolve_interval_s))
                 await self._wait_for_change()
 
     def _wanted(self) -> set[Target]:
@@ -122,7 +129,7 @@ class Membership:
             return
 
     async def _stay(self, target: Target) -> None:
-        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S)
+        backoff = Backoff(initial_s=self._delays.initial_s, max_s=self._delays.max_s)
         loop = asyncio.get_running_loop()
         try:
             while target in self._wanted():
@@ -132,7 +139,7 @@ class Membership:
                 if refused:
                     await asyncio.sleep(self._config.join_refused_interval_s)
                     continue
-                if loop.time() - started >= MAX_BACKOFF_S:
+                if loop.time() - started >= self._delays.max_s:
                     backoff.reset()  # the connection was stable
                 await asyncio.sleep(backoff.next())
         finally:
@@ -143,7 +150,7 @@ class Membership:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         self._changed.set()
-        await asyncio.wait([waiter], timeout=RESOLVE_WAIT_S)
+        await asyncio.wait([waiter], timeout=self._delays.resolve_wait_s)
 
     async def _connect_once(self, target: Target) -> bool:
         """Return after the connection was lost, or could not be made; whether the gateway will not accept it soon."""

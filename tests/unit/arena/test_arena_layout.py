@@ -2,17 +2,8 @@
 
 import pytest
 
-from medialane.arena import describe, layout
-from medialane.arena.layout import (
-    ENTRY_HEADER_BYTES,
-    PAGE_BYTES,
-    FileHeader,
-    arena_of,
-    clear,
-    file_path,
-    is_valid,
-    stamp,
-)
+from medialane.arena import ENTRY_HEADER_BYTES, describe, is_valid, layout
+from medialane.arena.layout import PAGE_BYTES, FileHeader, arena_of, clear, file_path, stamp
 from medialane.core.tensor import ArenaRange, TensorSpec
 
 ARENA = "0123456789abcdef" * 2

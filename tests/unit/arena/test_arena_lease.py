@@ -5,10 +5,10 @@ import warnings
 
 import pytest
 
+from medialane.arena import Lease, Reservation
 from medialane.arena.entries import EntryTable
 from medialane.arena.file import ArenaFile
 from medialane.arena.layout import PAGE_BYTES, stamp
-from medialane.arena.lease import Lease, Reservation
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from medialane.check.case import Answer
-from medialane.check.kinds.chat import CHAT
+from medialane.check import Answer
+from medialane.check.kinds import CHAT
 
 EVERYTHING = {"image": 4, "video": 1, "audio": 2}
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from medialane.check.comparison import compare
+from medialane.check import compare
 
 ANSWER = {
     "id": "chatcmpl-1",

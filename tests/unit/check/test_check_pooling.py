@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from medialane.check.kinds.pooling import POOLING
+from medialane.check.kinds import POOLING
 
 KINDS = {kind.name: kind for kind in POOLING}
 

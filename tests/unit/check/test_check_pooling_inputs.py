@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from medialane.check.kinds import KINDS
-from medialane.check.kinds.pooling_inputs import POOLING_INPUTS
+from medialane.check.kinds import KINDS, POOLING_INPUTS
 from medialane.check.limits import MODALITIES
 
 

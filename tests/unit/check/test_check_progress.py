@@ -2,23 +2,20 @@ import io
 
 from rich.console import Console
 
-from medialane.check import progress as progress_module
-from medialane.check.progress import CheckProgress
+from medialane.check import CheckProgress
 from medialane.core.process.phase import Phase, PhaseFile
 from waiting import eventually
 
 
-def shown(**options):
+def shown(*, force_terminal=None, **intervals):
     out = io.StringIO()
-    return out, CheckProgress(Console(file=out, width=200, **options))
+    return out, CheckProgress(Console(file=out, width=200, force_terminal=force_terminal), **intervals)
 
 
-async def test_long_start_is_reported_with_the_servers_phase(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress_module, "_TICK_S", 0.01)
-    monkeypatch.setattr(progress_module, "_REMIND_S", 0.02)
+async def test_long_start_is_reported_with_the_servers_phase(tmp_path):
     phases = PhaseFile(tmp_path / "medialane.phase")
     phases.write(Phase("worker 0: loading [the] weights", 1, 2))
-    out, progress = shown()
+    out, progress = shown(tick_s=0.01, remind_s=0.02)
     async with progress.starting("medialane", phases):
         await eventually(lambda: "medialane: worker 0: loading [the] weights 1/2, 0 s" in out.getvalue())
     async with progress.starting("plain vLLM"):
@@ -27,11 +24,11 @@ async def test_long_start_is_reported_with_the_servers_phase(tmp_path, monkeypat
     assert "plain vLLM: ready after 0 s" in out.getvalue()
 
 
-def test_cases_are_reported_now_and_then_without_a_terminal(monkeypatch):
+def test_cases_are_reported_now_and_then_without_a_terminal():
     out, progress = shown()
     progress.case(1, 2, "one image")
     assert out.getvalue() == ""
-    monkeypatch.setattr(progress_module, "_REMIND_S", 0)
+    out, progress = shown(remind_s=0)
     progress.case(2, 2, "video [tall]")
     assert out.getvalue() == "2/2 video [tall]\n"
 

@@ -1,5 +1,5 @@
-from medialane.check.case import Answer, Case, EndpointKind, Request
-from medialane.check.results import CheckReport, decode, encode, judge, weak_notes
+from medialane.check import Answer, Case, CheckReport, EndpointKind, Request, decode, encode
+from medialane.check.results import judge, weak_notes
 
 KIND = EndpointKind("chat", "/chat", lambda _limits: ())
 CASE = Case("image, an option", lambda: Request("/chat"), varies="one image")

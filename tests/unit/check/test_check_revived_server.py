@@ -8,10 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from medialane.check import revived_server
-from medialane.check.case import Request
-from medialane.check.client import CheckClient
-from medialane.check.progress import CheckProgress
+from medialane.check import CheckClient, CheckProgress, Request
 from medialane.check.revived_server import MAX_STARTS, RevivedServer
 from medialane.core.errors import StartupFailed
 
@@ -58,13 +55,8 @@ class Mortal:
             self.num_running -= 1
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch):
-    monkeypatch.setattr(revived_server, "_SETTLE_S", 0.0)
-
-
 def opened(mortal, **options):
-    return RevivedServer.opened("plain vLLM", mortal.start, CheckProgress(Console(quiet=True)), **options)
+    return RevivedServer.opened("plain vLLM", mortal.start, CheckProgress(Console(quiet=True)), settle_s=0.0, **options)
 
 
 async def test_server_that_a_request_ends_answers_the_next_one():

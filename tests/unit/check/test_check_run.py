@@ -9,11 +9,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from rich.console import Console
 
-from medialane.check import run
-from medialane.check.client import CheckClient
-from medialane.check.progress import CheckProgress
+from medialane.check import CheckClient, CheckProgress, Setup, run
 from medialane.check.revived_server import RevivedServer
-from medialane.check.servers import OUR_LOG, Setup
+from medialane.check.servers import OUR_LOG
 from medialane.core.errors import StartupFailed
 
 CHAT = "/v1/chat/completions"

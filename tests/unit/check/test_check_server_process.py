@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.check import server_process
-from medialane.check.server_process import free_port, plain_vllm
+from medialane.check import free_port, plain_vllm, server_process
 from medialane.core.errors import StartupFailed
 from waiting import comes_true, eventually
 

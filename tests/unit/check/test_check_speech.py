@@ -5,8 +5,8 @@ import io
 import pytest
 import soundfile
 
-from medialane.check.case import Answer, Upload
-from medialane.check.kinds.speech import SPEECH
+from medialane.check import Answer, Upload
+from medialane.check.kinds import SPEECH
 
 
 def files(case):

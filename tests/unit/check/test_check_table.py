@@ -3,8 +3,7 @@ import io
 import msgspec
 from rich.console import Console
 
-from medialane.check.results import CaseResult, CheckReport
-from medialane.check.table import show
+from medialane.check import CaseResult, CheckReport, show
 
 EQUAL = CaseResult("chat", "one image", "equal", 200, 200, stage="features", transport="shm", cache="miss")
 REFUSED = CaseResult("chat", "image that is damaged", "refused", 400, 400, detail="400: damaged")

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from medialane.check.results import encode
-from medialane.check.tensor_report import ItemTensors, TensorReport, decode
-from medialane.check.tensor_table import show_tensors
+from medialane.check import TensorReport, encode, show_tensors
+from medialane.check.tensor_report import ItemTensors, decode
 from medialane.core.tensor_comparison import Comparison, FieldComparison, PixelNormalisation
 
 RAW = FieldComparison(

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from medialane.cli.main import main
+from medialane.cli import main
 
 MALFORMED = [
     "tcp://a..b:7000",

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from medialane.cli.main import main
+from medialane.cli import main
 from medialane.core.errors import StartupFailed
-from medialane.wire.config import RpcConfig
-from medialane.wire.security import Security
+from medialane.wire import RpcConfig, Security
 
 
 def certs(*words: object) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import medialane
-from medialane.cli.main import main
+from medialane.cli import main
 from waiting import wait_until
 
 #: Answers /health and /v1/models, but never the question for its routes.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.cli.main import main
+from medialane.cli import main
 from waiting import wait_until
 
 SERVER = Path(__file__).with_name("compared_server.py")

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from medialane.check.server_process import ServerProcess
+from medialane.check import ServerProcess
 from medialane.cli import demo
 from waiting import eventually, iterations
 

@@ -3,10 +3,9 @@ import socket
 
 import pytest
 
-from medialane.cli import doctor
-from medialane.cli.main import main
+from medialane.cli import doctor, main
 from medialane.config import load_config
-from medialane.wire.address import TcpAddress
+from medialane.wire import TcpAddress
 
 IMPORTS = '{"torch": [true, "2.13.0"], "torchvision": [false, "RuntimeError: operator does not exist"]}'
 

@@ -1,3 +1,4 @@
+import importlib
 import json
 import re
 import subprocess
@@ -7,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import medialane
 from medialane import __version__
-from medialane.cli import main as main_module
-from medialane.cli.main import COMMANDS, ERROR_PREFIX, main
+from medialane.cli import COMMANDS, ERROR_PREFIX, main
 from medialane.cluster.process_log import REPORTED_ERROR
 from medialane.core.errors import StartupFailed
 
@@ -36,13 +37,13 @@ class FakeCommand:
 
 @pytest.fixture
 def install(monkeypatch):
-    real = main_module.importlib.import_module
+    real = importlib.import_module
 
     def put(command):
         def load(name, *rest):
             return command if name.startswith("medialane.cli.") else real(name, *rest)
 
-        monkeypatch.setattr(main_module.importlib, "import_module", load)
+        monkeypatch.setattr(importlib, "import_module", load)
         return command
 
     return put
@@ -156,7 +157,7 @@ def test_absent_package_is_named_in_one_line(monkeypatch, capsys):
     def absent(_):
         raise ModuleNotFoundError("No module named 'no_such_package.part'", name="no_such_package.part")
 
-    monkeypatch.setattr(main_module.importlib, "import_module", absent)
+    monkeypatch.setattr(importlib, "import_module", absent)
     assert main(["demo"]) == 2
     assert capsys.readouterr().err == (
         "medialane: error: `medialane demo` needs the package no_such_package, which is not installed: "
@@ -168,14 +169,14 @@ def test_module_that_an_installed_package_lacks_is_not_reported_as_a_missing_pac
     def absent(_):
         raise ModuleNotFoundError("No module named 'json.part'", name="json.part")
 
-    monkeypatch.setattr(main_module.importlib, "import_module", absent)
+    monkeypatch.setattr(importlib, "import_module", absent)
     with pytest.raises(ModuleNotFoundError):
         main(["demo"])
 
 
 #: As `pip install --no-deps` leaves it: the standard library and our package.
 NO_DEPS = "import sys; sys.path.insert(0, sys.argv.pop(1)); from medialane.cli.main import main; sys.exit(main())"
-SRC = str(Path(main_module.__file__).parents[2])
+SRC = str(Path(medialane.__file__).parents[1])
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "bench"])

@@ -14,10 +14,8 @@ import pytest
 import trustme
 import uvicorn
 
-from medialane.gateway import GatewayConfig
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
-from medialane.wire.listener import bind_http, bind_unix
+from medialane.gateway import BoundedServer, GatewayConfig, http_bounds
+from medialane.wire import bind_http, bind_unix
 from waiting import eventually
 
 CHAT = "/v1/chat/completions"

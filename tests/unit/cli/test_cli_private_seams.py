@@ -5,9 +5,8 @@ import sys
 
 import pytest
 
-from medialane.cli import gateway_command, worker_command
-from medialane.cli.main import ERROR_PREFIX, main
-from medialane.observability.logging import LogProcess
+from medialane.cli import ERROR_PREFIX, gateway_command, main, worker_command
+from medialane.observability import LogProcess
 from medialane.vllm_bridge.seams import probe
 from medialane.vllm_bridge.seams.table import BOTH, GROUPS, Seam
 

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
-from medialane.config import load_config
-from medialane.config.reloading import SettingsChange, SettingsSource
+from medialane.config import SettingsChange, SettingsSource, load_config
 from medialane.core.errors import InvalidRequest, StartupFailed
 from waiting import eventually
 

@@ -6,8 +6,7 @@ import pytest
 
 from medialane.cli import render
 from medialane.cli.serve import announce
-from medialane.cluster import local
-from medialane.cluster.placement import Hardware
+from medialane.cluster import Hardware, local
 from medialane.config import Config, load_config
 from medialane.core.errors import StartupFailed
 

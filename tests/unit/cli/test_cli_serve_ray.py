@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from medialane.cli.main import main
+from medialane.cli import main
 
 
 def test_ray_that_is_not_installed_is_one_clear_error(monkeypatch, tmp_path, capsys):

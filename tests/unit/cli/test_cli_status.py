@@ -9,14 +9,13 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
-from medialane.cli import gateway_state
+from medialane.cli import gateway_state, main
 from medialane.cli.gateway_state import Gateway, Host, Link, parse_state, read_state, worker_host
-from medialane.cli.main import main
 from medialane.core.errors import StartupFailed
 from medialane.core.request import Endpoint, WorkerLoad
 from medialane.core.stats import ArenaStats, EmbeddingStats, PoolStats, StoreStats
-from medialane.gateway.health import Health
-from medialane.observability.metrics import Metrics
+from medialane.gateway import Health
+from medialane.observability import Metrics
 
 URL = "http://gateway:8000"
 

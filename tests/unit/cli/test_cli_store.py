@@ -15,27 +15,23 @@ import numpy as np
 import pytest
 
 from medialane.arena import kept_arenas, reap
-from medialane.cli import store, store_command
+from medialane.cli import main, store, store_command
 from medialane.cli.doctor import check_kept_arenas
-from medialane.cli.main import main
 from medialane.cli.store import nixl_mover, published_images
-from medialane.cluster.process_spec import NOT_NEEDED
+from medialane.cluster import NOT_NEEDED
 from medialane.config import Config, load_config
 from medialane.core.errors import StartupFailed
 from medialane.core.hashing import content_hash
 from medialane.core.media import MediaRef
 from medialane.core.tensor import TensorDescriptor, TensorSpec
 from medialane.media import MediaConfig
-from medialane.observability.logging import LogProcess
-from medialane.peers.nixl.mover import NixlMover
-from medialane.peers.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
+from medialane.observability import LogProcess
+from medialane.peers.nixl import Descriptor, NixlMover, RdmaMetadata, pack_agent_metadata
 from medialane.prepare import NO_PROCESSOR_FACTORY, PreparerPool
-from medialane.store import PublishedImages, StoreLink
-from medialane.store.config import StoreConfig
-from medialane.store.messages import FindItem
+from medialane.store import FindItem, PublishedImages, StoreConfig, StoreLink
 from medialane.testing.fake_nixl import FakeMetadata
 from medialane.testing.sample_images import sample_jpeg
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from nixl_hosts import FAKE
 from published import published_url
 from waiting import eventually

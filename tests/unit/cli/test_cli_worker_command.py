@@ -2,14 +2,12 @@
 
 import pytest
 
-from medialane.cli import gateway_command, worker_command
-from medialane.cli.main import COMMANDS, parse_words
+from medialane.cli import COMMANDS, gateway_command, parse_words, worker_command
 from medialane.cluster import local
 from medialane.config import Config
 from medialane.core.errors import StartupFailed
 from medialane.gateway import GatewayConfig
-from medialane.wire.address import TcpAddress, consecutive_ports
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig, TcpAddress, consecutive_ports
 from medialane.worker import WorkerConfig
 
 SECRET = RpcConfig(shared_secret="0123456789abcdef" * 2)

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from medialane.cli import worker_command, worker_store
-from medialane.cli.main import main
+from medialane.cli import main, worker_command, worker_store
 from medialane.config import Config
-from medialane.observability.logging import LogProcess
-from medialane.wire.listener import has_listener
+from medialane.observability import LogProcess
+from medialane.wire import has_listener
 from waiting import eventually
 
 #: Listens at the address, records its pid, and takes a second process's place only when that has ended.

@@ -8,11 +8,11 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 
+from medialane.cli import main
 from medialane.cli import workers as command
-from medialane.cli.main import main
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.gateway.worker_control import WorkerInfo
-from medialane.observability.metrics import Metrics
+from medialane.gateway import WorkerInfo
+from medialane.observability import Metrics
 
 NAMES = ("node1/0", "node1/1")
 KEY = "let-me-in"

@@ -22,11 +22,10 @@ from medialane.core.media import MediaSize
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.core.tensor import TensorSpec
 from medialane.peers import Pulls
-from medialane.store import StoreServer
+from medialane.store import StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
 from medialane.store.items import LeasedItem
-from medialane.store.messages import StoreStatus
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from waiting import eventually
 
 RPC = RpcConfig()

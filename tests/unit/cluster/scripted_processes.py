@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medialane.cluster import ProcessSpec, Supervisor
-from medialane.config.cluster import ClusterConfig
+from medialane.config import ClusterConfig
 from medialane.core.process.phase import Phase
 
 HEADER = """

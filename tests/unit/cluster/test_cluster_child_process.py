@@ -4,8 +4,7 @@ import socket
 import sys
 from pathlib import Path
 
-from medialane.cluster.child_process import ChildProcess
-from medialane.cluster.process_spec import HttpAnswers
+from medialane.cluster import ChildProcess, HttpAnswers
 
 SCRIPT = "import socket, sys; print(socket.socket(fileno=int(sys.argv[1])).getsockname()[1])"
 

@@ -1,7 +1,6 @@
 import pytest
 
-from medialane.config import as_environ, load_config
-from medialane.config.cluster import ClusterConfig
+from medialane.config import ClusterConfig, as_environ, load_config
 from medialane.core.errors import StartupFailed
 
 

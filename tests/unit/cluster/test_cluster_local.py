@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from medialane.cluster import local
-from medialane.cluster.placement import Hardware
+from medialane.cluster import Hardware, local
 from medialane.config import changed_imports, load_config
 from medialane.core.errors import StartupFailed
 

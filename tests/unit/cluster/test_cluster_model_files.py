@@ -7,7 +7,8 @@ import threading
 import huggingface_hub
 import pytest
 
-from medialane.cluster.model_files import Repository, fetch_files, repositories
+from medialane.cluster import fetch_files, repositories
+from medialane.cluster.model_files import Repository
 from medialane.core.errors import StartupFailed
 
 

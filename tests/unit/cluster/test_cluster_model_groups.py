@@ -5,8 +5,7 @@ import socket
 
 import pytest
 
-from medialane.cluster import model_groups
-from medialane.cluster.placement import Hardware
+from medialane.cluster import Hardware, model_groups
 from medialane.config import load_models
 from medialane.core.errors import StartupFailed
 

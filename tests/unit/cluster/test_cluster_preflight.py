@@ -8,9 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from huggingface_hub import constants
 
-from medialane.cluster import model_hub, preflight
+from medialane.cluster import check_flags, check_model, check_start, model_hub, preflight
 from medialane.cluster.model_hub import find_on_hub
-from medialane.cluster.preflight import check_flags, check_model, check_start
 from medialane.core.errors import StartupFailed
 
 GOOD = [

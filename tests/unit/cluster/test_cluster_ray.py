@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from medialane.cluster.ray.remote import RemoteSpec
+from medialane.cluster.ray import RemoteSpec
 from medialane.core.errors import StartupFailed
 from waiting import eventually
 

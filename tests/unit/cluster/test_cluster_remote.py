@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from medialane.cluster.ray import remote
-from medialane.cluster.ray.remote import RemoteProcess, RemoteSpec, remote_argv, remote_environ
+from medialane.cluster.ray import RemoteSpec, remote
+from medialane.cluster.ray.remote import RemoteProcess, remote_argv, remote_environ
 from medialane.core.errors import StartupFailed
 
 SECRET = "0123456789abcdef" * 2
@@ -89,7 +89,7 @@ def test_reserved_gpus_that_vllm_cannot_use_are_an_error(monkeypatch, is_for_cpu
 
 
 def remote_hardware(*gpus):
-    from medialane.cluster.placement import Hardware
+    from medialane.cluster import Hardware
 
     return Hardware(gpus, 2)
 

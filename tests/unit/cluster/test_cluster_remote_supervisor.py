@@ -3,10 +3,9 @@ import asyncio
 import pytest
 from scripted_processes import Recorder
 
-from medialane.cluster.ray import remote_supervisor
-from medialane.cluster.ray.remote import Location, RemoteSpec, RunEnd
-from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
-from medialane.config.cluster import ClusterConfig
+from medialane.cluster.ray import RemoteSpec, RemoteSupervisor, remote_supervisor
+from medialane.cluster.ray.remote import Location, RunEnd
+from medialane.config import ClusterConfig
 from medialane.core.errors import StartupFailed
 from medialane.core.process.phase import Phase
 from waiting import eventually

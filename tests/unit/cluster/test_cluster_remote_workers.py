@@ -1,8 +1,7 @@
 import msgspec
 import pytest
 
-from medialane.cluster.ray import remote_workers
-from medialane.cluster.ray.remote_workers import Nodes, gateway_specs, with_join_addresses, worker_specs
+from medialane.cluster.ray import Nodes, gateway_specs, remote_workers, with_join_addresses, worker_specs
 from medialane.config import load_config
 from medialane.core.errors import StartupFailed
 

@@ -1,5 +1,5 @@
 from medialane.cluster.restart_delay import RestartDelay
-from medialane.config.cluster import ClusterConfig
+from medialane.config import ClusterConfig
 
 
 class Exits:

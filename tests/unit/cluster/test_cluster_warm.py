@@ -10,8 +10,8 @@ import pytest
 from process_tree import command_of, descendants
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
-from medialane.cluster import ProcessSpec, SocketExists, process_supervisor, warm
-from medialane.cluster.child_process import ChildProcess, Fork
+from medialane.cluster import ChildProcess, ProcessSpec, SocketExists, process_supervisor, warm
+from medialane.cluster.child_process import Fork
 from medialane.cluster.warm import NotForked, WarmProcess
 from medialane.core.process import heartbeat
 from medialane.core.process.subreaper import set_subreaper

@@ -10,8 +10,7 @@ import pytest
 from fake_vllm import CHAT, FakeVllm
 from rich.console import Console
 
-from medialane.check.progress import CheckProgress
-from medialane.check.servers import Launch
+from medialane.check import CheckProgress, Launch
 from medialane.compare import Comparison, Journal, Manifest, Pace, Slo, make_report, read_traffic, sides_of
 from medialane.core.errors import StartupFailed
 from waiting import eventually

@@ -2,8 +2,7 @@
 
 import pytest
 
-from medialane.config import TableRules, load_config, load_models, settings
-from medialane.config.reloading import SettingsChange, SettingsSource
+from medialane.config import SettingsChange, SettingsSource, TableRules, load_config, load_models, settings
 from medialane.core.errors import StartupFailed
 
 SECTIONS = ("gateway", "media", "logging", "arena")

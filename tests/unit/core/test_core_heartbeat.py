@@ -14,21 +14,16 @@ from waiting import eventually, wait_until
 TICK_S = 0.01
 
 
-@pytest.fixture(autouse=True)
-def quick_ticks(monkeypatch):
-    monkeypatch.setattr(heartbeat, "TICK_S", TICK_S)
-    monkeypatch.setattr(heartbeat, "MAX_SILENT_S", 10 * TICK_S)
-    monkeypatch.setattr(heartbeat, "MAX_BUSY_S", 30 * TICK_S)
-
-
 class Process:
     """What the kernel says of a process: at each tick it has `state`, and has computed and waited for so long."""
 
-    def __init__(self, monkeypatch, state="S", cpu_s=0.0, waited_s=0.0):
+    def __init__(self, state="S", cpu_s=0.0, waited_s=0.0):
         self.now = Activity(state, 0.0, 0.0)
         self.step = (cpu_s, waited_s)
         self.num_ticks = 0
-        monkeypatch.setattr(heartbeat, "activity", self._at_tick)
+
+    def watch(self, pipe=None):
+        return HangWatch(1, pipe, tick_s=TICK_S, activity=self._at_tick)
 
     def _at_tick(self, _pid):
         self.num_ticks += 1
@@ -61,21 +56,23 @@ async def hangs_after(watch, process):
     ],
     ids=["idle", "computing", "timers", "stopped", "in a debugger", "without a core", "with half a core"],
 )
-async def test_silent_process_hangs_once_it_could_have_sent_a_beat(monkeypatch, process, num_ticks):
-    found, watch = Process(monkeypatch, **process), HangWatch(1)
+async def test_silent_process_hangs_once_it_could_have_sent_a_beat(process, num_ticks):
+    found = Process(**process)
+    watch = found.watch()
     watch.beat()
     after = await hangs_after(watch, found)
     assert after is None if num_ticks is None else num_ticks <= after <= num_ticks + 3
 
 
 @pytest.mark.parametrize(("state", "hangs"), [("S", False), ("D", False), ("t", False), ("T", True)])
-async def test_process_that_has_not_begun_its_beats_hangs_only_if_it_is_stopped(monkeypatch, state, hangs):
-    process = Process(monkeypatch, state)
-    assert (await hangs_after(HangWatch(1), process) is not None) == hangs
+async def test_process_that_has_not_begun_its_beats_hangs_only_if_it_is_stopped(state, hangs):
+    process = Process(state)
+    assert (await hangs_after(process.watch(), process) is not None) == hangs
 
 
-async def test_time_that_the_supervisor_sleeps_through_is_one_tick(monkeypatch):
-    process, watch = Process(monkeypatch), HangWatch(1)
+async def test_time_that_the_supervisor_sleeps_through_is_one_tick():
+    process = Process()
+    watch = process.watch()
     watch.beat()
     watching = asyncio.create_task(watch.hung())
     await eventually(lambda: process.num_ticks >= 3)
@@ -102,8 +99,9 @@ async def test_event_loop_that_runs_sends_beats_and_announces_its_end(pipe):
     assert pipe.read() == b"-"
 
 
-async def test_beats_through_the_pipe_prevent_and_a_pause_excuses(pipe, monkeypatch):
-    process, watch = Process(monkeypatch), HangWatch(1, pipe)
+async def test_beats_through_the_pipe_prevent_and_a_pause_excuses(pipe):
+    process = Process()
+    watch = process.watch(pipe)
     watching = asyncio.create_task(watch.hung())
     for _ in range(40):
         beat()

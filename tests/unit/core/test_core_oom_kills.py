@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from medialane.core.process import oom_kills
 from medialane.core.process.oom_kills import OomKills
 from waiting import eventually
 
@@ -21,11 +20,8 @@ GREEDY = f"import sys; sys.stdin.readline(); bytearray({4 * LIMIT_BYTES}); print
 
 
 @pytest.fixture
-def counters(tmp_path, monkeypatch):
-    """Replaces the machine's counters by files; there are none at first."""
-    monkeypatch.setattr(oom_kills, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(oom_kills, "HOST_COUNTERS", tmp_path / "vmstat")
-    monkeypatch.setattr(oom_kills, "POLL_S", 0.01)
+def counters(tmp_path):
+    """The folder of files in place of the machine's counters; there are none at first."""
     return tmp_path
 
 
@@ -40,12 +36,12 @@ def cgroup(request, counters):
 
 
 @pytest.fixture
-def watching():
+def watching(counters):
     """Makes what is tested, for this process."""
-    made = []
+    made, places = [], {"cgroups": counters / "cgroup", "host_counters": counters / "vmstat"}
 
-    def watch():
-        made.append(OomKills(os.getpid()))
+    def watch(**options):
+        made.append(OomKills(os.getpid(), **places, poll_s=0.01, **options))
         return made[-1]
 
     yield watch
@@ -82,10 +78,9 @@ async def test_counters_of_the_host_do_not_matter_where_the_cgroup_has_its_own(c
     assert found.describe_exit(-signal.SIGKILL) == "killed by SIGKILL"
 
 
-async def test_earlier_kill_is_not_the_cause(cgroup, watching, monkeypatch):
-    monkeypatch.setattr(oom_kills, "_RECENT_S", 0.05)
+async def test_earlier_kill_is_not_the_cause(cgroup, watching):
     count(cgroup, 0)
-    found = watching()
+    found = watching(recent_s=0.05)
     count(cgroup, 1)
     await eventually(lambda: found.describe_exit(70) == "exit status 70")
 

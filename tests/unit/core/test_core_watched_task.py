@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-from medialane.core import watched_task
-from medialane.core.watched_task import WatchedTask, has_failing_tasks
+from medialane.core.watched_task import FAILING_S, WatchedTask, has_failing_tasks
 from waiting import eventually
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("can't start new thread")])
-async def test_task_that_ends_is_logged_reported_and_started_again(error, caplog, monkeypatch):
+async def test_task_that_ends_is_logged_reported_and_started_again(error, caplog, clock):
     starts = []
 
     async def work():
@@ -21,12 +20,12 @@ async def test_task_that_ends_is_logged_reported_and_started_again(error, caplog
             return
         await asyncio.Event().wait()
 
-    async with WatchedTask(work, "the reader", pause_s=0.01):
+    async with WatchedTask(work, "the reader", pause_s=0.01, clock=clock):
         assert not has_failing_tasks()
         await eventually(lambda: len(starts) == 3)
         assert has_failing_tasks()
         assert caplog.text.count("the reader has ended unexpectedly") == 2
-        monkeypatch.setattr(watched_task, "FAILING_S", 0.0)
+        clock.now += FAILING_S
         assert not has_failing_tasks(), "it has run for long enough since"
     assert len(starts) == 3
 

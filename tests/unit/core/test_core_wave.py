@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import soundfile
 
+from decoded_media import decode_audio
 from medialane.core.wave import wave_bytes, wave_size
 from medialane.media import MediaConfig
-from medialane.media.audio import decode_audio
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 4801])

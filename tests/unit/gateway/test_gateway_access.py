@@ -15,16 +15,16 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import (
     AccessKeys,
     AccessMiddleware,
+    BoundedServer,
     GatewayConfig,
     IntakeMiddleware,
     ScopeMiddleware,
+    http_bounds,
     open_scope,
 )
 from medialane.gateway.access import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS, OPEN
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
 from medialane.media import MediaConfig
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 
 KEY = "authorization: Bearer key\r\n"
 ROUTES = {path: path for path in ("/v1/models", "/ping", "/metrics", "/sleep", "/medialane/login", "/medialane/reload")}

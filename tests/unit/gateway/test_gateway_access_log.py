@@ -13,8 +13,7 @@ from medialane.core.errors import NoWorkerReady
 from medialane.core.loop_fairness import LoopFairness
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
-from medialane.observability.logging import ACCESS_LOGGER, JsonFormatter, PlainFormatter, request_id
-from medialane.observability.metrics import Metrics
+from medialane.observability import ACCESS_LOGGER, JsonFormatter, Metrics, PlainFormatter, request_id
 
 BODY = (
     b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a secret prompt"}, '

@@ -1,8 +1,5 @@
 """Administrative calls go to every worker and complete when all have completed."""
 
-import asyncio
-from types import SimpleNamespace
-
 import pytest
 
 from medialane.core.admin import (
@@ -18,46 +15,28 @@ from medialane.core.admin import (
 from medialane.core.errors import AdminCallIncomplete, GenerationFailed, InvalidRequest, NoWorkerReady, WorkerLost
 from medialane.gateway import WorkerPool
 from medialane.gateway.administration import MAX_NAMED, administer
-
-
-class Calls:
-    def __init__(self, answer):
-        self.answer = answer
-        self.made = []
-
-    async def administer(self, call, timeout_s):
-        assert timeout_s == 7
-        self.made.append(call)
-        await asyncio.sleep(0)
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
-class Link:
-    """A worker that answers `answer`; None is one that is lost."""
-
-    role = "worker"
-
-    def __init__(self, number, answer, *, lost=False):
-        self.name = f"unix:/w{number}"
-        self.client = None if lost else SimpleNamespace(calls=Calls(answer))
-
+from medialane.testing.fake_worker_link import FakeLink
 
 LOST = object()
 
 
 class Workers:
+    """Workers that give these answers; LOST are those that are not connected."""
+
     def __init__(self, *answers):
-        self.links = [Link(n, answer, lost=answer is LOST) for n, answer in enumerate(answers)]
+        self.links = [FakeLink(f"unix:/w{number}", admin_result=answer) for number, answer in enumerate(answers)]
         self.pool = WorkerPool(self.links)
+        for link in self.links:
+            if link.worker.admin_result is not LOST:
+                link.join()
 
     async def do(self, call):
         return await administer(self.pool, call, timeout_s=7)
 
     @property
     def calls(self):
-        return [link.client.calls.made for link in self.links if link.client is not None]
+        workers = [link.client for link in self.links if link.client is not None]
+        return [[message.call for message in worker.sent] for worker in workers]
 
 
 async def test_every_worker_is_called_and_results_are_in_order():
@@ -141,3 +120,10 @@ async def test_adapter_is_loaded_on_ready_workers():
 async def test_adapter_failing_on_one_worker_is_a_failure():
     with pytest.raises(AdminCallIncomplete, match="No adapter found"):
         await Workers(True, GenerationFailed("No adapter found for /a")).do(AddLora(b"x"))
+
+
+async def test_worker_that_does_not_answer_is_named_after_the_timeout():
+    workers = Workers(True, True)
+    workers.links[1].worker.is_silent = True
+    with pytest.raises(AdminCallIncomplete, match=r"1 of 2 .*unix:/w1 \(no response within 0.01 s\)"):
+        await administer(workers.pool, Sleep(), timeout_s=0.01)

@@ -4,25 +4,27 @@ import asyncio
 import gc
 import logging
 import weakref
-from types import SimpleNamespace
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
 from medialane.core.feature import Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.media import MediaSize
-from medialane.core.request import OutputDelta
-from medialane.gateway import GatewayConfig
-from medialane.gateway.encoders import Encoders
+from medialane.core.request import EncoderCard, OutputDelta
+from medialane.gateway import Encoders, GatewayConfig, ShmTransport, WorkerPool
 from medialane.gateway.requests import RequestRecord
-from medialane.gateway.transports import ShmTransport
-from medialane.observability.metrics import Metrics
-from medialane.routing.config import RoutingConfig
-from medialane.routing.encode_choice import EncodeCosts
+from medialane.observability import Metrics
+from medialane.routing import EncodeCosts, RoutingConfig
+from medialane.testing.fake_handler import FAKE_CARD
+from medialane.testing.fake_worker_link import FakeLink
 
 DIGEST = "d" * 64
 PLACED = PlacedFeature(Feature("image", "h" * 64, b"", (), MediaSize()), PlaceholderRange(0, 4))
 PREPARED = PreparedPrompt([1] * 4, (PLACED,), (PLACED.feature.mm_hash,), MediaPrompt([1], ()), None)
+
+
+CARD = msgspec.structs.replace(FAKE_CARD, role="encoder", encoder=EncoderCard(DIGEST, "bfloat16", {"image": 8}))
 
 
 class Name(str):
@@ -31,53 +33,21 @@ class Name(str):
     __slots__ = ("__weakref__",)
 
 
-class Client:
-    def __init__(self):
-        self.reports = SimpleNamespace(encoder=None, num_gateways=1, loads=())
-        self.requests = [self.reports]  # not yet released
-
-
-class Remote:
-    """An encode request. One that is late never ends."""
-
-    def __init__(self, is_late):
-        self._is_late = is_late
-
-    async def __aiter__(self):
-        if self._is_late:
-            await asyncio.Event().wait()
-        yield OutputDelta("r", [], embedded=(PLACED.feature.mm_hash,))
-
-    def abort(self):
-        pass
-
-
-class Link:
-    is_ready = same_host = True
-    encoder = DIGEST
-    store_client = ""
-    encoder_card = None
-
-    def __init__(self, number, is_late):
-        self.name, self.client, self._is_late = Name(f"host:{number}"), Client(), is_late
-
-    def submit(self, _request):
-        return Remote(self._is_late)
-
-
-class Pool:
-    def __init__(self):
-        self.links = []
-
-    def of_role(self, _role):
-        return self.links
+def encoder(number, *, is_late):
+    """One that is late never answers."""
+    link = FakeLink(Name(f"host:{number}"), CARD)
+    link.join()
+    if not is_late:
+        encoded = OutputDelta("r", [], embedded=(PLACED.feature.mm_hash,))
+        link.worker.requests.answer = lambda remote: remote.on_output(encoded, 1)
+    return link
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_nothing_is_remembered_of_an_encoder_that_left(is_late, caplog):
     """The default name of one contains its process id: each restart has another."""
     caplog.set_level(logging.CRITICAL, "medialane.gateway.encoders")  # records would hold the names
-    pool, metrics = Pool(), Metrics(CollectorRegistry())
+    pool, metrics = WorkerPool([encoder(number, is_late=is_late) for number in (1, 2)]), Metrics(CollectorRegistry())
     encoders = Encoders(
         pool,
         ShmTransport(None),
@@ -87,13 +57,12 @@ async def test_nothing_is_remembered_of_an_encoder_that_left(is_late, caplog):
         config=GatewayConfig(encode_at="encoders", encode_timeout_s=0.01),
         metrics=metrics,
     )
-    pool.links = [Link(1, is_late), Link(2, is_late)]
-    kept = [weakref.ref(kept) for link in pool.links for kept in (link, link.name, link.client)]
+    kept = [weakref.ref(kept) for link in pool.links.values() for kept in (link, link.name, link.client)]
     for _ in range(2):
         encoded = await encoders.encode(PREPARED, [PLACED], DIGEST, RequestRecord())
         assert bool(encoded) != is_late
     assert encoders.is_ready(DIGEST) != is_late, "both were late"
-    pool.links = []
+    pool.links.clear()
     await asyncio.sleep(0)
     gc.collect()
     assert [reference() for reference in kept] == [None] * len(kept)

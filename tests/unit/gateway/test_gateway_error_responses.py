@@ -6,9 +6,8 @@ import pytest
 
 from medialane.core.errors import InvalidImage, MediaTooLarge, NoWorkerReady, PromptRejected, UnsupportedMediaType
 from medialane.core.media import Alias, MediaRef
+from medialane.gateway import ExtractedMedia, References, RequestScope
 from medialane.gateway.error_responses import ErrorSender, error_form
-from medialane.gateway.references import References
-from medialane.gateway.scope import ExtractedMedia, RequestScope
 
 CHAT, RESPONSES, MESSAGES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 BUSY = NoWorkerReady("no worker", retry_after_s=5)

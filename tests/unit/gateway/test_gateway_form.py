@@ -9,9 +9,8 @@ from starlette.formparsers import MultiPartParser
 from starlette.requests import Request
 
 from medialane.core.errors import BodyTooLarge, EmptyMedia, InvalidRequest, InvalidUpload, TooManyMediaItems
-from medialane.gateway.config import GatewayConfig
+from medialane.gateway import GatewayConfig, References
 from medialane.gateway.intake import extract_files as extract_files_with
-from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
 CONFIG = MediaConfig(max_items=2, max_audio_bytes=5000)

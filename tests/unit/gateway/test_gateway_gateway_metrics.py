@@ -16,7 +16,7 @@ from medialane.core.request import Endpoint, WorkerLoad
 from medialane.gateway import GatewayMetrics
 from medialane.gateway.gateway_metrics import merge
 from medialane.gateway.scrape import MIN_INTERVAL_S
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 
 
 class Member:

@@ -20,9 +20,9 @@ from medialane.core.remote_entry import RemoteEntry
 from medialane.core.request import EncoderCard
 from medialane.core.stage import STAGES
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
+from medialane.gateway import PullTransport, ShmTransport, TransferPath
 from medialane.gateway.handover import prompt_for
-from medialane.gateway.transports import PullTransport, ShmTransport, TransferPath
-from medialane.observability.timeline import StageTimeline
+from medialane.observability import StageTimeline
 
 PLACE = PlaceholderRange(1, 4, b"\1\1\0\1")
 

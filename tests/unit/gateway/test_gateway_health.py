@@ -1,41 +1,35 @@
 """What `/health` reports about the workers."""
 
-from types import SimpleNamespace
-
 import msgspec
 import pytest
 
-from medialane.gateway import health_of
+from medialane.core.errors import StartupFailed
+from medialane.core.request import WorkerLoad
+from medialane.gateway import WorkerPool, health_of
+from medialane.testing.fake_handler import FAKE_CARD
+from medialane.testing.fake_worker_link import FakeLink
+from medialane.wire import LoadReport
 
-
-def link(*, ready, otherwise="lost", unknown_blocks=False, failing_tasks=False):
-    state = "ready" if ready else otherwise
-    return SimpleNamespace(
-        is_ready=ready, state=state, has_unknown_blocks=unknown_blocks, has_failing_tasks=failing_tasks
-    )
+ENCODER = msgspec.structs.replace(FAKE_CARD, role="encoder")
 
 
 def workers(total, ready, failing=0, encoders=(), otherwise="lost", unknown_blocks=0, failing_tasks=0):
     """`encoders` are whether each of them is ready; `otherwise` is the state of workers that are not."""
-    numbers = range(total)
-    links = {
-        "worker": [
-            link(
-                ready=i < ready,
-                otherwise=otherwise,
-                unknown_blocks=i < unknown_blocks,
-                failing_tasks=i < failing_tasks,
-            )
-            for i in numbers
-        ],
-        "encoder": [link(ready=up) for up in encoders],
-    }
-    return SimpleNamespace(
-        links=dict(enumerate(links["worker"] + links["encoder"])),
-        num_ready=ready,
-        num_failing=failing,
-        of_role=links.__getitem__,
-    )
+    links = [FakeLink(f"w{number}") for number in range(total)]
+    encoder_links = [FakeLink(f"e{number}", ENCODER) for number in range(len(encoders))]
+    pool = WorkerPool([*links, *encoder_links])
+    for number, link in enumerate(links):
+        if number < ready or otherwise != "lost":
+            link.join()
+            state = {} if number < ready else {f"is_{otherwise}": True}
+            reported = {"has_unknown_blocks": number < unknown_blocks, "has_failing_tasks": number < failing_tasks}
+            link.worker.report(LoadReport((WorkerLoad(),), **state, **reported))
+        elif total - number <= failing:
+            link.refuse(StartupFailed("another model"))
+    for link, is_ready in zip(encoder_links, encoders, strict=True):
+        if is_ready:
+            link.join()
+    return pool
 
 
 def test_healthy_response_equals_vllms():

@@ -10,12 +10,11 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from medialane.core.loop_fairness import LoopFairness
-from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware
+from medialane.gateway import BoundedServer, GatewayConfig, IntakeMiddleware, ScopeMiddleware, http_bounds
 from medialane.gateway import http_protocol as module
-from medialane.gateway.http_protocol import MAX_TARGET_BYTES, http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway.http_protocol import MAX_TARGET_BYTES
 from medialane.media import MediaConfig
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from waiting import eventually
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"

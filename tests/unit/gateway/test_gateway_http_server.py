@@ -13,9 +13,7 @@ import pytest
 import trustme
 import uvicorn
 
-from medialane.gateway import GatewayConfig, http_server
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway import BoundedServer, GatewayConfig, http_bounds, http_server
 from medialane.wire import acceptor
 from waiting import eventually
 

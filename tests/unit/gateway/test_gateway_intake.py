@@ -26,15 +26,12 @@ from medialane.core.errors import (
     TooManyMediaItems,
     UnsupportedMediaType,
 )
-from medialane.gateway import RequestScope
-from medialane.gateway.config import GatewayConfig
+from medialane.gateway import GatewayConfig, References, RequestScope
 from medialane.gateway.intake import Intake
 from medialane.gateway.intake import extract as extract_with
 from medialane.gateway.intake.json_scan import scan_json
 from medialane.gateway.intake.skeleton import as_utf8
-from medialane.gateway.references import References
-from medialane.media import MediaConfig
-from medialane.media.published_image import MAX_URL_BYTES
+from medialane.media import MAX_URL_BYTES, MediaConfig
 from published import published_url
 
 CONFIG = MediaConfig()

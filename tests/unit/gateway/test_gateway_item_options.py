@@ -6,8 +6,8 @@ import re
 import pytest
 
 from medialane.core.errors import InvalidRequest, TooManyFrames
+from medialane.gateway import References
 from medialane.gateway.intake import extract
-from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
 URL = "https://example.com/clip.mp4"

@@ -6,8 +6,8 @@ import pytest
 
 from medialane.core.errors import InvalidMediaUrl
 from medialane.core.media_lease import media_hash
+from medialane.gateway import References
 from medialane.gateway.intake import extract
-from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
 URL = f"medialane:media/{media_hash(owner='tenant:search', salt='', content='a' * 64)}"

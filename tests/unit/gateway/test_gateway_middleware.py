@@ -14,7 +14,7 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import MediaSize
 from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
 from medialane.media import MediaConfig
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 
 JSON = [(b"content-type", b"application/json")]
 DATA = bytes(range(256)) * 40

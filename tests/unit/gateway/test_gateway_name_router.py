@@ -13,12 +13,10 @@ import pytest
 import uvicorn
 from yarl import URL
 
-from medialane.gateway import AccessKeys, GatewayConfig
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway import AccessKeys, BoundedServer, GatewayConfig, http_bounds
 from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
-from medialane.media.config import MediaConfig
-from medialane.wire.listener import bind_http, bind_unix
+from medialane.media import MediaConfig
+from medialane.wire import bind_http, bind_unix
 from waiting import eventually
 
 CHAT = "/v1/chat/completions"

@@ -21,21 +21,35 @@ from starlette.routing import Route, Router
 from medialane.core.errors import InvalidImage, InvalidRequest, MedialaneError, to_report
 from medialane.core.media import MediaRef
 from medialane.core.request import Endpoint, ModelCard, OutputDelta, RoutingDecision, WorkerLoad
-from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, GatewayMetrics, ScopeMiddleware, WorkerPool
+from medialane.gateway import (
+    AccessKeys,
+    AccessMiddleware,
+    BoundedServer,
+    GatewayConfig,
+    GatewayMetrics,
+    ScopeMiddleware,
+    WorkerPool,
+    http_bounds,
+    no_others,
+)
 from medialane.gateway.error_responses import error_form, send_error
-from medialane.gateway.gateway_metrics import no_others
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
-from medialane.gateway.operators import OperatorEndpoints, Sessions, own_part, whole_state
-from medialane.gateway.operators.decisions import decisions_page
+from medialane.gateway.operators import (
+    Limits,
+    OperatorEndpoints,
+    OwnView,
+    PageFiles,
+    Sessions,
+    State,
+    Whose,
+    decisions_page,
+    own_part,
+    whole_state,
+)
 from medialane.gateway.operators.endpoints import MAX_STREAMS, RequestList
-from medialane.gateway.operators.page_files import PageFiles
-from medialane.gateway.operators.part import Whose
 from medialane.gateway.operators.sessions import SESSION_S, is_from_this_machine
-from medialane.gateway.operators.state import Limits, OwnView, State
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestRecord, RequestView
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 
 BEARER = {"authorization": "Bearer admin"}
 #: Faster than the second of real servers.

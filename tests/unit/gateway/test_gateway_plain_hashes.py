@@ -14,9 +14,8 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import Alias, EncodedMedia, Image, MediaRef, MediaSize
 from medialane.core.media_hash import DecodedItem
 from medialane.core.tensor import TensorSpec
-from medialane.gateway import open_scope
+from medialane.gateway import PlainHashes, open_scope
 from medialane.gateway.assembly import Assembly
-from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.request_media import RequestMedia
 from medialane.media import MediaConfig
 from medialane.testing.fake_processor import FakeAssembler

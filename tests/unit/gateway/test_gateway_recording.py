@@ -17,7 +17,7 @@ from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, 
 from medialane.gateway.recording import MAX_PENDING_BYTES, Recorder, RecordingConfig, parse_stand_in
 from medialane.gateway.recording.redaction import without_secrets
 from medialane.media import MediaConfig
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from waiting import eventually
 
 CHAT = "/v1/chat/completions"

@@ -17,11 +17,10 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from medialane.core.errors import RateLimitExceeded
-from medialane.gateway import GatewayConfig, ScopeMiddleware
+from medialane.gateway import BoundedServer, GatewayConfig, ScopeMiddleware, http_bounds
 from medialane.gateway.error_responses import error_form, send_error
-from medialane.gateway.http_protocol import MAX_DISCARDED_BYTES, http_bounds
-from medialane.gateway.http_server import BoundedServer
-from medialane.observability.metrics import Metrics
+from medialane.gateway.http_protocol import MAX_DISCARDED_BYTES
+from medialane.observability import Metrics
 from waiting import eventually
 
 BODY = bytes(50_000_000)

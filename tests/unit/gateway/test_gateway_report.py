@@ -13,9 +13,16 @@ from medialane.core.feature import Feature, MediaSpan, StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import Alternative, CostParts, OutputDelta, RoutingDecision
 from medialane.core.stage import STAGES
-from medialane.gateway import ExtractedMedia, open_scope, report
+from medialane.gateway import (
+    ExtractedMedia,
+    InlineTransport,
+    PullTransport,
+    ShmTransport,
+    TransferPath,
+    open_scope,
+    report,
+)
 from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
-from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, TransferPath
 
 REPORT = b'{"items":[{"param":"x"}]}'
 REPORT_FIELDS = json.loads(REPORT)

@@ -10,11 +10,11 @@ from medialane.core.feature import Feature, StagedItem
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import CompletionDelta, OutputDelta, RoutingDecision
 from medialane.core.stage import STAGES
+from medialane.gateway import ShmTransport, TransferPath
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestFilter, RequestRecord
 from medialane.gateway.requests.item_record import without_urls
 from medialane.gateway.requests.rates import BOUNDS_MS, Rates, Waits, series
-from medialane.gateway.transports import ShmTransport, TransferPath
 
 HASH = "0123456789abcdef" * 4
 SECRET_URL = "https://user:password@cdn.example.com:8443/path/to/secret.png?token=secret"

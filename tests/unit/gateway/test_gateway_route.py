@@ -1,7 +1,5 @@
 """What the gateway reports to the router about workers and requests."""
 
-from types import SimpleNamespace
-
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
@@ -10,23 +8,29 @@ from medialane.core.block_hash import prompt_block_ids
 from medialane.core.feature import Embedding, Feature, MediaPrompt, PlacedFeature, PlaceholderRange, PreparedPrompt
 from medialane.core.kv_events import KvChange
 from medialane.core.media import MediaRef, MediaSize
-from medialane.core.request import Endpoint, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
+from medialane.core.request import EncoderCard, EngineRequest, ExpandedPrompt, ModelCard, WorkerLoad
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.gateway import WorkerPool
-from medialane.gateway.route import Routes
-from medialane.gateway.worker_link.client_reports import ClientReports
-from medialane.observability.metrics import Metrics
+from medialane.gateway import Routes, WorkerPool
+from medialane.observability import Metrics
 from medialane.routing import Router
-from medialane.wire.protocol import KvBlocks
+from medialane.testing.fake_worker_link import ARENA, FakeLink
+from medialane.wire import ArenaMapped, EncoderCleared, KvBlocks
 
 
-def link_to(name, *, block_size=16, same_host=True, encoder="", role="worker"):
-    card = ModelCard("m", 4096, block_size, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
-    endpoint = Endpoint(name, f"unix:/{name}", True, WorkerLoad(), 0, same_host=same_host, card=card)
-    client = SimpleNamespace(reports=ClientReports(list))
-    return SimpleNamespace(
-        name=name, client=client, endpoints=lambda: [endpoint], same_host=same_host, encoder=encoder, role=role
+def link_to(name, *, block_size=16, same_host=True, encoder="", role="worker", ranks=1):
+    card = ModelCard(
+        *("m", 4096, block_size, {}),
+        encoder_cache_tokens=10_000,
+        max_num_seqs=8,
+        data_parallel_size=ranks,
+        role=role,
+        encoder=card_of(encoder),
     )
+    return FakeLink(name, card, same_host=same_host)
+
+
+def card_of(encoder):
+    return EncoderCard(encoder, "bfloat16", {"image": 8}) if encoder else None
 
 
 @pytest.fixture
@@ -34,8 +38,7 @@ def make_routes():
     def make(*links):
         routes = Routes(Router(seed=1), WorkerPool(links), Metrics(CollectorRegistry()))
         for link in links:
-            if link.role == "worker":
-                link.reports = link.listener(link)
+            link.join()
         return routes
 
     return make
@@ -95,18 +98,18 @@ def test_request_is_counted_once_at_its_worker_when_sent(make_routes):
 def test_removed_worker_is_not_chosen(make_routes):
     first, second = link_to("w0"), link_to("w1")
     routes = make_routes(first, second)
-    first.reports.left()
+    first.lose()
     assert {routes.choose(*left_to_worker(n)).link.name for n in range(4)} == {"w1"}
 
 
 def test_worker_that_maps_the_arena_later_counts_as_of_this_host(make_routes):
     near, far = link_to("w0"), link_to("w1", same_host=False)
     routes = make_routes(near, far)
-    for near.same_host, far.same_host in ((False, True), (True, False)):
-        for link in (near, far):
-            link.reports.host_changed()
+    for here, elsewhere in ((far, near), (near, far)):
+        here.worker.report(ArenaMapped(ARENA))
+        elsewhere.worker.report(ArenaMapped("another"))
         chosen = {routes.choose(*with_large_media(number)).link.name for number in range(4)}
-        assert chosen == {"w0" if near.same_host else "w1"}
+        assert chosen == {here.name}
 
 
 def test_worker_failing_to_join_can_leave_and_rejoin(make_routes):
@@ -152,11 +155,10 @@ def test_request_that_reads_no_prefix_cache_counts_no_cached_tokens(make_routes)
         assert route.routed.decision.num_tokens == 200
 
 
-def test_lag_of_events_does_not_depend_on_the_clock_of_the_workers_host(make_routes):
+async def test_lag_of_events_does_not_depend_on_the_clock_of_the_workers_host(make_routes):
     """The worker measures it. A snapshot has none, and leaves the last one."""
     link = link_to("w0")
     routes = make_routes(link)
-    link.client.reports.open(link.endpoints()[0].card)
     link.client.reports.received(KvBlocks(KvChange(0, 0, b"", b"", age_s=0.25)))
     link.client.reports.received(KvBlocks(KvChange(0, 1, b"", b"", snapshot=True)))
     assert routes.stats().event_lag_s == {"w0": 0.25}
@@ -173,10 +175,7 @@ def test_choice_that_was_never_sent_is_counted(make_routes):
 
 
 def test_load_of_a_rank_counts_only_at_that_rank(make_routes):
-    link = link_to("w0")
-    (endpoint,) = link.endpoints()
-    ranks = [msgspec.structs.replace(endpoint, rank=rank, num_ranks=2) for rank in range(2)]
-    link.endpoints = lambda: ranks
+    link = link_to("w0", ranks=2)
     routes = make_routes(link)
     for busy in (0, 1, 0):
         loads = [WorkerLoad(8, 40, 0.9) if rank == busy else WorkerLoad() for rank in range(2)]
@@ -199,18 +198,22 @@ def test_encoder_workers_with_another_encoder_change_nothing_for_the_others(make
     assert make_routes(link_to("e0", encoder="e", role="encoder")).encoder == ""
 
 
-@pytest.mark.parametrize("change", ["joined", "left", "host_changed", "encoder_cleared"])
-def test_encoder_follows_the_workers(make_routes, change):
+@pytest.mark.parametrize(("change", "expected"), [("joined", "e"), ("left", ""), ("moved", ""), ("cleared", "e")])
+def test_encoder_follows_the_workers(make_routes, change, expected):
     link = link_to("w0", encoder="d")
     routes = make_routes(link)
     assert routes.encoder == "d"
-    link.encoder = "e"
-    if change == "joined":
-        link.reports.left()
-        routes.joined(link)
-    else:
-        getattr(link.reports, change)()
-    assert routes.encoder == "e"
+    match change:
+        case "joined":
+            link.lose()
+            link.join(link_to("w0", encoder="e").worker)
+        case "left":
+            link.lose()
+        case "moved":
+            link.worker.report(ArenaMapped("another"))
+        case "cleared":
+            link.worker.report(EncoderCleared(card_of("e")))
+    assert routes.encoder == expected
 
 
 def test_known_embedding_is_part_of_what_is_routed(make_routes):

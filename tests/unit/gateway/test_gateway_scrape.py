@@ -1,45 +1,31 @@
 """Scrapes of the gateway query its workers."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from medialane.gateway import ScrapeMiddleware, WorkerPool, WorkerScrape
 from medialane.gateway.scrape import MIN_INTERVAL_S
+from medialane.testing.fake_worker_link import FakeLink
 from waiting import eventually
-
-
-class Calls:
-    def __init__(self):
-        self.metrics = object()
-        self.num_reads = 0
-        self.answers = asyncio.Event()
-        self.answers.set()
-
-    async def read_metrics(self, timeout_s):
-        self.num_reads += 1
-        await self.answers.wait()
-        return True
-
-
-class Link:
-    def __init__(self, name, calls):
-        self.name, self.client = name, None if calls is None else SimpleNamespace(calls=calls)
 
 
 @pytest.fixture
 def links():
-    return [Link("unix:/w0", Calls()), Link("unix:/w1", Calls()), Link("unix:/lost", None)]
+    """The last one is not connected."""
+    return [FakeLink("unix:/w0"), FakeLink("unix:/w1"), FakeLink("unix:/lost")]
 
 
 @pytest.fixture
 def scrape(links, clock):
-    return WorkerScrape(WorkerPool(links), clock=clock)
+    pool = WorkerPool(links)
+    for link in links[:2]:
+        link.join()
+    return WorkerScrape(pool, clock=clock)
 
 
 def num_reads(links):
-    return [link.client.calls.num_reads for link in links if link.client is not None]
+    return [len(link.client.sent) for link in links if link.client is not None]
 
 
 async def test_every_connected_worker_is_scraped(scrape, links):
@@ -50,7 +36,7 @@ async def test_every_connected_worker_is_scraped(scrape, links):
 
 async def test_metrics_of_a_removed_worker_disappear(scrape, links):
     await scrape.refresh()
-    links[0].client = None
+    links[0].lose()
     assert list(scrape.mirrors()) == ["unix:/w1"]
 
 
@@ -63,12 +49,12 @@ async def test_frequent_scrapes_are_limited_to_the_interval(scrape, links, clock
 
 
 async def test_cancelled_scrape_does_not_affect_the_next(scrape, links):
-    links[0].client.calls.answers.clear()
+    links[0].worker.is_silent = True
     given_up = asyncio.create_task(scrape.refresh())
     await eventually(lambda: num_reads(links) == [1, 1])
     given_up.cancel()
     await asyncio.wait([given_up])
-    links[0].client.calls.answers.set()
+    links[0].worker.respond()
     await scrape.refresh()
     assert num_reads(links) == [2, 2]
 

@@ -6,9 +6,9 @@ from base64 import b64encode
 import pytest
 
 from medialane.core.errors import InvalidBase64, InvalidRequest, TooManyMediaItems
+from medialane.gateway import References
 from medialane.gateway.intake import extract
 from medialane.gateway.intake.sent_features import placeholder_field
-from medialane.gateway.references import References
 from medialane.media import MediaConfig
 
 HASH, OTHER = "a" * 64, "b" * 64

@@ -18,18 +18,11 @@ from medialane.core.media import Alias, EncodedMedia, MediaRef, MediaSize
 from medialane.core.tensor import ArenaRange
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
-from medialane.observability.timeline import ReportedStep, StageTimeline, TimelineReport
-from medialane.prepare.processor import Described
+from medialane.observability import StageTimeline, TimelineReport
+from medialane.observability.timeline import ReportedStep
+from medialane.prepare import Described
+from medialane.store import AliasResolved, DescribeItem, ImageSize, ItemDescribed, ItemFound, ResolveAlias, SendData
 from medialane.store.client import ConnectionLost
-from medialane.store.messages import (
-    AliasResolved,
-    DescribeItem,
-    ImageSize,
-    ItemDescribed,
-    ItemFound,
-    ResolveAlias,
-    SendData,
-)
 
 PARAM = "messages[0].content[0].image_url"
 ENTRY = ArenaRange("a" * 32, 0, 4096, 1)

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from medialane.core.errors import LimitExceeded, StartupFailed
 from medialane.gateway import AccessKeys, AccessMiddleware, GatewayConfig, ScopeMiddleware, current_scope
 from medialane.gateway.admission import SharedCounts, Tenants
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from waiting import eventually
 
 ROUTES = {

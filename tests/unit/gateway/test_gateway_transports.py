@@ -11,9 +11,9 @@ from medialane.core.media import MediaSize
 from medialane.core.remote_entry import RemoteEntry
 from medialane.core.stage import STAGES, Stage
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
+from medialane.gateway import InlineTransport, PullTransport, ShmTransport, Transport, Transports
 from medialane.gateway import transports as module
-from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transport, Transports
-from medialane.observability.timeline import StageTimeline
+from medialane.observability import StageTimeline
 
 SPEC = TensorSpec("uint8", (1000,))
 NOWHERE = TensorDescriptor(SPEC, ArenaRange("a" * 32, 4096, 1024 + 64, 1), 64)

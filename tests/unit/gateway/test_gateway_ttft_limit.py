@@ -12,7 +12,7 @@ from medialane.core.errors import TtftLimitExceeded
 from medialane.core.request import Endpoint, ModelCard, OutputDelta, WorkerLoad
 from medialane.core.stats import PoolStats
 from medialane.gateway.admission import CostForecast, NewItem, TtftLimit
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.routing import EngineWork, Router
 
 #: Of the engines here: ms of a request, of each token, and of each embedding. The router assumes 5, 0.05 and 0.03.

@@ -8,13 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from medialane.core.errors import InvalidRequest
-from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool
-from medialane.gateway.worker_control import WorkerControl, WorkerInfo
-from medialane.observability.metrics import Metrics
+from medialane.gateway import GatewayConfig, WorkerControl, WorkerInfo, WorkerLink, WorkerPool
+from medialane.observability import Metrics
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.wire import Hello, RpcConfig
+from medialane.worker.gateway_link import RpcServer
 from waiting import eventually
 
 RPC = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=1.0)

@@ -20,15 +20,13 @@ from medialane.core.errors import (
     WorkerStalled,
 )
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.gateway import GatewayConfig, WorkerLink, WorkerPool, health_of
-from medialane.gateway.worker_control import WorkerControl, WorkerInfo
-from medialane.gateway.worker_link.client import RpcClient
+from medialane.gateway import GatewayConfig, WorkerControl, WorkerInfo, WorkerLink, WorkerPool, health_of
+from medialane.gateway.worker_link import RpcClient
 from medialane.gateway.worker_pool import on_hosts_of
-from medialane.observability.metrics import Metrics
+from medialane.observability import Metrics
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.wire import Hello, RpcConfig
+from medialane.worker.gateway_link import RpcServer
 from waiting import eventually
 from written_lines import written_lines
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from audio_maker import FILES, by_ffmpeg, by_libsndfile, hours_of_silence, tones
+from decoded_media import decode_audio
 from medialane.core.errors import (
     AudioTooLong,
     EmptyMedia,
@@ -22,7 +23,6 @@ from medialane.core.errors import (
     UnsupportedMediaType,
 )
 from medialane.media import MediaConfig, audio
-from medialane.media.audio import decode_audio
 
 CONFIG = MediaConfig()
 MIB = 1 << 20

@@ -3,8 +3,7 @@ from base64 import b64encode
 import pytest
 
 from medialane.core.errors import EmptyMedia, InvalidBase64, InvalidDataUrl, MediaTooLarge
-from medialane.media import decode_base64
-from medialane.media.data_url import parse_header, split_data_url
+from medialane.media import decode_base64, parse_header, split_data_url
 
 LIMIT = 1000
 

@@ -25,7 +25,8 @@ from medialane.core.errors import (
     MediaTooLarge,
 )
 from medialane.core.tensor import TensorSpec
-from medialane.media.embeds import MAX_NUMBERS, MAX_RECORDS, read_embeds, read_tensor
+from medialane.media import read_embeds
+from medialane.media.embeds import MAX_NUMBERS, MAX_RECORDS, read_tensor
 
 MIB = 1 << 20
 

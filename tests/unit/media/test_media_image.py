@@ -12,6 +12,7 @@ import pytest
 from PIL import Image as PILImage
 from PIL import PngImagePlugin
 
+from decoded_media import check_image, decode_image
 from medialane.core.errors import (
     EmptyMedia,
     ImageTooComplex,
@@ -21,7 +22,6 @@ from medialane.core.errors import (
     UnsupportedMediaType,
 )
 from medialane.media import MediaConfig, oriented_size
-from medialane.media.image import check_image, decode_image
 
 CONFIG = MediaConfig()
 

@@ -15,8 +15,7 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig
-from medialane.media.image_header import sniff_image
+from medialane.media import MediaConfig, sniff_image
 
 CONFIG = MediaConfig()
 

@@ -8,10 +8,10 @@ import pytest
 from PIL import Image as PILImage
 from PIL import PngImagePlugin
 
+from decoded_media import decode_image, measure_image
 from medialane.core.errors import ImageTooLarge, InvalidImage, UnsupportedMediaType
 from medialane.core.media import MediaSize
 from medialane.media import MediaConfig, oriented_size
-from medialane.media.image import decode_image, measure_image
 
 CONFIG = MediaConfig()
 SIZE = (37, 21)

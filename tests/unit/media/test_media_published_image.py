@@ -16,16 +16,19 @@ from medialane.core.errors import (
     MediaTooLarge,
     UnsupportedMediaType,
 )
-from medialane.media import MediaConfig, decode, needs_probe, sniff
-from medialane.media.published_image import (
+from medialane.media import (
     MAX_URL_BYTES,
     PIXMAP_HEADER_BYTES,
     PIXMAP_TYPE,
     RDMA_TYPE,
+    MediaConfig,
+    decode,
     is_published,
+    needs_probe,
     pixmap_header,
     pixmap_size,
     read_published,
+    sniff,
 )
 from published import published_url
 

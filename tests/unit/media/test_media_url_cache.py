@@ -4,7 +4,7 @@ from kept_names import KeptNames
 from medialane.arena.names import MAX_PAYLOAD_BYTES
 from medialane.core.media import Alias
 from medialane.media.http_cache import KnownUrl, UrlCache, Validators, url_key
-from medialane.store.aliases import Aliases
+from medialane.store import Aliases
 
 HASH = "ab" * 32
 TAGGED = Validators(b"a", '"1"', None)

@@ -16,8 +16,7 @@ from medialane.core.errors import (
     VideoTooLarge,
     VideoTooLong,
 )
-from medialane.media import container, probe
-from medialane.media.config import MediaConfig
+from medialane.media import MediaConfig, container, probe
 from medialane.media.video import open_video
 from video_clips import clip, jpegs, remux
 

@@ -12,22 +12,21 @@ from functools import partial
 
 import pytest
 
-from medialane.observability.logging import (
+from medialane.observability import (
     ACCESS_LOGGER,
     JsonFormatter,
     LimitedHandler,
     LoggingConfig,
     PlainFormatter,
-    RepetitionLimit,
     as_text,
     configure,
     configure_child,
     is_access_line,
-    redact,
     request_id,
     trace_id,
     unchanged_levels,
 )
+from medialane.observability.logging import RepetitionLimit, redact
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from medialane.core.stats import (
     StoreStats,
     WaitStats,
 )
-from medialane.observability.metrics import Metrics
-from medialane.observability.timeline import StageTimeline
+from medialane.observability import Metrics, StageTimeline
 
 
 def arena_stats(**changed):

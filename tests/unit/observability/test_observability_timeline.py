@@ -6,7 +6,7 @@ import time
 import msgspec
 import pytest
 
-from medialane.observability.timeline import MAX_STEPS, StageTimeline, TimelineReport
+from medialane.observability import MAX_STEPS, StageTimeline, TimelineReport
 
 
 def test_stage_of_concurrent_items_takes_as_long_as_its_longest():

@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 
 from medialane.core.metrics import MetricChanges, MetricFamily, MetricSeries
-from medialane.observability.metrics import Metrics
-from medialane.observability.worker_metrics import PIECE_SERIES, MetricMirror, MetricReader
+from medialane.observability import MetricMirror, MetricReader, Metrics
+from medialane.observability.worker_metrics import PIECE_SERIES
 
 
 class Pair:

@@ -5,12 +5,8 @@ import zlib
 import pytest
 
 from medialane.core.errors import TransferFailed
-from medialane.peers.nixl.rdma_metadata import (
-    MAX_AGENT_METADATA_BYTES,
-    Descriptor,
-    RdmaMetadata,
-    pack_agent_metadata,
-)
+from medialane.peers.nixl import Descriptor, RdmaMetadata, pack_agent_metadata
+from medialane.peers.nixl.rdma_metadata import MAX_AGENT_METADATA_BYTES
 
 VALID = {
     "descriptors": [{"device": "cpu", "ptr": 4096, "size": 10}],

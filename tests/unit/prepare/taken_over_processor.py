@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from medialane.prepare.processor import ProcessedItem
+from medialane.prepare import ProcessedItem
 from medialane.testing.fake_processor import FakeProcessor
 
 #: A module that nothing has loaded.

@@ -32,7 +32,7 @@ from medialane.core.feature import MAX_HEADER_BYTES
 from medialane.core.media import MediaSize
 from medialane.core.process import heartbeat
 from medialane.media import MediaConfig
-from medialane.observability.timeline import StageTimeline
+from medialane.observability import StageTimeline
 from medialane.prepare import (
     NO_PROCESSOR_FACTORY,
     PrepareConfig,

@@ -1,7 +1,7 @@
 import pytest
 
 from medialane.core.errors import StartupFailed
-from medialane.routing.config import RoutingConfig
+from medialane.routing import RoutingConfig
 
 
 def test_defaults_are_valid():

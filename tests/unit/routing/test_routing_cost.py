@@ -5,17 +5,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_parts import RouterParts, scoring_input
 
 from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
-from medialane.routing.block_index import BlockIndex, longest
-from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, EncoderItem, ScoringInput, encoder_items
-from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.pending_blocks import PendingBlocks
-from medialane.routing.policies import policy
-from medialane.routing.request import RoutingRequest
-from medialane.routing.slots import SlotTable
+from medialane.routing import RoutingConfig, RoutingRequest
+from medialane.routing.block_index import longest
+from medialane.routing.cost import EncoderItem, encoder_items
 
 BLOCK = 16
 CARD = ModelCard("m", 4096, BLOCK, {}, encoder_cache_tokens=10_000, max_num_seqs=8)
@@ -30,12 +26,9 @@ class World:
 
     def __init__(self, num_slots, *, remote=(), sizes=None, **config):
         self.config = RoutingConfig(**{"contention_weight": 0.0} | config)
-        self.slots = SlotTable(self.config)
-        self.caches = EncoderCaches()
-        self.model = CostModel(self.config)
-        self.index = BlockIndex()
-        pending = PendingBlocks(ttl_s=60, clock=lambda: 0.0)
-        self.policy = policy("cost", costs=self.model, slots=self.slots, index=self.index, pending=pending, seed=None)
+        parts = RouterParts(self.config)
+        self.slots, self.caches, self.model, self.index = parts.slots, parts.caches, parts.costs, parts.index
+        self.policy = parts.policy("cost")
         for number in range(num_slots):
             card = msgspec.structs.replace(CARD, block_size=sizes[number] if sizes else BLOCK)
             endpoint = Endpoint(
@@ -51,9 +44,7 @@ class World:
         self.prefixes = prefixes or [0] * len(self.slots)
         for slot, length in enumerate(self.prefixes):
             self.index.replace(slot, ids[self.slots[slot].card.block_size][:length])
-        items = encoder_items(media)
-        holders = tuple(self.caches.holders(item.mm_hash) for item in items)
-        return ScoringInput(request, items, holders, self.slots.open, session_slot)
+        return scoring_input(request, self.caches.holders, candidates=self.slots.open, session_slot=session_slot)
 
     def costs(self, scoring_input):
         self.choice = self.policy.choose(scoring_input)

@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medialane.routing.config import RoutingConfig
-from medialane.routing.encode_choice import (
-    EncodeCosts,
-    EncoderQueue,
-    NewItem,
-    choose_encoder,
-    least_loaded,
-)
+from medialane.routing import EncodeCosts, EncoderQueue, NewItem, RoutingConfig, choose_encoder, least_loaded
 
 COSTS = EncodeCosts(embed_ms=0.05, request_ms=5.0, load_ms_per_mib=0.1)
 IMAGE = NewItem(1000, 8 << 20)

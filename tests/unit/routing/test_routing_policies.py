@@ -4,15 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_parts import RouterParts, scoring_input
 
 from medialane.core.request import Endpoint, WorkerLoad
-from medialane.routing.block_index import BlockIndex
-from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, ScoringInput
-from medialane.routing.pending_blocks import PendingBlocks
-from medialane.routing.policies import policy
-from medialane.routing.request import RoutingRequest
-from medialane.routing.slots import SlotTable
+from medialane.routing import RoutingConfig, RoutingRequest
 
 NAMES = ["cost", "round-robin", "random", "least-loaded", "prefix-only"]
 
@@ -20,20 +15,18 @@ NAMES = ["cost", "round-robin", "random", "least-loaded", "prefix-only"]
 class World:
     def __init__(self, name, loads, *, temperature_ms=0.0, seed=7):
         config = RoutingConfig(running_ms=1.0, temperature_ms=temperature_ms)
-        self.slots = SlotTable(config)
+        parts = RouterParts(config)
+        self.slots, self.index = parts.slots, parts.index
         for number, load in enumerate(loads):
             self.slots.join(Endpoint(f"w{number}", "", True, WorkerLoad(num_running=load), 0, same_host=True))
-        self.index = BlockIndex()
-        costs = CostModel(config)
-        pending = PendingBlocks(ttl_s=60, clock=lambda: 0.0)
-        self.policy = policy(name, costs=costs, slots=self.slots, index=self.index, pending=pending, seed=seed)
+        self.policy = parts.policy(name, seed=seed)
 
     def choose(self, *, prefixes=None, candidates=None):
         ids = np.arange(62, dtype=np.uint64)
         for slot, length in enumerate(prefixes or []):
             self.index.replace(slot, ids[:length])
         mask = self.slots.open if candidates is None else candidates
-        return self.policy.choose(ScoringInput(RoutingRequest({16: ids}, 1000), (), (), mask, None))
+        return self.policy.choose(scoring_input(RoutingRequest({16: ids}, 1000), candidates=mask))
 
     def picks(self, count, **kwargs):
         return Counter(self.choose(**kwargs).slot for _ in range(count))

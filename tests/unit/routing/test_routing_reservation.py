@@ -2,18 +2,11 @@
 
 import numpy as np
 import pytest
+from routing_parts import RouterParts, scoring_input
 
 from medialane.core.feature import MediaSpan
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
-from medialane.routing.block_index import BlockIndex
-from medialane.routing.config import RoutingConfig
-from medialane.routing.cost import CostModel, ScoringInput, encoder_items
-from medialane.routing.encoder_cache import EncoderCaches
-from medialane.routing.pending_blocks import PendingBlocks
-from medialane.routing.prediction import PredictionMonitor
-from medialane.routing.request import RoutingRequest
-from medialane.routing.reservation import SlotState
-from medialane.routing.slots import SlotTable
+from medialane.routing import RoutingRequest
 
 CARD = ModelCard("m", 4096, 16, {}, encoder_cache_tokens=1000)
 IDS = np.arange(6, dtype=np.uint64)
@@ -22,23 +15,15 @@ REQUEST = RoutingRequest({16: IDS}, 100, (MediaSpan("a", 0, 40),))
 
 class World:
     def __init__(self):
-        config = RoutingConfig()
         self.now = 0.0
-        self.state = SlotState(
-            SlotTable(config),
-            BlockIndex(),
-            PendingBlocks(ttl_s=60, clock=lambda: self.now),
-            EncoderCaches(),
-            PredictionMonitor(grace_s=1, clock=lambda: self.now),
-        )
+        parts = RouterParts(clock=lambda: self.now)
+        self.state, self.costs = parts.state, parts.costs
         self.slot = self.state.slots.join(Endpoint("w", "", True, WorkerLoad(), 0, same_host=True, card=CARD))
         self.state.caches.join(0, CARD.encoder_cache_tokens)
         self.state.predictions.join(0, "w")
-        self.costs = CostModel(config)
 
     def reserve(self):
-        items = encoder_items(REQUEST.media)
-        terms = self.costs.terms(ScoringInput(REQUEST, items, (0,), 1, None), self.slot, 0)
+        terms = self.costs.terms(scoring_input(REQUEST, lambda _item: 0, candidates=1), self.slot, 0)
         return self.state.reserve(self.slot, REQUEST, terms, is_reported=False, work_ms=terms.work_ms)
 
     def taken(self):

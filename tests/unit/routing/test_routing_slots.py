@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from medialane.core.request import Endpoint, ModelCard, WorkerLoad
-from medialane.routing.config import RoutingConfig
-from medialane.routing.request import RoutingRequest
+from medialane.routing import RoutingConfig, RoutingRequest
 from medialane.routing.slots import SEQUENCES, SlotTable, bit_rows
 
 

@@ -13,8 +13,7 @@ import sys
 from store_world import ITEM_BYTES, RPC, pattern, reference, wanted
 
 from medialane.arena import FillWriter
-from medialane.store import StoreEntries, StoreLink
-from medialane.store.messages import FindItem
+from medialane.store import FindItem, StoreEntries, StoreLink
 
 
 def say(line: str) -> None:

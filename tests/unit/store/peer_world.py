@@ -23,11 +23,7 @@ from medialane.peers.peer_messages import (
     decode_from_source,
     decode_to_source,
 )
-from medialane.wire.authentication import Role
-from medialane.wire.config import RpcConfig
-from medialane.wire.dial import dial
-from medialane.wire.listener import Listener
-from medialane.wire.security import Security
+from medialane.wire import Listener, Role, RpcConfig, Security, dial
 
 RPC = RpcConfig()
 AUTHENTICATION = Security.load(RPC).authentication(PROTOCOL, Role.STORE, Role.STORE)

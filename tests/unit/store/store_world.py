@@ -15,12 +15,10 @@ from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stats import PoolStats, StoreStats
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
 from medialane.peers import Pulls
-from medialane.store import StoreLink, StoreServer
+from medialane.store import FindItem, ItemFound, StoreEntries, StoreLink, StoreServer, StoreStatus
 from medialane.store.embeddings import Embeddings
-from medialane.store.holds import StoreEntries
 from medialane.store.items import LeasedItem
-from medialane.store.messages import FindItem, ItemFound, StoreStatus
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from poison import poison_freed
 from waiting import eventually
 

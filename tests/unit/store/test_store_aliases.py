@@ -8,7 +8,8 @@ from kept_names import KeptNames
 from medialane.core.errors import UuidConflict
 from medialane.core.media import Alias
 from medialane.core.media_lease import TENANT
-from medialane.store.aliases import Aliases, AliasTarget
+from medialane.store import Aliases
+from medialane.store.aliases import AliasTarget
 
 
 @pytest.fixture

@@ -17,10 +17,7 @@ from store_world import DIRECTORY, ITEM_BYTES, World, pattern, wanted
 from medialane.arena import FillWriter
 from medialane.arena.layout import COMPLETED_WORD
 from medialane.core.errors import HandoverFailed
-from medialane.store import embeddings, hold_passing, link
-from medialane.store.hold_cache import HoldCache
-from medialane.store.hold_passing import HoldPasser
-from medialane.store.holds import StoreEntries
+from medialane.store import HoldCache, HoldPasser, StoreEntries, embeddings, hold_passing, link
 from waiting import eventually
 
 CONTENTS = st.sampled_from("abcdefgh")

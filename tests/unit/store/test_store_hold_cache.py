@@ -9,7 +9,7 @@ import pytest
 from store_world import ITEM_BYTES, pattern
 
 from medialane.core.errors import ArenaFull, StoreUnavailable
-from medialane.store.holds import StoreEntries
+from medialane.store import StoreEntries
 from waiting import eventually
 
 

@@ -9,9 +9,7 @@ from store_world import ITEM_BYTES, pattern, wanted, write
 
 from medialane.core.errors import HandoverFailed, StoreUnavailable
 from medialane.core.tensor import TensorSpec
-from medialane.store import hold_passing
-from medialane.store.hold_passing import HoldPasser
-from medialane.store.holds import StoreEntries
+from medialane.store import HoldPasser, StoreEntries, hold_passing
 from waiting import eventually
 
 

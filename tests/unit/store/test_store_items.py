@@ -25,10 +25,9 @@ from medialane.core.hashing import content_hash, embedding_key
 from medialane.core.media import Alias, MediaRef, MediaSize
 from medialane.core.tensor import TensorSpec
 from medialane.media import MediaConfig
-from medialane.observability.timeline import StageTimeline
+from medialane.observability import StageTimeline
 from medialane.prepare import Described
-from medialane.store import Aliases, Items, MediaLeases, StoreConfig
-from medialane.store.encoded_store import EncodedStore
+from medialane.store import Aliases, EncodedStore, Items, MediaLeases, StoreConfig
 from medialane.store.items import Processing
 from medialane.store.messages import FindEmbedding
 from waiting import eventually, iterations

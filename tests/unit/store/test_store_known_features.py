@@ -8,9 +8,10 @@ from test_store_items import PLAIN, URL, World, by_url, picture, sent
 from medialane.core.errors import UnknownMedia
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.tensor import TensorSpec
-from medialane.prepare.processor import Described
+from medialane.prepare import Described
+from medialane.store import KnownFeatures
 from medialane.store.items import Processing
-from medialane.store.known_features import FeatureSource, KnownFeatures
+from medialane.store.known_features import FeatureSource
 
 HASH = "f" * 64
 FIELD = "features.kwargs_data.image[0]"

@@ -13,8 +13,8 @@ from medialane.core.loop_fairness import LoopFairness
 from medialane.core.media import MediaRef
 from medialane.gateway import StoreFeatures
 from medialane.media import MediaConfig
-from medialane.observability.timeline import StageTimeline
-from medialane.store.holds import StoreEntries
+from medialane.observability import StageTimeline
+from medialane.store import StoreEntries
 from waiting import eventually
 
 SETTINGS = {"model": "a", "dtype": "float16"}

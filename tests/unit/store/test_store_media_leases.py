@@ -34,17 +34,20 @@ from medialane.core.name_records import boot_time
 from medialane.core.stats import StoreStats
 from medialane.media import MediaConfig
 from medialane.peers import Pulls
-from medialane.store import Aliases, Items, MediaLeases, StoreConfig, StoreServer
-from medialane.store.messages import (
+from medialane.store import (
+    Aliases,
     AskLease,
     FindItem,
-    Proceed,
+    Items,
+    MediaLeases,
     PutMedia,
     ResolveAlias,
     SendData,
+    StoreConfig,
+    StoreServer,
     StoreStatus,
-    decode_to_store,
 )
+from medialane.store.messages import Proceed, decode_to_store
 from poison import poison_freed
 from waiting import eventually
 

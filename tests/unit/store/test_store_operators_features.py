@@ -7,7 +7,8 @@ from test_store_items import World, by_url
 
 from medialane.core.errors import UnknownMedia
 from medialane.core.media import MediaRef
-from medialane.store.known_features import FeatureSource, KnownFeatures
+from medialane.store import KnownFeatures
+from medialane.store.known_features import FeatureSource
 
 
 @pytest.fixture

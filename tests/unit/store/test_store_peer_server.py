@@ -14,8 +14,8 @@ from peer_world import Host
 from certificates import tls_settings
 from medialane.peers import peer_server
 from medialane.peers.peer_messages import PROTOCOL
-from medialane.wire.authentication import PROOF_BYTES, Handshake, Role, Secrets
-from medialane.wire.config import RpcConfig
+from medialane.wire import Role, RpcConfig
+from medialane.wire.authentication import PROOF_BYTES, Handshake, Secrets
 from waiting import eventually
 
 SECRET = "a secret for these tests alone"

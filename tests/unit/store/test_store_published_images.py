@@ -23,13 +23,12 @@ from medialane.core.errors import (
 from medialane.core.feature import Feature
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.tensor import TensorDescriptor, TensorSpec
-from medialane.media import MediaConfig
-from medialane.media.published_image import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, PublishedImage
+from medialane.media import PIXMAP_HEADER_BYTES, PIXMAP_TYPE, MediaConfig, PublishedImage
 from medialane.peers import Pulls
-from medialane.peers.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
+from medialane.peers.nixl import Descriptor, RdmaMetadata, pack_agent_metadata
 from medialane.store import EncodedStore, PublishedImages, published_images
 from medialane.testing.fake_nixl import FakeMetadata
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 from nixl_hosts import FAKE, Host
 from published import published_url
 from waiting import eventually

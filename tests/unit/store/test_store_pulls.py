@@ -39,8 +39,7 @@ from medialane.peers.peer_messages import (
     decode_from_source,
     decode_to_source,
 )
-from medialane.wire.config import RpcConfig
-from medialane.wire.dial import dial
+from medialane.wire import RpcConfig, dial
 from waiting import eventually
 
 

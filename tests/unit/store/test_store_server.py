@@ -20,10 +20,9 @@ from medialane.core.errors import (
     StoreUnavailable,
 )
 from medialane.core.taker import TAKER
-from medialane.observability.logging import request_id
-from medialane.store.client import StoreClient
-from medialane.store.holds import StoreEntries
-from medialane.store.messages import FindItem, HeldEntry, ItemFound, Release, StoreHello, decode_to_store
+from medialane.observability import request_id
+from medialane.store import FindItem, ItemFound, StoreClient, StoreEntries, StoreHello
+from medialane.store.messages import HeldEntry, Release, decode_to_store
 from waiting import eventually
 
 

@@ -17,9 +17,8 @@ from store_world import ITEM_BYTES, RPC, Client, feature, pattern, reference, wr
 
 import medialane
 from medialane.core.errors import ArenaFull, HandoverFailed, MedialaneError
-from medialane.store.client import StoreClient
-from medialane.store.holds import StoreEntries
-from medialane.store.messages import FindItem, HeldEntry, StoreHello
+from medialane.store import FindItem, StoreClient, StoreEntries, StoreHello
+from medialane.store.messages import HeldEntry
 from waiting import comes_true, eventually
 
 HERE = Path(__file__).parent

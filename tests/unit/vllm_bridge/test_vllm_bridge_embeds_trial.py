@@ -8,7 +8,8 @@ from vllm.multimodal.inputs import PlaceholderRange
 
 from medialane.core.embeds import UNNAMED
 from medialane.vllm_bridge.items import embeds_trial as tested
-from medialane.vllm_bridge.items.embeds_trial import GRID, MODALITY, VALUES, try_embeds
+from medialane.vllm_bridge.items import try_embeds
+from medialane.vllm_bridge.items.embeds_trial import GRID, MODALITY, VALUES
 
 OUTPUT = torch.arange(12.0).reshape(6, 2)
 

@@ -24,8 +24,9 @@ from medialane.core.loop_fairness import PIECES_PER_ITERATION
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.request import CompletionDelta, OutputDelta, TokenLogprob
 from medialane.vllm_bridge.engine.administration import ACTIONS, ADAPTER_ACTIONS
-from medialane.vllm_bridge.frontend.engine_client import BridgedError, RoutedEngineClient
-from medialane.vllm_bridge.items.prepared_input import engine_input
+from medialane.vllm_bridge.frontend import RoutedEngineClient
+from medialane.vllm_bridge.frontend.engine_client import BridgedError
+from medialane.vllm_bridge.items import engine_input
 
 
 class RequestBackend:

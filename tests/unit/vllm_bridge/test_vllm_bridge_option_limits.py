@@ -5,7 +5,8 @@ import time
 import pytest
 
 from medialane.core.errors import InvalidRequest
-from medialane.vllm_bridge.items.processor_options import MAX_BYTES, MAX_DEPTH, MAX_VALUES, check_options
+from medialane.vllm_bridge.items import check_options
+from medialane.vllm_bridge.items.processor_options import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 
 
 def nested(depth: int, make=lambda inner: {"a": inner}) -> object:

@@ -18,7 +18,7 @@ from medialane.vllm_bridge.engine.outputs import (
     to_pooling_output,
     to_request_output,
 )
-from medialane.wire.pooled_output import PooledOutput
+from medialane.wire import PooledOutput
 
 POSITION = {7: Logprob(-0.5, 1, "a"), 3: Logprob(float("-inf"), 900, None)}
 

@@ -1,7 +1,8 @@
 import pytest
 
 from medialane.core.errors import InvalidRequest
-from medialane.vllm_bridge.items.processor_options import check_processor_options, check_worker_options
+from medialane.vllm_bridge.items import check_processor_options
+from medialane.vllm_bridge.items.processor_options import check_worker_options
 
 
 @pytest.mark.parametrize(

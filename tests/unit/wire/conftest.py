@@ -9,11 +9,10 @@ import uvloop
 from rpc_raw_gateway import RawGateway
 
 from certificates import tls_settings
-from medialane.gateway.worker_link.client import RpcClient
+from medialane.gateway.worker_link import RpcClient
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello, Welcome
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.wire import Hello, RpcConfig, Welcome
+from medialane.worker.gateway_link import RpcServer
 
 
 def pytest_asyncio_loop_factories(config, item):

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 
-from medialane.wire.framing import FrameReader, append_frame
-from medialane.wire.protocol import decode_from_worker
+from medialane.wire import FrameReader, append_frame, decode_from_worker
 from waiting import DEADLINE_S
 
 

@@ -6,7 +6,7 @@ import struct
 import msgspec
 
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.gateway.worker_link.remote_request import RemoteRequest
+from medialane.gateway.worker_link import RemoteRequest
 from waiting import DEADLINE_S
 
 

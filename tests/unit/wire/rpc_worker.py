@@ -6,8 +6,8 @@ import sys
 import uvloop
 
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.config import RpcConfig
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.wire import RpcConfig
+from medialane.worker.gateway_link import RpcServer
 
 
 async def main(address: str, num_tokens: str, delay_s: str) -> None:

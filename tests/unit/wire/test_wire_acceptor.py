@@ -15,14 +15,10 @@ from rpc_requests import engine_request, tokens_of
 
 from certificates import tls_settings
 from medialane.core.errors import AuthenticationFailed, MedialaneError
-from medialane.gateway.worker_link.client import RpcClient
+from medialane.gateway.worker_link import RpcClient
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire import acceptor, pending
-from medialane.wire.authentication import GREETING_BYTES, Handshake, Role, Secrets
-from medialane.wire.config import RpcConfig
-from medialane.wire.framing import append_frame
-from medialane.wire.protocol import Hello
-from medialane.wire.security import Security
+from medialane.wire import Hello, Role, RpcConfig, Security, acceptor, append_frame, pending
+from medialane.wire.authentication import GREETING_BYTES, Handshake, Secrets
 from medialane.wire.tls import channel
 from waiting import DEADLINE_S, eventually
 from written_lines import written_lines

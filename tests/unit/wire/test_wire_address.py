@@ -1,16 +1,8 @@
 import pytest
 
 from medialane.core.errors import StartupFailed
-from medialane.wire.address import (
-    MAX_UNIX_PATH_BYTES,
-    TcpAddress,
-    UnixAddress,
-    format_tcp,
-    parse_address,
-    parse_named,
-    parse_tcp,
-    parse_unix,
-)
+from medialane.wire import TcpAddress, UnixAddress, format_tcp, parse_address, parse_named, parse_tcp, parse_unix
+from medialane.wire.address import MAX_UNIX_PATH_BYTES
 
 
 @pytest.mark.parametrize(

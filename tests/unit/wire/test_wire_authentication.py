@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medialane.core.errors import AuthenticationFailed
-from medialane.wire.authentication import GREETING_BYTES, PROOF_BYTES, Handshake, Role, Secrets
+from medialane.wire import Role
+from medialane.wire.authentication import GREETING_BYTES, PROOF_BYTES, Handshake, Secrets
 
 OURS, OTHERS = Secrets([b"our shared secret"]), Secrets([b"of someone else.."])
 

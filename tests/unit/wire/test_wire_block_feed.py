@@ -1,18 +1,13 @@
 """A worker's feed and a gateway's inbox: both converge after any loss, delay or overflow."""
 
-from contextlib import contextmanager
-
 import msgspec
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medialane.core.kv_events import KvChange
 from medialane.gateway.worker_link.block_inbox import MAX_WAITING_BYTES, BlockInbox
-from medialane.wire.framing import HEADER
-from medialane.wire.protocol import KvBlocks, decode_from_worker
-from medialane.worker.gateway_link import block_feed
+from medialane.wire import HEADER, KvBlocks, decode_from_worker
 from medialane.worker.gateway_link.block_feed import MAX_WAITING_BLOCKS, PIECE_BLOCKS, BlockFeed
 
 FRAME = 1 << 20
@@ -33,9 +28,12 @@ def change(stored=(), removed=(), rank=0, **fields):
 class Cache:
     """The blocks held by a worker, and its subscribers."""
 
-    def __init__(self, num_ranks=1):
+    def __init__(self, num_ranks=1, **limits):
         self.held = [set() for _ in range(num_ranks)]
-        self.feed = BlockFeed(lambda: {r: sorted(ids) for r, ids in enumerate(self.held)}, max_frame_bytes=FRAME)
+        self.feed = BlockFeed(self._held, max_frame_bytes=FRAME, **limits)
+
+    def _held(self):
+        return {rank: sorted(ids) for rank, ids in enumerate(self.held)}
 
     def change(self, stored=(), removed=(), rank=0, *, clear=False):
         held = self.held[rank]
@@ -70,7 +68,7 @@ class View:
 
 
 def test_held_blocks_are_sent_first_per_rank_and_then_changes():
-    cache, view = Cache(num_ranks=2), View()
+    cache, view = Cache(**SMALL), View()
     cache.change([1, 2], rank=0)
     first = cache.pieces()
     assert [(p.rank, p.sequence, p.snapshot, unpack(p.stored)) for p in first] == [
@@ -162,7 +160,7 @@ def test_changes_found_while_taking_a_snapshot_are_not_sent_twice():
 
 
 def test_gap_is_detected_requested_once_and_repaired_by_the_next_snapshot():
-    cache, view = Cache(num_ranks=2), View()
+    cache, view = Cache(**SMALL), View()
     view.receive(*cache.pieces())
     for number in range(4):
         cache.change([number], rank=0)
@@ -217,44 +215,36 @@ EVENTS = st.lists(
 )
 
 
-@contextmanager
-def small_limits():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_feed, "PIECE_BLOCKS", 3)
-        patch.setattr(block_feed, "MAX_WAITING_BLOCKS", 12)
-        yield
+SMALL = {"num_ranks": 2, "piece_blocks": 3, "max_waiting_blocks": 12}
 
 
 @settings(max_examples=300, deadline=None)
 @given(EVENTS, st.integers(0, 1))
 def test_gateway_state_converges_after_any_loss_overflow_and_reconnection(events, rank):
-    with small_limits():
-        cache, view = Cache(num_ranks=2), View()
+    cache, view = Cache(**SMALL), View()
 
-        def send(lossy=False):
-            piece = cache.feed.next()
-            if piece is not None and not lossy and view.receive(piece):
-                cache.feed.resync()
-            return piece is not None
+    def send(lossy=False):
+        piece = cache.feed.next()
+        if piece is not None and not lossy and view.receive(piece):
+            cache.feed.resync()
+        return piece is not None
 
-        for action, first, second in events:
-            if action in ("change", "clear"):
-                cache.change(first, second, rank, clear=action == "clear")
-            elif action in ("send", "lose"):
-                for _ in range(first):
-                    send(lossy=action == "lose")
-            elif action == "reconnect":
-                held = cache.held
-                cache, view = Cache(num_ranks=2), View()
-                cache.held = held
-            else:
-                view.settle()
-        cache.change({31}, (), rank)  # what was lost last is noticed with the next change
-        while send():
-            pass
-        cache.change((), {31}, rank)
-        while send():
-            pass
-        assert {r: ids for r, ids in view.settle().items() if ids} == {
-            r: ids for r, ids in enumerate(cache.held) if ids
-        }
+    for action, first, second in events:
+        if action in ("change", "clear"):
+            cache.change(first, second, rank, clear=action == "clear")
+        elif action in ("send", "lose"):
+            for _ in range(first):
+                send(lossy=action == "lose")
+        elif action == "reconnect":
+            held = cache.held
+            cache, view = Cache(**SMALL), View()
+            cache.held = held
+        else:
+            view.settle()
+    cache.change({31}, (), rank)  # what was lost last is noticed with the next change
+    while send():
+        pass
+    cache.change((), {31}, rank)
+    while send():
+        pass
+    assert {r: ids for r, ids in view.settle().items() if ids} == {r: ids for r, ids in enumerate(cache.held) if ids}

@@ -11,7 +11,7 @@ from medialane.core.admin import AddLora, IsSleeping, ResetPrefixCache, Sleep
 from medialane.core.errors import GenerationFailed, InvalidRequest, ProtocolViolation, Unavailable, WorkerLost
 from medialane.core.metrics import MetricChanges
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.protocol import (
+from medialane.wire import (
     AdminDone,
     AdminFailed,
     Administer,

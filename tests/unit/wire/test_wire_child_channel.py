@@ -5,7 +5,8 @@ import os
 import msgspec
 import pytest
 
-from medialane.wire.child_channel import ChannelToChild, child_channel, receive, send
+from medialane.wire import ChannelToChild
+from medialane.wire.child_channel import child_channel, receive, send
 from waiting import eventually
 
 MAX_BYTES = 1000

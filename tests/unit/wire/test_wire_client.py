@@ -20,14 +20,21 @@ from medialane.core.errors import (
     to_report,
 )
 from medialane.core.request import WorkerLoad
-from medialane.gateway.worker_link.client import RpcClient
+from medialane.gateway.worker_link import RpcClient
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
-from medialane.wire.authentication import Role
-from medialane.wire.config import RpcConfig
-from medialane.wire.dial import dial
-from medialane.wire.framing import append_frame
-from medialane.wire.protocol import ArenaMapped, Hello, LoadReport, Refused, Released, Welcome
-from medialane.wire.security import Security
+from medialane.wire import (
+    ArenaMapped,
+    Hello,
+    LoadReport,
+    Refused,
+    Released,
+    Role,
+    RpcConfig,
+    Security,
+    Welcome,
+    append_frame,
+    dial,
+)
 from waiting import eventually
 
 HOUR_S = 3600.0

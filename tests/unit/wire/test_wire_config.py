@@ -1,7 +1,7 @@
 import pytest
 
 from medialane.core.errors import StartupFailed
-from medialane.wire.config import RpcConfig
+from medialane.wire import RpcConfig
 
 
 def test_defaults_are_valid():

@@ -7,10 +7,7 @@ import time
 import pytest
 
 from medialane.core.errors import ProtocolViolation, WorkerLost
-from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
-from medialane.wire.framing import FrameReader
-from medialane.wire.protocol import Abort, Ping, decode_to_worker
+from medialane.wire import Abort, Connection, FrameReader, Ping, RpcConfig, decode_to_worker
 from waiting import DEADLINE_S, eventually, iterations
 
 

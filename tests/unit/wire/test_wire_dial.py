@@ -6,10 +6,7 @@ import socket
 import pytest
 
 from medialane.core.errors import NoWorkerReady
-from medialane.wire import dial
-from medialane.wire.authentication import Role
-from medialane.wire.config import RpcConfig
-from medialane.wire.security import Security
+from medialane.wire import Role, RpcConfig, Security, dial
 
 
 async def test_free_port_that_connects_to_itself_counts_as_refused(monkeypatch):
@@ -26,4 +23,4 @@ async def test_free_port_that_connects_to_itself_counts_as_refused(monkeypatch):
     authentication = Security.load(RpcConfig()).authentication("rpc", Role.WORKER, Role.GATEWAY)
     monkeypatch.setattr(socket, "socket", FromThatPort)
     with pytest.raises(NoWorkerReady):
-        await dial.dial(f"tcp://127.0.0.1:{address[1]}", asyncio.Protocol(), authentication)
+        await dial(f"tcp://127.0.0.1:{address[1]}", asyncio.Protocol(), authentication)

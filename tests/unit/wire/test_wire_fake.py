@@ -5,8 +5,8 @@ from rpc_requests import engine_request
 
 from medialane.core.errors import GenerationFailed, StartupFailed
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.protocol import Hello
-from medialane.worker.gateway_link.handler import Handler
+from medialane.wire import Hello
+from medialane.worker.gateway_link import Handler
 from waiting import eventually
 
 

@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medialane.core.errors import ProtocolViolation
-from medialane.wire.framing import HEADER, FrameReader, append_frame
-from medialane.wire.protocol import Abort
+from medialane.wire import HEADER, Abort, FrameReader, append_frame
 
 LIMIT = 4096
 BODIES = st.lists(st.binary(max_size=600), max_size=8)

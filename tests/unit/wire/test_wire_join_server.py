@@ -7,16 +7,24 @@ import pytest
 from rpc_requests import engine_request, tokens_of
 
 from medialane.core.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
-from medialane.gateway.worker_link.join_server import JoinServer
+from medialane.gateway.worker_link import JoinServer
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
-from medialane.wire.authentication import Role
-from medialane.wire.config import RpcConfig
-from medialane.wire.dial import dial
-from medialane.wire.framing import FrameReader, append_frame
+from medialane.wire import (
+    PROTOCOL_VERSION,
+    FrameReader,
+    Hello,
+    Join,
+    Refused,
+    Role,
+    RpcConfig,
+    Security,
+    Welcome,
+    append_frame,
+    decode_to_worker,
+    dial,
+)
 from medialane.wire.pending import MAX_PENDING
-from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Join, Refused, Welcome, decode_to_worker
-from medialane.wire.security import Security
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.worker.gateway_link import RpcServer
 from waiting import eventually
 
 CONFIG = RpcConfig(heartbeat_timeout_s=2.0)
@@ -30,17 +38,21 @@ class Gateway:
 
     def __init__(self, gateway_id="gateway"):
         self.hello = Hello(gateway_id=gateway_id, join_ports=[1, 2])
-        self.server = JoinServer(CONFIG, self._serve)
+        self.server = JoinServer(CONFIG, self.serve_worker)
         self.joins = []
         self.clients = []
         self.refusal = None
+        self.hangs_up = False
 
     async def start(self):
         self.address = await self.server.serve("tcp://127.0.0.1:0")
         return self
 
-    async def _serve(self, join, client):
+    async def serve_worker(self, join, client):
         self.joins.append(join)
+        if self.hangs_up:
+            await client.close()
+            return
         if self.refusal is not None:
             raise self.refusal
         await client.register(self.hello)
@@ -130,7 +142,7 @@ async def test_join_that_cannot_be_used_is_refused_with_the_reason(gateway, work
 
 
 async def test_address_without_a_gateway_is_told_from_one_that_is_cut_off(worker, monkeypatch):
-    server = JoinServer(CONFIG, Gateway()._serve)
+    server = JoinServer(CONFIG, Gateway().serve_worker)
     address = await server.serve("tcp://127.0.0.1:0")
     await server.close()
     with pytest.raises(NoWorkerReady):
@@ -146,10 +158,7 @@ async def test_address_without_a_gateway_is_told_from_one_that_is_cut_off(worker
 
 
 async def test_gateway_that_is_lost_before_it_registers_may_be_tried_again(gateway, worker):
-    async def hang_up(_join, client):
-        await client.close()
-
-    gateway.server._serve_worker = hang_up
+    gateway.hangs_up = True
     with pytest.raises(WorkerLost):
         await worker.join(gateway.address, JOIN)
 
@@ -222,7 +231,7 @@ async def test_second_join_ends_the_connection(gateway):
 
 async def test_silent_peer_is_disconnected_after_the_timeout():
     config = RpcConfig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.1)
-    server = JoinServer(config, Gateway()._serve)
+    server = JoinServer(config, Gateway().serve_worker)
     peer = await Peer.connect(await server.serve("tcp://127.0.0.1:0"))
     assert await peer.is_disconnected()
     await server.close()
@@ -239,7 +248,7 @@ async def test_number_of_silent_connections_is_bounded(gateway):
 async def test_worker_without_the_secret_cannot_join_and_vice_versa(gateway):
     for handler_config, gateway_config in ((SECRET, CONFIG), (CONFIG, SECRET), (SECRET, OTHER_SECRET)):
         theirs = Gateway()
-        theirs.server = JoinServer(gateway_config, theirs._serve)
+        theirs.server = JoinServer(gateway_config, theirs.serve_worker)
         await theirs.start()
         worker = RpcServer(FakeHandler(), handler_config)
         with pytest.raises(AuthenticationFailed):
@@ -251,7 +260,7 @@ async def test_worker_without_the_secret_cannot_join_and_vice_versa(gateway):
 
 async def test_worker_with_the_secret_joins():
     gateway = Gateway()
-    gateway.server = JoinServer(SECRET, gateway._serve)
+    gateway.server = JoinServer(SECRET, gateway.serve_worker)
     await gateway.start()
     worker = RpcServer(FakeHandler(), SECRET)
     joining = asyncio.create_task(worker.join(gateway.address, JOIN))
@@ -263,7 +272,7 @@ async def test_worker_with_the_secret_joins():
 
 async def test_address_beyond_loopback_needs_a_secret():
     with pytest.raises(StartupFailed, match="secret"):
-        await JoinServer(CONFIG, Gateway()._serve).serve("tcp://0.0.0.0:0")
+        await JoinServer(CONFIG, Gateway().serve_worker).serve("tcp://0.0.0.0:0")
     worker = RpcServer(FakeHandler(), CONFIG)
     with pytest.raises(StartupFailed, match="secret"):
         await worker.join("tcp://192.0.2.1:7100", JOIN)

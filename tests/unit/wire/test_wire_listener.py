@@ -11,8 +11,8 @@ from medialane.core.errors import (
     StartupFailed,
 )
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.config import RpcConfig
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.wire import RpcConfig
+from medialane.worker.gateway_link import RpcServer
 
 HOUR_S = 3600.0
 

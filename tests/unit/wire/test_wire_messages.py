@@ -7,7 +7,7 @@ from rpc_requests import engine_request
 from medialane.core.errors import GenerationFailed, ProtocolViolation, to_report
 from medialane.core.request import CompletionDelta, OutputDelta, WorkerLoad
 from medialane.testing.fake_handler import FAKE_CARD
-from medialane.wire.protocol import (
+from medialane.wire import (
     Abort,
     ArenaMapped,
     Failed,

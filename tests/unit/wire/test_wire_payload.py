@@ -21,10 +21,25 @@ from medialane.core.feature import Embedding, MediaPayload
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import ArenaRange, InlineTensor, TensorDescriptor, TensorSpec
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.config import RpcConfig
-from medialane.wire.framing import HEADER, FrameReader, append_raw_frame, raw_data
-from medialane.wire.payload import PIECE_BYTES, PIECES_AT_ONCE, IncomingPayload, OutgoingRequest, join, split
-from medialane.wire.protocol import Abort, DropPayload, Failed, Payload, Released, Submit, decode_to_worker
+from medialane.wire import (
+    HEADER,
+    Abort,
+    DropPayload,
+    Failed,
+    FrameReader,
+    IncomingPayload,
+    OutgoingRequest,
+    Payload,
+    Released,
+    RpcConfig,
+    Submit,
+    append_raw_frame,
+    decode_to_worker,
+    join,
+    raw_data,
+    split,
+)
+from medialane.wire.payload import PIECE_BYTES, PIECES_AT_ONCE
 from waiting import eventually
 
 MIB = 1 << 20

@@ -20,8 +20,7 @@ from medialane.core.errors import GenerationFailed, WorkerLost
 from medialane.core.pending_work import PendingWork
 from medialane.core.request import EncoderCard
 from medialane.testing.fake_handler import FAKE_CARD, FakeHandler
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Gateways, Pending, PendingEnded
+from medialane.wire import Gateways, Pending, PendingEnded, RpcConfig
 from waiting import eventually
 
 WORK = PendingWork(0, bytes(16), (("hash", 10),), 5.0)

@@ -7,8 +7,8 @@ from medialane.core.errors import GenerationFailed, TooLarge
 from medialane.core.feature import MediaSpan
 from medialane.core.request import OutputDelta, PooledPart
 from medialane.core.tensor import TensorSpec
-from medialane.gateway.worker_link.remote_request import RemoteRequest
-from medialane.wire.pooled_output import PooledOutput
+from medialane.gateway.worker_link import RemoteRequest
+from medialane.wire import PooledOutput
 
 SPEC = TensorSpec("float32", (2, 3))
 DATA = bytes(range(24))

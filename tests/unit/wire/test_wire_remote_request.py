@@ -5,7 +5,7 @@ from rpc_requests import tokens_of
 
 from medialane.core.errors import GenerationFailed, WorkerLost
 from medialane.core.request import CompletionDelta, OutputDelta
-from medialane.gateway.worker_link.remote_request import RemoteRequest
+from medialane.gateway.worker_link import RemoteRequest
 
 
 def delta(token, *, finished=False):

@@ -13,11 +13,9 @@ from cryptography.hazmat.primitives import serialization
 from certificates import expired, tls_settings
 from medialane.core.errors import StartupFailed
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.authentication import Handshake, Role
-from medialane.wire.config import RpcConfig
-from medialane.wire.dial import dial
-from medialane.wire.security import Security, check_address, is_loopback
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.wire import Role, RpcConfig, Security, check_address, dial, is_loopback
+from medialane.wire.authentication import Handshake
+from medialane.worker.gateway_link import RpcServer
 
 SECRET = "0123456789abcdef"
 WITH_SECRET = RpcConfig(shared_secret=SECRET)

@@ -14,9 +14,8 @@ from medialane.core.errors import (
     WorkerLost,
 )
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.config import RpcConfig
+from medialane.wire import PROTOCOL_VERSION, Hello, Refused, RpcConfig, Welcome
 from medialane.wire.pending import MAX_PENDING
-from medialane.wire.protocol import PROTOCOL_VERSION, Hello, Refused, Welcome
 from medialane.worker.gateway_link.session import MAX_HELLO_BYTES
 from waiting import DEADLINE_S, eventually
 

@@ -16,10 +16,7 @@ from medialane.core.errors import (
 )
 from medialane.core.request import CompletionDelta, OutputDelta
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.config import RpcConfig
-from medialane.wire.connection import Connection
-from medialane.wire.framing import append_frame
-from medialane.wire.protocol import Abort, Failed, Released, Submit
+from medialane.wire import Abort, Connection, Failed, Released, RpcConfig, Submit, append_frame
 from waiting import eventually, iterations
 
 HOUR_S = 3600.0

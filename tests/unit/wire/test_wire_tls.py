@@ -13,9 +13,8 @@ import trustme
 from certificates import tls_settings
 from medialane.core.errors import AuthenticationFailed
 from medialane.testing.fake_handler import FakeHandler
-from medialane.wire.authentication import GREETING_BYTES, PROOF_BYTES, Handshake, Role, Secrets
-from medialane.wire.config import RpcConfig
-from medialane.wire.security import Security
+from medialane.wire import Role, RpcConfig, Security
+from medialane.wire.authentication import GREETING_BYTES, PROOF_BYTES, Handshake, Secrets
 from medialane.wire.tls import channel
 
 SECRET = "a secret of the tests"

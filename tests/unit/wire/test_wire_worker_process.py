@@ -9,9 +9,8 @@ import pytest
 from rpc_requests import engine_request, tokens_of
 
 from medialane.core.errors import NoWorkerReady, WorkerLost
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.gateway.worker_link import RpcClient
+from medialane.wire import Hello, RpcConfig
 from waiting import DEADLINE_S
 
 WORKER = Path(__file__).with_name("rpc_worker.py")

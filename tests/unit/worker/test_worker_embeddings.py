@@ -183,10 +183,9 @@ async def test_failed_answer_costs_only_the_embedding(host, error):
     found.release()
 
 
-async def test_late_answer_costs_only_the_embedding(host, monkeypatch):
-    monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.01)
+async def test_late_answer_costs_only_the_embedding(host):
     host.answers["h"] = asyncio.get_running_loop().create_future()
-    found = HeldEmbeddings(ENCODER, host)
+    found = HeldEmbeddings(ENCODER, host, answer_timeout_s=0.01)
     async with asyncio.timeout(5):
         await found.find(request(item(embedding_wait_ms=10.0)), ARENA)
     assert found.uses([item()]) == [None]

@@ -10,9 +10,8 @@ from pathlib import Path
 from fake_engine import FAKE_CARD, FakeEngine
 from medialane.arena import Arena
 from medialane.core.tensor import ArenaOffer
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.gateway.worker_link import RpcClient
+from medialane.wire import Hello, RpcConfig
 from medialane.worker import Worker, WorkerConfig, serve_worker
 from waiting import eventually
 

@@ -7,10 +7,9 @@ import logging
 import pytest
 
 from medialane.core.errors import AlreadyJoined, AuthenticationFailed, NoWorkerReady, StartupFailed, WorkerLost
-from medialane.wire.address import TcpAddress
-from medialane.wire.protocol import Hello
+from medialane.wire import Hello, TcpAddress
 from medialane.worker import WorkerConfig
-from medialane.worker.membership import Membership, resolve
+from medialane.worker.membership import Delays, Membership, resolve
 from waiting import eventually, iterations
 from written_lines import written_lines
 
@@ -57,10 +56,7 @@ class Network:
         self.open[address].set()
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    for name, value in {"MIN_RESOLVE_INTERVAL_S": 0.01, "INITIAL_BACKOFF_S": 0.01, "MAX_BACKOFF_S": 0.02}.items():
-        monkeypatch.setattr(f"medialane.worker.membership.{name}", value)
+QUICK = Delays(initial_s=0.01, max_s=0.02, min_resolve_interval_s=0.01)
 
 
 @pytest.fixture
@@ -68,9 +64,14 @@ async def net():
     net = Network()
     async with contextlib.AsyncExitStack() as stack:
 
-        def start(*names, interval_s=0.02, refused_s=30.0):
+        def start(*names, interval_s=0.02, refused_s=30.0, **delays):
             config = WorkerConfig(join_resolve_interval_s=interval_s, join_refused_interval_s=refused_s)
-            membership = Membership(names or (NAME,), net.connect, config=config, resolve=net.resolve)
+            membership = Membership(
+                *(names or (NAME,), net.connect),
+                config=config,
+                resolve=net.resolve,
+                delays=QUICK._replace(**delays),
+            )
             running = asyncio.create_task(membership.run())
             stack.push_async_callback(_cancelled, running)
 
@@ -223,9 +224,8 @@ async def test_bug_in_one_connection_does_not_end_the_others(net, caplog):
     await eventually(lambda: net.open)
 
 
-async def test_resolver_that_does_not_respond_does_not_prevent_a_reconnection(net, monkeypatch):
-    monkeypatch.setattr("medialane.worker.membership.RESOLVE_WAIT_S", 0.05)
-    net.start()
+async def test_resolver_that_does_not_respond_does_not_prevent_a_reconnection(net):
+    net.start(resolve_wait_s=0.05)
     await eventually(lambda: net.open)
 
     async def hang(_host):
@@ -236,11 +236,9 @@ async def test_resolver_that_does_not_respond_does_not_prevent_a_reconnection(ne
     await eventually(lambda: len(net.attempts) == 2 and net.open)
 
 
-async def test_failing_gateway_causes_no_flood_of_lookups(net, monkeypatch):
-    monkeypatch.setattr("medialane.worker.membership.MIN_RESOLVE_INTERVAL_S", 5.0)
-    monkeypatch.setattr("medialane.worker.membership.RESOLVE_WAIT_S", 0.01)
+async def test_failing_gateway_causes_no_flood_of_lookups(net):
     net.refusal = WorkerLost("down")
-    net.start(interval_s=3600.0)
+    net.start(interval_s=3600.0, min_resolve_interval_s=5.0, resolve_wait_s=0.01)
     await eventually(lambda: len(net.attempts) > 10)
     await iterations(10)
     assert net.num_lookups == 1

@@ -9,14 +9,13 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from fake_engine import FAKE_CARD, FakeEngine
-from medialane.check.server_process import free_port
+from medialane.check import free_port
 from medialane.core.errors import StartupFailed
 from medialane.core.stats import ArenaStats, PoolStats, PullStats, StoreStats
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
-from medialane.worker import Worker, WorkerConfig, metrics_server
-from medialane.worker.gateway_link.server import RpcServer
+from medialane.gateway.worker_link import RpcClient
+from medialane.wire import Hello, RpcConfig
+from medialane.worker import Worker, WorkerConfig
+from medialane.worker.gateway_link import RpcServer
 from medialane.worker.host_arena import NoArena
 from medialane.worker.metrics_server import WorkerStatus, metrics_served
 from waiting import eventually
@@ -169,8 +168,7 @@ class StoreOfThisHost(NoArena):
         return self.stats
 
 
-async def test_worker_exposes_the_store_of_its_host_unless_another_process_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_server, "MIN_INTERVAL_S", 0.0)
+async def test_worker_exposes_the_store_of_its_host_unless_another_process_does(tmp_path):
     store = StoreOfThisHost()
     async with Serving(tmp_path, num_ranks=2, host_arena=store).run() as serving:
         text = (await serving.get("/metrics"))[1]
@@ -180,4 +178,5 @@ async def test_worker_exposes_the_store_of_its_host_unless_another_process_does(
         assert 'medialane_arena_bytes{kind="size"} 100.0' in text
         assert "medialane_store" not in (await serving.get("/metrics", rank=1))[1]
         store.stats = None
-        assert "medialane_store" not in (await serving.get("/metrics"))[1]
+        while "medialane_store" in (await serving.get("/metrics"))[1]:
+            pass  # a page is rendered only now and then

@@ -8,9 +8,8 @@ import pytest
 from fake_engine import FAKE_CARD, FakeEngine, FakeParams
 from medialane.core.errors import GenerationFailed, NoWorkerReady, StartupFailed, WorkerDraining, WorkerLost
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.gateway.worker_link import RpcClient
+from medialane.wire import Hello, RpcConfig
 from medialane.worker import EXIT_ENGINE_LOST, WorkerConfig, serve_worker
 from waiting import eventually, retried
 

@@ -6,9 +6,8 @@ import pytest
 
 from medialane.core.feature import MediaPayload, PlaceholderRange
 from medialane.core.request import EngineRequest, ExpandedPrompt
+from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
 from medialane.testing.simulated.answer import FIRST_ANSWER_TOKEN, NUM_ANSWER_TOKENS, answer_of
-from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.engine import SimulatedEngine
 
 PROMPT = list(range(40))
 

@@ -1,6 +1,6 @@
 import pytest
 
-from medialane.testing.simulated.config import SimulatedConfig
+from medialane.testing.simulated import SimulatedConfig
 from medialane.testing.simulated.encoder import EncoderScheduler, EncodeStep, encode_step_s
 
 

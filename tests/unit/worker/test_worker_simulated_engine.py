@@ -9,8 +9,8 @@ from medialane.core.feature import EmbeddingUse, MediaPayload, PlaceholderRange
 from medialane.core.kv_events import AllBlocksCleared, BlockStored
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import ArenaRange, TensorDescriptor, TensorSpec
-from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.engine import SimulatedEngine, step_s
+from medialane.testing.simulated import SimulatedConfig, SimulatedEngine
+from medialane.testing.simulated.engine import step_s
 from medialane.testing.simulated.scheduler import Step
 from waiting import eventually
 

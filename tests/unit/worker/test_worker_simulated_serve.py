@@ -7,11 +7,10 @@ import pytest
 
 from medialane.core.errors import NoWorkerReady, StartupFailed
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.gateway.worker_link.client import RpcClient
-from medialane.testing.simulated.config import SimulatedConfig
-from medialane.testing.simulated.serve import addresses_of, serve_simulated
-from medialane.wire.config import RpcConfig
-from medialane.wire.protocol import Hello
+from medialane.gateway.worker_link import RpcClient
+from medialane.testing.simulated import SimulatedConfig, serve_simulated
+from medialane.testing.simulated.serve import addresses_of
+from medialane.wire import Hello, RpcConfig
 from medialane.worker import WorkerConfig
 from waiting import retried
 

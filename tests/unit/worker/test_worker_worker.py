@@ -24,7 +24,7 @@ from medialane.core.kv_events import AllBlocksCleared, KvEventBatch
 from medialane.core.media import MediaSize
 from medialane.core.request import EngineRequest, ExpandedPrompt, SourcePrompt
 from medialane.core.tensor import ArenaOffer, InlineTensor, TensorSpec
-from medialane.wire.protocol import Hello
+from medialane.wire import Hello
 from medialane.worker import Worker, WorkerConfig
 from waiting import eventually, iterations
 

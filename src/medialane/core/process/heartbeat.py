@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from typing import Final
@@ -119,8 +119,19 @@ class HeartbeatPipe:
 class HangWatch:
     """Watches one process, by its beats and by what the kernel says of it."""
 
-    def __init__(self, pid: int, pipe: HeartbeatPipe | None = None) -> None:
+    def __init__(
+        self,
+        pid: int,
+        pipe: HeartbeatPipe | None = None,
+        *,
+        tick_s: float | None = None,
+        activity: Callable[[int], Activity | None] = activity,
+    ) -> None:
+        """With another `tick_s` the limits are as many ticks. `activity` returns what the kernel says of a process."""
         self._pid = pid
+        self._tick_s = tick_s or TICK_S
+        self._max_silent_s, self._max_busy_s = (each / TICK_S * self._tick_s for each in (MAX_SILENT_S, MAX_BUSY_S))
+        self._activity = activity
         self._pipe = pipe
         self._is_expected = False
         self._silent_s = 0.0
@@ -134,11 +145,11 @@ class HangWatch:
     async def hung(self) -> str:
         """Wait until the process hangs; return how that was found."""
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
             if self._pipe is not None and (signs := self._pipe.read()):
                 self.beat()
                 self._is_expected = signs.endswith(_BEAT)
-            if (reason := self._tick(activity(self._pid))) is not None:
+            if (reason := self._tick(self._activity(self._pid))) is not None:
                 return reason
 
     def _tick(self, now: Activity | None) -> str | None:
@@ -149,10 +160,10 @@ class HangWatch:
         if self._at_beat is None or not (self._is_expected or is_stopped):
             self._silent_s, self._at_beat = 0.0, now
         elif now.state != "t":
-            self._silent_s += TICK_S
+            self._silent_s += self._tick_s
         _, cpu_s, waited_s = self._at_beat
         could_run_s = self._silent_s - (now.waited_s - waited_s)
         is_busy = not is_stopped and now.cpu_s - cpu_s >= MIN_CPU_SHARE * could_run_s
-        if self._silent_s < MAX_BUSY_S and (is_busy or could_run_s < MAX_SILENT_S):
+        if self._silent_s < self._max_busy_s and (is_busy or could_run_s < self._max_silent_s):
             return None
         return f"hung: {'stopped by a signal' if is_stopped else 'no sign of life'} for {self._silent_s:.0f} s"

@@ -17,7 +17,7 @@ HOST_COUNTERS = Path("/proc/vmstat")
 
 POLL_S = 1.0
 #: A process exits this soon after it has lost one of its children: vLLM polls its EngineCore.
-_RECENT_S = 15.0
+RECENT_S = 15.0
 
 #: In the description of every exit that the counters explain.
 LACK_OF_MEMORY = "for lack of memory"
@@ -26,14 +26,23 @@ LACK_OF_MEMORY = "for lack of memory"
 class OomKills:
     """Polls the counter that covers a process until `close`. For a running event loop."""
 
-    def __init__(self, pid: int) -> None:
-        cgroup = _cgroup_counters(pid)
+    def __init__(
+        self,
+        pid: int,
+        *,
+        cgroups: Path = CGROUPS,
+        host_counters: Path = HOST_COUNTERS,
+        poll_s: float = POLL_S,
+        recent_s: float = RECENT_S,
+    ) -> None:
+        cgroup = _cgroup_counters(pid, cgroups)
         self._is_exact = cgroup is not None
-        self._counters = cgroup or HOST_COUNTERS
+        self._counters = cgroup or host_counters
+        self._poll_s, self._recent_s = poll_s, recent_s
         self._num_kills = _read(self._counters)
         self._latest = float("-inf")
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(POLL_S, self._poll)
+        self._timer = self._loop.call_later(self._poll_s, self._poll)
 
     def close(self) -> None:
         """Stop polling. Idempotent."""
@@ -44,7 +53,7 @@ class OomKills:
         kernel has killed it, or a process below it."""
         self._look()
         how = _describe(status)
-        if not status or time.monotonic() - self._latest > _RECENT_S:
+        if not status or time.monotonic() - self._latest > self._recent_s:
             return how
         if status != -signal.SIGKILL:
             return f"{how}, probably because the kernel killed one of its processes {LACK_OF_MEMORY}"
@@ -54,7 +63,7 @@ class OomKills:
 
     def _poll(self) -> None:
         self._look()
-        self._timer = self._loop.call_later(POLL_S, self._poll)
+        self._timer = self._loop.call_later(self._poll_s, self._poll)
 
     def _look(self) -> None:
         num_kills = _read(self._counters)
@@ -72,7 +81,7 @@ def _describe(status: int) -> str:
         return f"killed by signal {-status}"
 
 
-def _cgroup_counters(pid: int) -> Path | None:
+def _cgroup_counters(pid: int, cgroups: Path) -> Path | None:
     """Return the file with the counter of the process's cgroup, if it is there: of cgroup v2, or of v1's memory
     controller. In a container without a cgroup namespace, the path is the host's, and what is mounted is ours."""
     try:
@@ -82,9 +91,9 @@ def _cgroup_counters(pid: int) -> Path | None:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            places = [CGROUPS / path.lstrip("/") / "memory.events", CGROUPS / "memory.events"]
+            places = [cgroups / path.lstrip("/") / "memory.events", cgroups / "memory.events"]
         elif "memory" in controllers.split(","):
-            root = CGROUPS / "memory"
+            root = cgroups / "memory"
             places = [root / path.lstrip("/") / "memory.oom_control", root / "memory.oom_control"]
         else:
             continue

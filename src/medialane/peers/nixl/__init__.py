@@ -5,6 +5,12 @@ peer, and because only the end of the process stops a read for certain. `NixlMov
 """
 
 from medialane.peers.nixl.mover import NixlMover, Published
-from medialane.peers.nixl.rdma_metadata import RdmaMetadata
+from medialane.peers.nixl.rdma_metadata import Descriptor, RdmaMetadata, pack_agent_metadata
 
-__all__ = ["NixlMover", "Published", "RdmaMetadata"]
+__all__ = [
+    "Descriptor",
+    "NixlMover",
+    "Published",
+    "RdmaMetadata",
+    "pack_agent_metadata",
+]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from medialane.core.kv_events import KvChange
 from medialane.wire.framing import append_frame
@@ -34,7 +35,15 @@ class BlockFeed:
     False.
     """
 
-    def __init__(self, held: Callable[[], Mapping[int, Sequence[int]]], *, max_frame_bytes: int) -> None:
+    def __init__(
+        self,
+        held: Callable[[], Mapping[int, Sequence[int]]],
+        *,
+        max_frame_bytes: int,
+        piece_blocks: int = PIECE_BLOCKS,
+        max_waiting_blocks: int = MAX_WAITING_BLOCKS,
+    ) -> None:
+        self._piece_blocks, self._max_waiting_blocks = piece_blocks, max_waiting_blocks
         self._held = held
         self._max_frame_bytes = max_frame_bytes
         self._pieces: deque[Iterator[KvChange]] = deque()
@@ -49,11 +58,11 @@ class BlockFeed:
         if self._stale:
             return
         if change.snapshot:
-            self._pieces.append(_snapshot(change.rank, np.frombuffer(change.stored, "<u8")))
+            self._pieces.append(self._snapshot(change.rank, np.frombuffer(change.stored, "<u8")))
             return
         self._num_waiting += _num_blocks(change)
         self._pieces.append(self._changes(change))
-        if self._num_waiting > MAX_WAITING_BLOCKS:
+        if self._num_waiting > self._max_waiting_blocks:
             self.resync()
 
     def resync(self) -> None:
@@ -90,27 +99,26 @@ class BlockFeed:
         held = self._held()
         self._stale = False
         self.num_snapshots += 1
-        self._pieces.extend(_snapshot(rank, ids) for rank, ids in held.items())
+        self._pieces.extend(self._snapshot(rank, ids) for rank, ids in held.items())
 
     def _changes(self, change: KvChange) -> Iterator[KvChange]:
-        size = PIECE_BLOCKS * ID_BYTES
+        size = self._piece_blocks * ID_BYTES
         for start in range(0, max(len(change.stored), len(change.removed)), size):
             stored, removed = change.stored[start : start + size], change.removed[start : start + size]
             piece = msgspec.structs.replace(change, stored=stored, removed=removed)
             self._num_waiting -= _num_blocks(piece)
             yield piece
 
+    def _snapshot(self, rank: int, ids: Sequence[int] | NDArray[np.uint64]) -> Iterator[KvChange]:
+        for start in range(0, max(1, len(ids)), self._piece_blocks):
+            end = start + self._piece_blocks
+            stored = np.array(ids[start:end], dtype="<u8").tobytes()
+            yield KvChange(rank, 0, stored, b"", snapshot=start == 0, more=end < len(ids))
+
     def _numbered(self, piece: KvChange) -> KvChange:
         sequence = self._sequences.get(piece.rank, 0)
         self._sequences[piece.rank] = sequence + 1
         return msgspec.structs.replace(piece, sequence=sequence)
-
-
-def _snapshot(rank: int, ids: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Iterator[KvChange]:
-    for start in range(0, max(1, len(ids)), PIECE_BLOCKS):
-        end = start + PIECE_BLOCKS
-        stored = np.array(ids[start:end], dtype="<u8").tobytes()
-        yield KvChange(rank, 0, stored, b"", snapshot=start == 0, more=end < len(ids))
 
 
 def _num_blocks(change: KvChange) -> int:

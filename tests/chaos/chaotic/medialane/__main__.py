@@ -11,9 +11,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from medialane.cli.main import main
-from medialane.cluster import local
-from medialane.cluster.process_spec import ProcessSpec
+from medialane.cli import main
+from medialane.cluster import ProcessSpec, local
 
 TESTS = Path(__file__).parents[3]
 SIMULATED = ("--engine", "simulated", "--simulated-step-ms", "20", "--simulated-prefill-token-ms", "0.01")

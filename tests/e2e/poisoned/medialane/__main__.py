@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from medialane.cli.main import main
+from medialane.cli import main
 from medialane.cluster import local
 
 if __name__ == "__main__":

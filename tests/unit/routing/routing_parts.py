@@ -1,0 +1,31 @@
+"""The parts of a `Router`, put together as it does, each of them in reach."""
+
+from medialane.routing import BlockIndex, RoutingConfig
+from medialane.routing.cost import CostModel, ScoringInput, encoder_items
+from medialane.routing.encoder_cache import EncoderCaches
+from medialane.routing.pending_blocks import PendingBlocks
+from medialane.routing.policies import policy
+from medialane.routing.prediction import PredictionMonitor
+from medialane.routing.reservation import SlotState
+from medialane.routing.slots import SlotTable
+
+
+class RouterParts:
+    def __init__(self, config=None, *, clock=lambda: 0.0):
+        self.config = config or RoutingConfig()
+        self.slots = SlotTable(self.config)
+        self.index = BlockIndex()
+        self.pending = PendingBlocks(ttl_s=60, clock=clock)
+        self.caches = EncoderCaches()
+        self.predictions = PredictionMonitor(grace_s=1, clock=clock)
+        self.costs = CostModel(self.config)
+        self.state = SlotState(self.slots, self.index, self.pending, self.caches, self.predictions)
+
+    def policy(self, name, *, seed=None):
+        return policy(name, costs=self.costs, slots=self.slots, index=self.index, pending=self.pending, seed=seed)
+
+
+def scoring_input(request, holders_of=None, *, candidates, session_slot=None):
+    """`holders_of` returns the slots that have an item in their encoder cache; without it the items do not count."""
+    items = encoder_items(request.media) if holders_of else ()
+    return ScoringInput(request, items, tuple(holders_of(item.mm_hash) for item in items), candidates, session_slot)
