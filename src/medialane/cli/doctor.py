@@ -105,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
     model or flags of vLLM with which `medialane serve` would not start."""
     config = load_config(given_settings(args), file=args.config, sections=("server",))
     _check_arguments(args.model, args.vllm_args)
+    if not args.json:
+        print("looking at this machine" + (" and the model: this takes a minute or two" if args.model else ""))
     findings = list(run_checks(config))
     if args.model is not None:
         findings += model_findings(args.model, args.vllm_args)

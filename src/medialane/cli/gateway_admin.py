@@ -69,7 +69,7 @@ class GatewayAdmin:
         if status in (401, 403):
             wrong = "does not accept this key" if self._has_key else "needs a key"
             what = f"the gateway at {self.url} {wrong} for administrative calls"
-            return f"{what}: set MEDIALANE_ADMIN_KEY, or --{_KEY_FILE}"
+            return f"{what}: set MEDIALANE_ADMIN_KEY (that of a client if the server has no other), or --{_KEY_FILE}"
         if message := _message(body):
             return message
         if status in (404, 405):

@@ -44,7 +44,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 #: Chunk size; a chunk is copied to the body on the event loop, in about 0.1 ms.
 _CHUNK_BYTES = 1 << 20
 
-_REFUSED = "the file URL is not allowed"
+_REFUSED = "the file URL is not in a folder that the server permits (--allowed-local-media-path)"
 
 
 class _OpenHow(ctypes.Structure):

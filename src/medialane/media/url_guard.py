@@ -16,6 +16,7 @@ import re
 import socket
 from collections.abc import Iterator
 from ipaddress import AddressValueError, IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Final
 
 from yarl import URL
 
@@ -62,6 +63,9 @@ _EMBEDDING = (IPv6Network("::/96"), IPv6Network("64:ff9b::/96"))
 _ISATAP = 0x00005EFE
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+_BY_OPERATOR: Final = "which only the server's operator can permit (--allow-media-network)"
 
 
 class UrlGuard:
@@ -112,10 +116,10 @@ class UrlGuard:
         inner = tuple(unwrap(ip_address(address)))
         if all(any(a in network for network in self._networks) for a in inner):
             return
-        if port not in self._ports:
-            raise MediaUrlForbidden("the port of the media URL is not allowed")
         if not all(_is_public(a) or any(a in network for network in self._networks) for a in inner):
-            raise MediaUrlForbidden("the media URL resolves to an address that is not allowed")
+            raise MediaUrlForbidden(f"the media URL resolves to a private address, {_BY_OPERATOR}")
+        if port not in self._ports:
+            raise MediaUrlForbidden(f"the port of the media URL is not a usual one, {_BY_OPERATOR}")
 
     def open_socket(self, addr_info: tuple[int, int, int, str, tuple[str | int, ...]]) -> socket.socket:
         """The HTTP client's socket factory: checks an address right before connecting to it."""
@@ -141,7 +145,7 @@ class UrlGuard:
 
     def _check_host(self, host: str, port: int) -> None:
         if self._domains and host.rstrip(".") not in self._domains:
-            raise MediaUrlForbidden("the host of the media URL is not allowed")
+            raise MediaUrlForbidden("the server does not permit the host of the media URL (--allow-media-domain)")
         if "%" in host:
             raise MediaUrlForbidden("the media URL has a link-local scope id")
         if host.startswith("["):
