@@ -297,7 +297,7 @@ class _Gateway:
                 self._cluster.refused(turn, arrived_s)
                 routed.release()
                 return
-        route = Route(link, routed, PromptPrefix([]), None)
+        route = Route(link, link.client, routed, PromptPrefix([]), None)
         sent = _Request(turn, arrived_s, route, link, self, expectation, self._cluster.loop.time())
         self.host.hand_over(turn.media, worker.host, lambda: link.to_worker.send(lambda: worker.submit(sent)))
         self._routes.begin(sent.route, turn.session)

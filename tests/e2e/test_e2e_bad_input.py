@@ -181,12 +181,18 @@ async def test_json_that_vllm_accepts_is_accepted_along_with_media(ours, name):
 
 
 PARAMETERS = {
-    "unknown model": {"model": "no-such-model"},
     "temperature below zero": {"temperature": -1},
     "max_tokens that is no number": {"max_tokens": "many"},
     "too many logprobs": {"logprobs": True, "top_logprobs": 1000},
     "stop that is too deep": {"stop": [["a"]]},
 }
+
+
+async def test_unknown_model_is_refused_as_by_plain_vllm_with_the_served_name_instead_of_a_stand_in(ours, plain):
+    body = {**chat(picture(61), ASK), "model": "no-such-model"}
+    answer, right = await ours.post(body), await plain.post(body)
+    assert (answer.status, answer.json["error"]["code"]) == (right.status, right.json["error"]["code"])
+    assert answer.json["error"]["message"].endswith(f"Valid aliases: {ours.model}.")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

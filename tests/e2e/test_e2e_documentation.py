@@ -53,7 +53,9 @@ def folder(tmp_path, serve):
 
 
 async def test_first_ten_minutes(serve):
-    first, headers, report, look = [here(block, serve) for block in blocks(TEN_MINUTES.partition("\n## Ask\n")[2])]
+    found = [here(block, serve) for block in blocks(TEN_MINUTES.partition("\n## Ask\n")[2])]
+    names, first, headers, report, look = found
+    first = names + first
     asked = await bash(first)
     assert json.loads(asked)["choices"][0]["message"]["content"]
     function = first.rpartition("\nask\n")[0] + "\n"
@@ -64,11 +66,6 @@ async def test_first_ten_minutes(serve):
     seen = await bash(function + look)
     assert "worker" in seen
     assert "medialane_media_items_total{" in seen
-
-
-async def test_request_of_the_readme(serve):
-    (request,) = [block for block in blocks((ROOT / "README.md").read_text()) if block.startswith("curl")]
-    assert json.loads(await bash(here(request, serve)))["choices"]
 
 
 async def test_examples_of_the_api(serve, folder):

@@ -37,7 +37,7 @@ PROGRAM = Path(__file__).with_name("serve_simulated_program.py")
 #: On a busy machine the processor takes longer to load than items wait by default.
 WAIT = ("--prepare-queue-timeout", "200")
 #: Answers take ten seconds: longer than it takes to kill a gateway, shorter than it takes to start one.
-NUM_TOKENS = 200
+NUM_TOKENS = 1000
 CLIENT, ADMIN, METRICS = "a client's key", "the admin's key", "the scraper's key"
 DRAIN_S = 4
 FLAGS = (
@@ -171,10 +171,11 @@ def serving(tiny_model, vllm_environ, tmp_path_factory):
 
 @pytest.fixture
 async def served(serving):
-    ready = "Ctrl-C stops it"
-    await eventually(
-        lambda: ready in serving.process.log.read_text(), "it is ready", START_S, more=serving.process.tail
-    )
+    def is_ready():
+        serving.reports("READY=1")  # the socket holds ten: those of a slow start leave no room for the last
+        return "Ctrl-C stops it" in serving.process.log.read_text()
+
+    await eventually(is_ready, "it is ready", START_S, more=serving.process.tail)
     async with store_link(serving.process.store_address) as serving.store:
         yield serving
 

@@ -125,6 +125,32 @@ async def test_answer_waits_for_a_worker_to_be_ready(open_parts):
     assert await asked.task == expected
 
 
+async def test_all_answers_of_the_only_worker_go_on_when_it_is_back(open_parts):
+    """Those that wait for their turn when it is back as much as the one that has it."""
+    parts, (worker,) = await open_parts(1, migration_timeout_s=5)
+    expected = await Asked(parts, media=False).task
+    asked = [Asked(parts, media=False) for _ in range(4)]
+    for each in asked:
+        await each.has(2)
+    await worker.close()
+    await asyncio.sleep(0.2)  # time: all of them wait
+    await worker.start()
+    assert await asyncio.gather(*[each.task for each in asked]) == [expected] * 4
+
+
+async def test_wait_for_the_only_worker_ends_in_time_for_all_answers_and_says_so(open_parts):
+    parts, (worker,) = await open_parts(1, migration_timeout_s=0.5)
+    asked = [Asked(parts, media=False) for _ in range(3)]
+    for each in asked:
+        await each.has(2)
+    started = asyncio.get_running_loop().time()
+    await worker.close()
+    for error in await asyncio.gather(*[each.task for each in asked], return_exceptions=True):
+        assert isinstance(error, WorkerLost)
+        assert "no worker was ready within 0.5 s" in error.message
+    assert asyncio.get_running_loop().time() - started < 4
+
+
 async def test_many_answers_of_a_lost_worker_all_go_on(open_parts):
     parts, workers = await open_parts(2)
     expected = await Asked(parts, media=False).task

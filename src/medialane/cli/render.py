@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="MODEL", help="the engines' model: a folder, or a name on a model hub")
     parser.add_argument("--verbose", "-v", action="store_true", help="show the logs of all processes")
-    parser.set_defaults(store_socket=None)
+    parser.set_defaults(store_socket=None, unannounced=False)
     add_settings(parser, SECTIONS, common=_COMMON)
 
 

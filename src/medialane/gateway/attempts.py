@@ -169,7 +169,7 @@ class Sender:
         soon. Raises `error` if none comes in time, or this request has lost enough of them; one that stops as planned
         does not count."""
         link, is_planned = call.route.link, isinstance(error, WorkerDraining)
-        client, gone = link.client, (*call.lost, link.name)
+        gone = (*call.lost, link.name)
         lost = call.lost if is_planned else gone
         call.scope.release(call.route.routed.release)
         if len(lost) > self.config.migration_limit:
@@ -177,15 +177,25 @@ class Sender:
         give_up_at = time.monotonic() + self.config.migration_timeout_s
         while True:
             addresses = {name: each.address for name, each in self.workers.links.items()}
-            is_back = link.client is not None and link.client is not client
+            is_back = link.client is not None and link.client is not call.route.client
             hosts = gone if is_planned else on_hosts_of(gone, addresses)
             for excluded in (hosts, gone, () if is_back else (link.name,)):
                 with suppress(NoWorkerReady):
                     moved = self.reroute(call, frozenset(excluded))
                     logger.warning("%s: %s; sending to another worker", link.name, error.message)
                     return moved._replace(lost=lost, busy=frozenset())
-            if not await self.workers.changed_before(give_up_at):
-                raise error
+            await self._changed_before(give_up_at, error)
+
+    async def any_ready(self, error: WorkerLost) -> None:
+        """Wait until any worker is ready. Raises WorkerLost if none is in time."""
+        give_up_at = time.monotonic() + self.config.migration_timeout_s
+        while not self.workers.num_ready:
+            await self._changed_before(give_up_at, error)
+
+    async def _changed_before(self, give_up_at: float, error: WorkerLost) -> None:
+        if not await self.workers.changed_before(give_up_at):
+            timeout = f"no worker was ready within {self.config.migration_timeout_s:g} s"
+            raise type(error)(f"{error.message}, and {timeout}") from error
 
     @while_connected
     async def send(self, call: Call, trace_headers: dict[str, str] | None) -> RemoteRequest:
@@ -422,10 +432,13 @@ class Attempts:
         """Wait for a turn, and choose another worker. Raises `error` if there is none."""
         self._moved_at = time.perf_counter()
         self._end_turn()
-        self._end_turn = await self._sender.moving.take(self.call.scope.timeline.started_at)
         try:
+            # Before a turn, since there are turns for each ready worker.
+            await self._sender.any_ready(error)
+            self._end_turn = await self._sender.moving.take(self.call.scope.timeline.started_at)
             self.call = await self._sender.elsewhere(self.call, error)
-        except WorkerLost:
+        except WorkerLost as lost:
+            logger.warning("request %s ends: %s", self.call.request.request_id, lost.message)
             self._sender.metrics.count_migration(error.code, "failed")
             raise
         asyncio.get_running_loop().call_later(_MOVING_S, self._end_turn)

@@ -18,6 +18,7 @@ from medialane.core.stats import RoutingStats, WaitStats
 from medialane.gateway.expansions import Expansions, Item
 from medialane.gateway.report import EmbeddingOutcome, embedding_outcome
 from medialane.gateway.routed_worker import RoutedWorker
+from medialane.gateway.worker_link.client import RpcClient
 from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.metrics import Metrics
@@ -35,9 +36,11 @@ class PromptPrefix(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The worker of one request. `routed` reports the request's progress to the router; the request's scope owns it."""
+    """The worker of one request, and the connection to it at that time. `routed` reports the request's progress to the
+    router; the request's scope owns it."""
 
     link: WorkerLink
+    client: RpcClient | None
     routed: RoutedRequest
     prefix: PromptPrefix
     data_parallel_rank: int | None
@@ -95,7 +98,8 @@ class Routes:
         routed = self._router.pick(routing_request)
         self._metrics.observe_routing(time.perf_counter() - started)
         rank = routed.rank if routed.num_ranks > 1 else request.data_parallel_rank
-        return Route(self._workers.links[routed.worker_id], routed, prefix, rank)
+        link = self._workers.links[routed.worker_id]
+        return Route(link, link.client, routed, prefix, rank)
 
     def new_items(
         self, request: EngineRequest, prepared: PreparedPrompt, block_ids: dict[int, BlockIds]
