@@ -116,11 +116,11 @@ def _spawn(argv: Sequence[str], environ: Mapping[str, str], log: Path | None) ->
         return spawn_leader(argv, environ, output.fileno())
 
 
-def free_port(num_in_row: int = 1) -> int:
+def free_port(num_in_row: int = 1, ports: range = PORTS) -> int:
     """Return a port that is free now, the first of `num_in_row`, which no other call returns, in any process of this
     host, while this process lives: servers take many seconds until they listen. They are not among those that the
-    kernel gives to other sockets meanwhile (ip_local_port_range, ip(7)). Raises OSError if there are none."""
-    firsts = list(range(PORTS.start, PORTS.stop - num_in_row + 1))
+    kernel gives to other sockets meanwhile (ip_local_port_range, ip(7)). Raises OSError if none of `ports` is."""
+    firsts = list(range(ports.start, ports.stop - num_in_row + 1))
     random.shuffle(firsts)
     for first in firsts:
         with ExitStack() as stack, suppress(OSError):
@@ -128,7 +128,7 @@ def free_port(num_in_row: int = 1) -> int:
                 _reserve(port, stack)
             _reservations.push(stack.pop_all())
             return first
-    raise OSError(f"no port of {PORTS.start} to {PORTS.stop - 1} is free")
+    raise OSError(f"no port of {ports.start} to {ports.stop - 1} is free")
 
 
 def _reserve(port: int, stack: ExitStack) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medialane.check import free_port, plain_vllm, server_process
+from medialane.check import free_port, plain_vllm
 from medialane.core.errors import StartupFailed
 from waiting import comes_true, eventually
 
@@ -28,8 +28,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 #: Starts that server and waits.
 OWNER = """
 import asyncio, os, pathlib, sys
-from medialane.check import server_process
-from medialane.check.server_process import free_port, plain_vllm
+from medialane.check import plain_vllm
 async def use():
     async with plain_vllm("model", environ=os.environ, log=pathlib.Path(sys.argv[1])) as server:
         print(server.process_id, flush=True)
@@ -135,13 +134,12 @@ async def test_server_that_never_becomes_ready_times_out_and_is_killed(serve, tm
     assert await gone(child_of(tmp_path / "log"))
 
 
-async def test_port_is_given_out_once_on_this_host(monkeypatch):
+async def test_port_is_given_out_once_on_this_host():
     """Also by other processes, before a server listens."""
     first = free_port(3)
     source = f"""
-from medialane.check import server_process
-server_process.PORTS = range({first}, {first + 4})
-print(server_process.free_port())
+from medialane.check import free_port
+print(free_port(ports=range({first}, {first + 4})))
 input()
 """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -149,9 +147,8 @@ input()
     other = await asyncio.create_subprocess_exec(sys.executable, "-c", source, env=environ, stdin=pipe, stdout=pipe)
     try:
         assert int(await other.stdout.readline()) == first + 3
-        monkeypatch.setattr(server_process, "PORTS", range(first, first + 4))
         with pytest.raises(OSError, match="no port"):
-            free_port()
+            free_port(ports=range(first, first + 4))
     finally:
         await other.communicate(b"\n")
-    assert free_port() == first + 3  # its process has ended
+    assert free_port(ports=range(first, first + 4)) == first + 3  # its process has ended
