@@ -134,6 +134,7 @@ async def test_server_that_never_becomes_ready_times_out_and_is_killed(serve, tm
     assert await gone(child_of(tmp_path / "log"))
 
 
+@pytest.mark.timeout(60)  # a process that imports the whole room, on a busy machine
 async def test_port_is_given_out_once_on_this_host():
     """Also by other processes, before a server listens."""
     first = free_port(3)

@@ -5,15 +5,17 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
-from medialane.cluster import running
+from medialane.cluster import child_process, running
 from medialane.core.errors import StartupFailed
-from medialane.core.process import heartbeat, oom_kills
+from medialane.core.process import heartbeat
 from medialane.core.process.exits import exits_of_host, hang_problems
+from medialane.core.process.oom_kills import OomKills
 from waiting import eventually, wait_until
 
 IDLE = "ready(); stay()"
@@ -172,7 +174,7 @@ async def test_process_that_is_ready_and_exits_without_an_error_again_and_again_
 async def test_lack_of_memory_is_named_as_the_cause(tmp_path, monkeypatch, end, how):
     counters = tmp_path / "memory.events"
     counters.write_text("oom_kill 0\n")
-    monkeypatch.setattr(oom_kills, "CGROUPS", tmp_path)
+    monkeypatch.setattr(child_process, "OomKills", partial(OomKills, cgroups=tmp_path))
     killed = f"open({str(counters)!r}, 'w').write('oom_kill 1\\n'); {end}"
     seen = Recorder()
     later = script_part(tmp_path, "later", f"ready(); time.sleep(0.5); {killed}")  # time: seen ready before
