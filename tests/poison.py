@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena
+from medialane.cluster.process_spec import INTERPRETER
 from medialane.core.tensor import ArenaRange
 
 POISON = b"\xdb"
@@ -49,8 +50,9 @@ def install() -> None:
 
 def poisoned_store(argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command line of a process of `serve`, by PROGRAM if it is the store, or what that is forked from. As
-    in all of them, three words are the interpreter's."""
-    return (argv[0], "-u", str(PROGRAM), *argv[3:]) if argv[3] in ("warm", "store") else argv
+    many words as those of INTERPRETER come before the command."""
+    command = argv[len(INTERPRETER) :]
+    return (argv[0], "-P", "-u", str(PROGRAM), *command) if command[0] in ("warm", "store") else argv
 
 
 def poison_freed(monkeypatch) -> None:

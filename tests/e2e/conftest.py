@@ -116,13 +116,14 @@ def starting_gateways(
     commands, places = [], {}
     for name, flags in GATEWAYS.items():
         store = store_apart if name in APART else ["--store", serve.store_address]
-        key = ["--api-key", API_KEY] if name == "features/shm" else []
+        has_key = name == "features/shm"  # and shares what is cached with the others, which have none
+        key, shared = (["--api-key", API_KEY], ["--share-cache"]) if has_key else ([], [])
         places[name] = (free_port(), logs / f"{name.replace('/', '-')}.log")
         port, log = places[name]
         found = workers if name != "joined" else ["--join-listen", f"tcp://127.0.0.1:{join_port}"]
         found = [*found, "--worker", encoder_address] if name == "encoders" else found
         found = [*found, "--record", str(recording)] if name == RECORDING else found
-        ours = [serve.model, "--port", str(port), *found, *flags, *store, *MEDIA_FLAGS]
+        ours = [serve.model, "--port", str(port), *found, *flags, *shared, *store, *MEDIA_FLAGS]
         commands.append([str(log), [*ours, "--", *SERVER_FLAGS, *key], ENDINGS.get(name)])
     process = launch(
         [sys.executable, str(GATEWAYS_PROGRAM), json.dumps(commands)],

@@ -11,6 +11,7 @@ from typing import Any
 
 from medialane.cli import main
 from medialane.cluster import ProcessSpec, local
+from medialane.cluster.process_spec import INTERPRETER
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -24,7 +25,7 @@ _parts = local.process_specs
 def parts(*args: Any, **settings: Any) -> list[ProcessSpec]:
     return [
         replace(part, argv=(*part.argv[: part.argv.index("--")], *SIMULATED))
-        if part.argv[3] == "worker"
+        if part.argv[len(INTERPRETER)] == "worker"
         else replace(part, argv=poisoned_store(part.argv))
         for part in _parts(*args, **settings)
     ]

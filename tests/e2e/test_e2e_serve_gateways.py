@@ -37,7 +37,7 @@ PROGRAM = Path(__file__).with_name("serve_simulated_program.py")
 #: On a busy machine the processor takes longer to load than items wait by default.
 WAIT = ("--prepare-queue-timeout", "200")
 #: Answers take ten seconds: longer than it takes to kill a gateway, shorter than it takes to start one.
-NUM_TOKENS = 1000
+NUM_TOKENS = 200
 CLIENT, ADMIN, METRICS = "a client's key", "the admin's key", "the scraper's key"
 DRAIN_S = 4
 FLAGS = (
@@ -116,7 +116,7 @@ class Served:
 
         async def all_in_flight():
             in_flight.update(await self.client.by_gateway("medialane_worker_in_flight"))
-            return sum(in_flight.values()) == len(answers)
+            return sum(in_flight.values()) == sum(not answer.done() for answer in answers)
 
         async def started():
             answers.append(asyncio.create_task(self.answer()))
@@ -124,7 +124,7 @@ class Served:
             return all(in_flight.values())
 
         await eventually(started, "both gateways have answers in flight", 60)
-        return answers, in_flight
+        return [answer for answer in answers if not answer.done()], in_flight
 
     async def state(self):
         """Includes which gateways are up, and what the worker runs."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from medialane.cli import main
 from medialane.cluster import ProcessSpec, local
+from medialane.cluster.process_spec import INTERPRETER
 
 TESTS = Path(__file__).parents[3]
 SIMULATED = ("--engine", "simulated", "--simulated-step-ms", "20", "--simulated-prefill-token-ms", "0.01")
@@ -20,11 +21,12 @@ OURS = ("warm", "store", "worker")
 
 
 def chaotic(spec: ProcessSpec) -> ProcessSpec:
-    """As in all command lines, three words are the interpreter's."""
-    argv = spec.argv
-    if argv[3] == "worker" and os.environ.get("CHAOS_ENGINE") == "simulated":
-        argv = (*argv[: argv.index("--")], *SIMULATED)
-    return replace(spec, argv=(argv[0], "-u", str(Path(__file__).parent), *argv[3:]) if argv[3] in OURS else argv)
+    """As in all command lines, as many words as those of INTERPRETER come before the command."""
+    command = spec.argv[len(INTERPRETER) :]
+    if command[0] == "worker" and os.environ.get("CHAOS_ENGINE") == "simulated":
+        command = (*command[: command.index("--")], *SIMULATED)
+    interpreter = (sys.executable, "-P", "-u", str(Path(__file__).parent)) if command[0] in OURS else INTERPRETER
+    return replace(spec, argv=(*interpreter, *command))
 
 
 def patch() -> None:
