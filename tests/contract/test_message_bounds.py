@@ -31,7 +31,6 @@ from medialane.wire import registration
 MESSAGES = {
     "Fork": warm.Fork,
     "Start": warm.Start,
-    "Answer": warm.Answer,
     "ControlRequest": preparers.ControlRequest,
     "ControlReport": preparers.ControlReport,
     "JobRequest": preparers.JobRequest,

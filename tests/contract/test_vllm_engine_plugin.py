@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,8 +184,12 @@ class FailingEngine(VllmEngine):
     def __init__(self, item):
         self._arenas = {"a" * 32}  # EngineCore has mapped an arena
         self._reader = SimpleNamespace(
-            engine_input=self._engine_input, embeddings=lambda _request, _uses: None, named_for_engine=lambda x: x
+            engine_input=self._engine_input,
+            embeddings=lambda _request, _uses: None,
+            named_for_engine=lambda x: x,
+            lora=lambda _request: None,
         )
+        self._adapters = SimpleNamespace(using=lambda _lora, *, exact: nullcontext())
         self._embeddings = SimpleNamespace(detach=_done)
         self._release_timeout_s = 1.0
         self._arena_directory = "/dev/shm"
@@ -197,7 +202,7 @@ class FailingEngine(VllmEngine):
             [1, 2, 3, 4], MultiModalKwargsItems({"image": [self._item]}), {"image": ["a"]}, {"image": [place]}
         )
 
-    async def _outputs(self, request, engine_input, _embeddings):
+    async def _outputs(self, request, engine_input, _embeddings, _lora):
         engine_input.clear()
         completion = CompletionOutput(0, "", [], None, None, finish_reason="error")
         yield RequestOutput(request.request_id, None, None, None, [completion], finished=True)

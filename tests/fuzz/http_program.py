@@ -60,7 +60,7 @@ async def serve(config: Config, model: str, folder: Path, *, port: int, flags: S
         with bind_unix(path) as sock:
             addresses = gateway_app.GatewayAddresses([f"unix:{worker}"], f"unix:{store}")
             routing = asyncio.create_task(route(config.gateway, model, path, port, folder))
-            await gateway.serve(Reloading("gateway", config), model, flags, addresses=addresses, sock=sock)
+            await gateway.serve(Reloading(config), model, flags, addresses=addresses, sock=sock)
             routing.cancel()
             await asyncio.wait([routing])
     await workers.close()
