@@ -110,7 +110,7 @@ async def as_before(state: Callable[[], Awaitable[HostState]], timeout_s: float 
     await eventually(is_idle, "nothing is held before", timeout_s, more=lambda: before)
     yield
     await eventually(is_same, "the host is as before", timeout_s, more=lambda: f"before: {before}\nnow: {found}")
-    await eventually(lambda: not _unused_files() - files, "no file is left", more=lambda: _unused_files() - files)
+    await eventually(lambda: not _unused_files() - files, "no file is left", 60, more=lambda: _unused_files() - files)
 
 
 def _unused_files() -> set[str]:

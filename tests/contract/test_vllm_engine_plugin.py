@@ -188,7 +188,9 @@ class FailingEngine(VllmEngine):
             embeddings=lambda _request, _uses: None,
             named_for_engine=lambda x: x,
             lora=lambda _request: None,
+            params=lambda _request: SamplingParams(),
         )
+        self.llm = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None))
         self._adapters = SimpleNamespace(using=lambda _lora, *, exact: nullcontext())
         self._embeddings = SimpleNamespace(detach=_done)
         self._release_timeout_s = 1.0

@@ -126,7 +126,7 @@ async def test_killed_fork_server_is_replaced(serve, ours):
         return (await ours.post(chat(picture(162), ASK))).status == 200
 
     await eventually(prepares, "images are prepared again", 120)
-    assert len(serve.preparer_pids()) == 2
+    await eventually(lambda: len(serve.preparer_pids()) == 2, "both preparers are back", 30)
 
 
 async def test_killed_engine_core_ends_its_worker_which_restarts(serve, ours, plain, worker_addresses):
