@@ -29,15 +29,16 @@ def tenant_of(owner: str) -> bytes:
 
 
 class TenantShares:
-    """How much of `most` is used, by all and by each tenant; owners that are none are one, and may use all of it."""
+    """How much of `most` is used, by all and by each tenant. A tenant may use a share of it, and `least_share` in any
+    case; owners without a tenant (an empty one) may use all of it together."""
 
-    def __init__(self, most: int, *, tenant_share: float = 1.0) -> None:
+    def __init__(self, most: int, *, tenant_share: float = 1.0, least_share: int = 1) -> None:
         self.most = most
         self.used = 0
-        self._most_of_tenant = int(most * tenant_share)
-        self._of_tenant: Counter[bytes] = Counter()
+        self._most_of_tenant = max(int(most * tenant_share), least_share)
+        self._of_tenant: Counter[bytes | str] = Counter()
 
-    def most_of(self, tenant: bytes) -> int:
+    def most_of(self, tenant: bytes | str) -> int:
         return self._most_of_tenant if tenant else self.most
 
     @property
@@ -45,11 +46,11 @@ class TenantShares:
         """What is left, negative if too much is used."""
         return self.most - self.used
 
-    def free_of(self, tenant: bytes) -> int:
+    def free_of(self, tenant: bytes | str) -> int:
         """What is left of a tenant's share, whatever others use."""
         return self.most_of(tenant) - self._of_tenant[tenant]
 
-    def add(self, tenant: bytes, number: int) -> None:
+    def add(self, tenant: bytes | str, number: int) -> None:
         self.used += number
         self._of_tenant[tenant] += number
         if not self._of_tenant[tenant]:

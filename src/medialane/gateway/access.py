@@ -38,6 +38,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from medialane.core.errors import LimitExceeded, MedialaneError, PermissionDenied, StartupFailed, UnsupportedMediaType
+from medialane.core.private_file import read_private
 from medialane.gateway.admission import SharedCounts, Tenant, Tenants
 from medialane.gateway.bodies import WITHOUT_BODY, replay
 from medialane.gateway.config import GatewayConfig
@@ -61,7 +62,6 @@ from medialane.gateway.operators.sessions import (
 )
 from medialane.gateway.scope import current_scope
 from medialane.observability.metrics import Metrics
-from medialane.wire.private_file import read_private
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

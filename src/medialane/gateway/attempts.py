@@ -195,7 +195,7 @@ class Sender:
     async def _changed_before(self, give_up_at: float, error: WorkerLost) -> None:
         if not await self.workers.changed_before(give_up_at):
             timeout = f"no worker was ready within {self.config.migration_timeout_s:g} s"
-            raise type(error)(f"{error.message}, and {timeout}") from error
+            raise type(error)(f"{error.message}, and {timeout}", retry_after_s=error.retry_after_s) from error
 
     @while_connected
     async def send(self, call: Call, trace_headers: dict[str, str] | None) -> RemoteRequest:

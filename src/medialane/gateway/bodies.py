@@ -15,7 +15,7 @@ import logging
 import math
 import mmap
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ import numpy as np
 from medialane.core.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
 from medialane.core.loop_fairness import LoopFairness
 from medialane.core.retry_after import Places
+from medialane.core.tenant_lru import TenantShares
 from medialane.gateway.config import GatewayConfig
 
 Message = MutableMapping[str, Any]
@@ -45,18 +46,20 @@ logger = logging.getLogger(__name__)
 
 class BodyMemory:
     """The limit on the bytes of all requests together, and the buffers of their bodies: what is charged and what unused
-    buffers have is at most `max_bytes`; the requests of one tenant are charged `max_tenant_bytes` at most. One per
-    event loop."""
+    buffers have is at most `max_bytes`, of which the requests of one tenant have a share, and `least_share` bytes in
+    any case. One per event loop."""
 
     def __init__(
-        self, max_bytes: int, *, max_tenant_bytes: int | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        max_bytes: int,
+        *,
+        tenant_share: float = 1.0,
+        least_share: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_bytes = max_bytes
-        self._max_tenant_bytes = max_bytes if max_tenant_bytes is None else max_tenant_bytes
-        self._of_tenant: Counter[str] = Counter()
+        self._charged = TenantShares(max_bytes, tenant_share=tenant_share, least_share=least_share)
         self._clock = clock
-        #: Charged.
-        self.num_bytes = 0
         #: The charges that are not 0.
         self.places = Places(clock=clock)
         self._idle_bytes = 0
@@ -64,23 +67,25 @@ class BodyMemory:
         self._idle: dict[int, deque[tuple[mmap.mmap, float]]] = {}
         self._trimming: asyncio.TimerHandle | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """What is charged."""
+        return self._charged.used
+
     def charge(self, num_bytes: int, tenant: str = "") -> None:
         """Add bytes, or subtract if negative. Raises BodyMemoryExhausted if the limit would be exceeded,
         ConcurrencyLimitExceeded if the tenant's would."""
-        if tenant and num_bytes > 0 and self._of_tenant[tenant] + num_bytes > self._max_tenant_bytes:
-            most = self._max_tenant_bytes
+        if tenant and num_bytes > 0 and num_bytes > self._charged.free_of(tenant):
+            most = self._charged.most_of(tenant)
             message = f"the bodies of this API key's requests in flight have {most} bytes, its share of their memory"
             raise ConcurrencyLimitExceeded(message, retry_after_s=self.places.promise())
-        if num_bytes > 0 and self.num_bytes + num_bytes > self._max_bytes:
+        if num_bytes > 0 and num_bytes > self._charged.free:
             logger.warning(
                 "request bodies hold %d bytes: rejecting with 503 (--gateway-max-bodies-bytes)", self.num_bytes
             )
             message = "the memory budget for request bodies is exhausted"
             raise BodyMemoryExhausted(message, retry_after_s=self.places.promise())
-        self.num_bytes += num_bytes
-        self._of_tenant[tenant] += num_bytes
-        if not self._of_tenant[tenant]:
-            del self._of_tenant[tenant]
+        self._charged.add(tenant, num_bytes)
         if self.num_bytes + self._idle_bytes > self._max_bytes:
             self._unmap_idle(math.inf)
 

@@ -189,8 +189,9 @@ class IntakeMiddleware:
         self._media = media
         self._config = config
         self._fairness = fairness
-        most_of_tenant = max(int(config.max_bodies_bytes * config.tenant_share), media.max_body_bytes)
-        self._memory = BodyMemory(config.max_bodies_bytes, max_tenant_bytes=most_of_tenant)
+        self._memory = BodyMemory(
+            config.max_bodies_bytes, tenant_share=config.tenant_share, least_share=media.max_body_bytes
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -24,7 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from medialane.core.errors import StartupFailed
 from medialane.core.host import ascii_host
-from medialane.wire.private_file import read, read_private
+from medialane.core.private_file import read, read_private
 
 CA_DAYS = 3650
 CERTIFICATE, KEY, CA = "cert.pem", "key.pem", "ca.pem"

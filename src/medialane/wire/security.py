@@ -13,10 +13,10 @@ from functools import cache
 from ipaddress import IPv6Address, ip_address
 
 from medialane.core.errors import StartupFailed
+from medialane.core.private_file import read_private
 from medialane.wire.address import TcpAddress, parse_address
 from medialane.wire.authentication import Handshake, Role, Secrets
 from medialane.wire.config import RpcConfig
-from medialane.wire.private_file import read_private
 from medialane.wire.tls import Tls, channel
 
 MIN_SECRET_BYTES = 16

@@ -15,8 +15,8 @@ import threading
 from typing import NamedTuple, cast
 
 from medialane.core.errors import AuthenticationFailed, StartupFailed
+from medialane.core.private_file import read, read_private
 from medialane.wire.config import RpcConfig
-from medialane.wire.private_file import read, read_private
 
 logger = logging.getLogger(__name__)
 

@@ -204,7 +204,7 @@ async def test_waiting_for_a_disconnect_has_no_timeout():
 
 
 def test_tenant_has_a_share_of_the_memory_and_others_go_on():
-    memory = BodyMemory(100, max_tenant_bytes=60)
+    memory = BodyMemory(100, tenant_share=0.6)
     first, second, other = BudgetCharge(memory, "ann"), BudgetCharge(memory, "ann"), BudgetCharge(memory, "ben")
     first.set(40)
     second.set(20)

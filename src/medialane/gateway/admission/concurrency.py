@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from medialane.core.errors import ConcurrencyLimitExceeded, MediaOverloaded
 from medialane.core.retry_after import Places
+from medialane.core.tenant_lru import TenantShares
 from medialane.gateway.scope import RequestScope
 
 
@@ -15,10 +15,8 @@ class Admission:
     """The admitted requests, at most `limit`, of which one tenant has a share. One event loop."""
 
     def __init__(self, limit: int, *, tenant_share: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit
-        self._tenant_share = tenant_share
         self._admitted: set[RequestScope] = set()
-        self._of_tenant: Counter[str] = Counter()
+        self._shares = TenantShares(limit, tenant_share=tenant_share)
         self._places = Places(clock=clock)
 
     @property
@@ -31,20 +29,19 @@ class Admission:
         if scope in self._admitted:
             return
         tenant = "" if scope.tenant is None else scope.tenant.name
-        if tenant and self._of_tenant[tenant] >= (most := max(1, int(self._limit * self._tenant_share))):
+        if tenant and self._shares.free_of(tenant) <= 0:
+            most = self._shares.most_of(tenant)
             message = f"this API key has {most} requests with media in flight, its share of what the server accepts"
             raise ConcurrencyLimitExceeded(message, retry_after_s=self._places.promise())
-        if len(self._admitted) >= self._limit:
+        if self._shares.free <= 0:
             message = "too many concurrent requests with media"
             raise MediaOverloaded(message, retry_after_s=self._places.promise())
         self._admitted.add(scope)
-        self._of_tenant[tenant] += 1
+        self._shares.add(tenant, 1)
         self._places.take(scope)
         scope.defer(lambda: self._end(scope, tenant))
 
     def _end(self, scope: RequestScope, tenant: str) -> None:
         self._admitted.discard(scope)
-        self._of_tenant[tenant] -= 1
-        if not self._of_tenant[tenant]:
-            del self._of_tenant[tenant]
+        self._shares.add(tenant, -1)
         self._places.free(scope)

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from medialane.core.errors import StartupFailed
-from medialane.wire.private_file import read_private
+from medialane.core.private_file import read_private
 
 SETTING = "--keys"
 
