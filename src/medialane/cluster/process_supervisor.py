@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,7 @@ from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog, is_secondary
 from medialane.cluster.process_spec import INTERPRETER, NOT_NEEDED, ProcessSpec
 from medialane.cluster.restart_delay import RestartDelay
-from medialane.cluster.warm import NotForked, WarmProcess
+from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
 from medialane.config.cluster import ClusterConfig
 from medialane.core.errors import StartupFailed
 from medialane.core.process.exits import ExitCounts
@@ -30,6 +31,8 @@ _SHOWN_LINES = 15
 #: not waited for until it is found to hang. The first time, that reads the model before.
 FORK_TIMEOUT_S = 5.0
 FIRST_FORK_TIMEOUT_S = 120.0
+#: How long a process waits for the next warm process to import everything.
+WARM_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +93,8 @@ class ProcessSupervisor:
         self.is_ready = asyncio.Event()
         self.is_forking = False
         self._has_been_ready = False
+        #: Whether the warm process has forked it before: then it will again, once there is one.
+        self._was_forked = False
         self._num_exits = 0
         self._log = log
         self._phases = PhaseFile(log.path.with_suffix(".phase"))
@@ -191,17 +196,35 @@ class ProcessSupervisor:
         try:
             if self.spec.warm is not None:
                 try:
-                    return await self._fork(self.spec.warm, environ, output)
+                    return await self._fork_once_warm(self.spec.warm, environ, output)
                 except NotForked as error:
                     logger.warning("%s is started from scratch: %s", self.spec.name, error)
             return ChildProcess.spawn(self.spec.argv, environ, output, pass_fds=self.spec.pass_fds)
         finally:
             os.close(output)
 
-    async def _fork(self, warm: WarmProcess, environ: Mapping[str, str], output: int) -> ChildProcess | None:
+    async def _fork_once_warm(self, warm: WarmProcess, environ: Mapping[str, str], output: int) -> ChildProcess | None:
+        """As `_fork`. If the warm process has exited, too, wait for the next one: it imports vLLM and reads the model
+        once for all that do. Raises NotForked."""
+        timeout_s, give_up_at = FORK_TIMEOUT_S, time.monotonic() + WARM_TIMEOUT_S
+        while not self._context.stopping.is_set():
+            try:
+                child = await self._fork(warm, environ, output, timeout_s if self._was_forked else FIRST_FORK_TIMEOUT_S)
+            except WarmProcessGone:
+                if not self._was_forked or time.monotonic() > give_up_at:
+                    raise
+                timeout_s = FIRST_FORK_TIMEOUT_S  # the next one reads the model first
+                await first_of(self._context.stopping.wait(), asyncio.sleep(POLL_S))
+            else:
+                self._was_forked = True
+                return child
+        return None
+
+    async def _fork(
+        self, warm: WarmProcess, environ: Mapping[str, str], output: int, timeout_s: float
+    ) -> ChildProcess | None:
         """Return None if the supervisor stops meanwhile. Raises NotForked."""
         argv, passed = self.spec.argv[len(INTERPRETER) :], self.spec.pass_fds
-        timeout_s = FORK_TIMEOUT_S if self._has_been_ready else FIRST_FORK_TIMEOUT_S
         forking = asyncio.create_task(
             ChildProcess.fork(warm, argv, environ, output, pass_fds=passed, timeout_s=timeout_s)
         )

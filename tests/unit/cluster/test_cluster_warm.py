@@ -220,9 +220,8 @@ async def test_fork_whose_environment_may_change_an_import_is_refused(host):
         await host.fork("x", environ={"LD_PRELOAD": "/lib/x.so"})
 
 
-@pytest.mark.parametrize("end_of_warm", [signal.SIGKILL, signal.SIGSTOP])
-async def test_process_that_exits_when_there_is_no_warm_process_is_started_from_scratch_at_once(
-    tmp_path, caplog, monkeypatch, end_of_warm
+async def test_process_that_exits_while_the_warm_process_is_stopped_is_started_from_scratch(
+    tmp_path, caplog, monkeypatch
 ):
     monkeypatch.setattr(process_supervisor, "FORK_TIMEOUT_S", 1.0)
     path, started = tmp_path / "warm.sock", tmp_path / "started"
@@ -248,9 +247,37 @@ async def test_process_that_exits_when_there_is_no_warm_process_is_started_from_
     try:
         await supervisor.start()
         assert "from scratch" not in caplog.text
-        os.kill(supervisor.pids["warm"], end_of_warm)
+        os.kill(supervisor.pids["warm"], signal.SIGSTOP)
         os.kill(supervisor.pids["part"], signal.SIGKILL)
         await eventually(lambda: observer.count("ready", "part") == 2, timeout_s=30)
         assert "part is started from scratch: the warm process " in caplog.text
+    finally:
+        await supervisor.stop()
+
+
+async def test_process_that_exits_with_the_warm_one_waits_for_the_next_and_is_its_fork(tmp_path, caplog):
+    path = tmp_path / "warm.sock"
+    environ = {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
+    warm = ProcessSpec("warm", (sys.executable, str(PROGRAM), str(path)), environ, SocketExists(path), layer=-1)
+
+    class IsFork:
+        """Ready when its log has what the program prints of a fork."""
+
+        def reset(self):
+            (tmp_path / "part.log").write_text("")
+
+        async def passes(self):
+            return '"argv": ["stay"]' in (tmp_path / "part.log").read_text()
+
+    argv = (sys.executable, "-P", "-m", "no_such_module", "stay")
+    part = ProcessSpec("part", argv, {}, IsFork(), after="warm", warm=WarmProcess(path, {}))
+    observer = Recorder()
+    supervisor = make_supervisor(tmp_path, observer, [warm, part], start_timeout_s=30.0)
+    try:
+        await supervisor.start()
+        for name in ("warm", "part"):
+            os.kill(supervisor.pids[name], signal.SIGKILL)
+        await eventually(lambda: observer.count("ready", "part") == 2, timeout_s=30)
+        assert "from scratch" not in caplog.text
     finally:
         await supervisor.stop()
