@@ -67,7 +67,7 @@ class Host:
         try:
             async for last in self._lines(number, Question(**image)):
                 tokens += last.tokens
-        except ConnectionError:
+        except (ConnectionError, FileNotFoundError):  # the socket of a gateway that starts is not there yet
             return "connection lost"
         return last.error or tokens if last.ended else "connection lost"
 

@@ -97,10 +97,11 @@ PROGRAMS = {
     "rsync": "not run, needs other hosts",
 }
 _KNOWN = {name for names in PROGRAMS for name in names.split()}
-#: Commands that are not there are recorded: all of them, since there is no PATH.
+#: Commands that are not there are recorded: all of them, since there is no PATH. One write each, for both sides of a pipe
+#: write at once: bash flushes at a newline, so that there is none.
 _RECORDER = """
 PATH=/nonexistent LOG=$PWD/.recorded
-command_not_found_handle() { printf '%s\\0' "$@" $'\\n' >> "$LOG"; }
+command_not_found_handle() { printf '%s\\x1f' "${@//$'\\n'/$'\\x1d'}" $'\\x1e' >> "$LOG"; }
 cd() { :; }
 """
 #: Where a script writes, and what it would load into the shell.
@@ -142,8 +143,8 @@ def commands(page, folder):
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     recorded = folder / ".recorded"
-    words = recorded.read_text().split("\0") if recorded.exists() else []
-    ends = [index for index, word in enumerate(words) if word == "\n"]
+    words = recorded.read_text().replace("\x1d", "\n").split("\x1f") if recorded.exists() else []
+    ends = [index for index, word in enumerate(words) if word == "\x1e"]
     return [words[begin + 1 : end] for begin, end in pairwise([-1, *ends])]
 
 
