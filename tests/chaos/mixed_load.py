@@ -92,6 +92,10 @@ def new_questions(number: int) -> list[Question]:
     ]
 
 
+#: How a simulated worker answers when nothing is left but to process the URL itself.
+NO_PROCESSOR = "a simulated worker has no processor"
+
+
 @dataclass
 class _Allowed:
     """Codes of errors, until a time of the clock."""
@@ -280,6 +284,8 @@ class MixedLoad:
             return found
         code = found.error["code"]
         self.counts[code] += 1
+        if NO_PROCESSOR in found.error["message"]:  # where a real worker processes the URL, the last way of a hand-over
+            return None
         if self._is_allowed(code, started) and (found.status != 503 or "retry-after" in found.headers):
             return None
         if code != "unknown_media_uuid" or (ready is self.ready and not self._num_hoards):

@@ -6,7 +6,7 @@ share an event depends on how fast the client reads.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from openai_http import assert_same
@@ -15,6 +15,8 @@ from openai_http import assert_same
 _VOLATILE = frozenset(("item_id", "call_id", "sequence_number"))
 #: Text or lists of which an event has a piece.
 _PIECES = frozenset(("content", "arguments", "text", "delta", "partial_json", "reasoning", "token_ids"))
+#: What only the last event of a choice has.
+_END = frozenset(("finish_reason", "stop_reason"))
 #: Which of several answers, blocks or calls an event is about.
 _PLACES = ("type", "index", "output_index", "content_index")
 
@@ -34,7 +36,20 @@ def _joined(events: Iterable[Any]) -> dict[str, Any]:
     """The events without their pieces, repeated ones once; and the pieces of each place in one."""
     pieces: dict[str, list[Any]] = defaultdict(list)
     emptied = [_emptied(event, "", pieces) for event in sorted(events, key=_choice)]
-    return {"events": [event for event, _ in groupby(emptied)], "pieces": dict(pieces)}
+    found = [event for event, _ in groupby(emptied)]
+    kept = [event for event, following in pairwise([*found, {}]) if not _is_part_of(event, following)]
+    return {"events": kept, "pieces": dict(pieces)}
+
+
+def _is_part_of(event: Any, following: Any) -> bool:
+    """Whether `following`, the end of the same choice, has all of an event that had only pieces: the last tokens come
+    with the end or just before it."""
+    match event.get("choices"), following.get("choices"):
+        case [[dict() as choice], [dict() as end]] if (
+            choice.get("finish_reason", "") is None and event.keys() <= following.keys()
+        ):
+            return {**choice, **{key: end[key] for key in _END & end.keys()}} == end
+    return False
 
 
 def _choice(event: Any) -> int:

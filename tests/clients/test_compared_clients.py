@@ -21,6 +21,8 @@ WHOLE = stream(chunk("a"), chunk("b"), chunk("c", finish="stop"))
 
 EQUAL = {
     "cut elsewhere": stream(chunk("ab"), chunk("c"), chunk(finish="stop")),
+    "last piece with the end": stream(chunk("a"), chunk("bc", finish="stop")),
+    "all with the end": stream(chunk("abc", finish="stop")),
     "another id": stream(*({**chunk("abc"), "id": "b"}, chunk(finish="stop"))),
 }
 

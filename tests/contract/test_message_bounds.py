@@ -75,7 +75,7 @@ LOGPROBS = "of the tokens of an answer; vLLM bounds their alternatives"
 EXPLAINED = {
     "Start.argv": OWN,
     "Start.environ": OWN,
-    "Fork.pass_fds": OWN,
+    "Start.pass_fds": OWN,
     "Setup.environment": OWN,
     "MediaConfig.allowed_media_domains": OWN,
     "MediaConfig.allowed_media_networks": OWN,

@@ -164,7 +164,10 @@ async def test_inline_and_fetched_content_share_one_entry(arena, origin):
 async def test_local_file_is_not_copied_to_the_heap(arena, tmp_path):
     body = bmp(1500)
     (tmp_path / "a.bmp").write_bytes(body)
+    (tmp_path / "first.bmp").write_bytes(bmp(10))
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
+        first = await source.encoded(image(f"file://{tmp_path}/first.bmp"), StageTimeline(), UNCOUNTED)
+        first.hold.release()  # what it imports counts, too
         tracemalloc.start()
         lease = await source.encoded(image(f"file://{tmp_path}/a.bmp"), StageTimeline(), UNCOUNTED)
         peak = tracemalloc.get_traced_memory()[1]

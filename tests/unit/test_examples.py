@@ -97,8 +97,8 @@ PROGRAMS = {
     "rsync": "not run, needs other hosts",
 }
 _KNOWN = {name for names in PROGRAMS for name in names.split()}
-#: Commands that are not there are recorded: all of them, since there is no PATH. One write each, for both sides of a pipe
-#: write at once: bash flushes at a newline, so that there is none.
+#: Commands that are not there are recorded: all of them, since there is no PATH. One write each, for both sides of a
+#: pipe write at once: bash flushes at a newline, so that there is none.
 _RECORDER = """
 PATH=/nonexistent LOG=$PWD/.recorded
 command_not_found_handle() { printf '%s\\x1f' "${@//$'\\n'/$'\\x1d'}" $'\\x1e' >> "$LOG"; }
