@@ -13,6 +13,11 @@ def stream(*events):
     return {"value": {"stream": list(events)}}
 
 
+def called(arguments, *, finish=None, **first):
+    call = {"index": 0, "function": {"arguments": arguments, **first}}
+    return {"id": "a", "choices": [{"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": finish}]}
+
+
 def error(**fields):
     return {"error": {"class": "BadRequestError", "status": 400, "code": "400", **fields}}
 
@@ -53,6 +58,15 @@ def test_answers_of_one_request_may_alternate_differently():
     assert_equal(stream(*alternating), stream(*one, *other))
     with pytest.raises(AssertionError):
         assert_equal(stream(*alternating), stream(*one, chunk("y", index=1), chunk("x", index=1, finish="stop")))
+
+
+def test_arguments_of_a_tool_call_may_end_with_the_choice_or_before():
+    whole = stream(called("{", name="look"), called("}"), chunk(finish="stop"))
+    assert_equal(stream(called("{", name="look"), called("}", finish="stop")), whole)
+    assert_equal(stream(called("{}", name="look"), chunk(finish="stop")), whole)
+    for other in (called("]", finish="stop"), called("}", finish="stop", name="look")):
+        with pytest.raises(AssertionError):
+            assert_equal(stream(called("{", name="look"), other), whole)
 
 
 def test_difference_of_an_error_is_found_unless_it_is_said():
