@@ -68,9 +68,10 @@ def _emptied(value: Any, path: str, pieces: dict[str, list[Any]]) -> Any:
     for key in sorted(own):
         pieces[f"{at} {key}"].extend(value[key])
     emptied = {key: _emptied(item, f"{at} {key}", pieces) for key, item in value.items() if key not in own}
-    calls = emptied.get("tool_calls")
-    if calls and not any(_has_more_than_pieces(call) for call in calls):
-        del emptied["tool_calls"]
+    if emptied.get("tool_calls"):
+        emptied["tool_calls"] = [call for call in emptied["tool_calls"] if _has_more_than_pieces(call)]
+        if not emptied["tool_calls"]:
+            del emptied["tool_calls"]
     return emptied
 
 
