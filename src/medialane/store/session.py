@@ -420,12 +420,14 @@ class StoreSession:
         loop = asyncio.get_running_loop()
         deadline, has_reclaimed = loop.time() + (GROWTH_TIMEOUT_S if may_wait else 0.0), False
         while True:
+            # As it is now: it may change between the failure, of a fetch that others share, and its arrival here.
+            may_reserve, is_growing = self._absent.may_reserve.is_set(), self._arena.is_growing
             try:
                 return await find()
             except ArenaFull:
-                if may_wait and not self._absent.may_reserve.is_set():
+                if may_wait and not may_reserve:
                     await self._absent.may_reserve.wait()
-                elif self._arena.is_growing and loop.time() < deadline:
+                elif is_growing and loop.time() < deadline:
                     await asyncio.sleep(GROWTH_INTERVAL_S)
                 elif has_reclaimed or not await self._owner.reclaim():
                     raise

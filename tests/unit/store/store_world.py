@@ -10,6 +10,7 @@ from functools import cached_property
 import pytest
 
 from medialane.arena import Arena, ArenaConfig, ClientSlot, FillWriter, Lease, Lineage, layout
+from medialane.core.errors import ArenaFull
 from medialane.core.feature import Feature, FoundEmbedding, WantedEmbedding
 from medialane.core.media import MediaRef, MediaSize
 from medialane.core.stats import PoolStats, StoreStats
@@ -38,6 +39,8 @@ class PatternItems:
         self._arena = arena
         self.embeddings = Embeddings(arena)
         self.gate: asyncio.Event | None = None
+        #: An item without memory fails when this is set, as a fetch does after it has closed its connection.
+        self.closed: asyncio.Event | None = None
 
     async def find(self, ref, form, processing, *, timeline, upload=None, admit=None) -> LeasedItem:
         if self.gate is not None:
@@ -46,7 +49,12 @@ class PatternItems:
             lease = await upload(self)
             return LeasedItem(ref.content, lease, is_hit=False)
         lease = self._arena.lookup(ref.content)
-        return LeasedItem(ref.content, lease or self._make(ref.content), is_hit=lease is not None)
+        try:
+            return LeasedItem(ref.content, lease or self._make(ref.content), is_hit=lease is not None)
+        except ArenaFull:
+            if self.closed is not None:
+                await self.closed.wait()
+            raise
 
     def reserve(self, num_bytes: int, *, writer: int):
         return self._arena.reserve(num_bytes, writer=writer)

@@ -300,6 +300,33 @@ async def test_items_wait_for_memory_that_is_being_prefaulted(monkeypatch):
     await world.close()
 
 
+async def test_memory_that_comes_before_the_failure_for_want_of_it_is_used(monkeypatch):
+    world = await World(monkeypatch, grows=True).start()
+    world.items.closed = asyncio.Event()
+    gateway = await world.client()
+    finding = asyncio.create_task(gateway.find("a"))
+    await asyncio.sleep(0.1)  # time: until the first attempt is failing
+    world.arena.prefaulted(world.arena.size_bytes)
+    world.items.closed.set()
+    gateway.release(await asyncio.wait_for(finding, 5))
+    await gateway.disconnect()
+    await world.close()
+
+
+async def test_take_over_that_ends_before_a_failure_for_want_of_memory_is_waited_for(world):
+    absent, gateway = await world.client(), await world.client()
+    await absent.disconnect(lives=True)
+    await world.replace_store()
+    world.items.closed = asyncio.Event()
+    finding = asyncio.create_task(gateway.find("a"))
+    await asyncio.sleep(0.3)  # time: until the gateway is connected and the first attempt is failing
+    assert not finding.done()
+    absent.exit()
+    await asyncio.sleep(0.1)  # time: until the store has seen it
+    world.items.closed.set()
+    gateway.release(await asyncio.wait_for(finding, 5))
+
+
 async def test_arena_that_stops_growing_is_full_after_a_deadline(monkeypatch):
     monkeypatch.setattr("medialane.store.session.GROWTH_TIMEOUT_S", 0.1)
     world = await World(monkeypatch, grows=True).start()
