@@ -92,7 +92,7 @@ def new_questions(number: int) -> list[Question]:
     ]
 
 
-#: How a simulated worker answers when nothing is left but to process the URL itself.
+#: What a simulated worker says when all ways to hand an item over have failed but the last: to process it from its URL.
 NO_PROCESSOR = "a simulated worker has no processor"
 
 
@@ -284,7 +284,7 @@ class MixedLoad:
             return found
         code = found.error["code"]
         self.counts[code] += 1
-        if NO_PROCESSOR in found.error["message"]:  # where a real worker processes the URL, the last way of a hand-over
+        if NO_PROCESSOR in found.error["message"] and self._is_disturbed(started):  # a real worker would answer
             return None
         if self._is_allowed(code, started) and (found.status != 503 or "retry-after" in found.headers):
             return None
@@ -299,6 +299,10 @@ class MixedLoad:
         if is_late or not self._is_allowed(CONNECTION_LOST, started):
             late = f" (not ended within {self.ended_s:g} s)" if is_late else ""
             self.problems.append(f"{started:.2f}-{self._now():.2f} {what}: {error!r}{late}")
+
+    def _is_disturbed(self, started: float) -> bool:
+        """Whether anything was done to the host since."""
+        return any(allowed.until >= started for allowed in self._allowed)
 
     def _is_allowed(self, code: str, started: float) -> bool:
         return any(code in allowed.codes and allowed.until >= started for allowed in self._allowed)

@@ -68,16 +68,10 @@ def _emptied(value: Any, path: str, pieces: dict[str, list[Any]]) -> Any:
     for key in sorted(own):
         pieces[f"{at} {key}"].extend(value[key])
     emptied = {key: _emptied(item, f"{at} {key}", pieces) for key, item in value.items() if key not in own}
-    if emptied.get("tool_calls"):
-        emptied["tool_calls"] = [call for call in emptied["tool_calls"] if _has_more_than_pieces(call)]
-        if not emptied["tool_calls"]:
-            del emptied["tool_calls"]
-    return emptied
-
-
-def _has_more_than_pieces(call: dict[str, Any]) -> bool:
-    """Whether a tool call of an event has its id or name; the rest, pieces of arguments, may come in any event."""
-    return any(item for key, item in call.items() if key != "index")
+    # A tool call's id and name come once; the rest are pieces of its arguments, which may be in any event.
+    calls = emptied.pop("tool_calls", None) or []
+    named = [call for call in calls if any(item for key, item in call.items() if key != "index")]
+    return {**emptied, "tool_calls": named} if named else emptied
 
 
 def assert_equal(ours: Any, plain: Any, differing: Iterable[str] = ()) -> None:

@@ -162,20 +162,17 @@ async def test_inline_and_fetched_content_share_one_entry(arena, origin):
 
 
 async def test_local_file_is_not_copied_to_the_heap(arena, tmp_path):
-    body = bmp(1500)
+    body = bmp(2000)
     (tmp_path / "a.bmp").write_bytes(body)
-    (tmp_path / "first.bmp").write_bytes(bmp(10))
     async with source_of(arena, allowed_local_media_path=str(tmp_path)) as source:
-        first = await source.encoded(image(f"file://{tmp_path}/first.bmp"), StageTimeline(), UNCOUNTED)
-        first.hold.release()  # what it imports counts, too
         tracemalloc.start()
         lease = await source.encoded(image(f"file://{tmp_path}/a.bmp"), StageTimeline(), UNCOUNTED)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert lease.value.content_hash == content_hash(body)
-        assert lease.value.num_bytes == len(body) > 6 * MIB
+        assert lease.value.num_bytes == len(body) > 11 * MIB
         lease.hold.release()
-    assert peak < 3 * MIB
+    assert peak < 4 * MIB  # chunks of 1 MiB: one here, and one that each of two threads has not let go of yet
 
 
 async def test_file_that_is_not_an_image_leaves_no_entry(arena, tmp_path):
