@@ -5,8 +5,8 @@ share an event depends on how fast the client reads.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from itertools import groupby, pairwise
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 from openai_http import assert_same
@@ -15,8 +15,6 @@ from openai_http import assert_same
 _VOLATILE = frozenset(("item_id", "call_id", "sequence_number"))
 #: Text or lists of which an event has a piece.
 _PIECES = frozenset(("content", "arguments", "text", "delta", "partial_json", "reasoning", "token_ids"))
-#: What only the last event of a choice has.
-_END = frozenset(("finish_reason", "stop_reason"))
 #: Which of several answers, blocks or calls an event is about.
 _PLACES = ("type", "index", "output_index", "content_index")
 
@@ -33,29 +31,52 @@ def settled(value: Any) -> Any:
 
 
 def _joined(events: Iterable[Any]) -> dict[str, Any]:
-    """The events without their pieces, repeated ones once; and the pieces of each place in one."""
+    """Chunks of a choice in one, by its index; other events without their pieces, repeated ones once; and the pieces of
+    each place in one."""
     pieces: dict[str, list[Any]] = defaultdict(list)
-    emptied = [_emptied(event, "", pieces) for event in sorted(events, key=_choice)]
-    found = [event for event, _ in groupby(emptied)]
-    kept = [event for event, following in pairwise([*found, {}]) if not _is_part_of(event, following)]
-    return {"events": kept, "pieces": dict(pieces)}
+    choices: dict[int, _Choice] = defaultdict(_Choice)
+    others = []
+    for event in events:
+        match event.get("choices"):
+            case [dict() as choice]:
+                choices[choice.get("index", 0)].add(_emptied(event, "", pieces))
+            case _:
+                others.append(_emptied(event, "", pieces))
+    return {
+        "choices": {str(index): choices[index].joined() for index in sorted(choices)},
+        "events": [event for event, _ in groupby(others)],
+        "pieces": dict(pieces),
+    }
 
 
-def _is_part_of(event: Any, following: Any) -> bool:
-    """Whether `following`, the end of the same choice, has all of an event that had only pieces: the last tokens come
-    with the end or just before it."""
-    match event.get("choices"), following.get("choices"):
-        case [[dict() as choice], [dict() as end]] if (
-            choice.get("finish_reason", "") is None and event.keys() <= following.keys()
-        ):
-            return {**choice, **{key: end[key] for key in _END & end.keys()}} == end
-    return False
+class _Choice:
+    """The chunks of a choice: which fields any of them has, and the values in their order, without those that each
+    chunk repeats. Which chunk has a value depends on the cut: the last tokens come with the end or before it."""
+
+    def __init__(self) -> None:
+        self._common: dict[str, Any] = {}
+        self._fields: set[str] = set()
+        self._values: list[Any] = []
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        [choice] = chunk["choices"]
+        self._common.update({key: item for key, item in chunk.items() if key != "choices" and item is not None})
+        self._fields.update(chunk)
+        for field, value in _leaves(choice, "choice"):
+            self._fields.add(field)
+            if value not in (None, "") and field != "choice.index":
+                self._values.append([field, value])
+
+    def joined(self) -> dict[str, Any]:
+        return {"common": self._common, "fields": sorted(self._fields), "values": self._values}
 
 
-def _choice(event: Any) -> int:
-    """Events of several answers of one request come in any order; the last ones are about all."""
-    choices = event.get("choices")
-    return choices[0].get("index", 0) if choices else 0 if choices is None else 1000
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif value != {}:
+        yield path, value
 
 
 def _emptied(value: Any, path: str, pieces: dict[str, list[Any]]) -> Any:

@@ -64,9 +64,24 @@ def test_arguments_of_a_tool_call_may_end_with_the_choice_or_before():
     whole = stream(called("{", name="look"), called("}"), chunk(finish="stop"))
     assert_equal(stream(called("{", name="look"), called("}", finish="stop")), whole)
     assert_equal(stream(called("{}", name="look"), chunk(finish="stop")), whole)
+    assert_equal(
+        stream(called("{}", name="look", finish="stop")),
+        stream(called("{}", name="look"), chunk(), chunk(finish="stop")),
+    )
     for other in (called("]", finish="stop"), called("}", finish="stop", name="look")):
         with pytest.raises(AssertionError):
             assert_equal(stream(called("{", name="look"), other), whole)
+
+
+def test_fields_may_come_with_a_chunk_of_their_own_but_must_come():
+    """LiteLLM gives the reason of a stop where the end is, and leaves it out elsewhere."""
+    ended = chunk("c", finish="stop")
+    ended["choices"][0]["stop_reason"] = None
+    apart = chunk(finish="stop")
+    apart["choices"][0]["stop_reason"] = None
+    assert_equal(stream(chunk("ab"), ended), stream(chunk("abc"), apart))
+    with pytest.raises(AssertionError):
+        assert_equal(stream(chunk("ab"), ended), WHOLE)
 
 
 def test_difference_of_an_error_is_found_unless_it_is_said():
