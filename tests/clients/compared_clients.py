@@ -95,9 +95,23 @@ def _emptied(value: Any, path: str, pieces: dict[str, list[Any]]) -> Any:
     return {**emptied, "tool_calls": named} if named else emptied
 
 
+def _without_fault(plain: Any) -> Any:
+    """Without the "{}" that vLLM 0.32.0 appends to the arguments of a forced tool when their last text and the end come
+    in one step (`Parser.finalize_generation`); ours keeps the steps apart."""
+    if isinstance(plain, list):
+        return [_without_fault(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    kept = {key: _without_fault(item) for key, item in plain.items()}
+    for place, pieces in kept.get("pieces", {}).items() if "choices" in kept else ():
+        if place.endswith((" arguments", " partial_json")) and pieces[-3:] == ["}", "{", "}"]:
+            del pieces[-2:]
+    return kept
+
+
 def assert_equal(ours: Any, plain: Any, differing: Iterable[str] = ()) -> None:
     """Two outcomes of a call are equal, but for the fields of an error that are said to differ, and do."""
-    ours, plain = settled(ours), settled(plain)
+    ours, plain = settled(ours), _without_fault(settled(plain))
     for field in differing:
         assert ours["error"].pop(field) != plain["error"].pop(field), f"{field} does not differ"
     assert_same(ours, plain)

@@ -73,6 +73,15 @@ def test_arguments_of_a_tool_call_may_end_with_the_choice_or_before():
             assert_equal(stream(called("{", name="look"), other), whole)
 
 
+def test_braces_that_only_plain_vllm_appends_to_the_arguments_of_a_tool_make_no_difference():
+    right, wrong = (stream(called(text, name="look", finish="stop")) for text in ('{"a": 1}', '{"a": 1}{}'))
+    assert_equal(right, wrong)
+    with pytest.raises(AssertionError):
+        assert_equal(wrong, right)
+    with pytest.raises(AssertionError):
+        assert_equal(wrong, wrong)
+
+
 def test_fields_may_come_with_a_chunk_of_their_own_but_must_come():
     """LiteLLM gives the reason of a stop where the end is, and leaves it out elsewhere."""
     ended = chunk("c", finish="stop")

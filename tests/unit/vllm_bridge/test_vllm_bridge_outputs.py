@@ -5,7 +5,7 @@ import pytest
 import torch
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.metrics.stats import RequestStateStats
 
 from medialane.core.errors import GenerationFailed, InvalidGrammar
@@ -17,6 +17,7 @@ from medialane.vllm_bridge.engine.outputs import (
     to_pooled_deltas,
     to_pooling_output,
     to_request_output,
+    with_end_apart,
 )
 from medialane.wire import PooledOutput
 
@@ -162,3 +163,40 @@ def test_output_without_a_tensor_is_no_pooling_output():
     delta = to_delta(output(completion()), first=True)
     with pytest.raises(GenerationFailed):
         to_pooling_output(delta, request_id="r", prompt_token_ids=[1])
+
+
+def streamed(**changes):
+    grammar = StructuredOutputsParams(json_object=True)
+    return SamplingParams(**{"structured_outputs": grammar, "output_kind": RequestOutputKind.DELTA, **changes})
+
+
+def merged_end(**changes):
+    ended = {"text": "1}", "token_ids": [7, 8, 2], "logprobs": [POSITION] * 3, "finish_reason": "stop", **changes}
+    return to_delta(output(completion(**ended), finished=True), first=False)
+
+
+def test_end_of_an_answer_with_a_grammar_comes_after_its_text():
+    text, end = with_end_apart(merged_end(stop_reason=2), streamed())
+    [before], [last] = text.completions, end.completions
+    assert (text.finished, before.text, before.token_ids, before.finish_reason) == (False, "1}", [7, 8], None)
+    assert (end.finished, last.text, last.token_ids, last.finish_reason) == (True, "", [2], "stop")
+    assert (before.stop_reason, last.stop_reason) == (None, 2)
+    assert [len(each.logprobs) for each in (before, last)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("params", "changes"),
+    [
+        (streamed(structured_outputs=None), {}),
+        (streamed(output_kind=RequestOutputKind.FINAL_ONLY), {}),
+        (streamed(include_stop_str_in_output=True), {}),
+        (streamed(), {"finish_reason": "length"}),
+        (streamed(), {"finish_reason": None}),
+        (streamed(), {"stop_reason": "1"}),
+        (streamed(), {"text": ""}),
+        (streamed(), {"token_ids": [2]}),
+    ],
+)
+def test_other_steps_stay_whole(params, changes):
+    delta = merged_end(**changes)
+    assert list(with_end_apart(delta, params)) == [delta]

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from medialane.core.errors import GenerationFailed, InvalidGrammar, Unavailable
 from medialane.core.feature import MediaSpan
@@ -92,6 +93,39 @@ def to_request_output(
         num_cached_tokens=delta.num_cached_tokens,
         num_cache_creation_tokens=delta.num_cache_creation_tokens,
     )
+
+
+def with_end_apart(delta: OutputDelta, params: SamplingParams) -> Iterable[OutputDelta]:
+    """Yield a step of a stream that follows a grammar, the token that ends it in a step of its own.
+
+    Steps are merged where a client or a link is slower than the engine. vLLM's app appends "{}" to the arguments of a
+    forced tool whose last text and end come in one step (`Parser.finalize_generation`, 0.32.0).
+    """
+    if params.structured_outputs is None or params.include_stop_str_in_output:
+        return (delta,)
+    if params.output_kind is not RequestOutputKind.DELTA or not any(map(_has_text_and_end, delta.completions)):
+        return (delta,)
+    steps = [_before_end(each) if _has_text_and_end(each) else each for each in delta.completions]
+    ends = [_end(each) for each in delta.completions if _has_text_and_end(each)]
+    return replace(delta, completions=steps, finished=False), replace(delta, completions=ends, prompt_logprobs=None)
+
+
+def _has_text_and_end(completion: CompletionDelta) -> bool:
+    """Whether the last of several tokens ended the text without being part of it."""
+    is_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+    return is_token and bool(completion.text) and len(completion.token_ids) > 1
+
+
+def _before_end(completion: CompletionDelta) -> CompletionDelta:
+    logprobs = completion.logprobs and completion.logprobs[:-1]
+    return replace(
+        completion, token_ids=completion.token_ids[:-1], logprobs=logprobs, finish_reason=None, stop_reason=None
+    )
+
+
+def _end(completion: CompletionDelta) -> CompletionDelta:
+    logprobs = completion.logprobs and completion.logprobs[-1:]
+    return replace(completion, text="", token_ids=completion.token_ids[-1:], logprobs=logprobs)
 
 
 def _completion(completion: CompletionOutput) -> CompletionDelta:

@@ -23,7 +23,7 @@ from medialane.core import admin
 from medialane.core.errors import AdminCallIncomplete, InvalidRequest, MedialaneError, NoWorkerReady, PromptRejected
 from medialane.core.loop_fairness import FewPerIteration
 from medialane.core.request import EngineRequest, ExpandedPrompt
-from medialane.vllm_bridge.engine.outputs import to_pooling_output, to_request_output
+from medialane.vllm_bridge.engine.outputs import to_pooling_output, to_request_output, with_end_apart
 from medialane.vllm_bridge.frontend.adapter_versions import AdapterVersions
 from medialane.vllm_bridge.frontend.continuation import ContinuableAnswer, Continuations
 from medialane.vllm_bridge.frontend.renderer_hook import remembered_errors
@@ -135,12 +135,13 @@ class RoutedEngineClient(EngineClient):  # type: ignore[misc]  # vllm is not typ
                         answer.prompt_token_ids = delta.prompt_token_ids
                     if delta.placed:
                         note_placed(prompt, delta.placed)
-                    yield to_request_output(
-                        delta,
-                        request_id=request_id,
-                        prompt=request.prompt_text,
-                        prompt_token_ids=answer.prompt_token_ids,
-                    )
+                    for step in with_end_apart(delta, sampling_params):
+                        yield to_request_output(
+                            step,
+                            request_id=request_id,
+                            prompt=request.prompt_text,
+                            prompt_token_ids=answer.prompt_token_ids,
+                        )
 
     @contextmanager
     def _bridged(self) -> Iterator[None]:
