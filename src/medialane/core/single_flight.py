@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
-T = TypeVar("T")
 
 
 class _Flight(Generic[T]):

@@ -39,7 +39,7 @@ class OomKills:
         self._is_exact = cgroup is not None
         self._counters = cgroup or host_counters
         self._poll_s, self._recent_s = poll_s, recent_s
-        self._num_kills = _read(self._counters)
+        self._num_kills = _read_num_kills(self._counters)
         self._latest = float("-inf")
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self._poll_s, self._poll)
@@ -66,7 +66,7 @@ class OomKills:
         self._timer = self._loop.call_later(self._poll_s, self._poll)
 
     def _look(self) -> None:
-        num_kills = _read(self._counters)
+        num_kills = _read_num_kills(self._counters)
         if num_kills > self._num_kills:
             self._latest = time.monotonic()
         self._num_kills = num_kills
@@ -103,7 +103,7 @@ def _cgroup_counters(pid: int, cgroups: Path) -> Path | None:
     return None
 
 
-def _read(counters: Path) -> int:
+def _read_num_kills(counters: Path) -> int:
     """Return the value of `oom_kill`; 0 if it is not readable."""
     try:
         pairs = (line.split() for line in counters.read_text().splitlines())
