@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from medialane.core.stats import LearnedCost, PoolStats
 from medialane.gateway.admission.fit import ENOUGH, Agreement, RateFit, Ratio, clipped
 from medialane.routing import EngineWork
+from medialane.types.stats import LearnedCost, PoolStats
 
 if TYPE_CHECKING:
     from medialane.routing import Router

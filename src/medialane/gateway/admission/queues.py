@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from medialane.core.errors import QueueFull, QueueTimeout
-from medialane.core.request import QueuePlace
-from medialane.core.stats import QueueStats
 from medialane.gateway.admission.cost import CostForecast
 from medialane.gateway.admission.fair_order import QueuedRequest
 from medialane.gateway.admission.queue import AdmissionQueue, QueueLimits, Ticket
 from medialane.gateway.admission.shared_counts import PREPARED_MS, PREPARING, SharedCounts
+from medialane.types.errors import QueueFull, QueueTimeout
+from medialane.types.request import QueuePlace
+from medialane.types.stats import QueueStats
 
 if TYPE_CHECKING:
     from medialane.gateway.admission.ttft_limit import NewItem

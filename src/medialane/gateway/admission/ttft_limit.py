@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from medialane.core.errors import TtftLimitExceeded
-from medialane.core.retry_after import MAX_RETRY_AFTER_S, retry_after
 from medialane.gateway.admission.cost import Cost, CostForecast
+from medialane.types.errors import TtftLimitExceeded
+from medialane.types.retry_after import MAX_RETRY_AFTER_S, retry_after
 
 if TYPE_CHECKING:
-    from medialane.core.request import OutputDelta
     from medialane.observability.metrics import Metrics
     from medialane.routing import EngineWork
+    from medialane.types.request import OutputDelta
 
 #: The factor's first and largest value, by what it is raised and lowered.
 _FIRST_FACTOR: Final = 1.25

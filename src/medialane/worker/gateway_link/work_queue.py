@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from medialane.core.errors import WorkerQueued
-from medialane.core.request import EngineRequest
+from medialane.types.errors import WorkerQueued
+from medialane.types.request import EngineRequest
 
 #: For so long room is kept for the gateway that is next: it is told in 1 to 3 ms, and looks every 5 ms.
 _KEPT_S: Final = 0.01
