@@ -1,4 +1,4 @@
-"""The process that makes and compares tensors: `python -m medialane.tools.check.tensor_program TASK REPORT`, JSON files.
+"""The process that makes and compares tensors: `python -m medialane.tools.check.tensor_program TASK REPORT`, of JSON.
 
 A process of its own, since vLLM reads its environment when it is imported, and a family's code may crash. It loads the
 model's configuration and processors, no weights, and needs no engine and no store. Our tensors are made by the code of
