@@ -79,7 +79,7 @@ def _request(
 ) -> RequestRecord:
     """Record a request as a gateway does, from its arrival to its end."""
     record = RequestRecord()
-    record.name(f"request-{number}")
+    record.id = f"request-{number}"
     recent.begin(record)
     record.path, record.tenant = "/v1/chat/completions", f"tenant-{number % 10}"
     record.received(refs, model="model", streams=True)

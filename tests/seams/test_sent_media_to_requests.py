@@ -22,7 +22,7 @@ from medialane.gateway import (
     current_scope,
     open_scope,
 )
-from medialane.gateway.error_responses import error_form, send_error
+from medialane.gateway.http.responses import error_form, send_error
 from medialane.gateway.intake import extract
 from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
 from medialane.media import MediaConfig

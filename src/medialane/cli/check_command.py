@@ -17,7 +17,7 @@ from medialane.cli.serve import SECTIONS
 from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, load_config, process_environ
-from medialane.gateway.access import metrics_key
+from medialane.gateway.http.access import metrics_key
 from medialane.tools.check.kinds import case_names
 from medialane.tools.check.progress import CheckProgress
 from medialane.tools.check.results import CheckReport, encode

@@ -33,8 +33,8 @@ from medialane.gateway import (
 )
 from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway.http.protocol import http_bounds
+from medialane.gateway.http.server import BoundedServer
 from medialane.gateway.intake import warm_up
 from medialane.gateway.recording import Recorder
 from medialane.gateway.requests import RecentRequests

@@ -31,13 +31,13 @@ from medialane.gateway import (
 from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.encoders import Encoders
-from medialane.gateway.gateway_metrics import no_others
+from medialane.gateway.http.metrics import TIMEOUT_S as SCRAPE_TIMEOUT_S
+from medialane.gateway.http.metrics import no_others
 from medialane.gateway.media_endpoint import MediaEndpoint
 from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.recording import Recorder
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import OpenRequests
-from medialane.gateway.scrape import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_control import WorkerControl

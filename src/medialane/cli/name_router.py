@@ -22,9 +22,9 @@ from medialane.cli.tuning import tune_process
 from medialane.cluster.vllm_flags import TLS_FLAGS, flag_value
 from medialane.config import Config, SectionName, process_environ
 from medialane.gateway import AccessKeys
-from medialane.gateway.access import client_keys
-from medialane.gateway.http_protocol import MAX_HEADERS, http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway.http.access import client_keys
+from medialane.gateway.http.protocol import MAX_HEADERS, http_bounds
+from medialane.gateway.http.server import BoundedServer
 from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title

@@ -9,7 +9,7 @@ from typing import Any
 
 import medialane
 from medialane.gateway import AccessKeys, GatewayMetrics, Health, WorkerPool
-from medialane.gateway.gateway_metrics import no_others
+from medialane.gateway.http.metrics import no_others
 from medialane.gateway.operators import OperatorEndpoints, Part, State, own_part, whole_state
 from medialane.gateway.operators.decisions import decisions_page
 from medialane.gateway.operators.page_files import PageFiles

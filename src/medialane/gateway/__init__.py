@@ -1,20 +1,19 @@
 """Request handling in the gateway: scope, intake, features, transfer, workers."""
 
-from medialane.gateway.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
 from medialane.gateway.config import GatewayConfig, TransferConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.gateway import Gateway
-from medialane.gateway.gateway_metrics import AskOthers, GatewayMetrics, no_others
-from medialane.gateway.health import Health, health_of
-from medialane.gateway.http_protocol import http_bounds
-from medialane.gateway.http_server import BoundedServer
+from medialane.gateway.http.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
+from medialane.gateway.http.health import Health, health_of
+from medialane.gateway.http.metrics import AskOthers, GatewayMetrics, ScrapeMiddleware, WorkerScrape, no_others
+from medialane.gateway.http.protocol import http_bounds
+from medialane.gateway.http.server import BoundedServer
 from medialane.gateway.media_endpoint import MediaEndpoint
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.references import References
 from medialane.gateway.route import PromptPrefix, Route, Routes
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope, open_scope
-from medialane.gateway.scrape import ScrapeMiddleware, WorkerScrape
 from medialane.gateway.store_features import StoreFeatures
 from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import (

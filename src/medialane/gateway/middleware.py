@@ -16,9 +16,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from medialane.gateway.access import given_key
 from medialane.gateway.access_log import log_end
-from medialane.gateway.bodies import (
+from medialane.gateway.config import GatewayConfig
+from medialane.gateway.http.access import given_key
+from medialane.gateway.http.responses import (
+    REQUEST_ID,
+    ErrorSender,
+    IdentifiedSend,
+    error_form,
+    given_id,
+    given_trace,
+    send_error,
+    usable_id,
+    with_id,
+)
+from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
+from medialane.gateway.intake.bodies import (
     WITHOUT_BODY,
     Body,
     BodyMemory,
@@ -28,14 +41,9 @@ from medialane.gateway.bodies import (
     Receive,
     replay,
 )
-from medialane.gateway.config import GatewayConfig
-from medialane.gateway.error_responses import ErrorSender, error_form, send_error
-from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
 from medialane.gateway.media_endpoint import MEDIA_PATH
 from medialane.gateway.recording import Recordable, Recorder
 from medialane.gateway.report import ReportSender
-from medialane.gateway.request_id import HEADER as REQUEST_ID
-from medialane.gateway.request_id import IdentifiedSend, given_id, given_trace, with_id
 from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
 from medialane.gateway.trace import RequestTracing
@@ -101,7 +109,7 @@ class ScopeMiddleware:
             return
         with self._requests.opened() as request:
             record = request.record
-            record.name(given_id(scope))
+            record.id = usable_id(given_id(scope))
             tokens = request_id.set(record.id), trace_id.set(self._traced(scope, request))
             if self._names_takers:
                 TAKER.set(f"{scope['method']} {scope['path']} {record.id}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from medialane.gateway.bodies import BudgetCharge
+from medialane.gateway.intake.bodies import BudgetCharge
 from medialane.gateway.references import References
 from medialane.gateway.requests import RequestRecord
 from medialane.gateway.trace import RequestTrace

@@ -20,7 +20,7 @@ from medialane.gateway import (
     http_bounds,
     open_scope,
 )
-from medialane.gateway.access import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS, OPEN
+from medialane.gateway.http.access import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS, OPEN
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.runtime.loop_fairness import LoopFairness

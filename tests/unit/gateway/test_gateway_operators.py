@@ -29,7 +29,8 @@ from medialane.gateway import (
     http_bounds,
     no_others,
 )
-from medialane.gateway.error_responses import error_form, send_error
+from medialane.gateway.http.responses import error_form, send_error
+from medialane.gateway.http.sessions import SESSION_S, is_from_this_machine
 from medialane.gateway.operators import (
     Limits,
     OperatorEndpoints,
@@ -43,7 +44,6 @@ from medialane.gateway.operators import (
     whole_state,
 )
 from medialane.gateway.operators.endpoints import MAX_STREAMS, RequestList
-from medialane.gateway.operators.sessions import SESSION_S, is_from_this_machine
 from medialane.gateway.report import Sent
 from medialane.gateway.requests import RecentRequests, RequestRecord, RequestView
 from medialane.observability import Metrics

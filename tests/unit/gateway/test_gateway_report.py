@@ -369,7 +369,7 @@ def test_report_of_every_member_is_of_the_schema():
         "w0", "idle", parts=CostParts(prefill=2.0), alternatives=(Alternative("w1", 0, 3.5, 16),)
     )
     with open_scope() as scope:
-        scope.record.name("mine-1")
+        scope.record.id = "mine-1"
         scope.record.received(refs, model="m", streams=False)
         items = [item(refs[0], "h1", MediaSize(3, 4), is_hit=True), item(refs[1], "h2", VIDEO, is_hit=False)]
         scope.record.prepared(items, [4, 9], is_reported=True)

@@ -8,10 +8,9 @@ from urllib.parse import unquote_plus
 
 import aiohttp
 
-from medialane.gateway.bodies import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
-from medialane.gateway.client_address import HEADER as CLIENT
-from medialane.gateway.client_address import address_header
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.http.server import CLIENT_HEADER, address_header
+from medialane.gateway.intake.bodies import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.middleware import Scope, Send
 from medialane.gateway.name_router.gateways import Headers, Request, end_to_end
 from medialane.gateway.name_router.model_name import search_of
@@ -57,7 +56,7 @@ class Exchange:
 
     def headers(self) -> Headers:
         """Return those that a gateway gets, with the client's address."""
-        removed = {CLIENT} if self.has_body else {CLIENT, b"content-length"}
+        removed = {CLIENT_HEADER} if self.has_body else {CLIENT_HEADER, b"content-length"}
         headers = [each for each in end_to_end(self.scope["headers"]) if each[0] not in removed]
         if self.is_websocket:
             headers = [each for each in headers if not each[0].startswith(b"sec-websocket-")] + list(_HANDSHAKE)

@@ -15,10 +15,10 @@ import json
 import logging
 from collections.abc import Callable
 
-from medialane.gateway.access import AccessKeys, Kind, given_key, responding, send_unauthorized
-from medialane.gateway.bodies import BodyMemory, Receive
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.error_responses import error_form, send_error
+from medialane.gateway.http.access import AccessKeys, Kind, given_key, responding, send_unauthorized
+from medialane.gateway.http.responses import REQUEST_ID, IdentifiedSend, error_form, given_id, send_error, usable_id
+from medialane.gateway.intake.bodies import BodyMemory, Receive
 from medialane.gateway.middleware import Scope, Send
 from medialane.gateway.name_router.exchange import Exchange
 from medialane.gateway.name_router.gateways import Headers
@@ -27,8 +27,6 @@ from medialane.gateway.name_router.of_all_models import OfAllModels, send_body
 from medialane.gateway.name_router.served_models import Model, ServedModels
 from medialane.gateway.operators.endpoints import LOGIN_PATH, LOGOUT_PATH
 from medialane.gateway.operators.page_files import PAGE_PATH
-from medialane.gateway.request_id import HEADER as REQUEST_ID
-from medialane.gateway.request_id import IdentifiedSend, given_id, usable_id
 from medialane.observability.logging import request_id
 from medialane.types.errors import ClientDisconnected, MedialaneError, ModelRequired
 

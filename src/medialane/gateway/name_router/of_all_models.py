@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import msgspec
 
-from medialane.gateway.gateway_metrics import merge
-from medialane.gateway.health import Health
+from medialane.gateway.http.health import Health
+from medialane.gateway.http.metrics import PATH as METRICS_PATH
+from medialane.gateway.http.metrics import merge
 from medialane.gateway.middleware import Scope, Send
 from medialane.gateway.name_router.gateways import Headers, Request
 from medialane.gateway.name_router.metrics_page import labelled, up_page
@@ -27,7 +28,6 @@ from medialane.gateway.operators.endpoints import (
     STATE_PATH,
     STREAM_PATH,
 )
-from medialane.gateway.scrape import PATH as METRICS_PATH
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.errors import MedialaneError, ModelUnavailable, Unavailable
 

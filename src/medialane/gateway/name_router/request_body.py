@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from medialane.gateway.bodies import BoundedReceive, BudgetCharge, Receive
+from medialane.gateway.intake.bodies import BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.name_router.model_name import ModelSearch
 from medialane.types.errors import ClientDisconnected, MedialaneError
 

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, quote
 
 import msgspec
 
-from medialane.gateway.gateway_metrics import AskOthers, no_others
+from medialane.gateway.http.metrics import AskOthers, no_others
 from medialane.gateway.operators.part import Part
 from medialane.gateway.operators.state import Limits, State
 from medialane.gateway.requests import RecentRequests, RequestFilter, RequestView

@@ -19,7 +19,6 @@ from medialane.gateway.report import (
     request_report,
     routing_report,
 )
-from medialane.gateway.request_id import usable_id
 from medialane.gateway.requests.item_record import MAX_CHARS, ItemRecord, is_prepared, stages_ms, without_urls
 from medialane.gateway.requests.views import AttemptView, ErrorView, RequestView
 from medialane.gateway.transports import TransferPath
@@ -84,10 +83,6 @@ class RequestRecord:
         self.first_token_ms: float | None = None
         self._shared_ms = 0.0
         self.ended_at: float | None = None
-
-    def name(self, given: str) -> None:
-        """Use the id that the client has given, if it is a usable one, or one of our own."""
-        self.id = usable_id(given)
 
     def received(self, refs: Sequence[MediaRef], *, model: str | None, streams: bool) -> None:
         """Record what the body has."""

@@ -1,5 +1,10 @@
 """uvicorn's server with limits that it lacks: those of `http_protocol`, and the number of pending TLS handshakes
 (`wire.acceptor`)."""
+# FOLDED DOCSTRING: """The client's address, as the gateway behind the router sees it.
+# FOLDED DOCSTRING:
+# FOLDED DOCSTRING: The router's own header tells it, not `X-Forwarded-For`: that stays what the client has sent, so that a gateway trusts
+# FOLDED DOCSTRING: it, or not, as without a router (`FORWARDED_ALLOW_IPS`, `operators.sessions`).
+# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 
@@ -10,14 +15,17 @@ import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvicorn
 
-from medialane.gateway.client_address import RestoredClient
-from medialane.gateway.http_protocol import LINGER_S, BoundedHttpProtocol, HttpBounds
+from medialane.gateway.http.protocol import LINGER_S, BoundedHttpProtocol, HttpBounds
 from medialane.types.errors import StartupFailed
 from medialane.wire.acceptor import Acceptor
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -104,3 +112,39 @@ class BoundedServer(uvicorn.Server):
         for sock in sockets:
             sock.listen(self.config.backlog)
         return Acceptor(sockets, shake_hands, limit=lambda: max_open - len(connections))
+
+
+CLIENT_HEADER = b"x-medialane-client"
+
+
+class _Connection(msgspec.Struct, array_like=True):
+    scheme: str
+    client: tuple[str, int] | None
+    server: tuple[str, int | None] | None
+
+
+def address_header(scope: Scope) -> tuple[bytes, bytes]:
+    """Return the header for the request with this scope."""
+    return CLIENT_HEADER, msgspec.json.encode(_Connection(scope["scheme"], scope.get("client"), scope.get("server")))
+
+
+class RestoredClient:
+    """An ASGI app whose requests come from a router, over a socket that only this user reaches: restores what the
+    router has seen of the connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            value = next((value for name, value in scope["headers"] if name == CLIENT_HEADER), None)
+            scope["headers"] = [(name, text) for name, text in scope["headers"] if name != CLIENT_HEADER]
+            scope.update(_restored(value))  # in place, for the server's access log
+        await self._app(scope, receive, send)
+
+
+def _restored(value: bytes | None) -> dict[str, Any]:
+    if value is None:  # a probe of the supervisor
+        return {}
+    seen = msgspec.json.decode(value, type=_Connection)
+    return {"scheme": seen.scheme, "client": seen.client, "server": seen.server}

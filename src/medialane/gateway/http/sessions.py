@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from medialane.wire.security import is_loopback
 
-if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+if TYPE_CHECKING:
     from starlette.types import Scope
 
 #: How long a cookie is valid.

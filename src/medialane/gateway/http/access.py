@@ -38,9 +38,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from medialane.gateway.admission import SharedCounts, Tenant, Tenants
-from medialane.gateway.bodies import WITHOUT_BODY, replay
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.error_responses import error_form, send_error
+from medialane.gateway.http.responses import error_form, send_error
+from medialane.gateway.http.sessions import (
+    Sessions,
+    is_from_this_machine,
+    is_of_foreign_page,
+    is_same_site,
+)
+from medialane.gateway.intake.bodies import WITHOUT_BODY, replay
 from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
 from medialane.gateway.operators.endpoints import (
     LOGIN_PATH,
@@ -52,18 +58,12 @@ from medialane.gateway.operators.endpoints import (
     STREAM_PATH,
 )
 from medialane.gateway.operators.page_files import FILE_PATH, PAGE_PATH
-from medialane.gateway.operators.sessions import (
-    Sessions,
-    is_from_this_machine,
-    is_of_foreign_page,
-    is_same_site,
-)
 from medialane.gateway.scope import current_scope
 from medialane.observability.metrics import Metrics
 from medialane.runtime.private_file import read_private
 from medialane.types.errors import LimitExceeded, MedialaneError, PermissionDenied, StartupFailed, UnsupportedMediaType
 
-if TYPE_CHECKING:  # types only: starlette is installed with vLLM
+if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from medialane.gateway.admission.keys_file import TenantLimits

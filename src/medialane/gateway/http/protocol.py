@@ -27,8 +27,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.error_responses import error_body, error_headers
-from medialane.gateway.request_id import HEADER, new_id
+from medialane.gateway.http.responses import REQUEST_ID, error_body, error_headers, new_id
 from medialane.observability.logging import request_id
 from medialane.types.errors import (
     ClientTooSlow,
@@ -269,6 +268,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 def _response(error: MedialaneError) -> bytes:
     body = error_body(error)
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-    headers[HEADER.decode()] = request_id.get()
+    headers[REQUEST_ID.decode()] = request_id.get()
     lines = [f"{name}: {value}\r\n".encode() for name, value in (headers | error_headers(error)).items()]
     return b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body])
