@@ -25,7 +25,7 @@ from medialane.gateway import AccessKeys
 from medialane.gateway.http.access import client_keys
 from medialane.gateway.http.protocol import MAX_HEADERS, http_bounds
 from medialane.gateway.http.server import BoundedServer
-from medialane.gateway.name_router import NameRouter, ServedModel, ServedModels
+from medialane.gateway.models import NameRouter, ServedModel, ServedModels
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
 from medialane.runtime.stop import GIVE_UP_S, serve_until_stopped, stopped_by_signals

@@ -1,9 +1,12 @@
 """One request of a client, and its way to a gateway."""
+# FOLDED DOCSTRING: """The body of one request on its way to a gateway: read until it has named its model, and passed on from there."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable
 from urllib.parse import unquote_plus
 
 import aiohttp
@@ -12,12 +15,10 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.server import CLIENT_HEADER, address_header
 from medialane.gateway.intake.bodies import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.middleware import Scope, Send
-from medialane.gateway.name_router.gateways import Headers, Request, end_to_end
-from medialane.gateway.name_router.model_name import search_of
-from medialane.gateway.name_router.request_body import RequestBody
-from medialane.gateway.name_router.served_models import Model
+from medialane.gateway.models.model_name import ModelSearch, search_of
+from medialane.gateway.models.served_models import Headers, Model, Request, end_to_end
 from medialane.runtime.tasks import first_of
-from medialane.types.errors import BodyTooLarge, MedialaneError, ModelUnavailable
+from medialane.types.errors import BodyTooLarge, ClientDisconnected, MedialaneError, ModelUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Exchange:
         )
         self._receive = receive
         self._send = send
-        self._body: RequestBody | None = None
+        self._body: StreamedBody | None = None
 
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.scope["headers"] if key == name), b"")
@@ -117,9 +118,9 @@ class Exchange:
         if self._body is not None:
             self._body.close()
 
-    def _open_body(self, memory: BodyMemory, config: GatewayConfig, limit: int) -> RequestBody:
+    def _open_body(self, memory: BodyMemory, config: GatewayConfig, limit: int) -> StreamedBody:
         charge = BudgetCharge(memory)
-        return RequestBody(self._receive, BoundedReceive(self._receive, limit, charge, config), charge)
+        return StreamedBody(self._receive, BoundedReceive(self._receive, limit, charge, config), charge)
 
 
 class _Relay:
@@ -155,3 +156,60 @@ def _asked_model(query: bytes) -> str | None:
     values = (pair.removeprefix(_MODEL) for pair in query.split(b"&") if pair.startswith(_MODEL))
     value = next(values, None)
     return None if value is None else unquote_plus(value.decode("latin-1"))
+
+
+class StreamedBody:
+    """What was read is kept, charged to the memory of all bodies, until a gateway takes it. `error` is why reading has
+    failed after a gateway was asked, which aiohttp does not report. Reading raises ClientDisconnected, BodyTooLarge,
+    BodyMemoryExhausted and ClientTooSlow."""
+
+    def __init__(self, receive: Receive, bounded: BoundedReceive, charge: BudgetCharge) -> None:
+        self._receive = receive
+        self._bounded = bounded
+        self._charge = charge
+        self._kept: deque[bytes] = deque()
+        self._has_more = True
+        self._is_sent = asyncio.Event()
+        self.error: MedialaneError | None = None
+
+    async def find(self, search: ModelSearch) -> str | None:
+        """Read until the search ends; return the model's name."""
+        while self._has_more and not search.is_over:
+            piece = await self._next()
+            search.feed(piece)
+            self._kept.append(piece)
+        return search.name
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield what was kept, then the rest as it comes."""
+        while self._kept:
+            yield self._kept.popleft()
+        self._bounded.keeps = False
+        try:
+            while self._has_more:
+                if piece := await self._next():
+                    yield piece
+        except MedialaneError as error:
+            self.error = error
+            raise
+        self.close()
+        self._is_sent.set()
+
+    async def until_gone(self) -> None:
+        """Wait until the client has disconnected, once its body is sent: before that, `pieces` notices it."""
+        await self._is_sent.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._kept.clear()
+        self._charge.release()
+
+    async def _next(self) -> bytes:
+        message = await self._bounded()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected("the client has disconnected")
+        self._has_more = bool(message.get("more_body", False))
+        piece: bytes = message.get("body", b"")
+        return piece

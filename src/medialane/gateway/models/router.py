@@ -8,23 +8,23 @@ the answer of a model that it did not mean.
 
 Websockets are passed on as the requests that they begin with: gateways answer those, and accept none.
 """
+# FOLDED DOCSTRING: """vLLM's answer to a request for a model that it does not have (`BaseServing._check_model`), with the names of all."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.access import AccessKeys, Kind, given_key, responding, send_unauthorized
 from medialane.gateway.http.responses import REQUEST_ID, IdentifiedSend, error_form, given_id, send_error, usable_id
 from medialane.gateway.intake.bodies import BodyMemory, Receive
 from medialane.gateway.middleware import Scope, Send
-from medialane.gateway.name_router.exchange import Exchange
-from medialane.gateway.name_router.gateways import Headers
-from medialane.gateway.name_router.missing_model import missing_model
-from medialane.gateway.name_router.of_all_models import OfAllModels, send_body
-from medialane.gateway.name_router.served_models import Model, ServedModels
+from medialane.gateway.models.all_models import OfAllModels, send_body
+from medialane.gateway.models.exchange import Exchange
+from medialane.gateway.models.served_models import Headers, Model, ServedModels
 from medialane.gateway.operators.endpoints import LOGIN_PATH, LOGOUT_PATH
 from medialane.gateway.operators.page_files import PAGE_PATH
 from medialane.observability.logging import request_id
@@ -137,3 +137,21 @@ def _is_of_any(exchange: Exchange) -> bool:
     """Return whether every model would give the same answer. A file of the page has a suffix, other paths have none."""
     is_file = exchange.path.startswith(PAGE_PATH) and "." in exchange.path.removeprefix(PAGE_PATH)
     return exchange.path in _OF_ANY or exchange.is_websocket or exchange.method == "OPTIONS" or is_file
+
+
+#: Their endpoints find that the name is no adapter's either (`_maybe_get_adapters`), and do not list the others.
+_POOLING = frozenset({
+    "/pooling", "/classify", "/score", "/rerank", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank",
+    "/v2/embed",
+})  # fmt: skip
+_ANTHROPIC = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+
+
+def missing_model(path: str, name: str, served: Sequence[str]) -> dict[str, Any]:
+    """Return the body of the response, whose status is 404."""
+    message, param = f"The model `{name}` does not exist.", None
+    if path not in _POOLING:
+        message, param = f"{message} Valid aliases: {', '.join(served)}.", "model"
+    if path in _ANTHROPIC:
+        return {"type": "error", "error": {"type": "NotFoundError", "message": message}}
+    return {"error": {"message": message, "type": "NotFoundError", "param": param, "code": 404}}
