@@ -18,10 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from harness import Bar, Options, Report
 from medialane.gateway import GatewayConfig, InlineTransport, TransferPath, WorkerLink, WorkerPool
-from medialane.gateway.access_log import log_end
 from medialane.gateway.operators import Limits, OwnView, Whose, own_part, whole_state
-from medialane.gateway.report import Sent
-from medialane.gateway.requests import RecentRequests, RequestRecord
+from medialane.gateway.records import RecentRequests, RequestRecord, Sent, log_end
 from medialane.observability import ACCESS_LOGGER, JsonFormatter, LimitedHandler, Metrics, PlainFormatter
 from medialane.types.feature import Feature, StagedItem
 from medialane.types.media import MediaRef, MediaSize

@@ -28,6 +28,9 @@ from medialane.gateway import (
     AccessKeys,
     GatewayMetrics,
     Health,
+    RecentRequests,
+    Recorder,
+    RequestTracing,
     WorkerLink,
     WorkerPool,
 )
@@ -36,10 +39,7 @@ from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.protocol import http_bounds
 from medialane.gateway.http.server import BoundedServer
 from medialane.gateway.intake import warm_up
-from medialane.gateway.recording import Recorder
-from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import OpenRequests
-from medialane.gateway.trace import RequestTracing
 from medialane.gateway.worker_link.join_server import JoinServer
 from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing

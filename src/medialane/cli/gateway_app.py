@@ -21,6 +21,9 @@ from medialane.gateway import (
     GatewayMetrics,
     Health,
     IntakeMiddleware,
+    RecentRequests,
+    Recorder,
+    RequestTracing,
     ScopeMiddleware,
     ScrapeMiddleware,
     StoreFeatures,
@@ -35,10 +38,7 @@ from medialane.gateway.http.metrics import TIMEOUT_S as SCRAPE_TIMEOUT_S
 from medialane.gateway.http.metrics import no_others
 from medialane.gateway.media_endpoint import MediaEndpoint
 from medialane.gateway.plain_hashes import PlainHashes
-from medialane.gateway.recording import Recorder
-from medialane.gateway.requests import RecentRequests
 from medialane.gateway.scope import OpenRequests
-from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import InlineTransport, PullTransport, ShmTransport, Transports
 from medialane.gateway.worker_control import WorkerControl
 from medialane.observability.collectors import Memory

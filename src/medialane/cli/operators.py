@@ -15,7 +15,7 @@ from medialane.gateway.operators.decisions import decisions_page
 from medialane.gateway.operators.page_files import PageFiles
 from medialane.gateway.operators.part import Whose
 from medialane.gateway.operators.state import Limits, OwnView, StoreView, store_view
-from medialane.gateway.requests import RecentRequests
+from medialane.gateway.records import RecentRequests
 from medialane.routing import Router
 from medialane.store import StoreLink
 

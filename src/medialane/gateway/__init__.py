@@ -1,6 +1,6 @@
 """Request handling in the gateway: scope, intake, features, transfer, workers."""
 
-from medialane.gateway.config import GatewayConfig, TransferConfig
+from medialane.gateway.config import GatewayConfig, RecordingConfig, TransferConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.gateway import Gateway
 from medialane.gateway.http.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
@@ -11,11 +11,25 @@ from medialane.gateway.http.server import BoundedServer
 from medialane.gateway.media_endpoint import MediaEndpoint
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
 from medialane.gateway.plain_hashes import PlainHashes
+from medialane.gateway.records import (
+    MAX_PENDING_BYTES,
+    RECORDING_FORMAT,
+    RecentRequests,
+    Recorder,
+    RequestRecord,
+    RequestTracing,
+    RequestView,
+    Sent,
+    StandIn,
+    parse_stand_in,
+    request_report,
+    request_view,
+    with_media,
+)
 from medialane.gateway.references import References
 from medialane.gateway.route import PromptPrefix, Route, Routes
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope, open_scope
 from medialane.gateway.store_features import StoreFeatures
-from medialane.gateway.trace import RequestTracing
 from medialane.gateway.transports import (
     InlineTransport,
     PullTransport,
@@ -29,6 +43,8 @@ from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
 
 __all__ = [
+    "MAX_PENDING_BYTES",
+    "RECORDING_FORMAT",
     "AccessKeys",
     "AccessMiddleware",
     "AskOthers",
@@ -46,14 +62,21 @@ __all__ = [
     "PlainHashes",
     "PromptPrefix",
     "PullTransport",
+    "RecentRequests",
+    "Recorder",
+    "RecordingConfig",
     "References",
+    "RequestRecord",
     "RequestScope",
     "RequestTracing",
+    "RequestView",
     "Route",
     "Routes",
     "ScopeMiddleware",
     "ScrapeMiddleware",
+    "Sent",
     "ShmTransport",
+    "StandIn",
     "StoreFeatures",
     "TransferConfig",
     "TransferPath",
@@ -72,4 +95,8 @@ __all__ = [
     "metrics_key",
     "no_others",
     "open_scope",
+    "parse_stand_in",
+    "request_report",
+    "request_view",
+    "with_media",
 ]

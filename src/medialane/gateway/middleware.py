@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from medialane.gateway.access_log import log_end
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.access import given_key
 from medialane.gateway.http.responses import (
@@ -42,11 +41,16 @@ from medialane.gateway.intake.bodies import (
     replay,
 )
 from medialane.gateway.media_endpoint import MEDIA_PATH
-from medialane.gateway.recording import Recordable, Recorder
-from medialane.gateway.report import ReportSender
-from medialane.gateway.requests import RecentRequests
+from medialane.gateway.records import (
+    RecentRequests,
+    Recordable,
+    Recorder,
+    ReportSender,
+    RequestTracing,
+    log_end,
+    request_report,
+)
 from medialane.gateway.scope import ExtractedMedia, OpenRequests, RequestScope, current_scope
-from medialane.gateway.trace import RequestTracing
 from medialane.media import MediaConfig
 from medialane.observability.logging import request_id, trace_id
 from medialane.observability.metrics import Metrics
@@ -305,7 +309,7 @@ def _ending_with_client(receive: Receive, request: RequestScope) -> Iterator[Non
 
 def _reporting(send: Send, request: RequestScope) -> Send:
     """Return a `send` that adds the report to the answer, if the client requests one."""
-    return ReportSender(send, request.record.report) if request.wants_report else send
+    return ReportSender(send, partial(request_report, request.record)) if request.wants_report else send
 
 
 def _recording_errors(receive: Receive, request: RequestScope) -> Receive:

@@ -19,9 +19,8 @@ import msgspec
 from msgspec.structs import replace
 
 from medialane.gateway.intake.bodies import BudgetCharge
+from medialane.gateway.records import RequestRecord, RequestTrace
 from medialane.gateway.references import References
-from medialane.gateway.requests import RequestRecord
-from medialane.gateway.trace import RequestTrace
 from medialane.types.errors import (
     ClientDisconnected,
     ErrorReport,

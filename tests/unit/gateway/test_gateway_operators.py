@@ -44,8 +44,7 @@ from medialane.gateway.operators import (
     whole_state,
 )
 from medialane.gateway.operators.endpoints import MAX_STREAMS, RequestList
-from medialane.gateway.report import Sent
-from medialane.gateway.requests import RecentRequests, RequestRecord, RequestView
+from medialane.gateway.records import RecentRequests, RequestRecord, RequestView, Sent
 from medialane.observability import Metrics
 from medialane.types.errors import InvalidImage, InvalidRequest, MedialaneError, to_report
 from medialane.types.media import MediaRef
@@ -58,7 +57,7 @@ INTERVAL_S = 0.05
 
 def record(name, *refs, tenant=None, worker=None, error=None):
     made = RequestRecord()
-    made.name(name)
+    made.id = name
     made.received(refs, model="m", streams=True)
     made.tenant, made.status = tenant, 200
     if worker is not None:

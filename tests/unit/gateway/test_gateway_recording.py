@@ -11,9 +11,17 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from medialane.gateway import GatewayConfig, IntakeMiddleware, ScopeMiddleware, current_scope
-from medialane.gateway.recording import MAX_PENDING_BYTES, Recorder, RecordingConfig, parse_stand_in
-from medialane.gateway.recording.redaction import without_secrets
+from medialane.gateway import (
+    MAX_PENDING_BYTES,
+    GatewayConfig,
+    IntakeMiddleware,
+    Recorder,
+    RecordingConfig,
+    ScopeMiddleware,
+    current_scope,
+    parse_stand_in,
+)
+from medialane.gateway.records.redaction import without_secrets
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.runtime.loop_fairness import LoopFairness

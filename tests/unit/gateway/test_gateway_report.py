@@ -16,9 +16,10 @@ from medialane.gateway import (
     ShmTransport,
     TransferPath,
     open_scope,
-    report,
 )
-from medialane.gateway.report import JsonSplice, ReportSender, StreamSplice, timestamps
+from medialane.gateway.records import Sent, embedding_outcome, request_report
+from medialane.gateway.records.item_record import timestamps
+from medialane.gateway.records.report import JsonSplice, Report, ReportSender, StreamSplice, report_schema
 from medialane.types.feature import Feature, MediaSpan, StagedItem
 from medialane.types.media import MediaRef, MediaSize
 from medialane.types.request import Alternative, CostParts, OutputDelta, RoutingDecision
@@ -145,7 +146,7 @@ def test_other_stream_formats_end_with_a_dedicated_event_type():
     assert events_of(out)[-1] == {"type": "medialane.report", "medialane": REPORT_FIELDS}
 
 
-class Sent(list):
+class SentMessages(list):
     async def __call__(self, message):
         self.append(message)
 
@@ -159,7 +160,7 @@ class Sent(list):
 
 
 async def answered(*pieces, status=200, headers=((b"content-type", b"application/json"),), length=True):
-    sent = Sent()
+    sent = SentMessages()
     send = ReportSender(sent, lambda: REPORT)
     headers = list(headers)
     if length:
@@ -188,7 +189,7 @@ async def test_chunked_response_has_no_content_length():
 
 
 async def test_stream_begins_with_its_first_event():
-    sent = Sent()
+    sent = SentMessages()
     send = ReportSender(sent, lambda: REPORT)
     headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -280,10 +281,10 @@ def test_report_of_several_prompts_is_about_one_with_media():
         scope.extracted = ExtractedMedia((MediaRef("image", "a", data=b"1"),), wants_report=True)
         scope.record.prepared([item(scope.extracted.refs[0], "h")], is_reported=True)
         for path in (None, TransferPath(STAGES["features"], ShmTransport(None)), None):
-            scope.record.sending(report.Sent(decision, path))
-        assert msgspec.json.decode(scope.record.report())["transport"] == "shm"
-        scope.record.sending(report.Sent(decision, TransferPath(STAGES["url"], InlineTransport(None, 0))))
-        assert msgspec.json.decode(scope.record.report())["stage"] == "url", "the last attempt"
+            scope.record.sending(Sent(decision, path))
+        assert msgspec.json.decode(request_report(scope.record))["transport"] == "shm"
+        scope.record.sending(Sent(decision, TransferPath(STAGES["url"], InlineTransport(None, 0))))
+        assert msgspec.json.decode(request_report(scope.record))["stage"] == "url", "the last attempt"
 
 
 def test_scope_reports_items_in_request_order():
@@ -294,12 +295,12 @@ def test_scope_reports_items_in_request_order():
         scope.record.prepared([item(refs[1], "h2", VIDEO, is_hit=False)], [9], is_reported=True)
         scope.record.prepared([item(refs[0], "h1")], is_reported=True)
         decision = RoutingDecision("w0", "idle")
-        scope.record.sending(report.Sent(decision, TransferPath(STAGES["features"], PullTransport(None))))
+        scope.record.sending(Sent(decision, TransferPath(STAGES["features"], PullTransport(None))))
         first = OutputDelta("r", [], num_cached_tokens=7, movers=("nixl", "tcp"))
         scope.record.answered(first, decision, 20, {}, times=(1.0, 1.5))
         scope.timeline.add("decode", 0.0123456)
         scope.timeline.copied_bytes = 5
-        found = msgspec.json.decode(scope.record.report())
+        found = msgspec.json.decode(request_report(scope.record))
     routing = found.pop("routing")
     assert (routing["worker"], routing["reason"], routing["engine_cached_tokens"]) == ("w0", "idle", 7)
     assert found == {
@@ -329,7 +330,7 @@ def test_video_metadata_are_not_parsed_without_a_requested_report():
     with open_scope() as scope:
         broken = item(MediaRef("video", "a", data=b"1"), "h", MediaSize(metadata=b"broken"))
         scope.record.prepared([broken], is_reported=False)
-        assert msgspec.json.decode(scope.record.report()) == {"items": []}
+        assert msgspec.json.decode(request_report(scope.record)) == {"items": []}
 
 
 def test_report_says_what_was_done_about_each_embedding():
@@ -339,7 +340,7 @@ def test_report_says_what_was_done_about_each_embedding():
         scope.record.prepared([item(ref, f"h{ref.param}") for ref in refs], is_reported=True)
         first, decision = OutputDelta("r", [], num_cached_tokens=0), RoutingDecision("w0", "idle")
         scope.record.answered(first, decision, 9, {"ha": "loaded", "hb": "encoded"}, times=(0.0, 0.0))
-        found = msgspec.json.decode(scope.record.report())
+        found = msgspec.json.decode(request_report(scope.record))
     assert [each.get("embedding") for each in found["items"]] == ["loaded", "encoded", None]
 
 
@@ -355,12 +356,12 @@ def test_report_says_what_was_done_about_each_embedding():
     ],
 )
 def test_first_output_says_what_was_done_about_an_embedding(fields, outcome):
-    assert report.embedding_outcome(MediaSpan("h", 10, 20), OutputDelta("r", [], **fields)) == outcome
+    assert embedding_outcome(MediaSpan("h", 10, 20), OutputDelta("r", [], **fields)) == outcome
 
 
 def test_documented_schema_is_that_of_the_report():
     """Write it anew with `report_schema()` when a member changes: names stay what they are."""
-    assert (Path(__file__).parents[3] / "docs/report.schema.json").read_text() == report.report_schema()
+    assert (Path(__file__).parents[3] / "docs/report.schema.json").read_text() == report_schema()
 
 
 def test_report_of_every_member_is_of_the_schema():
@@ -373,11 +374,11 @@ def test_report_of_every_member_is_of_the_schema():
         scope.record.received(refs, model="m", streams=False)
         items = [item(refs[0], "h1", MediaSize(3, 4), is_hit=True), item(refs[1], "h2", VIDEO, is_hit=False)]
         scope.record.prepared(items, [4, 9], is_reported=True)
-        scope.record.sending(report.Sent(decision, TransferPath(STAGES["features"], PullTransport(None)), ("tcp",)))
+        scope.record.sending(Sent(decision, TransferPath(STAGES["features"], PullTransport(None)), ("tcp",)))
         scope.timeline.add("decode", 0.01)
         scope.timeline.copied_bytes = 5
-        found = msgspec.json.decode(scope.record.report())
-    jsonschema.validate(found, json.loads(report.report_schema()))
-    assert found.keys() == set(report.Report.__struct_fields__)
+        found = msgspec.json.decode(request_report(scope.record))
+    jsonschema.validate(found, json.loads(report_schema()))
+    assert found.keys() == set(Report.__struct_fields__)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**found, "items": [{}]}, json.loads(report.report_schema()))
+        jsonschema.validate({**found, "items": [{}]}, json.loads(report_schema()))

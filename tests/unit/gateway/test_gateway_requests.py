@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from medialane.gateway import ShmTransport, TransferPath
-from medialane.gateway.report import Sent
-from medialane.gateway.requests import RecentRequests, RequestFilter, RequestRecord
-from medialane.gateway.requests.item_record import without_urls
-from medialane.gateway.requests.rates import BOUNDS_MS, Rates, Waits, series
+from medialane.gateway.http.responses import usable_id
+from medialane.gateway.records import RecentRequests, RequestFilter, RequestRecord, Sent, request_view
+from medialane.gateway.records.item_record import without_urls
+from medialane.gateway.records.recent import BOUNDS_MS, Rates, Waits, series
 from medialane.types.errors import InvalidImage, MediaFetchFailed, PromptRejected, to_report
 from medialane.types.feature import Feature, StagedItem
 from medialane.types.media import MediaRef, MediaSize
@@ -23,7 +23,7 @@ SHM = TransferPath(STAGES["features"], ShmTransport(None))
 
 def record(*refs, model="m"):
     made = RequestRecord()
-    made.name("r1")
+    made.id = "r1"
     made.received(refs, model=model, streams=True)
     return made
 
@@ -61,19 +61,19 @@ def test_request_shows_what_it_waits_for():
     request = record(image(), image("b", url=SECRET_URL))
     first, second = request.items.values()
     with request.timeline.measure("upload"):
-        assert request.view().stage == "upload"
+        assert request_view(request).stage == "upload"
     with request.finding(image()) as own:
         own.enter("prepare")
         with request.finding(image("b", url=SECRET_URL)):
-            assert request.view().stage == "fetch", "the first of what its items wait for"
-            assert [item.stage for item in request.view().items] == ["prepare", "fetch"]
-        assert request.view().stage == "prepare"
+            assert request_view(request).stage == "fetch", "the first of what its items wait for"
+            assert [item.stage for item in request_view(request).items] == ["prepare", "fetch"]
+        assert request_view(request).stage == "prepare"
         own.add("decode", 0.020)
-    assert request.view().items[0].stages_ms == {"decode": 20.0}
+    assert request_view(request).items[0].stages_ms == {"decode": 20.0}
     with request.timeline.measure("route"):
-        assert request.view().stage == "route"
+        assert request_view(request).stage == "route"
     request.ended(is_disconnected=False)
-    view = request.view()
+    view = request_view(request)
     assert view.stage is None
     assert view.stages_ms["decode"] == 20.0
     assert first.outcome is None
@@ -90,7 +90,7 @@ def test_item_shows_how_it_was_found(is_hit, stages, outcome):
         for stage in stages:
             own.add(stage, 0.01)
     request.prepared([staged(image(), is_hit=is_hit)], [300], is_reported=False)
-    (item,) = request.view().items
+    (item,) = request_view(request).items
     assert (item.outcome, item.bytes, item.width, item.tokens, item.source) == (outcome, 4, 640, 300, "body")
 
 
@@ -101,18 +101,18 @@ def test_urls_hashes_and_salts_are_not_shown():
     error = MediaFetchFailed(f"cannot fetch {SECRET_URL} or data:image/png;base64,AAAA")
     request.failed(to_report(error), quotes_client=False)
     request.ended(is_disconnected=False)
-    shown = msgspec.json.encode(request.view(is_full=True)).decode()
+    shown = msgspec.json.encode(request_view(request, is_full=True)).decode()
     for secret in ("password", "secret", "path/to", "AAAA", "the-salt", "the-owner", HASH[:9]):
         assert secret not in shown
-    (item,) = request.view().items
+    (item,) = request_view(request).items
     assert (item.origin, item.hash) == ("cdn.example.com:8443", HASH[:8])
-    assert request.view().error.reason == "cannot fetch https://cdn.example.com:8443/... or data:..."
+    assert request_view(request).error.reason == "cannot fetch https://cdn.example.com:8443/... or data:..."
 
 
 def test_message_that_quotes_the_client_is_not_kept():
     request = record()
     request.failed(to_report(PromptRejected("the grammar 'my private words' is wrong")), quotes_client=True)
-    assert request.view().error.reason == ""
+    assert request_view(request).error.reason == ""
 
 
 @pytest.mark.parametrize("text", ["no URL: here", "3 of 4 workers", "messages[0].content[1]"])
@@ -130,7 +130,7 @@ def test_attempts_name_their_workers_and_how_they_ended():
     request.sending(Sent(second, SHM))
     delta = OutputDelta("r", [CompletionDelta(0, "a", [1, 2])], num_cached_tokens=8)
     request.answered(delta, second, 9, {}, times=(time.perf_counter(), time.perf_counter()))
-    view = request.view(is_full=True)
+    view = request_view(request, is_full=True)
     assert [(each.worker, each.error) for each in view.attempts] == [
         ("w0", "worker_lost"),
         ("w9", "worker_draining"),
@@ -143,23 +143,22 @@ def test_attempts_name_their_workers_and_how_they_ended():
 
 @pytest.mark.parametrize("given", ["", "with space", "é", "a" * 129, "<script>"])
 def test_unusable_id_is_replaced(given):
-    request = RequestRecord()
-    request.name(given)
-    assert request.id != given
-    assert len(request.id) == 32
+    found = usable_id(given)
+    assert found != given
+    assert len(found) == 32
 
 
 def test_request_without_a_status_was_left_by_its_client():
     request = record()
     request.ended(is_disconnected=True)
-    assert (request.view().status, request.view().error.code) == (499, "client_disconnected")
+    assert (request_view(request).status, request_view(request).error.code) == (499, "client_disconnected")
 
 
 def test_error_of_the_app_has_its_status_as_code():
     request = record()
     request.status = 404
     request.ended(is_disconnected=False)
-    assert request.view().error.code == "404"
+    assert request_view(request).error.code == "404"
 
 
 def ended(recent, request):

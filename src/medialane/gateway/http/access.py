@@ -6,9 +6,9 @@ listed needs the admin key if there is one, else an API key: what an upgrade or 
 
     kind      routes                                        accepted keys
     open      OPEN                                          none is needed
-    metrics   METRICS                                       --metrics-key, --admin-key; without the former, none needed
+    metrics   METRICS_PATH                                  --metrics-key, --admin-key; without the former, none needed
     client    CLIENT, CLIENT_PREFIXES; no route (404, 405)  --api-key, --admin-key; without the former, none needed
-    operator  OPERATOR: shows everybody's requests, or      --admin-key, to read a session (`operators.sessions`);
+    operator  OPERATOR: shows everybody's requests, or      --admin-key, to read a session (`sessions`);
               changes the server                            without it none on this machine, and none suffices elsewhere
     login     LOGIN                                         none is needed
     admin     all others                                    --admin-key; without it those of --api-key
@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING
 
 from medialane.gateway.admission import SharedCounts, Tenant, Tenants
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.http.metrics import METRICS_PATH
 from medialane.gateway.http.responses import error_form, send_error
 from medialane.gateway.http.sessions import (
     Sessions,
@@ -76,7 +77,6 @@ OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
 RELOAD_PATH = "/medialane/reload"
 OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, RELOAD_PATH})
 LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
-METRICS = "/metrics"
 #: Its response is as large as its client likes, and held in the arena until that has read it.
 FEATURE_PATH = "/medialane/v1/features/{mm_hash}"
 CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
@@ -129,7 +129,7 @@ def kind_of(route: str | None) -> Kind:
         return Kind.OPERATOR
     if route in LOGIN:
         return Kind.LOGIN
-    return Kind.METRICS if route == METRICS else Kind.ADMIN
+    return Kind.METRICS if route == METRICS_PATH else Kind.ADMIN
 
 
 def _digest(key: bytes) -> bytes:

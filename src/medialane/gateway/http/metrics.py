@@ -1,4 +1,4 @@
-"""The gateways that share one port of a host: each of them serves the metrics of all on `/metrics`.
+"""`/metrics`: of this gateway, of the others that share its port, and of the workers.
 
 Theory of operation. The kernel gives each connection to one of the gateways, hence a scrape reaches any of them. Each
 gateway serves its own figures, labelled with its index, over a unix socket. The gateway that is scraped reads those of
@@ -8,12 +8,10 @@ gateways must not decrease while one restarts.
 
 The socket also serves `/health`, by which a supervisor checks this gateway and not any of them, and what a gateway
 knows of its own requests (`operators`).
+
+The workers' metrics are pulled, not pushed: reading a registry takes a worker a few milliseconds, which are spent only
+for scrapes, and the values are as fresh as those of the engine's own server.
 """
-# FOLDED DOCSTRING: """The workers' metrics, read when the gateway is scraped.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Pulled, not pushed: reading a registry takes a worker a few milliseconds, which are spent only for scrapes, and the
-# FOLDED DOCSTRING: values are as fresh as those of the engine's own server.
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 
@@ -112,7 +110,7 @@ class GatewayMetrics:
         try:
             async with (
                 aiohttp.ClientSession(connector=aiohttp.UnixConnector(path), timeout=timeout) as session,
-                session.get(f"http://gateway{PATH}", raise_for_status=True) as response,
+                session.get(f"http://gateway{METRICS_PATH}", raise_for_status=True) as response,
             ):
                 self._texts[label] = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -143,7 +141,7 @@ class GatewayMetrics:
     async def endpoint(self) -> AsyncIterator[None]:
         """Serve this gateway's own metrics and health on its socket. The socket's folder must be private."""
         app = web.Application()
-        app.router.add_get(PATH, self._answer_metrics)
+        app.router.add_get(METRICS_PATH, self._answer_metrics)
         app.router.add_get("/health", self._answer_health)
         app.router.add_post(ASK_PATH, self._answer_sibling)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=TIMEOUT_S)
@@ -199,7 +197,7 @@ def merge(texts: Iterable[bytes]) -> bytes:
 
 
 #: Path prefix of the metrics of vLLM's app, which serves every path below it, too.
-PATH = "/metrics"
+METRICS_PATH = "/metrics"
 
 #: A worker that has not responded by then is exposed with its last values: scrapers have timeouts of their own.
 TIMEOUT_S = 1.0
@@ -249,7 +247,7 @@ class ScrapeMiddleware:
         self._page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_scrape = scope["type"] == "http" and scope["path"].startswith(PATH)
+        is_scrape = scope["type"] == "http" and scope["path"].startswith(METRICS_PATH)
         if is_scrape:
             await self._refresh()
         if not is_scrape or self._page is None:

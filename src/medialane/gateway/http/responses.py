@@ -1,4 +1,4 @@
-"""Responses to requests that fail with a medialane error: status, headers, and the error body that the API defines.
+"""Responses to requests that fail with a medialane error, in the form of the API, and the id in every response.
 
 Theory of operation. vLLM's endpoints handle unknown exceptions in different ways: chat completions raise them, messages
 return 500 for all of them, a stream ends with an event that has no code. So the error is recorded in the request's
@@ -12,9 +12,10 @@ scope where it is raised, and `ErrorSender`, directly in front of the app, repla
 
 A rejection by a worker's vLLM is not replaced: the app responds to it like plain vLLM. Where the app quotes the body
 that it got, a reference is replaced by what the client has sent.
+
+The id of a request, `X-Request-Id`, is the client's if it is usable, else one of ours. It is in the response's header,
+in every error body and in the log, and vLLM's app makes the ids of its answers of it.
 """
-# FOLDED DOCSTRING: """The id of a request, `X-Request-Id`: the client's if it is usable, else one of ours. It is in the response's header,
-# FOLDED DOCSTRING: in every error body and in the log, and vLLM's app makes the ids of its answers of it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""uvicorn's server with limits that it lacks: those of `http_protocol`, and the number of pending TLS handshakes
-(`wire.acceptor`)."""
-# FOLDED DOCSTRING: """The client's address, as the gateway behind the router sees it.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: The router's own header tells it, not `X-Forwarded-For`: that stays what the client has sent, so that a gateway trusts
-# FOLDED DOCSTRING: it, or not, as without a router (`FORWARDED_ALLOW_IPS`, `operators.sessions`).
-# FOLDED DOCSTRING: """
+"""uvicorn's server with limits that it lacks: those of `protocol`, and the number of pending TLS handshakes
+(`wire.acceptor`). Behind the name router, it restores the client's address.
+
+The router's own header has it, not `X-Forwarded-For`: that stays what the client has sent, so that a gateway trusts
+it, or not, as without a router (`FORWARDED_ALLOW_IPS`, `sessions`).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 #: How long the name router's idle connections are kept: it closes them before.
 ROUTER_KEEP_ALIVE_S = 60
 #: Connections above `max_connections` that are still accepted, to be answered 503.
-_MAX_REFUSING = 64
+MAX_REFUSING = 64
 
 
 class BoundedServer(uvicorn.Server):
@@ -46,6 +45,7 @@ class BoundedServer(uvicorn.Server):
         bounds: HttpBounds,
         is_behind_router: bool = False,
         on_listening: Callable[[], None] = lambda: None,
+        max_refusing: int = MAX_REFUSING,
     ) -> None:
         """With `is_behind_router`, requests come from the name router, which tells whose they are."""
         if not config.loaded:
@@ -59,6 +59,7 @@ class BoundedServer(uvicorn.Server):
         super().__init__(config)
         self._bounds = bounds
         self._on_listening = on_listening
+        self._max_refusing = max_refusing
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -99,7 +100,7 @@ class BoundedServer(uvicorn.Server):
         connections, loop = self.server_state.connections, asyncio.get_running_loop()
         http: Any = self.config.http_protocol_class
         protocol = partial(http, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
-        max_open, timeout_s = self._bounds.max_connections + _MAX_REFUSING, self._bounds.header_timeout_s
+        max_open, timeout_s = self._bounds.max_connections + self._max_refusing, self._bounds.header_timeout_s
 
         async def shake_hands(sock: socket.socket, ip: str) -> None:
             try:

@@ -1,9 +1,8 @@
 """What is answered for all models: each is asked with the caller's own headers, and their answers are put together.
 
 Whom a model refuses gets its refusal: all of them have the same keys. A model that does not answer is left out; if none
-does, the answer is 503.
+does, the answer is 503. On the page of metrics, every series has vLLM's label `model_name`.
 """
-# FOLDED DOCSTRING: """The metrics of several models on one page: every series has vLLM's label `model_name`."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ import aiohttp
 import msgspec
 
 from medialane.gateway.http.health import Health
-from medialane.gateway.http.metrics import PATH as METRICS_PATH
-from medialane.gateway.http.metrics import merge
+from medialane.gateway.http.metrics import METRICS_PATH, merge
 from medialane.gateway.middleware import Scope, Send
 from medialane.gateway.models.served_models import Headers, Model, Request, ServedModels
 from medialane.gateway.operators.endpoints import (
@@ -272,14 +270,14 @@ async def send_body(send: Send, status: int, body: bytes, content_type: bytes = 
     await send({"type": "http.response.body", "body": body})
 
 
-LABEL = b"model_name"
+MODEL_LABEL = b"model_name"
 
 _HAS_LABEL = re.compile(rb'[{,]model_name="')
 
 
 def labelled(page: bytes, model: str) -> bytes:
     """Return a page in Prometheus's text format with the label in each series that does not have it."""
-    pair = LABEL + b'="' + _escaped(model) + b'"'
+    pair = MODEL_LABEL + b'="' + _escaped(model) + b'"'
     return b"\n".join(line if not line or line[:1] == b"#" else _with(line, pair) for line in page.split(b"\n"))
 
 
@@ -298,7 +296,7 @@ def up_page(up: Mapping[str, bool]) -> bytes:
     lines = [
         b"# HELP medialane_model_up Whether a gateway of the model answers.",
         b"# TYPE medialane_model_up gauge",
-        *(b'medialane_model_up{%b="%b"} %d' % (LABEL, _escaped(name), is_up) for name, is_up in up.items()),
+        *(b'medialane_model_up{%b="%b"} %d' % (MODEL_LABEL, _escaped(name), is_up) for name, is_up in up.items()),
     ]
     return b"\n".join([*lines, b""])
 

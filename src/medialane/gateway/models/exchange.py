@@ -1,5 +1,7 @@
-"""One request of a client, and its way to a gateway."""
-# FOLDED DOCSTRING: """The body of one request on its way to a gateway: read until it has named its model, and passed on from there."""
+"""One request of a client, its way to a gateway and the answer's way back.
+
+Its body is read until it has named its model, and passed on from there.
+"""
 
 from __future__ import annotations
 

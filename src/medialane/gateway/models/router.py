@@ -8,7 +8,6 @@ the answer of a model that it did not mean.
 
 Websockets are passed on as the requests that they begin with: gateways answer those, and accept none.
 """
-# FOLDED DOCSTRING: """vLLM's answer to a request for a model that it does not have (`BaseServing._check_model`), with the names of all."""
 
 from __future__ import annotations
 

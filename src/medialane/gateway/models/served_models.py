@@ -1,11 +1,10 @@
-"""Requests to the gateways of one model, over their unix sockets.
+"""The models behind the port: the names by which clients know them, and requests to their gateways, over unix sockets.
 
 Theory of operation. aiohttp's client sends and receives, so that a request is streamed in both directions: it reads of
 the body no more than the gateway takes, and of the response no more than the client takes. Connections are kept for
-less time than gateways keep them (`http_server.ROUTER_KEEP_ALIVE_S`): a request on one that is being closed would be
+less time than gateways keep them (`http.server.ROUTER_KEEP_ALIVE_S`): a request on one that is being closed would be
 lost, as it must not be repeated.
 """
-# FOLDED DOCSTRING: """The models behind the port: their gateways, and the names by which clients know them."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from itertools import islice
 
 import msgspec
 
-from medialane.gateway.report import routing_report
-from medialane.gateway.requests import RecentRequests, RequestFilter
+from medialane.gateway.records import RecentRequests, RequestFilter
+from medialane.gateway.records.report import routing_report
 from medialane.types.errors import InvalidRequest
 
 #: Listed on the page at most: 2 ms of the event loop.

@@ -19,7 +19,7 @@ import msgspec
 from medialane.gateway.http.metrics import AskOthers, no_others
 from medialane.gateway.operators.part import Part
 from medialane.gateway.operators.state import Limits, State
-from medialane.gateway.requests import RecentRequests, RequestFilter, RequestView
+from medialane.gateway.records import RecentRequests, RequestFilter, RequestView, request_view
 from medialane.types.errors import InvalidKey, InvalidRequest, NotFound, Unavailable
 from medialane.types.media import MODALITIES
 
@@ -118,7 +118,7 @@ class OperatorEndpoints:
         if what == "requests":
             return msgspec.json.encode(RequestList(self._own_requests(*_wanted(fields))))
         record = self._recent.find(fields.get("id", ""))
-        return b"null" if record is None else msgspec.json.encode(record.view(self._index, is_full=True))
+        return b"null" if record is None else msgspec.json.encode(request_view(record, self._index, is_full=True))
 
     async def _send_state(self, scope: Scope, receive: Receive, send: Send) -> None:
         if "text/event-stream" in _header(scope, b"accept"):
@@ -150,7 +150,7 @@ class OperatorEndpoints:
 
     def _own_requests(self, wanted: RequestFilter, limit: int) -> list[RequestView]:
         newest = self._recent.newest(wanted)
-        return [record.view(self._index) for record, _ in zip(newest, range(limit), strict=False)]
+        return [request_view(record, self._index) for record, _ in zip(newest, range(limit), strict=False)]
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = _limits(_fields(scope["query_string"].decode("latin-1")))

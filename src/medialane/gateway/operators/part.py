@@ -12,8 +12,8 @@ from collections.abc import Iterable
 import msgspec
 
 from medialane.gateway.operators.decisions import newest_decisions
-from medialane.gateway.requests import ItemRecord, RecentRequests, RequestRecord, RequestView
-from medialane.gateway.requests.rates import Step, Waits
+from medialane.gateway.records import ItemRecord, RecentRequests, RequestRecord, RequestView, request_view
+from medialane.gateway.records.recent import Step, Waits
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.types.request import WorkerState
 
@@ -135,7 +135,7 @@ async def own_part(
         problems=whose.problems,
         num_live=len(live),
         stages=sums.stages,
-        live=[record.view(whose.index) for record in live[:num_live]],
+        live=[request_view(record, whose.index) for record in live[:num_live]],
         steps=recent.rates.steps(),
         items=dict(sums.items),
         embeddings=dict(sums.embeddings),

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from medialane.gateway.operators.part import WINDOW_S, ErrorSample, Group, LiveStageCount, Part, let_others_run
-from medialane.gateway.requests import RequestView
-from medialane.gateway.requests.rates import Series, series
+from medialane.gateway.records import RequestView
+from medialane.gateway.records.recent import Series, series
 from medialane.types.request import Endpoint, WorkerRole, WorkerState
 from medialane.types.stats import StoreStats
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pybase64 import b64encode
 
-from medialane.gateway.recording import StandIn
+from medialane.gateway import StandIn
 from medialane.runtime.private_file import write_private
 from medialane.testing.sample_audio import sample_audio
 from medialane.testing.sample_images import sample_jpeg

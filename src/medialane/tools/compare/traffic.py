@@ -2,8 +2,8 @@
 
 A line is a request: `custom_id`, `method`, `url` and `body` (https://platform.openai.com/docs/guides/batch; in vLLM's
 `entrypoints/launchers/run_batch.py`, transcriptions have their file as `file_url`). Those of a recording (`--record`)
-have the member `medialane` as well (`gateway.recording`). Lines are read twice: once for times and names, and again,
-one by one, when requests are made, so that no file has to fit into memory.
+have the member `medialane` as well (`gateway.records.recording`). Lines are read twice: once for times and names, and
+again, one by one, when requests are made, so that no file has to fit into memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 from blake3 import blake3
 
-from medialane.gateway.recording import FORMAT, parse_stand_in, with_media
+from medialane.gateway import RECORDING_FORMAT, parse_stand_in, with_media
 from medialane.tools.compare.stand_ins import StandIns
 from medialane.types.errors import StartupFailed
 
@@ -67,7 +67,7 @@ class UnusableLine(Exception):
 
 class _Recorded(msgspec.Struct, frozen=True):
     at: float | None = None
-    format: int = FORMAT
+    format: int = RECORDING_FORMAT
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -142,7 +142,7 @@ def _head(raw: bytes) -> tuple[str, float | None]:
         raise ValueError(f"url is {head.url[:100]!r}, which has no path")
     if head.medialane is None:
         return head.custom_id, None
-    if head.medialane.format != FORMAT:
+    if head.medialane.format != RECORDING_FORMAT:
         raise ValueError("it was recorded by another release of medialane, in a format that this one does not know")
     return head.custom_id, head.medialane.at
 

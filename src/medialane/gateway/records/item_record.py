@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Literal
 
 import msgspec
 
-from medialane.gateway.report import EmbeddingOutcome
-from medialane.gateway.requests.views import ItemOutcome, ItemView, Source
 from medialane.observability.timeline import MAX_STEPS, StageTimeline
-from medialane.types.feature import StagedItem
-from medialane.types.media import MediaRef, MediaSize
+from medialane.types.feature import MediaSpan, StagedItem
+from medialane.types.media import MediaRef, MediaSize, Modality
+from medialane.types.request import OutputDelta
+
+#: Where the client has the item: in the body, at a URL, kept by us, named by a uuid, or processed by the client.
+Source = Literal["body", "url", "kept", "uuid", "features"]
+#: `hit`: it was cached. `shared`: another request was preparing it. `new`: it was prepared. `sent`: a worker does it.
+ItemOutcome = Literal["hit", "shared", "new", "sent"]
+
+
+#: `unneeded`: the item's tokens were in the KV cache. `loaded`: taken from the arena instead of encoding the item.
+#: `encoded`: encoded, and kept for later requests. `unkept`: encoded, if it was not in the engine's encoder cache, and
+#: not kept.
+EmbeddingOutcome = Literal["unneeded", "loaded", "encoded", "unkept"]
+Cache = Literal["hit", "miss", "none"]
 
 #: Digits of a hash that are shown: they tell items apart, and find no content.
 HASH_DIGITS = 8
@@ -19,8 +31,6 @@ HASH_DIGITS = 8
 MAX_CHARS = 200
 #: Of a message or URL, so many are read.
 _MAX_READ_CHARS = 8192
-#: A shorter wait for another request's preparation is not shown.
-_LEAST_MS = 0.05
 
 _URL = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]++)://(?:[^\s/@]*@)?(?P<host>[^\s/?#\"')\]]*)[^\s\"')]*")
 _DATA_URL = re.compile(r"data:[^\s\"')]+")
@@ -69,38 +79,51 @@ class ItemRecord:
         else:
             self.outcome = "new" if is_prepared(self.timeline) else "shared"
 
-    def view(self) -> ItemView:
-        return ItemView(
-            param=self.param,
-            modality=self.modality,
-            source=self.source,
-            origin=self.origin or None,
-            outcome=self.outcome,
-            embedding=self.embedding,
-            stage=None if self.live is None else self.live.current,
-            stages_ms=stages_ms(self.timeline, self.live, self.shared_ms),
-            bytes=self.num_bytes or None,
-            feature_bytes=self.feature_bytes or None,
-            width=self.size.width or None,
-            height=self.size.height or None,
-            frames=self.size.num_frames or None,
-            samples=self.size.num_samples or None,
-            tokens=self.num_tokens or None,
-            hash=self.mm_hash[:HASH_DIGITS] or None,
-        )
+
+class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was used of one item; members that do not apply are omitted.
+
+    `cache` is whether its feature was cached, `none` if the worker computes it. `timestamps` are those of the sampled
+    frames, in seconds. `num_tokens` is the number of prompt tokens that represent the item. `embedding` is what the
+    worker did about the item's embedding, if it keeps embeddings.
+    """
+
+    param: str
+    modality: Modality
+    cache: Cache
+    mm_hash: str
+    width: int = 0
+    height: int = 0
+    num_frames: int = 0
+    num_samples: int = 0
+    timestamps: tuple[float, ...] = ()
+    num_tokens: int = 0
+    embedding: EmbeddingOutcome | None = None
 
 
-def stages_ms(timeline: StageTimeline, live: StageTimeline | None, shared_ms: float) -> dict[str, float]:
-    """Return the milliseconds of each stage; of the current one of `live`, those so far. `shared_ms` are those in which
-    another request's preparation was waited for."""
-    stages: dict[str, float] = {
-        name: round(s * 1000, 1) for name, s in timeline.seconds.items() if name != "first_token"
-    }
-    if shared_ms >= _LEAST_MS and not is_prepared(timeline):
-        stages["prepare"] = round(shared_ms, 1)
-    if live is not None:
-        stages[live.current] = round(live.current_ms, 1)
-    return stages
+def media_report(item: StagedItem, num_tokens: int) -> MediaReport:
+    size = item.feature.size
+    return MediaReport(
+        item.ref.param,
+        item.ref.modality,
+        "none" if item.is_hit is None else "hit" if item.is_hit else "miss",
+        item.feature.mm_hash,
+        width=size.width,
+        height=size.height,
+        num_frames=size.num_frames,
+        num_samples=size.num_samples,
+        timestamps=timestamps(size),
+        num_tokens=num_tokens,
+    )
+
+
+def embedding_outcome(span: MediaSpan, first: OutputDelta) -> EmbeddingOutcome:
+    """Return what the worker did about the embedding of a media item, as far as its first output says."""
+    if span.end <= (first.num_cached_tokens or 0):
+        return "unneeded"
+    if span.mm_hash in first.loaded:
+        return "loaded"
+    return "encoded" if span.mm_hash in first.embedded else "unkept"
 
 
 def is_prepared(timeline: StageTimeline) -> bool:
@@ -131,3 +154,20 @@ def _origin(url: str) -> str:
     """Return the host and port of a URL, without what a password may be in."""
     match = _URL.match(url) if len(url) <= _MAX_READ_CHARS else None
     return "" if match is None else match["host"][:MAX_CHARS]
+
+
+def timestamps(size: MediaSize) -> tuple[float, ...]:
+    """Return the timestamps of a video's sampled frames in seconds; empty if its metadata does not have them."""
+    if not size.metadata:
+        return ()
+    metadata = msgspec.json.decode(size.metadata, type=_SampledFrames)
+    if metadata.fps is None or metadata.fps <= 0:
+        return ()
+    return tuple(round(index / metadata.fps, 3) for index in metadata.frames_indices or ())
+
+
+class _SampledFrames(msgspec.Struct):
+    """The members of vLLM's video metadata that identify the sampled frames."""
+
+    fps: float | None = None
+    frames_indices: list[int] | None = None

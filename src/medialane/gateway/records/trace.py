@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry.trace import Link, SpanContext, SpanKind
 
-from medialane.gateway.requests.item_record import HASH_DIGITS, ItemRecord
-from medialane.gateway.requests.record import RequestRecord
+from medialane.gateway.records.item_record import HASH_DIGITS, ItemRecord
+from medialane.gateway.records.record import RequestRecord
 from medialane.observability.timeline import Step
 from medialane.observability.tracing import Attributes, Tracing, client_context, context_headers, error_status
 from medialane.routing import RoutedRequest

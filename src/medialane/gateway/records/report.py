@@ -15,18 +15,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from medialane.gateway.transports import TransferPath
-from medialane.observability.timeline import StageTimeline
-from medialane.types.feature import MediaSpan, MoverName, StagedItem
-from medialane.types.media import MediaSize, Modality
-from medialane.types.request import Alternative, OutputDelta, RoutingDecision
+from medialane.gateway.records.item_record import MediaReport
+from medialane.gateway.records.record import RequestRecord
+from medialane.types.feature import MoverName
+from medialane.types.request import Alternative, RoutingDecision
 from medialane.types.stage import StageName
-
-Cache = Literal["hit", "miss", "none"]
 
 if TYPE_CHECKING:  # types only: starlette is installed with vLLM
     from starlette.types import Message, Send
@@ -35,66 +32,6 @@ _DONE = b"data: [DONE]"
 
 #: Members of a completion chunk besides its choices.
 _CHUNK_MEMBERS = ("id", "created", "model", "system_fingerprint", "usage")
-
-
-#: `unneeded`: the item's tokens were in the KV cache. `loaded`: taken from the arena instead of encoding the item.
-#: `encoded`: encoded, and kept for later requests. `unkept`: encoded, if it was not in the engine's encoder cache, and
-#: not kept.
-EmbeddingOutcome = Literal["unneeded", "loaded", "encoded", "unkept"]
-
-
-class MediaReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was used of one item; members that do not apply are omitted.
-
-    `cache` is whether its feature was cached, `none` if the worker computes it. `timestamps` are those of the sampled
-    frames, in seconds. `num_tokens` is the number of prompt tokens that represent the item. `embedding` is what the
-    worker did about the item's embedding, if it keeps embeddings.
-    """
-
-    param: str
-    modality: Modality
-    cache: Cache
-    mm_hash: str
-    width: int = 0
-    height: int = 0
-    num_frames: int = 0
-    num_samples: int = 0
-    timestamps: tuple[float, ...] = ()
-    num_tokens: int = 0
-    embedding: EmbeddingOutcome | None = None
-
-
-class Sent(msgspec.Struct, frozen=True):
-    """Where and how a prompt was sent. Text has no `path`; `movers` copied the media of another host's store."""
-
-    decision: RoutingDecision
-    path: TransferPath | None = None
-    movers: tuple[MoverName, ...] = ()
-
-
-def media_report(item: StagedItem, num_tokens: int) -> MediaReport:
-    size = item.feature.size
-    return MediaReport(
-        item.ref.param,
-        item.ref.modality,
-        "none" if item.is_hit is None else "hit" if item.is_hit else "miss",
-        item.feature.mm_hash,
-        width=size.width,
-        height=size.height,
-        num_frames=size.num_frames,
-        num_samples=size.num_samples,
-        timestamps=timestamps(size),
-        num_tokens=num_tokens,
-    )
-
-
-def embedding_outcome(span: MediaSpan, first: OutputDelta) -> EmbeddingOutcome:
-    """Return what the worker did about the embedding of a media item, as far as its first output says."""
-    if span.end <= (first.num_cached_tokens or 0):
-        return "unneeded"
-    if span.mm_hash in first.loaded:
-        return "loaded"
-    return "encoded" if span.mm_hash in first.embedded else "unkept"
 
 
 class RoutingReport(msgspec.Struct, frozen=True):
@@ -130,25 +67,21 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     copied_bytes: int = 0
 
 
-def request_report(
-    items: tuple[MediaReport, ...],
-    sent: Sent | None,
-    engine_cached_tokens: int | None,
-    timeline: StageTimeline,
-    *,
-    request_id: str = "",
-) -> bytes:
-    """Return what was used for a request as JSON. `sent` is None if it was not sent to a worker."""
+def request_report(record: RequestRecord) -> bytes:
+    """Return the report on a request so far as JSON, items in the order of the request."""
+    places = {param: n for n, param in enumerate(record.items)}
+    items = tuple(sorted(record.reports, key=lambda item: places.get(item.param, len(places))))
+    sent = record.sent
     path = sent.path if sent is not None and items else None
     report = Report(
         items,
-        request_id,
+        record.id,
         stage=None if path is None else path.stage.name,
         transport=None if path is None else path.transport.name,
         movers=() if path is None or sent is None else sent.movers,
-        routing=None if sent is None else routing_report(sent.decision, engine_cached_tokens),
-        times_ms={name: round(seconds * 1000, 2) for name, seconds in timeline.seconds.items()},
-        copied_bytes=timeline.copied_bytes,
+        routing=None if sent is None else routing_report(sent.decision, record.engine_cached_tokens),
+        times_ms={name: round(seconds * 1000, 2) for name, seconds in record.timeline.seconds.items()},
+        copied_bytes=record.timeline.copied_bytes,
     )
     return msgspec.json.encode(report)
 
@@ -174,23 +107,6 @@ def report_schema() -> str:
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(Report)}
     text = msgspec.json.format(msgspec.json.encode(schema), indent=2).decode()
     return re.sub(r"(?:\\n)+ *", " ", text) + "\n"  # docstrings
-
-
-def timestamps(size: MediaSize) -> tuple[float, ...]:
-    """Return the timestamps of a video's sampled frames in seconds; empty if its metadata does not have them."""
-    if not size.metadata:
-        return ()
-    metadata = msgspec.json.decode(size.metadata, type=_SampledFrames)
-    if metadata.fps is None or metadata.fps <= 0:
-        return ()
-    return tuple(round(index / metadata.fps, 3) for index in metadata.frames_indices or ())
-
-
-class _SampledFrames(msgspec.Struct):
-    """The members of vLLM's video metadata that identify the sampled frames."""
-
-    fps: float | None = None
-    frames_indices: list[int] | None = None
 
 
 class ReportSender:

@@ -1,7 +1,7 @@
 """One record of each HTTP request, filled by its scope while it runs, kept when it has ended.
 
-It is the single source of what operators see (`/medialane/requests`), of the log, and of the report in a response. It
-has no prompt, no media and no salt; of a URL it has the host, and it shows eight digits of a hash.
+It is the single source of what operators see (`view`), of the log, of the trace and of the report in a response. It has
+no prompt, no media and no salt; of a URL it has the host, and of a hash eight digits are shown.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from medialane.gateway.report import (
+from medialane.gateway.records.item_record import (
+    MAX_CHARS,
     EmbeddingOutcome,
+    ItemRecord,
     MediaReport,
-    Sent,
+    is_prepared,
     media_report,
-    request_report,
-    routing_report,
+    without_urls,
 )
-from medialane.gateway.requests.item_record import MAX_CHARS, ItemRecord, is_prepared, stages_ms, without_urls
-from medialane.gateway.requests.views import AttemptView, ErrorView, RequestView
 from medialane.gateway.transports import TransferPath
 from medialane.observability.timeline import LiveStage, StageTimeline
 from medialane.types.errors import ErrorReport, MedialaneError
-from medialane.types.feature import StagedItem
+from medialane.types.feature import MoverName, StagedItem
 from medialane.types.media import MediaRef
 from medialane.types.request import OutputDelta, RoutingDecision
 
@@ -48,9 +47,20 @@ class Attempt:
         self.engine_cached_tokens: int | None = None
         self.first_token_ms: float | None = None
 
-    def view(self) -> AttemptView:
-        stage, transport = ("", "") if self.path is None else (self.path.stage.name, self.path.transport.name)
-        return AttemptView(self.worker, self.rank, stage, transport, self.error)
+
+class Sent(msgspec.Struct, frozen=True):
+    """Where and how a prompt was sent. Text has no `path`; `movers` copied the media of another host's store."""
+
+    decision: RoutingDecision
+    path: TransferPath | None = None
+    movers: tuple[MoverName, ...] = ()
+
+
+class RequestError(msgspec.Struct, frozen=True):
+    """With what a request has ended: a code, and, where that quotes no client, why."""
+
+    code: str
+    reason: str = ""
 
 
 class RequestRecord:
@@ -78,10 +88,10 @@ class RequestRecord:
         self.cached_tokens: int | None = None
         self.generated_tokens = 0
         self.status: int | None = None
-        self.error: ErrorView | None = None
+        self.error: RequestError | None = None
         self.first_token_at: float | None = None
         self.first_token_ms: float | None = None
-        self._shared_ms = 0.0
+        self.shared_ms = 0.0
         self.ended_at: float | None = None
 
     def received(self, refs: Sequence[MediaRef], *, model: str | None, streams: bool) -> None:
@@ -97,7 +107,7 @@ class RequestRecord:
     def found(self, timeline: StageTimeline, shared_ms: float) -> None:
         """Add the times of having found or made an item."""
         self.timeline.absorb(timeline)
-        self._shared_ms = max(self._shared_ms, shared_ms)
+        self.shared_ms = max(self.shared_ms, shared_ms)
 
     def prepared(self, items: Sequence[StagedItem], num_tokens: Sequence[int] = (), *, is_reported: bool) -> None:
         """Record the items of one prompt, and the number of its tokens for each, unless a worker expands it. Those that
@@ -188,7 +198,7 @@ class RequestRecord:
 
     def failed(self, error: ErrorReport, *, quotes_client: bool) -> None:
         """Record the error with which it ends. The message of one that `quotes_client` is not kept."""
-        self.error = ErrorView(error.code, "" if quotes_client else without_urls(error.message))
+        self.error = RequestError(error.code, "" if quotes_client else without_urls(error.message))
 
     def ended(self, *, is_disconnected: bool) -> None:
         """Record its end. Idempotent. What vLLM's app has answered itself has the status as code, as in its body."""
@@ -196,17 +206,11 @@ class RequestRecord:
             return
         self.ended_at = time.perf_counter()
         if self.error is None and is_disconnected:
-            self.error = ErrorView("client_disconnected")
+            self.error = RequestError("client_disconnected")
         if self.status is None:
             self.status = 499 if is_disconnected else 500
         if self.error is None and self.status >= 400:
-            self.error = ErrorView(str(self.status))
-
-    def report(self) -> bytes:
-        """Return the report on the request so far as JSON, items in the order of the request."""
-        places = {param: n for n, param in enumerate(self.items)}
-        items = tuple(sorted(self.reports, key=lambda item: places.get(item.param, len(places))))
-        return request_report(items, self.sent, self.engine_cached_tokens, self.timeline, request_id=self.id)
+            self.error = RequestError(str(self.status))
 
     @property
     def is_failed(self) -> bool:
@@ -218,15 +222,16 @@ class RequestRecord:
         """What it waits for: the first of its items that is not there yet, or the request itself."""
         if self.ended_at is not None:
             return None
-        return self._waits_in.current
+        return self.waits_in.current
 
     @property
     def stage_ms(self) -> float:
         """How long it has waited for that."""
-        return self._waits_in.current_ms
+        return self.waits_in.current_ms
 
     @property
-    def _waits_in(self) -> StageTimeline:
+    def waits_in(self) -> StageTimeline:
+        """The timeline of what it waits for."""
         live = [item.live for item in self.items.values() if item.live is not None]
         return min(live, key=lambda each: (each.current != "fetch", each.entered_at)) if live else self.timeline
 
@@ -250,39 +255,6 @@ class RequestRecord:
         if len(self.attempts) < MAX_ITEMS:
             self.attempts.append(attempt)
         return attempt
-
-    def view(self, gateway: str = "0", *, is_full: bool = False) -> RequestView:
-        """Return what operators see; if it `is_full`, with the routing decision."""
-        sent = self.sent
-        return RequestView(
-            id=self.id,
-            gateway=gateway,
-            received_at=round(self.received_at, 3),
-            path=self.path,
-            model=self.model,
-            tenant=self.tenant,
-            streams=self.streams,
-            stage=self.stage,
-            total_ms=round(self.total_ms, 1),
-            ttft_ms=None if (ttft_ms := self.ttft_ms) is None else round(ttft_ms, 1),
-            stages_ms=self._stages_ms(),
-            num_items=self.num_items,
-            items=tuple(item.view() for item in self.items.values()),
-            worker=self.worker,
-            attempts=tuple(attempt.view() for attempt in self.attempts),
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            generated_tokens=self.generated_tokens,
-            status=self.status,
-            error=self.error,
-            decision=routing_report(sent.decision, self.engine_cached_tokens) if is_full and sent is not None else None,
-        )
-
-    def _stages_ms(self) -> dict[str, float]:
-        stages = stages_ms(self.timeline, None if self.ended_at is not None else self._waits_in, self._shared_ms)
-        if self.first_token_at is not None:
-            stages["answer"] = round(((self.ended_at or time.perf_counter()) - self.first_token_at) * 1000, 1)
-        return stages
 
 
 class _Finding:
