@@ -12,7 +12,7 @@ from medialane.tools.check.progress import CheckProgress
 from medialane.types.errors import StartupFailed
 
 #: Is given how many times it was called, this time included.
-Start = Callable[[int], AbstractAsyncContextManager[CheckClient]]
+StartAgain = Callable[[int], AbstractAsyncContextManager[CheckClient]]
 
 _SERVER_ERROR = 500
 #: Until a server has noticed that its engine has ended.
@@ -26,7 +26,7 @@ class RevivedServer:
     start."""
 
     def __init__(
-        self, name: str, start: Start, progress: CheckProgress, *, asks_again: bool, settle_s: float = SETTLE_S
+        self, name: str, start: StartAgain, progress: CheckProgress, *, asks_again: bool, settle_s: float = SETTLE_S
     ) -> None:
         self._settle_s = settle_s
         self._name, self._start, self._progress = name, start, progress
@@ -38,7 +38,7 @@ class RevivedServer:
     @classmethod
     @asynccontextmanager
     async def opened(
-        cls, name: str, start: Start, progress: CheckProgress, *, asks_again: bool = False, settle_s: float = SETTLE_S
+        cls, name: str, start: StartAgain, progress: CheckProgress, *, asks_again: bool = False, settle_s: float = SETTLE_S
     ) -> AsyncIterator[RevivedServer]:
         """`start` runs the server and connects to it; `asks_again`: a request at which it fails is sent once more.
         `settle_s` passes before an error counts as one of a live server."""

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from medialane.tools.check.results import CaseResult, CheckReport, Verdict
 
-_COLOURS: dict[Verdict, str] = {
+_OF_VERDICT: dict[Verdict, str] = {
     "equal": "green",
     "close": "green",
     "refused": "green",
@@ -37,11 +37,11 @@ def show(report: CheckReport, console: Console) -> None:
         _print(console, f"prompts are known from the size of media: {', '.join(report.predicted)}")
     for note in report.notes:
         _print(console, f"note: {note}")
-    console.print(_outcome(report), highlight=False, soft_wrap=True)
+    console.print(_outcome_of_check(report), highlight=False, soft_wrap=True)
 
 
 def _row(result: CaseResult) -> tuple[str, ...]:
-    colour = _COLOURS[result.verdict]
+    colour = _OF_VERDICT[result.verdict]
     stage = f"{result.stage} ({result.transport})" if result.stage else ""
     return (result.kind, escape(result.case), f"[{colour}]{escape(_answer(result))}[/]", stage, result.cache)
 
@@ -63,8 +63,8 @@ def _embeddings(report: CheckReport) -> Iterator[str]:
         yield f"embeddings {outcome}: in {number} of {len(report.results)} cases"
 
 
-def _outcome(report: CheckReport) -> str:
-    counts = [f"{report.count(verdict)} {verdict}" for verdict in _COLOURS if report.count(verdict)]
+def _outcome_of_check(report: CheckReport) -> str:
+    counts = [f"{report.count(verdict)} {verdict}" for verdict in _OF_VERDICT if report.count(verdict)]
     text = f"{report.model}: {len(report.results)} cases in {report.seconds:.0f} s: {', '.join(counts)}"
     if not report.num_equal:
         text += "; plain vLLM has answered none of them"

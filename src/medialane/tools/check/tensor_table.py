@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from medialane.tools.check.tensor_items import ADVICE
-from medialane.tools.check.tensor_report import ItemTensors, TensorReport
+from medialane.tools.check.media import ADVICE
+from medialane.tools.check.tensors import ItemTensors, TensorReport
 from medialane.types.tensor import Comparison, FieldComparison, Relation
 
-_COLOURS: dict[Relation, str] = {
+_OF_RELATION: dict[Relation, str] = {
     "equal": "green",
     "cast": "green",
     "normalised": "green",
@@ -50,7 +50,7 @@ def show_tensors(report: TensorReport, console: Console) -> None:
     for text in _remarks(report):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     colour = "green" if report.passed else "red"
-    console.print(f"[{colour}]{escape(_outcome(report))}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[{colour}]{escape(_outcome_of_tensors(report))}[/]", highlight=False, soft_wrap=True)
 
 
 _Member = tuple[ItemTensors, FieldComparison]
@@ -84,7 +84,7 @@ def _cells(row: _Row, members: Sequence[_Member], items: Sequence[ItemTensors]) 
 def _compared(form: str, comparisons: Sequence[Comparison]) -> str:
     """Describe fields that compare alike to plain vLLM's, with the form of the first one if they are not equal."""
     relation, largest = comparisons[0].relation, max(one.largest for one in comparisons)
-    text = f"[{_COLOURS[relation]}]{_WORDS[relation]}[/]"
+    text = f"[{_OF_RELATION[relation]}]{_WORDS[relation]}[/]"
     if largest:
         text += f" (up to {largest:.2g})"
     return text if relation in ("equal", "missing") or not form else f"{text}: {escape(form)}"
@@ -118,7 +118,7 @@ def _numbers(values: Sequence[float]) -> str:
     return "[" + ", ".join(f"{value:.4g}" for value in values) + "]"
 
 
-def _outcome(report: TensorReport) -> str:
+def _outcome_of_tensors(report: TensorReport) -> str:
     equal = sum(item.is_equal for item in report.items)
     text = f"{report.model}: {equal} of {len(report.items)} items have plain vLLM's tensors in medialane"
     given = [item for item in report.items if item.fields and "hugging_face" not in item.errors]
