@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 
 from medialane.tools.check.case import Answer, Request
 from medialane.tools.check.client import CheckClient
-from medialane.tools.check.progress import CheckProgress
+from medialane.tools.check.display import CheckProgress
 from medialane.types.errors import StartupFailed
 
 #: Is given how many times it was called, this time included.
@@ -38,7 +38,13 @@ class RevivedServer:
     @classmethod
     @asynccontextmanager
     async def opened(
-        cls, name: str, start: StartAgain, progress: CheckProgress, *, asks_again: bool = False, settle_s: float = SETTLE_S
+        cls,
+        name: str,
+        start: StartAgain,
+        progress: CheckProgress,
+        *,
+        asks_again: bool = False,
+        settle_s: float = SETTLE_S,
     ) -> AsyncIterator[RevivedServer]:
         """`start` runs the server and connects to it; `asks_again`: a request at which it fails is sent once more.
         `settle_s` passes before an error counts as one of a live server."""

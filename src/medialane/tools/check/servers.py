@@ -13,7 +13,7 @@ from medialane.cluster.vllm_flags import has_flag
 from medialane.runtime.phase import PhaseFile
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.tools.check.client import CheckClient
-from medialane.tools.check.progress import CheckProgress
+from medialane.tools.check.display import CheckProgress
 from medialane.tools.check.revived_server import RevivedServer
 from medialane.tools.check.server_process import PLAIN_VLLM, ServerProcess, plain_vllm, server_process
 from medialane.types.errors import StartupFailed

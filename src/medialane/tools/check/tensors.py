@@ -12,7 +12,7 @@ import msgspec
 
 from medialane.runtime.phase import PhaseFile
 from medialane.runtime.private_file import write_private
-from medialane.tools.check.progress import CheckProgress
+from medialane.tools.check.display import CheckProgress
 from medialane.tools.check.server_process import log_tail, logged_process, wait_ended
 from medialane.tools.check.servers import Setup
 from medialane.types.errors import StartupFailed

@@ -1,17 +1,142 @@
-"""Shows on the terminal where tensors differ: one row for each field, with the items that it concerns."""
+"""The progress display of the check: a live line on a terminal, a plain line now and then elsewhere."""
+# FOLDED DOCSTRING: """Shows a report on the terminal."""
+# FOLDED DOCSTRING: """Shows on the terminal where tensors differ: one row for each field, with the items that it concerns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from medialane.runtime.phase import PhaseFile
 from medialane.tools.check.media import ADVICE
+from medialane.tools.check.results import CaseResult, CheckReport, Verdict
 from medialane.tools.check.tensors import ItemTensors, TensorReport
 from medialane.types.tensor import Comparison, FieldComparison, Relation
+
+#: Without a terminal: interval at which long work is reported again.
+REMIND_S = 15.0
+TICK_S = 1.0
+
+
+class CheckProgress:
+    """Writes to `console`; `close` removes the live line."""
+
+    def __init__(self, console: Console, *, tick_s: float = TICK_S, remind_s: float = REMIND_S) -> None:
+        self._tick_s, self._remind_s = tick_s, remind_s
+        self._console = console
+        self._status = console.status("starting") if console.is_terminal else None
+        self._reported = time.monotonic()
+        if self._status is not None:
+            self._status.start()
+
+    def note(self, text: str) -> None:
+        self._console.print(escape(text), soft_wrap=True)
+
+    def case(self, number: int, total: int, name: str) -> None:
+        self._show(f"{number}/{total} {name}")
+
+    @asynccontextmanager
+    async def starting(self, name: str, phases: PhaseFile | None = None) -> AsyncIterator[None]:
+        """Show that a server starts, and its phase if it reports any, until the end of the block."""
+        started = time.monotonic()
+        self.note(f"{name}: starting")
+        ticking = asyncio.create_task(self._tick(name, phases, started), name=f"progress of {name}")
+        try:
+            yield
+        finally:
+            ticking.cancel()
+        self.note(f"{name}: ready after {time.monotonic() - started:.0f} s")
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._status is not None:
+            self._status.stop()
+
+    async def _tick(self, name: str, phases: PhaseFile | None, started: float) -> None:
+        while True:
+            await asyncio.sleep(self._tick_s)
+            phase = phases.read() if phases is not None else None
+            self._show(f"{name}: {phase or 'starting'}, {time.monotonic() - started:.0f} s")
+
+    def _show(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(escape(text))
+        elif time.monotonic() - self._reported >= self._remind_s:
+            self._reported = time.monotonic()
+            self.note(text)
+
+
+_OF_VERDICT: dict[Verdict, str] = {
+    "equal": "green",
+    "close": "green",
+    "refused": "green",
+    "answered": "green",
+    "skipped": "dim",
+    "differs": "red",
+}
+
+
+def show(report: CheckReport, console: Console) -> None:
+    """Print one row per case, then what differs, the stages that were used, notes, and the outcome."""
+    table = Table("endpoint", "case", "answer", "stage", "cache")
+    for result in report.results:
+        table.add_row(*_row(result))
+    console.print(table)
+    for result in report.results:
+        if result.verdict in ("differs", "answered", "skipped"):
+            _print(console, f"{result.verdict}: {result.kind}, {result.case}: {result.detail}")
+    for name, number in report.stages.items():
+        _print(console, f"in stage {name}: {number} of {len(report.results)} cases")
+    for text in _embeddings(report):
+        _print(console, text)
+    if report.predicted:
+        _print(console, f"prompts are known from the size of media: {', '.join(report.predicted)}")
+    for note in report.notes:
+        _print(console, f"note: {note}")
+    console.print(_outcome_of_check(report), highlight=False, soft_wrap=True)
+
+
+def _row(result: CaseResult) -> tuple[str, ...]:
+    colour = _OF_VERDICT[result.verdict]
+    stage = f"{result.stage} ({result.transport})" if result.stage else ""
+    return (result.kind, escape(result.case), f"[{colour}]{escape(_answer(result))}[/]", stage, result.cache)
+
+
+def _answer(result: CaseResult) -> str:
+    """Describe the verdict in a few words."""
+    if result.verdict == "refused":
+        return f"refused ({result.status})"
+    if result.verdict == "close":
+        return f"close ({result.largest_difference:.2g})"
+    return result.verdict if result.has_effect else f"{result.verdict}, no effect"
+
+
+def _embeddings(report: CheckReport) -> Iterator[str]:
+    """Say what became of the encoder's outputs."""
+    if report.no_embeddings:
+        yield f"embeddings are not kept: {report.no_embeddings}"
+    for outcome, number in sorted(report.embeddings.items()):
+        yield f"embeddings {outcome}: in {number} of {len(report.results)} cases"
+
+
+def _outcome_of_check(report: CheckReport) -> str:
+    counts = [f"{report.count(verdict)} {verdict}" for verdict in _OF_VERDICT if report.count(verdict)]
+    text = f"{report.model}: {len(report.results)} cases in {report.seconds:.0f} s: {', '.join(counts)}"
+    if not report.num_equal:
+        text += "; plain vLLM has answered none of them"
+    return f"[{'green' if report.passed else 'red'}]{escape(text)}[/]"
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
 
 _OF_RELATION: dict[Relation, str] = {
     "equal": "green",
