@@ -18,9 +18,10 @@ from medialane.cluster.preflight import check_start
 from medialane.cluster.vllm_flags import has_flag
 from medialane.config import Config, load_config, process_environ
 from medialane.gateway.access import metrics_key
-from medialane.tools.check.display import CheckProgress, show, show_tensors
+from medialane.tools.check.display import show, show_tensors
 from medialane.tools.check.kinds import case_names
 from medialane.tools.check.media import items_named
+from medialane.tools.check.progress import CheckProgress
 from medialane.tools.check.results import CheckReport, encode
 from medialane.tools.check.run import run_check
 from medialane.tools.check.servers import Setup

@@ -1,5 +1,5 @@
-"""Media of the check as parts of messages. They are generated: nothing is read from the network."""
-# FOLDED DOCSTRING: """The items whose tensors are compared: images of several shapes and modes, videos, audio. All are generated."""
+"""Media of the check: parts of messages, and the items whose tensors are compared. They are generated: nothing is read
+from the network."""
 
 from __future__ import annotations
 

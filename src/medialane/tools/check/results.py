@@ -1,5 +1,4 @@
-"""Compares two answers: values that differ, and the largest difference of numbers."""
-# FOLDED DOCSTRING: """What the check found: one result for each case, and the report that is written as JSON and shown as a table."""
+"""What the check found: two answers compared, one result for each case, and the report that is written as JSON."""
 
 from __future__ import annotations
 

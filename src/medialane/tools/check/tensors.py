@@ -1,5 +1,5 @@
-"""What `medialane check --tensors` found: each item's fields, compared, and the report that is written as JSON."""
-# FOLDED DOCSTRING: """`medialane check MODEL --tensors`: runs the process that makes and compares tensors, and reads its report."""
+"""`medialane check MODEL --tensors`: runs the process that makes and compares tensors (`tensor_program`), and its
+report, each item's fields compared."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import msgspec
 
 from medialane.runtime.phase import PhaseFile
 from medialane.runtime.private_file import write_private
-from medialane.tools.check.display import CheckProgress
-from medialane.tools.check.server_process import log_tail, logged_process, wait_ended
-from medialane.tools.check.servers import Setup
+from medialane.tools.check.progress import CheckProgress
+from medialane.tools.check.servers import Setup, log_tail, logged_process, wait_ended
 from medialane.types.errors import StartupFailed
 from medialane.types.media import Modality
 from medialane.types.tensor import FieldComparison, PixelNormalisation

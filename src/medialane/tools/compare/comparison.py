@@ -1,5 +1,4 @@
-"""Sends the requests of a turn: at the times of the traffic, or some at a time."""
-# FOLDED DOCSTRING: """A comparison: two servers in turns, started here one at a time or running already, each with the whole traffic."""
+"""A comparison: two servers in turns, started here one at a time or running already, each sent the whole traffic."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from medialane.runtime.resources import used_cpu_s
-from medialane.tools.check.display import CheckProgress
+from medialane.tools.check.progress import CheckProgress
 from medialane.tools.check.servers import Launch, Start, medialane_process, plain_process
 from medialane.tools.compare.client import CompareClient
 from medialane.tools.compare.journal import Journal, Turn

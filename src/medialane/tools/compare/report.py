@@ -1,6 +1,5 @@
-"""The figures of one side, from the replies of its turns."""
-# FOLDED DOCSTRING: """Shows a report on the terminal: figures by which two sides are compared, then what the answers are, then notes."""
-# FOLDED DOCSTRING: """The report of a comparison: what is written as JSON and shown as a table."""
+"""The report of a comparison: figures by which two sides are compared, what the answers are, notes; as JSON and as a
+table."""
 
 from __future__ import annotations
 

@@ -4,12 +4,11 @@ A line is a request: `custom_id`, `method`, `url` and `body` (https://platform.o
 `entrypoints/launchers/run_batch.py`, transcriptions have their file as `file_url`). Those of a recording (`--record`)
 have the member `medialane` as well (`gateway.recording`). Lines are read twice: once for times and names, and again,
 one by one, when requests are made, so that no file has to fit into memory.
+
+Media for stand-ins are made: photo-like images, videos and tones of the recorded sizes, the same for the same key.
+Making an image takes dozens of milliseconds of a core that the compared servers need: it is made once, before the
+first turn, and read from a file when it is sent.
 """
-# FOLDED DOCSTRING: """Makes media for stand-ins: photo-like images, videos and tones of the recorded sizes, the same for the same key.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Making an image takes dozens of milliseconds of a core that the compared servers need: it is made once, before the
-# FOLDED DOCSTRING: first turn, and read from a file when it is sent.
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 
