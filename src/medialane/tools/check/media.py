@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from medialane.testing.sample_audio import sample_audio
-from medialane.testing.sample_images import sample_jpeg, sample_pixels
-from medialane.testing.sample_video import sample_video
+from medialane.testing.sample_media import sample_audio, sample_jpeg, sample_pixels, sample_video
 from medialane.tools.check.case import Part
 from medialane.types.media import Modality
 

@@ -27,9 +27,7 @@ from pybase64 import b64encode
 
 from medialane.gateway.recording import FORMAT, StandIn, parse_stand_in, with_media
 from medialane.runtime.private_file import write_private
-from medialane.testing.sample_audio import sample_audio
-from medialane.testing.sample_images import sample_jpeg
-from medialane.testing.sample_video import sample_video
+from medialane.testing.sample_media import sample_audio, sample_jpeg, sample_video
 from medialane.types.errors import StartupFailed
 
 _MOST_BAD_LINES: Final = 10
