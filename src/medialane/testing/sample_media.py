@@ -1,14 +1,18 @@
-"""Generates photo-like JPEGs for demos, tests and benchmarks that need realistic sizes without shipping photos.
+"""Generates images, audio and video for demos, checks, tests and benchmarks that need realistic sizes without shipping
+recordings.
 
-The cost of coding a photo results from the correlation of neighbouring pixels on every scale. So these images have a
-lit sky, hills and discs with hard edges, and noise summed over octaves, from coarse and strong to fine and faint.
+The cost of coding a photo results from the correlation of neighbouring pixels on every scale. So the JPEGs have a lit
+sky, hills and discs with hard edges, and noise summed over octaves, from coarse and strong to fine and faint.
 """
 
 from __future__ import annotations
 
 import io
+from functools import lru_cache
 
+import av
 import numpy as np
+import soundfile
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -74,3 +78,46 @@ def _texture(rng: np.random.Generator, width: int, height: int) -> Pixels:
         enlarged = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
         total += np.asarray(enlarged)[..., None] * rng.uniform(0.7, 1.0, 3).astype(np.float32) * strength
     return total
+
+
+@lru_cache(maxsize=256)
+def sample_audio(
+    pitch_hz: float, seconds: float = 1.5, *, rate: int = 16000, container: str = "WAV", channels: int = 1
+) -> bytes:
+    """Return a tone with two overtones that swells and fades: unlike that of noise, its spectrum varies.
+
+    `container` is a format of libsndfile. With several channels, each is fainter than the one before. Equal arguments
+    give equal bytes.
+    """
+    time = np.arange(int(seconds * rate)) / rate
+    wave = sum(np.sin(2 * np.pi * pitch_hz * k * time) / k for k in (1, 2, 3)) * 0.3 * np.sin(np.pi * time / seconds)
+    samples = np.stack([wave / (1 + number) for number in range(channels)], axis=1).astype(np.float32)
+    out = io.BytesIO()
+    soundfile.write(out, samples, rate, format=container)
+    return out.getvalue()
+
+
+#: By how many pixels the camera moves from one frame to the next.
+_PAN = 4
+
+
+@lru_cache(maxsize=256)
+def sample_video(seed: int, num_frames: int = 24, width: int = 224, height: int = 168, *, fps: int = 12) -> bytes:
+    """Return an MP4 with what a camera sees that moves over a photo-like picture.
+
+    The coding is H.264, whose decoders all give the same pixels. Equal arguments give equal bytes, clips of different
+    seeds are unrelated. Width and height must be even.
+    """
+    scene = sample_pixels(seed, width + _PAN * num_frames, height)
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as file:
+        stream = file.add_stream("libx264", rate=fps, options={"preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.thread_count = 1
+        for index in range(num_frames):
+            seen = np.ascontiguousarray(scene[:, _PAN * index : _PAN * index + width])
+            frame = av.VideoFrame.from_ndarray(seen, format="rgb24").reformat(format="yuv420p")
+            frame.pts = index
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    return out.getvalue()

@@ -1,4 +1,5 @@
-"""Shows on the terminal where tensors differ: one row for each field, with the items that it concerns."""
+"""Shows on the terminal what the check found: a row for each case; and where tensors differ: a row for each field, with
+the items that it concerns."""
 
 from __future__ import annotations
 
@@ -9,11 +10,77 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from medialane.tools.check.tensor_items import ADVICE
-from medialane.tools.check.tensor_report import ItemTensors, TensorReport
+from medialane.tools.check.media import ADVICE
+from medialane.tools.check.results import CaseResult, CheckReport, Verdict
+from medialane.tools.check.tensors import ItemTensors, TensorReport
 from medialane.types.tensor import Comparison, FieldComparison, Relation
 
-_COLOURS: dict[Relation, str] = {
+_OF_VERDICT: dict[Verdict, str] = {
+    "equal": "green",
+    "close": "green",
+    "refused": "green",
+    "answered": "green",
+    "skipped": "dim",
+    "differs": "red",
+}
+
+
+def show(report: CheckReport, console: Console) -> None:
+    """Print one row per case, then what differs, the stages that were used, notes, and the outcome."""
+    table = Table("endpoint", "case", "answer", "stage", "cache")
+    for result in report.results:
+        table.add_row(*_row(result))
+    console.print(table)
+    for result in report.results:
+        if result.verdict in ("differs", "answered", "skipped"):
+            _print(console, f"{result.verdict}: {result.kind}, {result.case}: {result.detail}")
+    for name, number in report.stages.items():
+        _print(console, f"in stage {name}: {number} of {len(report.results)} cases")
+    for text in _embeddings(report):
+        _print(console, text)
+    if report.predicted:
+        _print(console, f"prompts are known from the size of media: {', '.join(report.predicted)}")
+    for note in report.notes:
+        _print(console, f"note: {note}")
+    console.print(_outcome_of_check(report), highlight=False, soft_wrap=True)
+
+
+def _row(result: CaseResult) -> tuple[str, ...]:
+    colour = _OF_VERDICT[result.verdict]
+    stage = f"{result.stage} ({result.transport})" if result.stage else ""
+    return (result.kind, escape(result.case), f"[{colour}]{escape(_answer(result))}[/]", stage, result.cache)
+
+
+def _answer(result: CaseResult) -> str:
+    """Describe the verdict in a few words."""
+    if result.verdict == "refused":
+        return f"refused ({result.status})"
+    if result.verdict == "close":
+        return f"close ({result.largest_difference:.2g})"
+    return result.verdict if result.has_effect else f"{result.verdict}, no effect"
+
+
+def _embeddings(report: CheckReport) -> Iterator[str]:
+    """Say what became of the encoder's outputs."""
+    if report.no_embeddings:
+        yield f"embeddings are not kept: {report.no_embeddings}"
+    for outcome, number in sorted(report.embeddings.items()):
+        yield f"embeddings {outcome}: in {number} of {len(report.results)} cases"
+
+
+def _outcome_of_check(report: CheckReport) -> str:
+    counts = [f"{report.count(verdict)} {verdict}" for verdict in _OF_VERDICT if report.count(verdict)]
+    text = f"{report.model}: {len(report.results)} cases in {report.seconds:.0f} s: {', '.join(counts)}"
+    if not report.num_equal:
+        text += "; plain vLLM has answered none of them"
+    return f"[{'green' if report.passed else 'red'}]{escape(text)}[/]"
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+_OF_RELATION: dict[Relation, str] = {
     "equal": "green",
     "cast": "green",
     "normalised": "green",
@@ -50,7 +117,7 @@ def show_tensors(report: TensorReport, console: Console) -> None:
     for text in _remarks(report):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     colour = "green" if report.passed else "red"
-    console.print(f"[{colour}]{escape(_outcome(report))}[/]", highlight=False, soft_wrap=True)
+    console.print(f"[{colour}]{escape(_outcome_of_tensors(report))}[/]", highlight=False, soft_wrap=True)
 
 
 _Member = tuple[ItemTensors, FieldComparison]
@@ -84,7 +151,7 @@ def _cells(row: _Row, members: Sequence[_Member], items: Sequence[ItemTensors]) 
 def _compared(form: str, comparisons: Sequence[Comparison]) -> str:
     """Describe fields that compare alike to plain vLLM's, with the form of the first one if they are not equal."""
     relation, largest = comparisons[0].relation, max(one.largest for one in comparisons)
-    text = f"[{_COLOURS[relation]}]{_WORDS[relation]}[/]"
+    text = f"[{_OF_RELATION[relation]}]{_WORDS[relation]}[/]"
     if largest:
         text += f" (up to {largest:.2g})"
     return text if relation in ("equal", "missing") or not form else f"{text}: {escape(form)}"
@@ -118,7 +185,7 @@ def _numbers(values: Sequence[float]) -> str:
     return "[" + ", ".join(f"{value:.4g}" for value in values) + "]"
 
 
-def _outcome(report: TensorReport) -> str:
+def _outcome_of_tensors(report: TensorReport) -> str:
     equal = sum(item.is_equal for item in report.items)
     text = f"{report.model}: {equal} of {len(report.items)} items have plain vLLM's tensors in medialane"
     given = [item for item in report.items if item.fields and "hugging_face" not in item.errors]
