@@ -1,15 +1,25 @@
 """Request handling in the gateway: scope, intake, features, transfer, workers."""
 
+from medialane.gateway.admission import SharedCounts
 from medialane.gateway.config import GatewayConfig, RecordingConfig, TransferConfig
 from medialane.gateway.encoders import Encoders
 from medialane.gateway.gateway import Gateway
 from medialane.gateway.http.access import AccessKeys, AccessMiddleware, admin_key, client_keys, metrics_key
 from medialane.gateway.http.health import Health, health_of
-from medialane.gateway.http.metrics import AskOthers, GatewayMetrics, ScrapeMiddleware, WorkerScrape, no_others
-from medialane.gateway.http.protocol import http_bounds
+from medialane.gateway.http.metrics import (
+    SCRAPE_TIMEOUT_S,
+    AskOthers,
+    GatewayMetrics,
+    ScrapeMiddleware,
+    WorkerScrape,
+    no_others,
+)
+from medialane.gateway.http.protocol import MAX_HEADERS, http_bounds
 from medialane.gateway.http.server import BoundedServer
 from medialane.gateway.media_endpoint import MediaEndpoint
 from medialane.gateway.middleware import IntakeMiddleware, ScopeMiddleware
+from medialane.gateway.models import NameRouter, ServedModel, ServedModels
+from medialane.gateway.operators import OperatorEndpoints, worker_host
 from medialane.gateway.plain_hashes import PlainHashes
 from medialane.gateway.records import (
     MAX_PENDING_BYTES,
@@ -43,8 +53,10 @@ from medialane.gateway.worker_link.link import WorkerLink
 from medialane.gateway.worker_pool import WorkerPool
 
 __all__ = [
+    "MAX_HEADERS",
     "MAX_PENDING_BYTES",
     "RECORDING_FORMAT",
+    "SCRAPE_TIMEOUT_S",
     "AccessKeys",
     "AccessMiddleware",
     "AskOthers",
@@ -58,7 +70,9 @@ __all__ = [
     "InlineTransport",
     "IntakeMiddleware",
     "MediaEndpoint",
+    "NameRouter",
     "OpenRequests",
+    "OperatorEndpoints",
     "PlainHashes",
     "PromptPrefix",
     "PullTransport",
@@ -75,6 +89,9 @@ __all__ = [
     "ScopeMiddleware",
     "ScrapeMiddleware",
     "Sent",
+    "ServedModel",
+    "ServedModels",
+    "SharedCounts",
     "ShmTransport",
     "StandIn",
     "StoreFeatures",
@@ -99,4 +116,5 @@ __all__ = [
     "request_report",
     "request_view",
     "with_media",
+    "worker_host",
 ]

@@ -49,16 +49,6 @@ from medialane.gateway.http.sessions import (
 )
 from medialane.gateway.intake.bodies import WITHOUT_BODY, replay
 from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
-from medialane.gateway.operators.endpoints import (
-    LOGIN_PATH,
-    LOGOUT_PATH,
-    MAX_LOGIN_BYTES,
-    REQUEST_PATH,
-    REQUESTS_PATH,
-    STATE_PATH,
-    STREAM_PATH,
-)
-from medialane.gateway.operators.page_files import FILE_PATH, PAGE_PATH
 from medialane.gateway.scope import current_scope
 from medialane.observability.metrics import Metrics
 from medialane.runtime.private_file import read_private
@@ -73,8 +63,18 @@ if TYPE_CHECKING:
 RouteOf = Callable[["Scope"], str | None]
 
 OPEN = frozenset({"/health", "/ready", "/live", "/ping", "/version"})
-OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
+#: What operators see (`operators.endpoints`), and its page, whose files have no data.
+STATE_PATH = "/medialane/state"
+STREAM_PATH = "/medialane/state/stream"
+REQUESTS_PATH = "/medialane/requests"
+REQUEST_PATH = "/medialane/requests/{id}"
+LOGIN_PATH = "/medialane/login"
+LOGOUT_PATH = "/medialane/logout"
+PAGE_PATH = "/medialane/"
+FILE_PATH = "/medialane/{file}"
 RELOAD_PATH = "/medialane/reload"
+
+OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
 OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, RELOAD_PATH})
 LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
 #: Its response is as large as its client likes, and held in the arena until that has read it.
@@ -88,6 +88,8 @@ CLIENT = frozenset({
 #: Administrative although a prefix of clients' routes applies.
 ADMIN = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"})
 
+#: Longest body of a login.
+MAX_LOGIN_BYTES = 8192
 #: Headers that describe a body.
 _BODY_HEADERS = (b"content-length", b"transfer-encoding", b"content-type")
 #: Starlette parses it for each route of FastAPI, in a time that grows with the square of its length. None of them uses

@@ -3,8 +3,8 @@
 Theory of operation. The kernel gives each connection to one of the gateways, hence a scrape reaches any of them. Each
 gateway serves its own figures, labelled with its index, over a unix socket. The gateway that is scraped reads those of
 the others and merges them family by family; figures of the host (store, workers), which are the same in every gateway,
-it adds once. A gateway that does not respond within `TIMEOUT_S` is exposed with its last values: counters summed over
-gateways must not decrease while one restarts.
+it adds once. A gateway that does not respond within `SCRAPE_TIMEOUT_S` is exposed with its last values: counters
+summed over gateways must not decrease while one restarts.
 
 The socket also serves `/health`, by which a supervisor checks this gateway and not any of them, and what a gateway
 knows of its own requests (`operators`).
@@ -97,7 +97,7 @@ class GatewayMetrics:
         return merge([generate_latest(self._own), *self._texts.values(), generate_latest(self._host)])
 
     async def refresh(self) -> None:
-        """Read the other gateways' metrics, at most every `MIN_INTERVAL_S`; takes at most `TIMEOUT_S`."""
+        """Read the other gateways' metrics, at most every `MIN_INTERVAL_S`; takes at most `SCRAPE_TIMEOUT_S`."""
         async with self._lock:
             if self._clock() - self._refreshed_at >= MIN_INTERVAL_S:
                 others = [self._read(label, path) for label, path in self._others.items()]
@@ -105,7 +105,7 @@ class GatewayMetrics:
                 self._refreshed_at = self._clock()
 
     async def _read(self, label: str, path: str) -> None:
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=SCRAPE_TIMEOUT_S)
         self._up[label] = 0.0
         try:
             async with (
@@ -144,7 +144,7 @@ class GatewayMetrics:
         app.router.add_get(METRICS_PATH, self._answer_metrics)
         app.router.add_get("/health", self._answer_health)
         app.router.add_post(ASK_PATH, self._answer_sibling)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=TIMEOUT_S)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SCRAPE_TIMEOUT_S)
         await runner.setup()
         try:
             await web.SockSite(runner, bind_unix(self._socket)).start()
@@ -200,7 +200,7 @@ def merge(texts: Iterable[bytes]) -> bytes:
 METRICS_PATH = "/metrics"
 
 #: A worker that has not responded by then is exposed with its last values: scrapers have timeouts of their own.
-TIMEOUT_S = 1.0
+SCRAPE_TIMEOUT_S = 1.0
 
 #: Scrapes are unauthenticated and not rate-limited; workers are queried at most once per interval.
 MIN_INTERVAL_S = 0.25
@@ -216,12 +216,14 @@ class WorkerScrape:
         self._refreshed_at = float("-inf")
 
     async def refresh(self) -> None:
-        """Query all workers for changed values, and wait for their responses, at most `TIMEOUT_S` seconds."""
+        """Query all workers for changed values, and wait for their responses, at most `SCRAPE_TIMEOUT_S` seconds."""
         async with self._lock:
             if self._clock() - self._refreshed_at < MIN_INTERVAL_S:
                 return
             clients = [link.client for link in self._workers.links.values()]
-            await gather_or_cancel([client.calls.read_metrics(TIMEOUT_S) for client in clients if client is not None])
+            await gather_or_cancel(
+                [client.calls.read_metrics(SCRAPE_TIMEOUT_S) for client in clients if client is not None]
+            )
             self._refreshed_at = self._clock()
 
     def mirrors(self) -> dict[str, MetricMirror]:

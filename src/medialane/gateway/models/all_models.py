@@ -15,17 +15,12 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import msgspec
 
+from medialane.gateway.http.access import REQUESTS_PATH, STATE_PATH, STREAM_PATH
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import METRICS_PATH, merge
 from medialane.gateway.middleware import Scope, Send
 from medialane.gateway.models.served_models import Headers, Model, Request, ServedModels
-from medialane.gateway.operators.endpoints import (
-    INTERVAL_S,
-    MAX_STREAMS,
-    REQUESTS_PATH,
-    STATE_PATH,
-    STREAM_PATH,
-)
+from medialane.gateway.operators.endpoints import INTERVAL_S, MAX_STREAMS
 from medialane.runtime.tasks import gather_or_cancel
 from medialane.types.errors import MedialaneError, ModelUnavailable, Unavailable
 

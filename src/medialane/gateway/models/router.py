@@ -17,15 +17,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http.access import AccessKeys, Kind, given_key, responding, send_unauthorized
+from medialane.gateway.http.access import (
+    LOGIN_PATH,
+    LOGOUT_PATH,
+    PAGE_PATH,
+    AccessKeys,
+    Kind,
+    given_key,
+    responding,
+    send_unauthorized,
+)
 from medialane.gateway.http.responses import REQUEST_ID, IdentifiedSend, error_form, given_id, send_error, usable_id
 from medialane.gateway.intake.bodies import BodyMemory, Receive
 from medialane.gateway.middleware import Scope, Send
 from medialane.gateway.models.all_models import OfAllModels, send_body
 from medialane.gateway.models.exchange import Exchange
 from medialane.gateway.models.served_models import Headers, Model, ServedModels
-from medialane.gateway.operators.endpoints import LOGIN_PATH, LOGOUT_PATH
-from medialane.gateway.operators.page_files import PAGE_PATH
 from medialane.observability.logging import request_id
 from medialane.types.errors import ClientDisconnected, MedialaneError, ModelRequired
 

@@ -10,7 +10,7 @@ from medialane.gateway.records.recent import RecentRequests, RequestFilter
 from medialane.gateway.records.record import RequestRecord, Sent
 from medialane.gateway.records.recording import MAX_PENDING_BYTES, RECORDING_FORMAT, Recordable, Recorder
 from medialane.gateway.records.redaction import StandIn, parse_stand_in, with_media
-from medialane.gateway.records.report import ReportSender, request_report
+from medialane.gateway.records.report import ReportSender, request_report, routing_report
 from medialane.gateway.records.trace import AttemptTrace, RequestTrace, RequestTracing
 from medialane.gateway.records.view import RequestView, log_end, request_view
 
@@ -36,5 +36,6 @@ __all__ = [
     "parse_stand_in",
     "request_report",
     "request_view",
+    "routing_report",
     "with_media",
 ]
