@@ -15,7 +15,7 @@ import msgspec
 from blake3 import blake3
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.intake.extraction import check_salt
+from medialane.gateway.intake import check_salt
 from medialane.gateway.scope import RequestScope, current_scope
 from medialane.runtime.loop_fairness import LoopFairness
 from medialane.store.link import StoreLink

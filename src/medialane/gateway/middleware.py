@@ -29,15 +29,19 @@ from medialane.gateway.http.responses import (
     usable_id,
     with_id,
 )
-from medialane.gateway.intake import Buffer, Intake, extract, extract_files, is_multipart
-from medialane.gateway.intake.bodies import (
+from medialane.gateway.intake import (
     WITHOUT_BODY,
     Body,
     BodyMemory,
     BoundedReceive,
     BudgetCharge,
+    Buffer,
+    Intake,
     Message,
     Receive,
+    extract,
+    extract_files,
+    is_multipart,
     replay,
 )
 from medialane.gateway.media_endpoint import MEDIA_PATH

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from medialane.gateway.intake.bodies import BudgetCharge
+from medialane.gateway.intake import BudgetCharge
 from medialane.gateway.records import RequestRecord, RequestTrace
 from medialane.gateway.references import References
 from medialane.types.errors import (

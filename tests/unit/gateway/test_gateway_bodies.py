@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from medialane.gateway import GatewayConfig
-from medialane.gateway.intake.bodies import Body, BodyMemory, BoundedReceive, BudgetCharge
+from medialane.gateway.intake import Body, BodyMemory, BoundedReceive, BudgetCharge
 from medialane.runtime.loop_fairness import SMALL_BYTES, LoopFairness
 from medialane.types.errors import BodyMemoryExhausted, BodyTooLarge, ClientTooSlow, ConcurrencyLimitExceeded
 from waiting import eventually

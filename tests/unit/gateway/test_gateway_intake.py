@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from medialane.gateway import GatewayConfig, References, RequestScope
 from medialane.gateway.intake import Intake
 from medialane.gateway.intake import extract as extract_with
-from medialane.gateway.intake.json_scan import scan_json
+from medialane.gateway.intake.limits import scan_json
 from medialane.gateway.intake.skeleton import as_utf8
 from medialane.media import MAX_URL_BYTES, MediaConfig
 from medialane.types.errors import (

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 import medialane
-from medialane.gateway.intake.request_body import Part, RequestBody
+from medialane.gateway.intake.search import Part, RequestBody
 from medialane.media import MediaConfig
 from medialane.media.decoders import DECODERS
 from medialane.prepare import PrepareConfig
@@ -42,8 +42,8 @@ ABOUT_ONE_MODALITY = {
     "tools/check/kinds/pooling_inputs.py": "cases of images and videos",
     "tools/check/kinds/speech.py": "speech",
     "gateway/gateway.py": "publishing decoded images",
-    "gateway/intake/form.py": "uploads of speech",
-    "gateway/intake/place.py": "vLLM's list of JPEG frames",
+    "gateway/intake/extraction.py": "uploads of speech",
+    "gateway/intake/places.py": "vLLM's list of JPEG frames",
     "gateway/intake/sent_features.py": "what one family calls an image",
     "gateway/intake/search.py": "Cohere's and Anthropic's images",
     "gateway/plain_hashes.py": "images whose pixels are converted, which their header says",

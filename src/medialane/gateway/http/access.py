@@ -47,7 +47,7 @@ from medialane.gateway.http.sessions import (
     is_of_foreign_page,
     is_same_site,
 )
-from medialane.gateway.intake.bodies import WITHOUT_BODY, replay
+from medialane.gateway.intake import WITHOUT_BODY, replay
 from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
 from medialane.gateway.scope import current_scope
 from medialane.observability.metrics import Metrics

@@ -15,7 +15,7 @@ import aiohttp
 
 from medialane.gateway.config import GatewayConfig
 from medialane.gateway.http.server import CLIENT_HEADER, address_header
-from medialane.gateway.intake.bodies import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
+from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.middleware import Scope, Send
 from medialane.gateway.models.model_name import ModelSearch, search_of
 from medialane.gateway.models.served_models import Headers, Model, Request, end_to_end

@@ -28,7 +28,7 @@ from medialane.gateway.http.access import (
     send_unauthorized,
 )
 from medialane.gateway.http.responses import REQUEST_ID, IdentifiedSend, error_form, given_id, send_error, usable_id
-from medialane.gateway.intake.bodies import BodyMemory, Receive
+from medialane.gateway.intake import BodyMemory, Receive
 from medialane.gateway.middleware import Scope, Send
 from medialane.gateway.models.all_models import OfAllModels, send_body
 from medialane.gateway.models.exchange import Exchange
