@@ -56,8 +56,7 @@ from medialane.types.request import (
     WorkerLoad,
     WorkerRole,
 )
-from medialane.vllm_bridge.engine.adapters import Adapters, plain_name
-from medialane.vllm_bridge.engine.administration import ACTIONS, ADAPTER_ACTIONS
+from medialane.vllm_bridge.engine.adapters import ACTIONS, ADAPTER_ACTIONS, Adapters, plain_name
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import (
