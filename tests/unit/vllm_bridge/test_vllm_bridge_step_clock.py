@@ -3,7 +3,7 @@ import time
 import pytest
 
 from medialane.vllm_bridge.encoder_cache import step_clock
-from medialane.vllm_bridge.encoder_cache.step_clock import StepClock
+from medialane.vllm_bridge.encoder_cache.embedding_connector import StepClock
 
 
 @pytest.fixture
