@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 from vllm.outputs import PoolingOutput, PoolingRequestOutput
 
 from medialane.vllm_bridge.frontend import pooled_json
-from medialane.vllm_bridge.frontend.pooled_json import PIECE_FLOATS, built_in_pieces
+from medialane.vllm_bridge.frontend.pooling_endpoints import PIECE_FLOATS, built_in_pieces
 
 
 def context(*tensors, encoding_format="float"):
