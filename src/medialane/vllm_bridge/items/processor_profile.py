@@ -22,8 +22,7 @@ from medialane.types.media import Modality
 from medialane.types.stage import StageName
 from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.image_tokens import ImageTokens
-from medialane.vllm_bridge.items.item_shape import ItemShape, learn_shapes
-from medialane.vllm_bridge.items.merge_size import learn_merge_size
+from medialane.vllm_bridge.items.item_shape import ItemShape, learn_merge_size, learn_shapes
 from medialane.vllm_bridge.items.pixel_limits import learn_accepts_item_options, learn_max_pixels
 from medialane.vllm_bridge.items.preparation import VllmProcessor
 from medialane.vllm_bridge.items.sized_headers import learn_content_fields
