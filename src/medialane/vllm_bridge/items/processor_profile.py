@@ -21,11 +21,14 @@ from vllm.multimodal.processing.processor import BaseMultiModalProcessor
 from medialane.types.media import Modality
 from medialane.types.stage import StageName
 from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.image_tokens import ImageTokens
 from medialane.vllm_bridge.items.item_shape import ItemShape, learn_merge_size, learn_shapes
-from medialane.vllm_bridge.items.pixel_limits import learn_accepts_item_options, learn_max_pixels
 from medialane.vllm_bridge.items.preparation import VllmProcessor
-from medialane.vllm_bridge.items.sized_headers import learn_content_fields
+from medialane.vllm_bridge.items.sized_headers import (
+    ImageTokens,
+    learn_accepts_item_options,
+    learn_content_fields,
+    learn_max_pixels,
+)
 from medialane.vllm_bridge.items.stage_fitness import fallback_stage, learn_unfit
 from medialane.vllm_bridge.items.trial_items import SAMPLES, TrialItems
 from medialane.vllm_bridge.items.validation import FeatureChecker
