@@ -59,7 +59,7 @@ ABOUT_ONE_MODALITY = {
     "store/media_leases.py": "images, whose header has their size",
     "testing/fake_processor.py": "the fake processor's images",
     "testing/simulated/sequence.py": "the simulated engine's images",
-    "vllm_bridge/items/embeds_trial.py": "embeddings of images",
+    "vllm_bridge/items/embeds.py": "embeddings of images",
     "vllm_bridge/items/frame_sampler.py": "frames of videos",
     "vllm_bridge/items/sized_headers.py": "the budget of images",
     "vllm_bridge/items/normalization.py": "media without pixels",

@@ -19,7 +19,7 @@ from medialane.types.errors import InvalidFeature
 from medialane.vllm_bridge.encoder_cache.embedding_connector import EmbeddingConnector
 from medialane.vllm_bridge.encoder_cache.encoder_card import measure
 from medialane.vllm_bridge.items.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
-from medialane.vllm_bridge.items.embeds_trial import try_embeds
+from medialane.vllm_bridge.items.embeds import try_embeds
 from medialane.vllm_bridge.seams import engine_core, rendezvous
 from medialane.vllm_bridge.seams.encoder_cache import connector_of, on_every_rank, only_encodes
 from medialane.vllm_bridge.seams.engine import EngineCoreRequest

@@ -6,8 +6,7 @@
 from medialane.vllm_bridge.items.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
 from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder, ArenaItem
 from medialane.vllm_bridge.items.assembler import VllmAssembler
-from medialane.vllm_bridge.items.embeds import EmbedsReader
-from medialane.vllm_bridge.items.embeds_trial import AcceptedEmbeds, try_embeds
+from medialane.vllm_bridge.items.embeds import AcceptedEmbeds, EmbedsReader, try_embeds
 from medialane.vllm_bridge.items.features import (
     decode_item,
     decode_item_without_tensors,
