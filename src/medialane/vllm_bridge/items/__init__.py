@@ -36,9 +36,9 @@ from medialane.vllm_bridge.items.prepared_input import (
 from medialane.vllm_bridge.items.processor_options import check_options, check_processor_options, item_options
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, ProfileReport
 from medialane.vllm_bridge.items.raw_audio import expected_sample_rate, is_audio, sampled
+from medialane.vllm_bridge.items.reference_tensors import Values, compare_fields
 from medialane.vllm_bridge.items.sent_tensors import SentTensors, TensorsReader
 from medialane.vllm_bridge.items.settings import processor_settings
-from medialane.vllm_bridge.items.tensor_comparison import Values, compare_fields
 from medialane.vllm_bridge.items.validation import placeholder_of
 
 __all__ = [
