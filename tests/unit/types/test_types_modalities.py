@@ -62,7 +62,7 @@ ABOUT_ONE_MODALITY = {
     "vllm_bridge/items/embeds.py": "embeddings of images",
     "vllm_bridge/items/frame_sampler.py": "frames of videos",
     "vllm_bridge/items/sized_headers.py": "the budget of images",
-    "vllm_bridge/items/normalization.py": "media without pixels",
+    "vllm_bridge/items/processor_profile.py": "media without pixels",
     "vllm_bridge/items/mistral_chat.py": "the media of Mistral's tokenizer",
     "vllm_bridge/items/sized_headers.py": "the media that have pixels",
     "vllm_bridge/items/preparation.py": "vLLM's resampling of audio",

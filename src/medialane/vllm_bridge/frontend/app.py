@@ -43,9 +43,8 @@ from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
 from medialane.vllm_bridge.items.media_options import check_model_io
 from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
-from medialane.vllm_bridge.items.normalization import normalization_of
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
-from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
+from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, normalization_of
 from medialane.vllm_bridge.seams.api_server import (
     AuthenticationMiddleware,
     count_media_tokens_by,
