@@ -45,7 +45,7 @@ from medialane.vllm_bridge.items import (
     arena_decoder,
     encode_item,
 )
-from medialane.vllm_bridge.items.arena_decoder import KEY
+from medialane.vllm_bridge.items.arena_tensors import KEY
 
 SPEC = TensorSpec("float32", (100, 50))
 

@@ -72,7 +72,7 @@ from medialane.vllm_bridge.engine.outputs import check_grammar, ended_by_front_e
 from medialane.vllm_bridge.engine.plugin import register
 from medialane.vllm_bridge.engine.private_folder import PrivateFolder
 from medialane.vllm_bridge.engine_errors import REQUEST_ERRORS, mapped_errors
-from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder
+from medialane.vllm_bridge.items.arena_tensors import ArenaEncoder
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.settings import processor_settings
 from medialane.vllm_bridge.log_level import show_vllm_lines

@@ -3,8 +3,7 @@
 `processor_factory` is not imported here: it loads numba, which an engine's processes do not need.
 """
 
-from medialane.vllm_bridge.items.arena_decoder import RESOLVER, ArenaDecoder, Unreadable
-from medialane.vllm_bridge.items.arena_encoder import ArenaEncoder, ArenaItem
+from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, ArenaEncoder, ArenaItem, Unreadable
 from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.embeds import AcceptedEmbeds, EmbedsReader, try_embeds
 from medialane.vllm_bridge.items.features import (
