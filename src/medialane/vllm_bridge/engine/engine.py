@@ -57,6 +57,7 @@ from medialane.types.request import (
     WorkerRole,
 )
 from medialane.vllm_bridge.engine.adapters import ACTIONS, ADAPTER_ACTIONS, Adapters, plain_name
+from medialane.vllm_bridge.engine.engine_cpu import engines_forked_ahead
 from medialane.vllm_bridge.engine.engine_embeddings import EngineEmbeddings, accepted_embeds
 from medialane.vllm_bridge.engine.engine_options import EncodeCache, check_prefix_cache, engine_args, keep_embeddings
 from medialane.vllm_bridge.engine.engine_request import (
@@ -66,7 +67,6 @@ from medialane.vllm_bridge.engine.engine_request import (
     placed_media,
     prompt_token_ids,
 )
-from medialane.vllm_bridge.engine.engine_start import engines_forked_ahead
 from medialane.vllm_bridge.engine.kv_events import KvEventReader
 from medialane.vllm_bridge.engine.outputs import check_grammar, ended_by_front_end, has_error, to_deltas
 from medialane.vllm_bridge.engine.plugin import register
