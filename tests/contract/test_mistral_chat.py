@@ -206,7 +206,7 @@ def test_prompt_with_another_number_of_items_is_rejected(chats_of, family, media
 def test_chats_are_not_tokenized_on_the_event_loop(chats_of, family):
     renderer = chats_of(family).renderer
     before = renderer._executor.submit
-    inline_rendering.install(renderer, None)
+    inline_rendering.install_inline_rendering(renderer, None)
     assert renderer._executor.submit == before
 
 

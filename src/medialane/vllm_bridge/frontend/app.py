@@ -274,7 +274,7 @@ class Frontend:
         if "transcription" in tasks:
             speech.install(app.state, backend)
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever
-            inline_rendering.install(self.renderer, backend)
+            inline_rendering.install_inline_rendering(self.renderer, backend)
         self._install_scale_out(app, backend, render_payload, fairness)
         client.is_serving = True
         return app

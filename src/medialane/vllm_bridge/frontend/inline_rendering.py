@@ -33,7 +33,7 @@ MAX_LOOP_S = 0.004
 Submit = Callable[..., Any]
 
 
-def install(renderer: BaseRenderer, backend: RequestBackend) -> None:
+def install_inline_rendering(renderer: BaseRenderer, backend: RequestBackend) -> None:
     """Render the short prompts of `backend`'s requests on the event loop, if that takes no longer with media."""
     if tokenizes_blanks(renderer):
         return

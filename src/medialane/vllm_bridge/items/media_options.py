@@ -123,7 +123,7 @@ def final_io(modality: Modality, model: IoOptions, request: IoOptions | None, it
     request = request or {}
     check_options(request, "media_io_kwargs")
     for name, options in request.items():
-        _check(name, options, model.get(name, {}))
+        _check_modality(name, options, model.get(name, {}))
     if modality != "video":
         return b"{}"
     merge = VideoMediaIO.merge_kwargs
@@ -141,7 +141,7 @@ def _capped(options: Mapping[str, Any], max_frames: int) -> dict[str, Any]:
     return {**options, "num_frames": min(chosen, max_frames) if chosen > 0 else max_frames}
 
 
-def _check(modality: str, options: object, model: Mapping[str, object]) -> None:
+def _check_modality(modality: str, options: object, model: Mapping[str, object]) -> None:
     allowed = _ALLOWED.get(modality)
     if allowed is None:
         message = f"media_io_kwargs only supports {', '.join(sorted(_ALLOWED))}"
