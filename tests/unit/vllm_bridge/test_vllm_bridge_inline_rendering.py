@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from medialane.vllm_bridge.frontend import inline_rendering
-from medialane.vllm_bridge.frontend.inline_rendering import MAX_TEXT_BYTES, InlineRendering
+from medialane.vllm_bridge.frontend.renderer_hook import MAX_TEXT_BYTES, InlineRendering
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 `processor_factory` is not imported here: it loads numba, which an engine's processes do not need.
 """
 
+from medialane.vllm_bridge.frontend.renderer_hook import expected_sample_rate, is_audio, sampled
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, ArenaEncoder, ArenaItem, Unreadable
 from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.embeds import AcceptedEmbeds, EmbedsReader, try_embeds
@@ -33,7 +34,6 @@ from medialane.vllm_bridge.items.prepared_input import (
 )
 from medialane.vllm_bridge.items.processor_options import check_options, check_processor_options, item_options
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, ProfileReport, normalization_of
-from medialane.vllm_bridge.items.raw_audio import expected_sample_rate, is_audio, sampled
 from medialane.vllm_bridge.items.reference_tensors import Values, compare_fields
 from medialane.vllm_bridge.items.sent_tensors import SentTensors, TensorsReader
 from medialane.vllm_bridge.items.settings import processor_settings
