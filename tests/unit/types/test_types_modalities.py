@@ -25,7 +25,7 @@ TABLES = {
     "tools/check/kinds/pooling.py": "cases of `medialane check`",
     "vllm_bridge/engine/source_prompt.py": "vLLM's loader, for stage url",
     "vllm_bridge/frontend/renderer_hook.py": "methods of vLLM's connector",
-    "vllm_bridge/items/media_options.py": "vLLM's decoding options",
+    "vllm_bridge/items/options.py": "vLLM's decoding options",
     "vllm_bridge/items/media_hash.py": "what of an item vLLM hashes",
     "vllm_bridge/items/placeholder_layout.py": "a stand-in for an item of a size",
     "vllm_bridge/items/reference_tensors.py": "how Hugging Face's processors are called",
@@ -67,7 +67,7 @@ ABOUT_ONE_MODALITY = {
     "vllm_bridge/items/sized_headers.py": "the media that have pixels",
     "vllm_bridge/items/preparation.py": "vLLM's resampling of audio",
     "vllm_bridge/items/processor_factory.py": "frames of videos; images as tensors",
-    "vllm_bridge/items/processor_options.py": "names of arguments",
+    "vllm_bridge/items/options.py": "names of arguments",
     "vllm_bridge/items/processor_profile.py": "images as tensors",
     "vllm_bridge/seams/vision_chunk.py": "what one family calls an image",
 }

@@ -30,7 +30,7 @@ from medialane.vllm_bridge.arguments import create_model_config, parse_vllm_args
 from medialane.vllm_bridge.items.features import decode_item
 from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
 from medialane.vllm_bridge.items.header_values import NO_OPTIONS
-from medialane.vllm_bridge.items.media_options import final_io, model_io
+from medialane.vllm_bridge.items.options import final_io, model_io
 from medialane.vllm_bridge.items.processor_factory import RequestProcessor, one_thread
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.items.reference_tensors import HuggingFace, PlainVllm, Values, compare_fields

@@ -41,8 +41,8 @@ from medialane.vllm_bridge.frontend.fail_fast import VALIDATION, is_large
 from medialane.vllm_bridge.frontend.http_server import ServerFactory, serve_http
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.media_hash import VllmMediaHasher
-from medialane.vllm_bridge.items.media_options import check_model_io
 from medialane.vllm_bridge.items.mistral_chat import tokenize_without_media
+from medialane.vllm_bridge.items.options import check_model_io
 from medialane.vllm_bridge.items.prepared_input import expected_num_tokens
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, normalization_of
 from medialane.vllm_bridge.seams.api_server import (

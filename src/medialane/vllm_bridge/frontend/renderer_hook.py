@@ -51,10 +51,9 @@ from medialane.types.media import MediaRef, Modality
 from medialane.vllm_bridge.frontend.render import current_answer
 from medialane.vllm_bridge.frontend.request_backend import RequestBackend
 from medialane.vllm_bridge.items.media_hash import HashFactors
-from medialane.vllm_bridge.items.media_options import final_io, model_io
 from medialane.vllm_bridge.items.mistral_chat import tokenizes_blanks
+from medialane.vllm_bridge.items.options import check_options, check_processor_options, final_io, item_options, model_io
 from medialane.vllm_bridge.items.prepared_input import engine_input
-from medialane.vllm_bridge.items.processor_options import check_options, check_processor_options, item_options
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile
 from medialane.vllm_bridge.seams.multimodal import (
     accepted_modalities,

@@ -19,8 +19,15 @@ from medialane.vllm_bridge.items.features import (
 from medialane.vllm_bridge.items.frame_sampler import VllmFrameSampler
 from medialane.vllm_bridge.items.header_values import MALFORMED_FEATURE, NO_OPTIONS
 from medialane.vllm_bridge.items.media_hash import HashFactors, VllmMediaHasher
-from medialane.vllm_bridge.items.media_options import check_model_io, final_io, model_io
 from medialane.vllm_bridge.items.mistral_chat import expand_marks, tokenize_without_media, tokenizes_blanks
+from medialane.vllm_bridge.items.options import (
+    check_model_io,
+    check_options,
+    check_processor_options,
+    final_io,
+    item_options,
+    model_io,
+)
 from medialane.vllm_bridge.items.placeholder_layout import decode_options
 from medialane.vllm_bridge.items.preparation import VllmProcessor, engine_media
 from medialane.vllm_bridge.items.prepared_input import (
@@ -32,7 +39,6 @@ from medialane.vllm_bridge.items.prepared_input import (
     prepared_prompt,
     to_vllm_range,
 )
-from medialane.vllm_bridge.items.processor_options import check_options, check_processor_options, item_options
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, ProfileReport, normalization_of
 from medialane.vllm_bridge.items.reference_tensors import Values, compare_fields
 from medialane.vllm_bridge.items.sent_tensors import SentTensors, TensorsReader
