@@ -62,13 +62,11 @@ ABOUT_ONE_MODALITY = {
     "vllm_bridge/items/embeds.py": "embeddings of images",
     "vllm_bridge/items/frame_sampler.py": "frames of videos",
     "vllm_bridge/items/sized_headers.py": "the budget of images",
-    "vllm_bridge/items/processor_profile.py": "media without pixels",
+    "vllm_bridge/items/processor_profile.py": "media without pixels, images as tensors",
     "vllm_bridge/items/mistral_chat.py": "the media of Mistral's tokenizer",
-    "vllm_bridge/items/sized_headers.py": "the media that have pixels",
     "vllm_bridge/items/preparation.py": "vLLM's resampling of audio",
     "vllm_bridge/items/processor_factory.py": "frames of videos; images as tensors",
     "vllm_bridge/items/options.py": "names of arguments",
-    "vllm_bridge/items/processor_profile.py": "images as tensors",
     "vllm_bridge/seams/vision_chunk.py": "what one family calls an image",
 }
 

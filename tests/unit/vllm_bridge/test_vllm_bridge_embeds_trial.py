@@ -7,7 +7,7 @@ import torch
 from vllm.multimodal.inputs import PlaceholderRange
 
 from medialane.types.tensor import UNNAMED
-from medialane.vllm_bridge.items import embeds_trial as tested
+from medialane.vllm_bridge.items import embeds as tested
 from medialane.vllm_bridge.items import try_embeds
 from medialane.vllm_bridge.items.embeds import GRID, MODALITY, VALUES
 

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from medialane.vllm_bridge.encoder_cache import step_clock
+from medialane.vllm_bridge.encoder_cache import embedding_connector
 from medialane.vllm_bridge.encoder_cache.embedding_connector import StepClock
 
 
@@ -10,8 +10,10 @@ from medialane.vllm_bridge.encoder_cache.embedding_connector import StepClock
 def kernel(monkeypatch):
     """The number of times that the thread was preempted, and the time."""
     found = type("Kernel", (), {"ru_nivcsw": 0, "now": 100.0})()
-    monkeypatch.setattr(step_clock, "getrusage", lambda _who: type("Usage", (), {"ru_nivcsw": found.ru_nivcsw}))
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: found.now)
+    monkeypatch.setattr(
+        embedding_connector, "getrusage", lambda _who: type("Usage", (), {"ru_nivcsw": found.ru_nivcsw})
+    )
+    monkeypatch.setattr(embedding_connector.time, "perf_counter", lambda: found.now)
     return found
 
 

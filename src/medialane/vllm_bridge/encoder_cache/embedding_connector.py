@@ -1,20 +1,21 @@
-"""The side of the embedding connector in the model's processes: copies between the arena and the encoder cache.
+"""Our connector to vLLM's encoder cache: embeddings are loaded from the arena, and saved there.
+
+vLLM loads this class by the name of its module (`encoder_cache.connect`) and makes one instance in each scheduler and
+one in each process that runs the model. `embedding_schedule` has the theory of operation of the former.
+No method raises: an exception in a scheduler or a model ends the engine.
+
+A request's embeddings are in its sampling parameters (`engine_request`), where vLLM expects what is for a connector.
+
+The side of the embedding connector in the model's processes: copies between the arena and the encoder cache.
 
 An embedding is loaded by a view of the arena and one copy to the device: vLLM's encoder cache outlives the request, and
 with it the hold on the arena. It is saved by one copy as well, at the end of the step's encoder work.
 
-A load from a pinned arena (`items.pinned_memory`) is queued in the device's stream. Any other load, and each save,
+A load from a pinned arena (`items.arena_tensors`) is queued in the device's stream. Any other load, and each save,
 waits for the work that is queued there (`medialane bench gpu`).
+
+How long our code takes of each step of the engine's scheduler, which must never be blocked.
 """
-# FOLDED DOCSTRING: """How long our code takes of each step of the engine's scheduler, which must never be blocked."""
-# FOLDED DOCSTRING: """Our connector to vLLM's encoder cache: embeddings are loaded from the arena, and saved there.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: vLLM loads this class by the name of its module (`encoder_cache.connect`) and makes one instance in each scheduler and
-# FOLDED DOCSTRING: one in each process that runs the model. `embedding_schedule` has the theory of operation of the former,
-# FOLDED DOCSTRING: `embedding_copies` that of the latter. No method raises: an exception in a scheduler or a model ends the engine.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: A request's embeddings are in its sampling parameters (`engine_request`), where vLLM expects what is for a connector.
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 

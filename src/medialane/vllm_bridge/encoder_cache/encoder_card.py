@@ -1,15 +1,15 @@
-"""Measures a model's encoder with one small item of each modality, in each process that runs the model.
+"""Which encoder an engine has: everything that its embeddings depend on, as a digest.
+
+Workers with equal digests use each other's embeddings. So the digest includes the weights: the commit of a model of a
+hub, or samples of the files in a folder, which are the same on each host. Reading whole files would take minutes. The
+samples include every tensor: training changes a tensor everywhere, but perhaps only a small one (a projector).
+
+Measures a model's encoder with one small item of each modality, in each process that runs the model.
 
 A check at start, instead of a list of models: the encoder's output must have one row per token of the item's
 placeholder that needs an embedding, and a prompt must have the same rotary positions if the item has only its small
 fields, which are all that an engine gets of an item whose embedding is loaded.
 """
-# FOLDED DOCSTRING: """Which encoder an engine has: everything that its embeddings depend on, as a digest.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Workers with equal digests use each other's embeddings. So the digest includes the weights: the commit of a model of a
-# FOLDED DOCSTRING: hub, or samples of the files in a folder, which are the same on each host. Reading whole files would take minutes. The
-# FOLDED DOCSTRING: samples include every tensor: training changes a tensor everywhere, but perhaps only a small one (a projector).
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 

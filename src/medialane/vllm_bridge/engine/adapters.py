@@ -9,8 +9,9 @@ as a request may need it.
 
 Requests name the version that their gateway has loaded. A worker without it (it was started later) reads the path
 again, and refuses the request if other files are there now.
+
+Administrative calls, executed by vLLM's AsyncLLM and by what an engine knows of its adapters.
 """
-# FOLDED DOCSTRING: """Administrative calls, executed by vLLM's AsyncLLM and by what an engine knows of its adapters."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ costs two messages. Here the threads are configured by calls instead, and a step
 
 The cores are those that vLLM would choose (`OMPProcessManager`, which honours VLLM_CPU_OMP_THREADS_BIND): all but the
 one reserved for other processes.
+
+EngineCore as a fork of the worker, on a machine without a GPU.
+
+vLLM spawns it there: a new interpreter, which imports vLLM again and has pages of its own. What that is for, OpenMP
+settings by environment variables, is done by calls here (`CpuExecutor`). The processes that run a model of several
+ranks are spawned by EngineCore, as vLLM does: their cores are set by variables. On a GPU, vLLM decides.
 """
-# FOLDED DOCSTRING: """EngineCore as a fork of the worker, on a machine without a GPU.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: vLLM spawns it there: a new interpreter, which imports vLLM again and has pages of its own. What that is for, OpenMP
-# FOLDED DOCSTRING: settings by environment variables, is done by calls here (`cpu_executor`). The processes that run a model of several
-# FOLDED DOCSTRING: ranks are spawned by EngineCore, as vLLM does: their cores are set by variables. On a GPU, vLLM decides.
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 

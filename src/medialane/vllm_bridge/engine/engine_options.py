@@ -1,5 +1,7 @@
-"""vLLM's engine arguments for a worker: the user's flags, and those that medialane requires."""
-# FOLDED DOCSTRING: """What can be said about a model before a worker runs it: how its media are handled, if embeddings are kept."""
+"""vLLM's engine arguments for a worker: the user's flags, and those that medialane requires.
+
+What can be said about a model before a worker runs it: how its media are handled, if embeddings are kept.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from medialane.types.errors import StartupFailed
 from medialane.types.request import ENCODER, WorkerRole
 from medialane.vllm_bridge.arguments import parse_vllm_args
 from medialane.vllm_bridge.encoder_cache import embedding_connector
-from medialane.vllm_bridge.engine import cpu_executor
+from medialane.vllm_bridge.engine import engine_cpu
 from medialane.vllm_bridge.items.processor_profile import ProcessorProfile, ProfileReport
 from medialane.vllm_bridge.seams import encoder_cache
 from medialane.vllm_bridge.seams.multimodal import new_processor
@@ -53,7 +55,7 @@ def engine_args(
     args.kv_events_config = kv_events if role == "worker" else None
     args.mm_encoder_only = args.mm_encoder_only or role == ENCODER
     if current_platform.is_cpu() and args.distributed_executor_backend is None and _is_single(args):
-        args.distributed_executor_backend = cpu_executor.QUALIFIED_NAME
+        args.distributed_executor_backend = engine_cpu.QUALIFIED_NAME
     return args
 
 

@@ -1,5 +1,7 @@
-"""The routes of vLLM's app: which one serves a request, who may ask for it, and which are not supported."""
-# FOLDED DOCSTRING: """vLLM's own OpenAI app over our engine client."""
+"""vLLM's own OpenAI app over our engine client.
+
+Its routes: which one serves a request, who may ask for it, and which are not supported.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,6 @@ from medialane.types.media import MODALITIES
 from medialane.vllm_bridge.frontend import (
     feature_files,
     generate,
-    inline_rendering,
     pooling_endpoints,
     prebuilt,
     render,
@@ -274,7 +275,7 @@ class Frontend:
         if "transcription" in tasks:
             speech.install(app.state, backend)
         if not self.args.trust_request_chat_template:  # a client's template may loop for ever
-            inline_rendering.install_inline_rendering(self.renderer, backend)
+            renderer_hook.install_inline_rendering(self.renderer, backend)
         self._install_scale_out(app, backend, render_payload, fairness)
         client.is_serving = True
         return app

@@ -1,5 +1,7 @@
-"""Which version of each LoRA adapter the requests of this gateway get: that of its files when it was loaded."""
-# FOLDED DOCSTRING: """vLLM's `EngineClient` over the workers: the gateway chooses one for each request."""
+"""vLLM's `EngineClient` over the workers: the gateway chooses one for each request.
+
+Requests get the version of a LoRA adapter whose files were there when this gateway loaded it.
+"""
 
 from __future__ import annotations
 

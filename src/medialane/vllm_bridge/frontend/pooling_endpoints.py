@@ -1,19 +1,19 @@
-"""Writes the floats of a pooling response as JSON in small pieces.
+"""Changes to vLLM's pooling endpoints (embeddings, pooling, classification, scores), which differ from the others.
+
+*Rendering.* They render prompts with the renderer's blocking methods in its only thread, media included. Here the same
+code runs with a renderer that returns, instead of a prompt, the asynchronous call of the same name: the template and
+the tokenizer run in the thread, and the gateway prepares the media of all prompts at once.
+
+*Responses* may have many MB, so they are built in a thread of their own: vLLM uses the renderer's, and short requests
+are rendered on the event loop (`install_inline_rendering`). A response of the reranker repeats its documents: the
+media URLs in them become those of the client again.
+
+Writes the floats of a pooling response as JSON in small pieces.
 
 Python's encoder writes a whole document in one call, during which no other thread runs, nor the event loop: 0.7 s for a
 million floats, such as the embeddings of all tokens of a page. So vLLM builds the response for empty tensors, and their
 floats are inserted in its text, which is the same then.
 """
-# FOLDED DOCSTRING: """Changes to vLLM's pooling endpoints (embeddings, pooling, classification, scores), which differ from the others.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: *Rendering.* They render prompts with the renderer's blocking methods in its only thread, media included. Here the same
-# FOLDED DOCSTRING: code runs with a renderer that returns, instead of a prompt, the asynchronous call of the same name: the template and
-# FOLDED DOCSTRING: the tokenizer run in the thread, and the gateway prepares the media of all prompts at once.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: *Responses* may have many MB, so they are built in a thread of their own: vLLM uses the renderer's, and short requests
-# FOLDED DOCSTRING: are rendered on the event loop (`inline_rendering`). A response of the reranker repeats its documents: the media URLs in
-# FOLDED DOCSTRING: them become those of the client again.
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 

@@ -5,19 +5,18 @@ connector returns the `MediaRef` that intake left in the body; our replacement f
 prepare all of them at once. Items for which vLLM fetches nothing (embeddings, media given by uuid only) reach the
 second call as None with a uuid, which intake has replaced by the reference. The first seam is public (a registry), the
 second is an attribute of the renderer instance; `tests/contract/test_renderer_hook.py` pins both.
+
+Short prompts are rendered on the event loop instead of the renderer's thread (`install_inline_rendering`).
+
+vLLM applies the chat template and tokenizes in a thread. For a short prompt each takes about 0.1 ms, less than the
+hand-over to the thread and back; and while the event loop is busy with other requests, the thread waits for the
+interpreter's lock, up to `sys.getswitchinterval()` (5 ms) each time.
+
+The event loop does this work only for bodies of at most `MAX_TEXT_BYTES`, and for at most about `MAX_LOOP_S` per
+iteration: a small body may contain a thousand prompts. Tokenizers are not thread-safe in general, so it does none
+while the thread is working. Chats whose tokenizer also processes blanks for media (`mistral_chat.py`) stay in the
+thread: 65 images in 4 KiB take 30 ms.
 """
-# FOLDED DOCSTRING: """Renders short prompts on the event loop instead of the renderer's thread.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: vLLM applies the chat template and tokenizes in a thread. For a short prompt each takes about 0.1 ms, less than the
-# FOLDED DOCSTRING: hand-over to the thread and back; and while the event loop is busy with other requests, the thread waits for the
-# FOLDED DOCSTRING: interpreter's lock, up to `sys.getswitchinterval()` (5 ms) each time.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: The event loop does this work only for bodies of at most `MAX_TEXT_BYTES`, and for at most about `MAX_LOOP_S` per
-# FOLDED DOCSTRING: iteration: a small body may contain a thousand prompts. Tokenizers are not thread-safe in general, so it does none
-# FOLDED DOCSTRING: while the thread is working. Chats whose tokenizer also processes blanks for media (`mistral_chat.py`) stay in the
-# FOLDED DOCSTRING: thread: 65 images in 4 KiB take 30 ms.
-# FOLDED DOCSTRING: """
-# FOLDED DOCSTRING: """Audio as the models' own prompts of transcriptions contain it: samples, with or without their rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,20 @@
-"""Registers a mapped arena with CUDA, in a process that runs a model: its pages become pinned memory.
+"""The zero-copy hand-over from a worker's front end to its EngineCore: tensors received as descriptors become views of
+a mapped arena.
+
+Theory of operation. A worker's front end sends requests to its EngineCore as msgpack. An item whose tensors are in
+arenas that EngineCore has mapped is sent by `ArenaEncoder` as `{"medialane": bytes}`, the bytes being a `WireItem`:
+the item's header and the locations of its tensors. EngineCore's input thread decodes requests with `MsgpackDecoder`, a
+name that it looks up in its module when it starts: `seams.engine_core` replaces it by a subclass that builds such
+items over views.
+
+An exception in that thread would end it silently, and every later request would hang. So the resolver never raises:
+an item that it cannot resolve becomes an empty item, and the request is marked. A marked request is rejected one step
+later, in `preprocess_add_request`, whose exceptions vLLM does catch: only this request fails, before it is scheduled,
+and nothing is computed or cached from missing data.
+
+Both are private seams of vLLM 0.32, pinned by `tests/contract/test_vllm_engine_plugin.py`; `engine_core` installs them.
+
+A process that runs a model registers a mapped arena with CUDA: its pages become pinned memory.
 
 Without that, vLLM copies a large tensor of an item to pinned memory of its own, from which the device reads; one that
 is in pinned memory it leaves there (`vllm.multimodal.inputs._nested_tensors_h2d`). So the copy, by the thread that also
@@ -14,22 +30,6 @@ step's forward pass, whose output EngineCore waits for; and a request's hold end
 have completed. So the device has read an entry before it can be reused. An engine that only encodes has no output to
 wait for: its arenas are not registered.
 """
-# FOLDED DOCSTRING: """EngineCore's side of the zero-copy hand-over: tensors received as descriptors become views of a mapped arena.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Theory of operation. A worker's front end sends requests to its EngineCore as msgpack. An item whose tensors are in
-# FOLDED DOCSTRING: arenas that EngineCore has mapped is sent by `arena_encoder` as `{"medialane": bytes}`, the bytes being a `WireItem`:
-# FOLDED DOCSTRING: the item's header and the locations of its tensors. EngineCore's input thread decodes requests with `MsgpackDecoder`, a
-# FOLDED DOCSTRING: name that it looks up in its module when it starts: `seams.engine_core` replaces it by a subclass that builds such
-# FOLDED DOCSTRING: items over views.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: An exception in that thread would end it silently, and every later request would hang. So the resolver never raises:
-# FOLDED DOCSTRING: an item that it cannot resolve becomes an empty item, and the request is marked. A marked request is rejected one step
-# FOLDED DOCSTRING: later, in `preprocess_add_request`, whose exceptions vLLM does catch: only this request fails, before it is scheduled,
-# FOLDED DOCSTRING: and nothing is computed or cached from missing data.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Both are private seams of vLLM 0.32, pinned by `tests/contract/test_vllm_engine_plugin.py`; `engine_core` installs them.
-# FOLDED DOCSTRING: """
-# FOLDED DOCSTRING: """The front end's side of the zero-copy hand-over: items whose tensors EngineCore maps itself (see `arena_decoder`)."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""Finds out at start in which form a model accepts embeddings of clients (`image_embeds`).
+"""Embeddings sent by clients (`image_embeds`), in the form in which vLLM's chat parser passes them to its renderer.
+
+Theory of operation. The input is typed (`types.tensor`); vLLM's own loader, which unpickles, is not used. vLLM then
+trusts shapes: a grid determines the number of placeholder tokens, and embeddings whose rows do not match it crash
+EngineCore with all its requests. So embeddings are checked twice: each item before vLLM gets it, and the renderer's
+result against the placeholders.
+
+In which form a model accepts embeddings, if in any, is found by a trial at start (`try_embeds`), not by its family.
+
+Finds out at start in which form a model accepts embeddings of clients (`image_embeds`).
 
 Theory of operation. Whether a family's parser and its forward pass accept embeddings is only visible in its code:
 Gemma-3 asserts that there are none, Pixtral-HF declares the field and raises, which would end the engine. So the output
 of the encoder for a small item is given back to the model, in each process that runs it, in each form that we can
 check in requests: it is accepted if the model returns exactly that.
 """
-# FOLDED DOCSTRING: """Embeddings sent by clients (`image_embeds`), in the form in which vLLM's chat parser passes them to its renderer.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Theory of operation. The input is typed (`core.embeds`); vLLM's own loader, which unpickles, is not used. vLLM then
-# FOLDED DOCSTRING: trusts shapes: a grid determines the number of placeholder tokens, and embeddings whose rows do not match it crash
-# FOLDED DOCSTRING: EngineCore with all its requests. So embeddings are checked twice: each item before vLLM gets it, and the renderer's
-# FOLDED DOCSTRING: result against the placeholders.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: In which form a model accepts embeddings, if in any, is found by a trial at start (`embeds_trial`), not by its family.
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 

@@ -12,15 +12,15 @@ derived in one of two ways, whichever the samples confirm:
   cells of the grids in a field (MiniCPM-V's `tgt_sizes`, whose pixels are padded to the largest slice);
 * in the others (padding, cropping, resampling by masks) the processor computes the number from the item's fields and
   size; it must be the same without the options, and so must the item's layout (`check_layout`).
+
+The side of the squares of grid cells that a vision encoder merges into one embedding (`spatial_merge_size`).
+
+Theory of operation. An encoder with a grid of patches fails on one that is not made of whole squares, and with it
+EngineCore. Families declare the side in different places of their configuration (`vision_config`, `thinker_config`,
+the projector) and by different names, so it is learned: cells of some samples' grids divided by their embeddings. A
+family may also merge frames (Ernie: two), so the side is the largest whose square divides that ratio. If the ratio
+differs between samples, or a sample's grid is not made of such squares, no side is known: 1.
 """
-# FOLDED DOCSTRING: """The side of the squares of grid cells that a vision encoder merges into one embedding (`spatial_merge_size`).
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Theory of operation. An encoder with a grid of patches fails on one that is not made of whole squares, and with it
-# FOLDED DOCSTRING: EngineCore. Families declare the side in different places of their configuration (`vision_config`, `thinker_config`,
-# FOLDED DOCSTRING: the projector) and by different names, so it is learned: cells of some samples' grids divided by their embeddings. A
-# FOLDED DOCSTRING: family may also merge frames (Ernie: two), so the side is the largest whose square divides that ratio. If the ratio
-# FOLDED DOCSTRING: differs between samples, or a sample's grid is not made of such squares, no side is known: 1.
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ worker has no such limits (stages `decoded` and `url`), so there an option must 
 operator's own options allow. Only the pixel limits of the families that have them are known to: they are counts, and
 may be lowered. No other option is harmless because its value is small: a smaller tile, crop or hop makes more tiles
 and frames, and an image that is not resized is as large as its file says.
+
+vLLM's `media_io_kwargs` at three levels: the operator's (model), the request's, and the item's own.
+
+An item's options take precedence over the request's, and these over the model's, by vLLM's own merge rules. The
+operator may set what vLLM's loaders accept and our decoders support. A client may only set how frames are sampled: no
+decoder, no device, no option that is not in this table. vLLM ignores unknown options; we reject them, since a later
+vLLM might honour an option that is not part of the cache key.
 """
-# FOLDED DOCSTRING: """vLLM's `media_io_kwargs` at three levels: the operator's (model), the request's, and the item's own.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: An item's options take precedence over the request's, and these over the model's, by vLLM's own merge rules. The
-# FOLDED DOCSTRING: operator may set what vLLM's loaders accept and our decoders support. A client may only set how frames are sampled: no
-# FOLDED DOCSTRING: decoder, no device, no option that is not in this table. vLLM ignores unknown options; we reject them, since a later
-# FOLDED DOCSTRING: vLLM might honour an option that is not part of the cache key.
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 

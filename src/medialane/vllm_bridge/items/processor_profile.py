@@ -1,14 +1,13 @@
-"""Whether the pixels of features are normalised, and by what."""
-# FOLDED DOCSTRING: """What is learned at start of a model's processor, in one place: `ProcessorProfile`.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: vLLM's processors declare little of what the gateway and validation need to know, so it is found out by processing some
-# FOLDED DOCSTRING: samples (`trial_items`), each once per process. Whoever needs a part gets the object; a part is computed when it is
-# FOLDED DOCSTRING: first read, because store, gateway and worker need different ones and are to start quickly. `medialane doctor MODEL`
-# FOLDED DOCSTRING: prints the whole.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: In which form a model accepts embeddings of clients is not part of it: that takes the weights, so each engine process
-# FOLDED DOCSTRING: tries it (`embeds_trial`).
-# FOLDED DOCSTRING: """
+"""What is learned at start of a model's processor, in one place: `ProcessorProfile`.
+
+vLLM's processors declare little of what the gateway and validation need to know, so it is found out by processing some
+samples (`trial_items`), each once per process. Whoever needs a part gets the object; a part is computed when it is
+first read, because store, gateway and worker need different ones and are to start quickly. `medialane doctor MODEL`
+prints the whole.
+
+In which form a model accepts embeddings of clients is not part of it: that takes the weights, so each engine process
+tries it (`embeds`).
+"""
 
 from __future__ import annotations
 

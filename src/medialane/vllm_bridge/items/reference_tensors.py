@@ -5,14 +5,14 @@ trainer passes Hugging Face's processor the image as Pillow opens it, whatever i
 sampled and how audio is resampled is decided by whoever loads the file, so of these Hugging Face gets what vLLM passes
 to its processor: frames with their metadata, samples at the model's rate. Its arguments are named in several ways;
 they are tried in turn.
+
+Compares the fields of one item between Hugging Face's processor, plain vLLM's and ours.
+
+Theory of operation. Values are compared as flat lists of tensors, since processors nest them in lists. Hugging Face
+returns a batch of one item, so a first dimension of 1 that the other has not is ignored. vLLM converts floats to the
+model's dtype, so floats of different dtypes are compared in the smaller one. Where vLLM leaves normalisation to the
+device, its pixels are normalised here as there, before they are compared with normalised ones.
 """
-# FOLDED DOCSTRING: """Compares the fields of one item between Hugging Face's processor, plain vLLM's and ours.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Theory of operation. Values are compared as flat lists of tensors, since processors nest them in lists. Hugging Face
-# FOLDED DOCSTRING: returns a batch of one item, so a first dimension of 1 that the other has not is ignored. vLLM converts floats to the
-# FOLDED DOCSTRING: model's dtype, so floats of different dtypes are compared in the smaller one. Where vLLM leaves normalisation to the
-# FOLDED DOCSTRING: device, its pixels are normalised here as there, before they are compared with normalised ones.
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 

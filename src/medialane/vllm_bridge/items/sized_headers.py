@@ -1,34 +1,34 @@
-"""Predicts from an image's size what it takes at least: tokens of the prompt, and bytes of tensors.
+"""Headers of items that nobody has processed: in most families they are functions of the media's size.
+
+Theory of operation. A header has the shapes of an item's large tensors, and the values of its small ones: grids,
+counts, masks. Whether these depend on the content of the media is declared nowhere, so it is found out at start: a
+sample of each of several sizes is processed again as noise, and in some sizes as a blank. If all headers of a size are
+equal, that of a blank is as good as any. Fields whose values differ have content; they are in the header if they are
+small enough (the pixels of an icon), so headers of such sizes are not predicted. What a request's own options change
+is not known from the samples: with options, a blank and noise of the very size must have the same header.
+
+Predicts from an image's size what it takes at least: tokens of the prompt, and bytes of tensors.
 
 Theory of operation. Most of vLLM's families can compute the tokens (`get_num_image_tokens` of their processing info),
 from arguments that differ between families; if a family needs one that is not known here, there is no prediction. It is
 used only after it has been compared with the placeholders of some processed images: a family may return an upper bound,
 or omit the tokens between rows. Too few is safe, since the complete prompt is checked again; too many is not. Bytes are
 predicted if those images have an equal number of them per token, as in families whose tensors are patches.
+
+Limits of the pixels per item: clients may request fewer than the operator allows, never more.
+
+Some families (Qwen-VL and its successors) scale an image until its number of pixels is between two limits, vLLM's
+`min_pixels` and `max_pixels`. Other families have none: an item's options are then ignored, as in vLLM.
+
+Theory of operation. A processor that declares `max_pixels` may still have the limit somewhere else, in another unit
+(`longest_edge` counts pixels in some families, and is a side in others). So the declared limit is tried with a sample:
+given as an option, it must change nothing, or no more than a limit that is far larger than the sample. (Qwen-Omni has
+other defaults for videos, which any such option replaces.)
+
+vLLM applies a request's options to all of its items; medialane also has pixel limits of single items, applied when an
+item is processed. The prompt is then expanded without them: that is right only if the family derives an item's tokens
+from its feature (a grid), not from its size and the options (`accepts_item_options`).
 """
-# FOLDED DOCSTRING: """Limits of the pixels per item: clients may request fewer than the operator allows, never more.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Some families (Qwen-VL and its successors) scale an image until its number of pixels is between two limits, vLLM's
-# FOLDED DOCSTRING: `min_pixels` and `max_pixels`. Other families have none: an item's options are then ignored, as in vLLM.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Theory of operation. A processor that declares `max_pixels` may still have the limit somewhere else, in another unit
-# FOLDED DOCSTRING: (`longest_edge` counts pixels in some families, and is a side in others). So the declared limit is tried with a sample:
-# FOLDED DOCSTRING: given as an option, it must change nothing, or no more than a limit that is far larger than the sample. (Qwen-Omni has
-# FOLDED DOCSTRING: other defaults for videos, which any such option replaces.)
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: vLLM applies a request's options to all of its items; medialane also has pixel limits of single items, applied when an
-# FOLDED DOCSTRING: item is processed. The prompt is then expanded without them: that is right only if the family derives an item's tokens
-# FOLDED DOCSTRING: from its feature (a grid), not from its size and the options (`accepts_item_options`).
-# FOLDED DOCSTRING: """
-# FOLDED DOCSTRING: """Headers of items that nobody has processed: in most families they are functions of the media's size.
-# FOLDED DOCSTRING:
-# FOLDED DOCSTRING: Theory of operation. A header has the shapes of an item's large tensors, and the values of its small ones: grids,
-# FOLDED DOCSTRING: counts, masks. Whether these depend on the content of the media is declared nowhere, so it is found out at start: a
-# FOLDED DOCSTRING: sample of each of several sizes is processed again as noise, and in some sizes as a blank. If all headers of a size are
-# FOLDED DOCSTRING: equal, that of a blank is as good as any. Fields whose values differ have content; they are in the header if they are
-# FOLDED DOCSTRING: small enough (the pixels of an icon), so headers of such sizes are not predicted. What a request's own options change
-# FOLDED DOCSTRING: is not known from the samples: with options, a blank and noise of the very size must have the same header.
-# FOLDED DOCSTRING: """
 
 from __future__ import annotations
 
