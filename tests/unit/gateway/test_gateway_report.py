@@ -17,9 +17,9 @@ from medialane.gateway import (
     TransferPath,
     open_scope,
 )
-from medialane.gateway.records import Sent, embedding_outcome, request_report
+from medialane.gateway.records import ReportSender, Sent, embedding_outcome, request_report
 from medialane.gateway.records.item_record import timestamps
-from medialane.gateway.records.report import JsonSplice, Report, ReportSender, StreamSplice, report_schema
+from medialane.gateway.records.report import JsonSplice, Report, StreamSplice, report_schema
 from medialane.types.feature import Feature, MediaSpan, StagedItem
 from medialane.types.media import MediaRef, MediaSize
 from medialane.types.request import Alternative, CostParts, OutputDelta, RoutingDecision

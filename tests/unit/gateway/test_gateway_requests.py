@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from medialane.gateway import ShmTransport, TransferPath
-from medialane.gateway.http.responses import usable_id
+from medialane.gateway.http import usable_id
 from medialane.gateway.records import RecentRequests, RequestFilter, RequestRecord, Sent, request_view
 from medialane.gateway.records.item_record import without_urls
 from medialane.gateway.records.recent import BOUNDS_MS, Rates, Waits, series
