@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from medialane.gateway.config import GatewayConfig
-from medialane.gateway.http.access import given_key
+from medialane.gateway.http.access import MEDIA_PATH, given_key
 from medialane.gateway.http.responses import (
     REQUEST_ID,
     ErrorSender,
@@ -44,7 +44,6 @@ from medialane.gateway.intake import (
     is_multipart,
     replay,
 )
-from medialane.gateway.media_endpoint import MEDIA_PATH
 from medialane.gateway.records import (
     RecentRequests,
     Recordable,

@@ -20,8 +20,7 @@ from medialane.gateway import (
     http_bounds,
     open_scope,
 )
-from medialane.gateway.http.access import ADMIN, CLIENT, CLIENT_PREFIXES, OPEN
-from medialane.gateway.http.metrics import METRICS_PATH
+from medialane.gateway.http import ADMIN, CLIENT, CLIENT_PREFIXES, METRICS_PATH, OPEN
 from medialane.media import MediaConfig
 from medialane.observability import Metrics
 from medialane.runtime.loop_fairness import LoopFairness

@@ -35,17 +35,8 @@ from medialane.gateway import (
     http_bounds,
     no_others,
 )
-from medialane.gateway.http.responses import error_form, send_error
-from medialane.gateway.http.sessions import SESSION_S, Sessions, is_from_this_machine
-from medialane.gateway.operators import (
-    MAX_STREAMS,
-    GatewayView,
-    Limits,
-    RequestList,
-    State,
-    own_part,
-    whole_state,
-)
+from medialane.gateway.http import SESSION_S, Sessions, error_form, is_from_this_machine, send_error
+from medialane.gateway.operators import MAX_STREAMS, GatewayView, Limits, RequestList, State, own_part, whole_state
 from medialane.observability import Metrics
 from medialane.routing import Router as KvRouter
 from medialane.types.errors import InvalidImage, InvalidRequest, MedialaneError, to_report

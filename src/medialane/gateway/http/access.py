@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING
 
 from medialane.gateway.admission import SharedCounts, Tenant, Tenants
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.http.asgi import header, send_response
 from medialane.gateway.http.metrics import METRICS_PATH
 from medialane.gateway.http.responses import error_form, send_error
 from medialane.gateway.http.sessions import (
@@ -48,7 +49,6 @@ from medialane.gateway.http.sessions import (
     is_same_site,
 )
 from medialane.gateway.intake import WITHOUT_BODY, replay
-from medialane.gateway.media_endpoint import LEASE_PATH, MEDIA_PATH
 from medialane.gateway.scope import current_scope
 from medialane.observability.metrics import Metrics
 from medialane.runtime.private_file import read_private
@@ -77,6 +77,9 @@ RELOAD_PATH = "/medialane/reload"
 OPEN_PAGE = frozenset({PAGE_PATH, FILE_PATH})
 OPERATOR = frozenset({STATE_PATH, STREAM_PATH, REQUESTS_PATH, REQUEST_PATH, RELOAD_PATH})
 LOGIN = frozenset({LOGIN_PATH, LOGOUT_PATH})
+#: Media that clients send once, and keep.
+MEDIA_PATH = "/medialane/v1/media"
+LEASE_PATH = "/medialane/v1/media/{hash}"
 #: Its response is as large as its client likes, and held in the arena until that has read it.
 FEATURE_PATH = "/medialane/v1/features/{mm_hash}"
 CLIENT_PREFIXES = ("/v1/", "/v2/", "/inference/", "/cohere/")
@@ -387,8 +390,7 @@ def _refusal_of_page(scope: Scope) -> MedialaneError | None:
 
 def given_key(scope: Scope) -> bytes:
     """Return the digest of the bearer token; of nothing, if there is none: no key is empty."""
-    value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, token = value.partition(b" ")
+    scheme, _, token = header(scope, b"authorization").partition(b" ")
     return _digest(token if scheme.lower() == b"bearer" else b"")
 
 
@@ -404,9 +406,7 @@ def _denied(kind: Kind) -> PermissionDenied:
 
 async def send_unauthorized(send: Send) -> None:
     """Answer as plain vLLM does to a caller without a key."""
-    headers = [(b"content-length", str(len(_UNAUTHORIZED)).encode()), (b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": _UNAUTHORIZED})
+    await send_response(send, 401, _UNAUTHORIZED)
 
 
 def responding(scope: Scope, send: Send) -> Send:

@@ -29,6 +29,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from medialane.gateway.http.asgi import send_response
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.observability.collectors import Memory
 from medialane.observability.metrics import Metrics
@@ -254,6 +255,4 @@ class ScrapeMiddleware:
             await self._refresh()
         if not is_scrape or self._page is None:
             return await self._app(scope, receive, send)
-        headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        return await send({"type": "http.response.body", "body": self._page()})
+        return await send_response(send, 200, self._page(), [(b"content-type", CONTENT_TYPE_LATEST.encode())])

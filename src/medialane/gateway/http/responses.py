@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from medialane.gateway.http.asgi import JSON, content_type_of, header, send_response, with_length
 from medialane.gateway.scope import RequestScope
 from medialane.observability.logging import request_id, trace_of
 from medialane.types.errors import MedialaneError, from_report
@@ -87,10 +88,8 @@ def _with_current_id(document: Document) -> Document:
 async def send_error(send: Send, error: MedialaneError, form: ErrorForm) -> None:
     """Send `error` as the response."""
     body = error_body(error, form)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    headers = [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
+    await send_response(send, error.status, body, [JSON, *headers])
 
 
 class ErrorSender:
@@ -154,7 +153,7 @@ class ErrorSender:
             piece = self._request.quoting_client(piece, is_error=is_error)
         if start is not None:
             self._has_started = True
-            await self._send(start if self._is_stream else _with_length(start, piece, message))
+            await self._send(start if self._is_stream else _of_length(start, piece, message))
         if error is not None:
             piece = self._with_event(piece, error)
         self._last = piece or self._last
@@ -179,18 +178,13 @@ async def _nothing() -> None:
     """Send nothing: what the app says after our response is dropped."""
 
 
-def _with_length(start: Message, body: bytes, sent: Message) -> Message:
+def _of_length(start: Message, body: bytes, sent: Message) -> Message:
     """Return the start of a response whose whole body, `sent`, was replaced by `body`, if it was."""
-    if len(body) == len(sent.get("body", b"")):
-        return start
-    headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-    return {**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+    return start if len(body) == len(sent.get("body", b"")) else with_length(start, len(body))
 
 
 def _is_event_stream(start: Message) -> bool:
-    kind = next((value for name, value in start.get("headers", ()) if name.lower() == b"content-type"), b"")
-    is_stream: bool = start["status"] == 200 and kind.lower().startswith(b"text/event-stream")
-    return is_stream
+    return bool(start["status"] == 200) and content_type_of(start) == b"text/event-stream"
 
 
 def _is_error(event: bytes) -> bool:
@@ -272,14 +266,12 @@ def usable_id(given: str) -> str:
 
 def given_id(scope: Scope) -> str:
     """Return the id that the client has given; empty if none."""
-    value: bytes = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
-    return value.decode("latin-1")
+    return header(scope, REQUEST_ID).decode("latin-1")
 
 
 def given_trace(scope: Scope) -> str:
     """Return the id of the trace that the client has begun; empty if none."""
-    value: bytes = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
-    return trace_of(value.decode("latin-1"))
+    return trace_of(header(scope, b"traceparent").decode("latin-1"))
 
 
 def with_id(scope: Scope, request_id: str) -> Scope:
@@ -350,12 +342,9 @@ class IdentifiedSend:
         if not isinstance(document, dict) or (named := identified(document, self._id)) is document:
             return start, piece
         body = json.dumps(_with_model(named, self._model) if self._model else named, ensure_ascii=False).encode()
-        headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-        length = (b"content-length", str(len(body)).encode())
-        return {**start, "headers": [*headers, length]}, {**piece, "body": body}
+        return with_length(start, len(body)), {**piece, "body": body}
 
 
 def _is_json_error(start: Message) -> bool:
-    kind = next((value for name, value in start["headers"] if name.lower() == b"content-type"), b"")
     is_encoded = any(name.lower() == b"content-encoding" for name, _ in start["headers"])
-    return start["status"] >= 400 and kind.lower().startswith(b"application/json") and not is_encoded
+    return start["status"] >= 400 and content_type_of(start) == b"application/json" and not is_encoded

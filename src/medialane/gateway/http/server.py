@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvicorn
 
+from medialane.gateway.http.asgi import header
 from medialane.gateway.http.protocol import LINGER_S, BoundedHttpProtocol, HttpBounds
 from medialane.types.errors import StartupFailed
 from medialane.wire.acceptor import Acceptor
@@ -138,14 +139,14 @@ class RestoredClient:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
-            value = next((value for name, value in scope["headers"] if name == CLIENT_HEADER), None)
+            value = header(scope, CLIENT_HEADER)
             scope["headers"] = [(name, text) for name, text in scope["headers"] if name != CLIENT_HEADER]
             scope.update(_restored(value))  # in place, for the server's access log
         await self._app(scope, receive, send)
 
 
-def _restored(value: bytes | None) -> dict[str, Any]:
-    if value is None:  # a probe of the supervisor
+def _restored(value: bytes) -> dict[str, Any]:
+    if not value:  # a probe of the supervisor
         return {}
     seen = msgspec.json.decode(value, type=_Connection)
     return {"scheme": seen.scheme, "client": seen.client, "server": seen.server}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+from medialane.gateway.http.asgi import header
 from medialane.wire.security import is_loopback
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Sessions:
 
     def is_valid(self, scope: Scope) -> bool:
         """Return whether the request has a cookie of a session that has not ended."""
-        pairs = (pair.strip().partition("=") for pair in _header(scope, b"cookie").split(";"))
+        pairs = (pair.strip().partition("=") for pair in header(scope, b"cookie").decode("latin-1").split(";"))
         value = next((value for name, _, value in pairs if name == _name(scope)), "")
         expires, _, given = value.partition(".")
         if not (expires.isascii() and expires.isdecimal() and len(expires) < 16 and given.isascii()):
@@ -73,20 +74,20 @@ def is_of_foreign_page(scope: Scope) -> bool:
     if not is_same_site(scope):
         return True
     host = _host(scope)
-    return bool(_header(scope, b"origin")) and not (host == "localhost" or _is_address(host))
+    return bool(header(scope, b"origin")) and not (host == "localhost" or _is_address(host))
 
 
 def is_same_site(scope: Scope) -> bool:
     """Return whether no page of another site makes the request."""
-    origin = _header(scope, b"origin")
-    if _header(scope, b"sec-fetch-site") not in ("", "same-origin", "none"):
+    origin = header(scope, b"origin")
+    if header(scope, b"sec-fetch-site") not in (b"", b"same-origin", b"none"):
         return False
-    return not origin or origin.partition("://")[2] == _header(scope, b"host")
+    return not origin or origin.partition(b"://")[2] == header(scope, b"host")
 
 
 def _host(scope: Scope) -> str:
     """Return the name or address by which the server was asked."""
-    host = _header(scope, b"host")
+    host = header(scope, b"host").decode("latin-1")
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     return name.strip("[]")
 
@@ -112,7 +113,3 @@ def _name(scope: Scope) -> str:
 def _set_cookie(scope: Scope, value: str, max_age_s: int) -> str:
     secure = "; Secure" if scope.get("scheme") == "https" else ""
     return f"{_name(scope)}={value}; Path=/medialane; Max-Age={max_age_s}; HttpOnly; SameSite=Strict{secure}"
-
-
-def _header(scope: Scope, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")

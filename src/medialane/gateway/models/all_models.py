@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from medialane.gateway.http.access import REQUESTS_PATH, STATE_PATH, STREAM_PATH
+from medialane.gateway.http.asgi import NO_STORE, send_response
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import METRICS_PATH, merge
 from medialane.gateway.middleware import Scope, Send
@@ -35,6 +36,7 @@ _MAX_LISTED = 1000
 #: Not of the question that the models are asked: its caller's body; what is put together is plain text, and complete.
 _NOT_ASKED = frozenset({b"content-length", b"content-type", b"accept", b"accept-encoding", b"if-none-match"})
 _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+_HAS_LABEL = re.compile(rb'[{,]model_name="')
 _EVENTS = (
     (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-store"),
@@ -258,21 +260,12 @@ async def _pass_on(answer: _Answer, send: Send) -> None:
 
 
 async def send_body(send: Send, status: int, body: bytes, content_type: bytes = b"application/json") -> None:
-    headers = [(b"content-length", str(len(body)).encode())]
-    if body:
-        headers += [(b"content-type", content_type), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-MODEL_LABEL = b"model_name"
-
-_HAS_LABEL = re.compile(rb'[{,]model_name="')
+    await send_response(send, status, body, [(b"content-type", content_type), NO_STORE] if body else [])
 
 
 def labelled(page: bytes, model: str) -> bytes:
     """Return a page in Prometheus's text format with the label in each series that does not have it."""
-    pair = MODEL_LABEL + b'="' + _escaped(model) + b'"'
+    pair = b'model_name="%b"' % _escaped(model)
     return b"\n".join(line if not line or line[:1] == b"#" else _with(line, pair) for line in page.split(b"\n"))
 
 
@@ -291,7 +284,7 @@ def up_page(up: Mapping[str, bool]) -> bytes:
     lines = [
         b"# HELP medialane_model_up Whether a gateway of the model answers.",
         b"# TYPE medialane_model_up gauge",
-        *(b'medialane_model_up{%b="%b"} %d' % (MODEL_LABEL, _escaped(name), is_up) for name, is_up in up.items()),
+        *(b'medialane_model_up{model_name="%b"} %d' % (_escaped(name), is_up) for name, is_up in up.items()),
     ]
     return b"\n".join([*lines, b""])
 

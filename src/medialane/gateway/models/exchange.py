@@ -14,6 +14,7 @@ from urllib.parse import unquote_plus
 import aiohttp
 
 from medialane.gateway.config import GatewayConfig
+from medialane.gateway.http.asgi import WITHOUT_LENGTH, header
 from medialane.gateway.http.server import CLIENT_HEADER, address_header
 from medialane.gateway.intake import WITHOUT_BODY, BodyMemory, BoundedReceive, BudgetCharge, Receive
 from medialane.gateway.middleware import Scope, Send
@@ -25,7 +26,6 @@ from medialane.types.errors import BodyTooLarge, ClientDisconnected, MedialaneEr
 logger = logging.getLogger(__name__)
 
 _MODEL = b"model="
-_WITHOUT_LENGTH = (204, 304)
 #: Of a body that is passed on unread, whose limit the gateway knows.
 _NO_LIMIT = 1 << 62
 
@@ -55,7 +55,7 @@ class Exchange:
         self._body: StreamedBody | None = None
 
     def header(self, name: bytes) -> bytes:
-        return next((value for key, value in self.scope["headers"] if key == name), b"")
+        return header(self.scope, name)
 
     def headers(self) -> Headers:
         """Return those that a gateway gets, with the client's address."""
@@ -137,7 +137,7 @@ class _Relay:
         """Raises ModelUnavailable, aiohttp.ClientError."""
         async with self._model.gateways.opened(request) as response:
             headers = end_to_end(response.raw_headers)
-            if response.status in _WITHOUT_LENGTH:
+            if response.status in WITHOUT_LENGTH:
                 headers = [each for each in headers if each[0].lower() != b"content-length"]
             self._has_started = True
             await self._send({"type": "http.response.start", "status": response.status, "headers": headers})

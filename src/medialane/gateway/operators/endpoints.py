@@ -17,7 +17,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
-from urllib.parse import parse_qsl, quote
+from urllib.parse import quote
 
 import msgspec
 
@@ -33,6 +33,7 @@ from medialane.gateway.http.access import (
     STREAM_PATH,
     AccessKeys,
 )
+from medialane.gateway.http.asgi import JSON, NO_STORE, header, query_fields, send_response
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import AskOthers, no_others
 from medialane.gateway.operators.part import GatewayView, Limits, Part, newest_decisions, own_part
@@ -160,7 +161,7 @@ class OperatorEndpoints:
     async def _answer(self, path: str) -> bytes:
         """Raises MedialaneError."""
         what, _, query = path.partition("?")
-        fields = _fields(query)
+        fields = query_fields(query)
         if what == "part":
             return msgspec.json.encode(await self._part(_limits(fields), is_asked=False))
         if what == "requests":
@@ -169,14 +170,14 @@ class OperatorEndpoints:
         return b"null" if record is None else msgspec.json.encode(request_view(record, self._index, is_full=True))
 
     async def _send_state(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if "text/event-stream" in _header(scope, b"accept"):
+        if b"text/event-stream" in header(scope, b"accept"):
             return await self._send_stream(scope, receive, send)
-        limits = _limits(_fields(scope["query_string"].decode("latin-1")))
-        return await _send_json(send, await self._document(limits))
+        limits = _limits(query_fields(scope["query_string"].decode("latin-1")))
+        return await send_response(send, 200, await self._document(limits), [JSON, NO_STORE])
 
     async def _send_requests(self, scope: Scope, _receive: Receive, send: Send) -> None:
         query = scope["query_string"].decode("latin-1")
-        wanted, limit = _wanted(_fields(query))
+        wanted, limit = _wanted(query_fields(query))
         listed, missing = self._own_requests(wanted, limit), []
         for index, answer in (await self._ask_others(f"requests?{query}")).items():
             if (theirs := _decoded(answer, RequestList)) is None:
@@ -184,7 +185,7 @@ class OperatorEndpoints:
             else:
                 listed += theirs.requests
         listed.sort(key=lambda view: (view.stage is not None, view.received_at), reverse=True)
-        await _send_json(send, msgspec.json.encode(RequestList(listed[:limit], missing)))
+        await send_response(send, 200, msgspec.json.encode(RequestList(listed[:limit], missing)), [JSON, NO_STORE])
 
     async def _send_request(self, scope: Scope, _receive: Receive, send: Send) -> None:
         request_id = scope["path_params"]["id"]
@@ -194,14 +195,14 @@ class OperatorEndpoints:
             found = next((answer for answer in others if answer not in (None, b"null")), None) or b"null"
         if found == b"null":
             raise NotFound("no request with this id is kept", param="id")
-        await _send_json(send, found)
+        await send_response(send, 200, found, [JSON, NO_STORE])
 
     def _own_requests(self, wanted: RequestFilter, limit: int) -> list[RequestView]:
         newest = self._recent.newest(wanted)
         return [request_view(record, self._index) for record, _ in zip(newest, range(limit), strict=False)]
 
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limits = _limits(_fields(scope["query_string"].decode("latin-1")))
+        limits = _limits(query_fields(scope["query_string"].decode("latin-1")))
         with self._open_stream():
             document = await self._document(limits)
             headers = [
@@ -275,10 +276,12 @@ class OperatorEndpoints:
         if cookie is None:
             await asyncio.sleep(_WRONG_KEY_S)
             raise InvalidKey("this is not the admin key of this server", param="key")
-        await _send_cookie(send, cookie)
+        await send_response(send, 204, headers=[(b"set-cookie", cookie.encode()), NO_STORE])
 
     async def _log_out(self, scope: Scope, _receive: Receive, send: Send) -> None:
-        await _send_cookie(send, self._keys.sessions.no_cookie(scope))
+        await send_response(
+            send, 204, headers=[(b"set-cookie", self._keys.sessions.no_cookie(scope).encode()), NO_STORE]
+        )
 
     @contextmanager
     def _open_stream(self) -> Iterator[None]:
@@ -341,14 +344,10 @@ async def _send_file(scope: Scope, _receive: Receive, send: Send) -> None:
     file = _page_files().get(scope["path_params"].get("file", "index.html"))
     if file is None:
         raise NotFound("there is no such page")
-    given = next((value for name, value in scope["headers"] if name == b"if-none-match"), b"")
     headers = [*_PAGE_HEADERS, (b"etag", file.etag)]
-    if file.etag in given:
-        await send({"type": "http.response.start", "status": 304, "headers": headers})
-        return await send({"type": "http.response.body", "body": b""})
-    headers += [(b"content-type", file.media_type), (b"content-length", str(len(file.body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    return await send({"type": "http.response.body", "body": file.body})
+    if file.etag in header(scope, b"if-none-match"):
+        return await send_response(send, 304, headers=headers)
+    return await send_response(send, 200, file.body, [*headers, (b"content-type", file.media_type)])
 
 
 @cache
@@ -363,36 +362,8 @@ def _page_files() -> dict[str, _PageFile]:
     return found
 
 
-async def _send_json(send: Send, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 200, "headers": [*headers, _length(body)]})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _send_cookie(send: Send, cookie: str) -> None:
-    headers = [(b"set-cookie", cookie.encode()), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 204, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
-
-
 async def _send_piece(send: Send, piece: bytes) -> None:
     await send({"type": "http.response.body", "body": piece, "more_body": True})
-
-
-def _length(body: bytes) -> tuple[bytes, bytes]:
-    return b"content-length", str(len(body)).encode()
-
-
-def _header(scope: Scope, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
-
-
-def _fields(query: str) -> dict[str, str]:
-    """Raises InvalidRequest."""
-    try:
-        return dict(parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=16))
-    except ValueError as error:  # UnicodeDecodeError is one
-        raise InvalidRequest("the query is not valid, or has too many parameters") from error
 
 
 def _limits(fields: Mapping[str, str]) -> Limits:

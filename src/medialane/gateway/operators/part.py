@@ -19,10 +19,11 @@ from medialane.gateway.records import (
     RequestFilter,
     RequestRecord,
     RequestView,
+    Step,
+    Waits,
     request_view,
     routing_report,
 )
-from medialane.gateway.records.recent import Step, Waits
 from medialane.gateway.worker_pool import WorkerPool
 from medialane.types.request import WorkerState
 

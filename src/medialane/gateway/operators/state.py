@@ -22,8 +22,7 @@ from medialane.gateway.operators.part import (
     StageView,
     let_others_run,
 )
-from medialane.gateway.records import RequestView
-from medialane.gateway.records.recent import Series, series
+from medialane.gateway.records import RequestView, Series, series
 from medialane.store import StoreLink
 from medialane.types.request import Endpoint, WorkerRole, WorkerState
 

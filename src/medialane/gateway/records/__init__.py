@@ -6,11 +6,11 @@ the line of the log (`view`), the report in a response (`report`), spans (`trace
 """
 
 from medialane.gateway.records.item_record import EmbeddingOutcome, ItemRecord, embedding_outcome
-from medialane.gateway.records.recent import RecentRequests, RequestFilter
+from medialane.gateway.records.recent import Rates, RecentRequests, RequestFilter, Series, Step, Waits, series
 from medialane.gateway.records.record import RequestRecord, Sent
 from medialane.gateway.records.recording import MAX_PENDING_BYTES, RECORDING_FORMAT, Recordable, Recorder
 from medialane.gateway.records.redaction import StandIn, parse_stand_in, with_media
-from medialane.gateway.records.report import ReportSender, request_report, routing_report
+from medialane.gateway.records.report import ReportSender, report_schema, request_report, routing_report
 from medialane.gateway.records.trace import AttemptTrace, RequestTrace, RequestTracing
 from medialane.gateway.records.view import RequestView, log_end, request_view
 
@@ -20,6 +20,7 @@ __all__ = [
     "AttemptTrace",
     "EmbeddingOutcome",
     "ItemRecord",
+    "Rates",
     "RecentRequests",
     "Recordable",
     "Recorder",
@@ -30,12 +31,17 @@ __all__ = [
     "RequestTracing",
     "RequestView",
     "Sent",
+    "Series",
     "StandIn",
+    "Step",
+    "Waits",
     "embedding_outcome",
     "log_end",
     "parse_stand_in",
+    "report_schema",
     "request_report",
     "request_view",
     "routing_report",
+    "series",
     "with_media",
 ]
