@@ -2,8 +2,7 @@
 
 Theory of operation. A request's features arrive as views of an arena or of the message, and are fully validated before
 they are passed to vLLM (`validation`). vLLM's front end, in this process, sends the request to its EngineCore process;
-an item whose tensors are in arenas that EngineCore has mapped is sent as a descriptor (`arena_encoder`,
-`arena_decoder`).
+an item whose tensors are in arenas that EngineCore has mapped is sent as a descriptor (`arena_tensors`).
 
 *Release.* The caller may reuse a request's bytes once `generate` has returned, so it must not return while EngineCore
 may read them. If EngineCore itself finished the request, it no longer does. After an abort or a stop string, which only

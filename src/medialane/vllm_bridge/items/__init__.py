@@ -3,7 +3,6 @@
 `processor_factory` is not imported here: it loads numba, which an engine's processes do not need.
 """
 
-from medialane.vllm_bridge.frontend.renderer_hook import expected_sample_rate, is_audio, sampled
 from medialane.vllm_bridge.items.arena_tensors import RESOLVER, ArenaDecoder, ArenaEncoder, ArenaItem, Unreadable
 from medialane.vllm_bridge.items.assembler import VllmAssembler
 from medialane.vllm_bridge.items.embeds import AcceptedEmbeds, EmbedsReader, try_embeds
@@ -80,9 +79,7 @@ __all__ = [
     "engine_media",
     "expand_marks",
     "expected_num_tokens",
-    "expected_sample_rate",
     "final_io",
-    "is_audio",
     "item_options",
     "model_io",
     "named_values",
@@ -91,7 +88,6 @@ __all__ = [
     "placeholder_of",
     "prepared_prompt",
     "processor_settings",
-    "sampled",
     "spec_of",
     "tensor_over",
     "to_vllm_range",
