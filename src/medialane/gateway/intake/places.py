@@ -1,7 +1,7 @@
 """The places of media in a body, by notation: a URL, bare base64, embeddings, or only a uuid.
 
 `extract` of a place returns the item, and the edits that replace it in the body by `reference`, a JSON string. Its
-errors are MedialaneErrors; those that name no field are about the place, `param`.
+errors are MedialaneErrors; one that names no field is about the place, `param`.
 
 vLLM's app does not pass embeddings, or items given only by their uuid, to its media connector but forwards their uuid:
 the reference is placed in the uuid.

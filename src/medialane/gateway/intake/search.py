@@ -49,7 +49,7 @@ class _Object(msgspec.Struct, gc=False):
 class Part(msgspec.Struct, gc=False):
     """A content part of a message. In Anthropic's API, `image` has a source, and `tool_result` has parts of its own.
 
-    The members that can contain media come first: those of `core.modalities`, in its order.
+    The members that can contain media come first, in the order of `types.media.MODALITIES`.
     """
 
     image_url: msgspec.Raw = ABSENT
@@ -92,8 +92,8 @@ class RequestBody(msgspec.Struct):
     """Chat completions have `messages` (batches: lists of messages), responses have `input`; all may have `tools`.
     Requests for embeddings have either, or text or token ids in `input`; Cohere's have `texts`, `images` or `inputs`.
 
-    Media of a prompt of token ids are in `content_parts` (generate), processed items in `features`. Those of structured
-    decisions (`questions`) are in lists of URLs, which all belong to one prompt.
+    Media of a prompt of token ids are in `content_parts` (generate), processed items in `features`. Structured
+    decisions (`questions`) have media in lists of URLs, which all belong to one prompt.
 
     Token ids may be in `prompt` (completions), `tokens` (detokenize), and `token_ids` (generate). Requests to score
     have two of the members INPUTS, `inputs` excepted.

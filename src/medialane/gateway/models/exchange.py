@@ -58,7 +58,7 @@ class Exchange:
         return header(self.scope, name)
 
     def headers(self) -> Headers:
-        """Return those that a gateway gets, with the client's address."""
+        """Return the headers that a gateway gets, with the client's address."""
         removed = {CLIENT_HEADER} if self.has_body else {CLIENT_HEADER, b"content-length"}
         headers = [each for each in end_to_end(self.scope["headers"]) if each[0] not in removed]
         if self.is_websocket:

@@ -1,6 +1,6 @@
 """The page, its JSON API, its event stream, and the login (docs/reference/state.md).
 
-Theory of operation. A gateway that is asked makes its own part, and gets those of its siblings over their sockets. All
+Theory of operation. A gateway that is asked makes its own part, and gets its siblings' parts over their sockets. All
 who watch at a gateway share one document a second: with nobody there, nothing is made. `access` has decided before who
 may look.
 """
@@ -87,7 +87,7 @@ class Login(msgspec.Struct):
 
 
 class RequestList(msgspec.Struct):
-    """Requests of one gateway, or of all; those that run are first."""
+    """Requests of one gateway, or of all; running ones are first."""
 
     requests: list[RequestView]
     gateways_missing: list[str] = []
@@ -100,8 +100,8 @@ class _PageFile(NamedTuple):
 
 
 class OperatorEndpoints:
-    """Those of one gateway, which is `index` of its port. `store` is None if the model takes no media. Streams end when
-    `is_stopping`."""
+    """The endpoints of one gateway, which is `index` of its port. `store` is None if the model takes no media. Streams
+    end when `is_stopping`."""
 
     def __init__(
         self,

@@ -172,7 +172,7 @@ async def own_part(gateway: GatewayView, recent: RecentRequests, workers: Worker
 
 
 def newest_decisions(recent: RecentRequests, gateway: str, number: int) -> list[dict[str, object]]:
-    """Return the last routing decisions of this gateway with their reasons, those of the newest request first."""
+    """Return the last routing decisions of this gateway with their reasons, the newest request first."""
     return list(islice(_decisions(recent, gateway), number))
 
 

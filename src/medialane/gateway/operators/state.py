@@ -180,9 +180,9 @@ async def whole_state(
     store: StoreView | None,
     now: float | None = None,
 ) -> State:
-    """Return the state of the server. `parts` are those of all gateways of the port, None of those that are down. What
-    the gateway that is asked sees of the server itself: `endpoints` are its workers, `encoder_caches` how many
-    embeddings are in those of each and how many fit, `store` is that of its host."""
+    """Return the state of the server. `parts` are what the gateways of the port have sent, None of one that is down. The
+    gateway that is asked sees the rest itself: `endpoints` are its workers, `encoder_caches` how many embeddings each
+    has and how many fit, `store` is the one of its host."""
     now = time.time() if now is None else now
     known = [part for part in parts.values() if part is not None]
     by_worker = _sum_groups(part.by_worker for part in known)
@@ -314,7 +314,7 @@ def _workers(views: Sequence[WorkerView], limit: int) -> WorkersView:
 
 
 def _attention(view: WorkerView) -> tuple[bool, float, int, int]:
-    """Those that need attention are first; otherwise the order stays that of the configuration."""
+    """Workers that need attention are first; otherwise the order of the configuration stays."""
     return view.state == "ready", -(view.oldest_ms or 0.0), -view.waiting, -view.running
 
 
