@@ -180,7 +180,7 @@ async def whole_state(
     store: StoreView | None,
     now: float | None = None,
 ) -> State:
-    """Return the state of the server. `parts` are what the gateways of the port have sent, None of one that is down. The
+    """Return the state of the server. `parts` are of all gateways of the port, None for one that is down. The
     gateway that is asked sees the rest itself: `endpoints` are its workers, `encoder_caches` how many embeddings each
     has and how many fit, `store` is the one of its host."""
     now = time.time() if now is None else now

@@ -141,8 +141,8 @@ _MOST = 1 << 30
 
 
 class StandIn(msgspec.Struct, frozen=True):
-    """Media of this key and size; 0 is unknown. `num_samples` are samples of audio at 16 kHz, `num_bytes` is the size of
-    the file."""
+    """Media of this key and size; 0 is unknown. `num_samples` are of audio at 16 kHz, `num_bytes` is the size of the
+    file."""
 
     modality: Modality
     key: str
