@@ -4,15 +4,15 @@
 """
 
 from medialane.gateway.operators.endpoints import OperatorEndpoints, RequestList
-from medialane.gateway.operators.part import GatewayView, Limits, Part, own_part
+from medialane.gateway.operators.part import GatewayPart, GatewayView, Limits, own_part
 from medialane.gateway.operators.state import HostView, State, StoreView, whole_state, worker_host
 
 __all__ = [
+    "GatewayPart",
     "GatewayView",
     "HostView",
     "Limits",
     "OperatorEndpoints",
-    "Part",
     "RequestList",
     "State",
     "StoreView",

@@ -44,7 +44,7 @@ from medialane.gateway.http.asgi import (
 )
 from medialane.gateway.http.health import Health
 from medialane.gateway.http.metrics import AskOthers, no_others
-from medialane.gateway.operators.part import GatewayView, Limits, Part, newest_decisions, own_part
+from medialane.gateway.operators.part import GatewayPart, GatewayView, Limits, newest_decisions, own_part
 from medialane.gateway.operators.state import State, store_view, whole_state
 from medialane.gateway.records import RecentRequests, RequestFilter, RequestView, request_view
 from medialane.gateway.worker_pool import WorkerPool
@@ -216,8 +216,8 @@ class OperatorEndpoints:
             if now - made_at < self._interval_s * 0.9:
                 return document
             others, _ = await asyncio.gather(self._ask_others(f"part?{_query(limits)}"), self._refresh_store())
-            parts: dict[str, Part | None] = {self._index: await self._part(limits, is_asked=True)}
-            parts |= {index: _decoded(answer, Part) for index, answer in others.items()}
+            parts: dict[str, GatewayPart | None] = {self._index: await self._part(limits, is_asked=True)}
+            parts |= {index: _decoded(answer, GatewayPart) for index, answer in others.items()}
             in_order = {index: parts[index] for index in sorted(parts, key=int)}
             await asyncio.sleep(0)
             document = msgspec.json.encode(await self._state(in_order, limits))
@@ -227,7 +227,7 @@ class OperatorEndpoints:
             self._documents[limits] = now, document
             return document
 
-    async def _part(self, limits: Limits, *, is_asked: bool) -> Part:
+    async def _part(self, limits: Limits, *, is_asked: bool) -> GatewayPart:
         health = self._health()
         own = GatewayView(
             self._index,
@@ -240,7 +240,7 @@ class OperatorEndpoints:
         )
         return await own_part(own, self._recent, self._workers, limits)
 
-    async def _state(self, parts: Mapping[str, Part | None], limits: Limits) -> State:
+    async def _state(self, parts: Mapping[str, GatewayPart | None], limits: Limits) -> State:
         return await whole_state(
             parts,
             limits,

@@ -133,7 +133,7 @@ class Redaction:
 
 SAMPLE_SCHEME = f"{REFERENCE_SCHEME}sample/"
 _PATTERN = re.compile(rf"{SAMPLE_SCHEME}(image|video|audio)/([0-9a-f]{{1,64}})(?:\?(.*))?")
-#: The only member that has bare base64 (`intake.places.Base64Place`); elsewhere media are URLs.
+#: The only member that has bare base64 (`intake.places.MediaPlace`); elsewhere media are URLs.
 _BARE = "data"
 _MEMBERS = ("width", "height", "num_frames", "num_samples", "num_bytes")
 #: What a number in a file may be at most: a line must not have compare fill the memory.
