@@ -34,8 +34,8 @@ from medialane.types.request import EngineRequest, OutputDelta
 if TYPE_CHECKING:
     from medialane.gateway.transports import TransferPath
 
-#: The operation of GenAI's semantic conventions, by path. Others are named by method and path, those that are not in
-#: this table by the method alone: a client chooses the path.
+#: The operation of GenAI's semantic conventions, by path. Others are named by method and path, and by the
+#: method alone if the path is not in this table: a client chooses the path.
 _OPERATIONS: Final = {
     "/v1/chat/completions": "chat",
     "/v1/chat/completions/batch": "chat",
@@ -116,8 +116,8 @@ class RequestTrace:
         self._is_sampled = self._root.is_recording() and self._context.trace_flags.sampled
         self.headers = context_headers(self._context)
         self._attempts: list[AttemptTrace] = []
-        #: The last one that failed for each request of vLLM's app, of which this may have several, and the one that was
-        #: sent back.
+        #: The last one that failed, and the one that was sent back, for each request of vLLM's app: this may have
+        #: several.
         self._failed: dict[str, AttemptTrace] = {}
         self._sent_back: dict[str, AttemptTrace] = {}
 
