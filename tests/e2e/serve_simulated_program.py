@@ -11,7 +11,7 @@ from typing import Any
 
 from medialane.cli import main
 from medialane.cluster import ProcessSpec, local
-from medialane.cluster.process_spec import INTERPRETER
+from medialane.cluster.child_process import INTERPRETER
 
 sys.path.append(str(Path(__file__).parents[1]))
 

@@ -18,7 +18,7 @@ import yaml
 from certificates import tls_settings
 from medialane.cli import COMMANDS, parse_words, serve
 from medialane.cluster import Hardware, check_join, check_join_listen, model_groups
-from medialane.cluster.ray import Nodes, remote_workers, with_join_addresses, worker_specs
+from medialane.cluster.ray import Nodes, remote, with_join_addresses, worker_specs
 from medialane.cluster.vllm_flags import flag_table
 from medialane.config import load_config, load_models
 from medialane.gateway.admission.keys_file import read_keys
@@ -57,7 +57,7 @@ def test_models_of_the_example_are_placed_on_four_gpus():
 
 
 def test_settings_for_ray_are_ours(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote_workers, "vllm_is_for_cpu", lambda: False)
+    monkeypatch.setattr(remote, "vllm_is_for_cpu", lambda: False)
     text = (EXAMPLES / "ray" / "serve.toml").read_text()
     secret = tmp_path / "secret"
     secret.write_text(_SECRET)

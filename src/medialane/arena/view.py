@@ -11,7 +11,7 @@ from medialane.types.errors import HandoverFailed
 from medialane.types.tensor import ArenaRange, TensorDescriptor
 
 #: Neighbouring pieces of a mapping differ in their advice, and are walked one by one when this process's memory use is
-#: read (`core.process.memory`): its mmap and munmap wait for a piece then, and not for the whole arena. Worst of them
+#: read (`runtime.resources`): its mmap and munmap wait for a piece then, and not for the whole arena. Worst of them
 #: during reads of 4 GiB: 430 ms without pieces, 37 ms with. The advice is about reading ahead, which has no use here.
 PIECE_BYTES = 16 << 20
 #: A process may have 65,530 mappings (vm.max_map_count).

@@ -1,6 +1,6 @@
 """The progress display of `medialane serve`: one live line per process on a terminal; elsewhere a plain line for each
 phase, or with `--log-format json` a line of a log. What it shows was reported by the processes as phases
-(`core.phase`), never by lines of their logs."""
+(`runtime.phase`), never by lines of their logs."""
 
 from __future__ import annotations
 

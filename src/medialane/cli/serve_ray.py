@@ -9,9 +9,8 @@ from pathlib import Path
 from medialane.cli.gateway_state import read_state
 from medialane.cluster import Observer, Supervisor, local
 from medialane.cluster.ray.ray_cluster import RayCluster
-from medialane.cluster.ray.remote import RemoteSpec
+from medialane.cluster.ray.remote import Nodes, RemoteSpec, gateway_specs, with_join_addresses, worker_specs
 from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
-from medialane.cluster.ray.remote_workers import Nodes, gateway_specs, with_join_addresses, worker_specs
 from medialane.config import Config
 from medialane.types.errors import StartupFailed
 

@@ -23,9 +23,9 @@ from medialane.cli.essential_tasks import unless_set
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
 from medialane.cli.store_state import hold_line
 from medialane.cli.tuning import tune_process
-from medialane.cluster.model_files import fetch_files, repositories
+from medialane.cluster.child_process import NOT_NEEDED
+from medialane.cluster.model_hub import fetch_files, repositories
 from medialane.cluster.placement import installed_version
-from medialane.cluster.process_spec import NOT_NEEDED
 from medialane.cluster.vllm_flags import flag_value, processor_flags
 from medialane.config import Config, allowed_environ, process_environ, vllm_defaults
 from medialane.media import MediaConfig

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medialane.cluster.process_spec import NOT_NEEDED
+from medialane.cluster.child_process import NOT_NEEDED
 from medialane.cluster.warm import receive_fork, receive_start
 from medialane.config import Config, SectionName, load_config, process_environ, replace_environ
 from medialane.observability.logging import configure

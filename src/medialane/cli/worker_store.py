@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
-from medialane.cluster.child_process import ChildProcess
-from medialane.cluster.process_spec import INTERPRETER
+from medialane.cluster.child_process import INTERPRETER, ChildProcess
 from medialane.config import Config, child_environ, process_environ
 from medialane.runtime.owner_lock import try_lock
 from medialane.runtime.tasks import Backoff, WatchedTask

@@ -1,11 +1,12 @@
-"""One run of a supervised process: a child that leads its own session, so that all of its descendants can be killed.
+"""Child processes: what is to run, and when it is ready (`ProcessSpec`), and one run of it (`ChildProcess`): a child
+that leads its own session, so that all of its descendants can be killed.
 
 The process may have children (a worker has vLLM's EngineCore, which has more). They stay in its process group. When the
 group's leader exits, for whatever reason, the whole group is killed before the exit is reported: a restarted worker
 finds no old engine on its GPU. The group id cannot be reused in the meantime: the leader is not reaped before the group
 has been killed.
 
-A process that hangs (`core.process.heartbeat`) is killed with its group, and this is how it has ended.
+A process that hangs (`runtime.heartbeat`) is killed with its group.
 
 Two mechanisms keep processes from outliving a supervisor that was killed: the kernel's parent-death signal terminates
 the process itself, and the orphan reaper then kills the rest of its group.
@@ -17,25 +18,118 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
-from medialane.cluster.process_group import CLEANUP_S, kill_members, members, send
+import aiohttp
+
+from medialane.cluster.orphan_reaper import CLEANUP_S, kill_members, members, send
 from medialane.cluster.warm import WarmProcess
 from medialane.runtime.heartbeat import HangWatch, HeartbeatPipe
 from medialane.runtime.linux import dies_with_this_process
 from medialane.runtime.resources import OomKills
 
 _POLL_S = 0.02
+#: Within which a process that is ready answers a check.
+_ANSWER_S = 2.0
 #: How a process has ended that was asked to, and has drained (`ChildProcess.describe_exit`).
 CLEAN_EXIT = "exit status 0"
 #: SIGKILL is not immediate: a process that frees much memory, or a GPU's, needs some time.
 _GROUP_END_S = 10.0
+#: Exit status of a process that is not needed (EX_UNAVAILABLE of sysexits.h): it is not started again.
+NOT_NEEDED = 69
+#: Begins the command lines of our processes. -P: nothing is imported from the working directory.
+INTERPRETER = (sys.executable, "-P", "-m", "medialane")
 
 
-class Fork:
-    """A child that another process has forked for this one (`core.process.subreaper`), as `subprocess.Popen`."""
+class ReadyCheck(Protocol):
+    """Checks whether a process is ready."""
+
+    def reset(self) -> None:
+        """Forget the previous run; called before each start."""
+        ...
+
+    async def passes(self) -> bool:
+        """Check once. Must return within seconds, and False instead of raising."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process to keep running. `environ` is its whole environment. It inherits the descriptors `pass_fds`, which
+    must stay open here.
+
+    With `is_ready_later` the check passes before the process has loaded everything: it is shown as ready when it enters
+    the phase `READY`.
+
+    Processes of a higher `layer` are stopped first; `after` names a process that must have been ready before this one
+    is started for the first time. `not_needed` is what is shown if it exits with that status.
+
+    One that `reloads` reads its settings again on SIGHUP.
+
+    With `warm` it is a fork of that process if possible.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    environ: Mapping[str, str] = field(repr=False)
+    ready: ReadyCheck
+    layer: int = 0
+    after: str | None = None
+    stop_timeout_s: float = 10.0
+    pass_fds: tuple[int, ...] = ()
+    is_ready_later: bool = False
+    not_needed: str = "not needed"
+    warm: WarmProcess | None = None
+    reloads: bool = False
+
+
+@dataclass(frozen=True)
+class SocketExists:
+    """Ready when the process has created its unix socket, which a worker does last. The check does not disturb it."""
+
+    path: Path
+
+    def reset(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    async def passes(self) -> bool:
+        return self.path.is_socket()
+
+
+@dataclass(frozen=True)
+class HttpAnswers:
+    """Ready when `url` returns 200, or another of `statuses`, over the unix socket `path` if given. The certificate is
+    not verified: the request goes to this host."""
+
+    url: str
+    path: Path | None = None
+    statuses: frozenset[int] = frozenset({200})
+
+    def reset(self) -> None:
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    async def passes(self) -> bool:
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        try:
+            connector = aiohttp.UnixConnector(str(self.path)) if self.path is not None else None
+            async with (
+                aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
+                session.get(self.url, ssl=False) as response,
+            ):
+                return response.status in self.statuses
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+class ForkedChild:
+    """A child that another process has forked for this one (`runtime.linux.fork_child_of`), as `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -53,7 +147,7 @@ class ChildProcess:
     killed for that. Owns the end of `heartbeat` that is read."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes] | Fork, started_at: float, heartbeat: HeartbeatPipe | None = None
+        self, process: subprocess.Popen[bytes] | ForkedChild, started_at: float, heartbeat: HeartbeatPipe | None = None
     ) -> None:
         self.hang: str | None = None
         self._process = process
@@ -98,7 +192,7 @@ class ChildProcess:
         with heartbeat.passed():
             passed = (*pass_fds, heartbeat.writer)
             pid = await warm.fork(argv, {**environ, **heartbeat.environ}, output, passed, timeout_s=timeout_s)
-        return cls(Fork(pid), started_at, heartbeat)
+        return cls(ForkedChild(pid), started_at, heartbeat)
 
     @property
     def pid(self) -> int:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from medialane.cluster.child_process import INTERPRETER, HttpAnswers, ProcessSpec, SocketExists
 from medialane.cluster.placement import Engines, Hardware, Placement, place_engines, usable_cores
 from medialane.cluster.preflight import check_start
-from medialane.cluster.process_spec import INTERPRETER, HttpAnswers, ProcessSpec, SocketExists
 from medialane.cluster.vllm_flags import (
     engine_flags,
     flag_value,

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from medialane.cluster import local
+from medialane.cluster.child_process import HttpAnswers, ProcessSpec
 from medialane.cluster.placement import Hardware, num_gpus
-from medialane.cluster.process_spec import HttpAnswers, ProcessSpec
 from medialane.cluster.vllm_flags import TLS_FLAGS, flag_values, has_flag, take_secrets, with_config_file, without_flags
 from medialane.config import Config, ModelTable, Setting, TableRules, allowed_environ, as_environ, settings
 from medialane.gateway import ServedModel

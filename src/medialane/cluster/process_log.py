@@ -1,19 +1,23 @@
-"""The output of a supervised process: a file that the process writes to directly, read here for the operator.
+"""The logs of one run: their folder, and the output of each process, which is read here for the operator.
 
-The process holds the file descriptor itself, so it never blocks on the supervisor, not even on a stopped one. The file
-size is bounded by rotation: the newer half is kept in `<name>.old`, and the file is truncated. Output written during a
-rotation may be lost; that is the price of not piping the log through the supervisor.
+A process writes to its file directly. It holds the descriptor itself, so it never blocks on the supervisor, not even on
+a stopped one. The size of the file is bounded by rotation: the newer half is kept in `<name>.old`, and the file is
+truncated. Output written during a rotation may be lost; that is the price of not piping the log through the supervisor.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections import deque
 from pathlib import Path
 
 from medialane.observability.logging import REPORTED_ERROR, as_text, is_json
+from medialane.runtime.owner_lock import OwnedFolder, try_lock
 from medialane.runtime.private_file import write_private
+from medialane.runtime.resources import LACK_OF_MEMORY
+from medialane.types.errors import StartupFailed
 
 _MAX_READ_BYTES = 1 << 18
 _NUM_TAIL_LINES = 200
@@ -24,6 +28,49 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _EXCEPTION = re.compile(r"(?<![\w.])([\w.]*(?:Error|Exception|Exit)): (\S.*)")
 #: vLLM's front end reports that its engine failed, after the engine has logged the cause.
 _SECONDARY_ERRORS = re.compile(r"Engine core initialization failed|EngineDeadError|died unexpectedly|resource_tracker")
+#: Folders of failed runs that are kept; older ones are removed when the next run starts.
+NUM_KEPT = 5
+_PREFIX = "medialane-logs-"
+_LOCK = ".lock"
+_SHOWN_LINES = 15
+
+
+class LogFolder:
+    """The folder of the logs: a private one, which only failed runs leave behind, or one that the operator has chosen:
+    its files are appended to and never removed."""
+
+    def __init__(self, path: Path, owned: OwnedFolder | None = None, lock: int | None = None) -> None:
+        self.path = path
+        #: Whether `close` leaves the logs there: of a chosen folder always, of a private one if the run fails.
+        self.keep = True
+        self._owned = owned
+        self._lock = lock
+
+    @classmethod
+    def create(cls, chosen: str, prefix: str = _PREFIX, *, shared: bool = False) -> LogFolder:
+        """Use the folder `chosen`, without others unless it is `shared`; if empty, create a private one. Raises
+        StartupFailed."""
+        if not chosen:
+            owned = OwnedFolder.create(Path(tempfile.gettempdir()), prefix, num_kept=NUM_KEPT)
+            return cls(owned.path, owned)
+        path = Path(chosen).expanduser().absolute()
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = None if shared else os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StartupFailed(f"--log-dir {chosen}: {error.strerror}") from error
+        if lock is not None and not try_lock(lock):
+            os.close(lock)
+            raise StartupFailed(f"--log-dir {chosen} is in use by another `medialane serve`: choose another folder")
+        return cls(path, lock=lock)
+
+    def close(self) -> None:
+        """Remove a private folder whose logs are not to be kept. Idempotent."""
+        if self._owned is not None:
+            self._owned.close(keep=self.keep)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 class ProcessLog:
@@ -69,8 +116,22 @@ class ProcessLog:
 
     def first_exception(self) -> str | None:
         """Return the first exception that is not merely the consequence of another one."""
-        exceptions = (_EXCEPTION.search(line) for line in self._tail if not is_secondary(line))
+        exceptions = (_EXCEPTION.search(line) for line in self._tail if not _SECONDARY_ERRORS.search(line))
         return next((f"{m[1]}: {m[2]}" for m in exceptions if m), None)
+
+    def failure_report(self, name: str, how: str, *, was_ready: bool = False) -> str:
+        """Return one line with the cause; unless the process reported it itself, the end of the log follows."""
+        why = f" ({how})" if LACK_OF_MEMORY in how else ""  # the log does not have it
+        cause = self.first_exception()
+        if (ours := self.reported_error()) is not None:
+            if cause is not None and _SECONDARY_ERRORS.search(ours):  # of its engine, which has said more
+                ours = f"vLLM failed to start: {cause}"
+            return f"{name}: {ours}{why}"
+        head = f"{name} {'exited again and again' if was_ready else 'did not start'}: {cause + why if cause else how}"
+        lines = self.tail(_SHOWN_LINES)
+        if not lines:
+            return head
+        return "\n".join([head, f"  the end of {self.path} ({how}):", *(f"  | {line}" for line in lines)])
 
     def _cut(self) -> None:
         keep = min(self._max_bytes // 2, self._offset)
@@ -79,11 +140,6 @@ class ProcessLog:
             write_private(self.path.with_suffix(".old"), file.read(keep))
         os.truncate(self.path, 0)  # O_APPEND: the process continues at the new end
         self._offset = 0
-
-
-def is_secondary(error: str) -> bool:
-    """Return whether an error only says that another process has failed."""
-    return _SECONDARY_ERRORS.search(error) is not None
 
 
 def _clean(line: bytes) -> str:

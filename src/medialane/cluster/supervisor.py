@@ -15,21 +15,94 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+from medialane.cluster.child_process import INTERPRETER, NOT_NEEDED, ChildProcess, ProcessSpec
 from medialane.cluster.orphan_reaper import OrphanReaper
 from medialane.cluster.process_log import ProcessLog
-from medialane.cluster.process_spec import ProcessSpec
-from medialane.cluster.process_supervisor import POLL_S, Observer, ProcessSupervisor, SupervisorContext
+from medialane.cluster.warm import NotForked, WarmProcess, WarmProcessGone
 from medialane.config.cluster import ClusterConfig
 from medialane.runtime.linux import reap_orphans, set_subreaper
-from medialane.runtime.phase import ExitCounts
-from medialane.runtime.tasks import first_of
+from medialane.runtime.phase import READY, ExitCounts, Phase, PhaseFile
+from medialane.runtime.tasks import Backoff, first_of
 from medialane.types.errors import StartupFailed
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+#: Exits of a process that had become ready, while others are still starting, after which the start fails.
+MAX_EXITS_IN_START = 5
+#: How long a process may wait for the warm process to fork it, which takes milliseconds: one that does not answer is
+#: not waited for until it is found to hang. The first time, that reads the model before.
+FORK_TIMEOUT_S = 5.0
+FIRST_FORK_TIMEOUT_S = 120.0
+#: How long a process waits for the next warm process to import everything.
+WARM_TIMEOUT_S = 60.0
+#: Longest delay for a process that had become ready: what it needs is there, and its users wait for it.
+MAX_READY_S = 4.0
+
+
+class RestartDelay:
+    """The delays of one process, of this host or another. One that has ever become ready is restarted at once, but for
+    its second and further exits within `restart_reset_s`. One that has not is the more likely to fail again, and waits
+    longer."""
+
+    def __init__(self, config: ClusterConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._backoff = Backoff(initial_s=config.restart_initial_s, max_s=config.restart_max_s)
+        self._exited_at = float("-inf")
+
+    def next(self, *, had_become_ready: bool) -> float:
+        """Return the delay after an exit, in seconds."""
+        now = self._clock()
+        is_first = now - self._exited_at >= self._config.restart_reset_s
+        self._exited_at = now
+        if is_first:
+            self._backoff.reset()
+        if not had_become_ready:
+            return self._backoff.next()
+        return 0.0 if is_first else min(self._backoff.next(), MAX_READY_S)
+
+
+class Observer(Protocol):
+    """Receives the events of processes, on the event loop; must return at once."""
+
+    def starting(self, name: str) -> None: ...
+
+    def ready(self, name: str, seconds: float) -> None: ...
+
+    def ended(self, name: str, how: str, restart_in_s: float | None) -> None:
+        """A process exited unexpectedly. `restart_in_s` is None if it is not restarted."""
+        ...
+
+    def stopping(self, name: str) -> None: ...
+
+    def entered(self, name: str, phase: Phase) -> None:
+        """A process that is not ready yet is in another phase, or has come further in it."""
+        ...
+
+    def printed(self, name: str, lines: Sequence[str]) -> None:
+        """The process wrote these lines to its log, some tenths of a second ago."""
+        ...
+
+
+@dataclass(frozen=True)
+class SupervisorContext:
+    """State shared by the process supervisors of one supervisor."""
+
+    config: ClusterConfig
+    observer: Observer
+    orphan_reaper: OrphanReaper
+    exits: ExitCounts
+    stopping: asyncio.Event
+    all_ready: asyncio.Event
 
 
 class Supervisor:
@@ -41,13 +114,7 @@ class Supervisor:
     def __init__(self, specs: Sequence[ProcessSpec], *, config: ClusterConfig, logs: Path, observer: Observer) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._context = SupervisorContext(
-            config,
-            observer,
-            OrphanReaper(),
-            ExitCounts(logs),
-            asyncio.Event(),
-            asyncio.Event(),
-            self._fail,
+            config, observer, OrphanReaper(), ExitCounts(logs), asyncio.Event(), asyncio.Event()
         )
         self._supervisors: dict[str, ProcessSupervisor] = {}
         for spec in specs:
@@ -119,19 +186,22 @@ class Supervisor:
             await asyncio.wait((reading,))
 
     async def _supervise(self, supervisor: ProcessSupervisor) -> None:
-        """Run a process supervisor; if it raises, its process has ended, and both are restarted."""
+        """Run a process supervisor; if it raises, its process has ended, and both are restarted, unless that fails the
+        start."""
         context = self._context
         while not context.stopping.is_set():
             try:
                 await supervisor.run()
+                return
+            except StartupFailed as error:
+                self._fail(error)
+                return
             except Exception as error:  # top-level handler: the other processes must not end with this one
                 logger.exception("%s: supervision failed", supervisor.spec.name)
                 if not context.all_ready.is_set():
-                    context.fail(StartupFailed(f"{supervisor.spec.name} cannot be supervised: {error!r}"))
+                    self._fail(StartupFailed(f"{supervisor.spec.name} cannot be supervised: {error!r}"))
                     return
                 await first_of(context.stopping.wait(), asyncio.sleep(context.config.restart_max_s))
-            else:
-                return
 
     async def _wait_all_ready(self) -> None:
         supervisors = self._supervisors.values()
@@ -178,3 +248,190 @@ async def running(supervisor: Supervisor) -> AsyncIterator[Supervisor]:
         yield supervisor
     finally:
         await supervisor.stop()
+
+
+class ProcessSupervisor:
+    """Runs one process. The first start waits for `gate`.
+
+    `is_ready` is set while the process is ready, or not needed; `is_forking` is whether a child may exist that is not
+    `process` yet.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        log: ProcessLog,
+        context: SupervisorContext,
+        *,
+        gate: asyncio.Event | None = None,
+    ) -> None:
+        self.spec = spec
+        self.process: ChildProcess | None = None
+        self.is_ready = asyncio.Event()
+        self.is_forking = False
+        self._has_been_ready = False
+        #: Whether the warm process has forked it before: then it will again, once there is one.
+        self._was_forked = False
+        self._num_exits = 0
+        self._log = log
+        self._phases = PhaseFile(log.path.with_suffix(".phase"))
+        self._shown = Phase("")
+        self._context = context
+        self._gate = gate
+        self._status: int | None = None
+        self._delay = RestartDelay(context.config)
+
+    async def run(self) -> None:
+        """Run until the supervisor stops. Raises StartupFailed if the start fails by this process."""
+        stopping = self._context.stopping
+        if self._gate is not None:
+            await first_of(stopping.wait(), self._gate.wait())
+        while not stopping.is_set():
+            how = await self._run_once()
+            if stopping.is_set():
+                return
+            if self._status == NOT_NEEDED:
+                self._context.observer.ended(self.spec.name, self.spec.not_needed, None)
+                self.is_ready.set()  # for those that wait for it
+                return
+            self._num_exits += 1
+            if self._fails_start():
+                self.read_log()
+                self._context.observer.ended(self.spec.name, how, None)
+                raise StartupFailed(self._log.failure_report(self.spec.name, how, was_ready=self._has_been_ready))
+            delay_s = self._delay.next(had_become_ready=self._has_been_ready)
+            self.is_ready.clear()
+            self._context.observer.ended(self.spec.name, how, delay_s)
+            await first_of(stopping.wait(), asyncio.sleep(delay_s))
+
+    async def stop(self) -> None:
+        """Stop the process. The event `stopping` must be set, so that `run` returns."""
+        if self.process is not None:
+            self._context.observer.stopping(self.spec.name)
+            await self.process.stop(self.spec.stop_timeout_s)
+
+    def reload(self) -> None:
+        """Have the process read its settings again, if it does, and is ready: before, it would end."""
+        if self.process is not None and self.spec.reloads and self.is_ready.is_set():
+            self.process.hang_up()
+
+    def read_log(self) -> None:
+        if lines := self._log.read():
+            self._context.observer.printed(self.spec.name, lines)
+
+    def read_phase(self) -> None:
+        """Report the phase of a process that starts, if it has changed."""
+        if self.process is None or self._shown.name == READY:
+            return
+        phase = self._phases.read() or self._shown
+        if phase == self._shown:
+            return
+        self._shown = phase
+        if phase.name == READY:
+            self._context.observer.ready(self.spec.name, self.process.lifetime_s)
+        else:
+            self._context.observer.entered(self.spec.name, phase)
+
+    def _fails_start(self) -> bool:
+        """Return whether an exit fails the start: what exits before it was ever ready will do so again."""
+        is_hopeless = not self._has_been_ready or self._num_exits >= MAX_EXITS_IN_START
+        return is_hopeless and not self._context.all_ready.is_set()
+
+    async def _run_once(self) -> str:
+        """Run the process once, from start to exit. Returns how it ended; `is_ready` is whether it had become ready."""
+        self._context.observer.starting(self.spec.name)
+        try:
+            process = await self._start()
+        except OSError as error:
+            return f"cannot be started: {error.strerror}"
+        if process is None:
+            return "stopped"
+        self.process = process
+        self._context.orphan_reaper.watch(process.pid)
+        if self._context.stopping.is_set():
+            process.kill()  # `stop` may have been called before it was there
+        try:
+            waiting = asyncio.create_task(self._wait_until_ready(process))
+            self._status = await process.wait()
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+            killed = None if waiting.cancelled() else waiting.result()
+            if not self._context.stopping.is_set() and self._status != NOT_NEEDED:
+                self._context.exits.add(self.spec.name, hung=process.hang is not None)
+        finally:
+            process.kill()
+            self._context.orphan_reaper.forget(process.pid)
+            self._phases.remove()
+            self.process = None
+        return killed or process.describe_exit()
+
+    async def _start(self) -> ChildProcess | None:
+        """Fork the process, or start it from scratch if that is not possible now; return None if the supervisor stops
+        meanwhile. Raises OSError."""
+        self.spec.ready.reset()
+        self._shown = Phase("")
+        environ = {**self.spec.environ, **self._phases.environ()}
+        output = self._log.open()
+        try:
+            if self.spec.warm is not None:
+                try:
+                    return await self._fork_once_warm(self.spec.warm, environ, output)
+                except NotForked as error:
+                    logger.warning("%s is started from scratch: %s", self.spec.name, error)
+            return ChildProcess.spawn(self.spec.argv, environ, output, pass_fds=self.spec.pass_fds)
+        finally:
+            os.close(output)
+
+    async def _fork_once_warm(self, warm: WarmProcess, environ: Mapping[str, str], output: int) -> ChildProcess | None:
+        """As `_fork`. If the warm process has exited, too, wait for the next one: it imports vLLM and reads the model
+        once for all that do. Raises NotForked."""
+        timeout_s, give_up_at = FORK_TIMEOUT_S, time.monotonic() + WARM_TIMEOUT_S
+        while not self._context.stopping.is_set():
+            try:
+                child = await self._fork(warm, environ, output, timeout_s if self._was_forked else FIRST_FORK_TIMEOUT_S)
+            except WarmProcessGone:
+                if not self._was_forked or time.monotonic() > give_up_at:
+                    raise
+                timeout_s = FIRST_FORK_TIMEOUT_S  # the next one reads the model first
+                await first_of(self._context.stopping.wait(), asyncio.sleep(POLL_S))
+            else:
+                self._was_forked = True
+                return child
+        return None
+
+    async def _fork(
+        self, warm: WarmProcess, environ: Mapping[str, str], output: int, timeout_s: float
+    ) -> ChildProcess | None:
+        """Return None if the supervisor stops meanwhile. Raises NotForked."""
+        argv, passed = self.spec.argv[len(INTERPRETER) :], self.spec.pass_fds
+        forking = asyncio.create_task(
+            ChildProcess.fork(warm, argv, environ, output, pass_fds=passed, timeout_s=timeout_s)
+        )
+        self.is_forking = True
+        try:
+            await first_of(self._context.stopping.wait(), asyncio.wait([forking]))
+            return forking.result() if forking.done() else None
+        finally:
+            forking.cancel()  # a fork that nobody waits for ends
+            self.is_forking = False
+
+    async def _wait_until_ready(self, process: ChildProcess) -> str | None:
+        """Wait for the process to become ready. Returns None, or that it took too long: then it is killed."""
+        limit_s = self._context.config.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while not await self.spec.ready.passes():  # noqa: ASYNC110 - polls another process
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            process.kill()
+            return f"not ready after {limit_s:g} s"
+        except BaseException:  # of the check: the process would never become ready
+            process.kill()
+            raise
+        if not process.ended:
+            self.is_ready.set()
+            self._has_been_ready = True
+            if not self.spec.is_ready_later:
+                self._shown = Phase(READY)
+                self._context.observer.ready(self.spec.name, process.lifetime_s)
+        return None

@@ -2,7 +2,7 @@
 
 Importing vLLM takes ten seconds of CPU time and 700 MB of memory. The warm process (`cli/warm.py`) does that once,
 and reads the model; gateways, workers and the store are its forks: there in milliseconds, sharing those pages. A fork
-becomes a child of the supervisor (`core.process.subreaper`), and is supervised like a process that was started.
+becomes a child of the supervisor (`runtime.linux.fork_child_of`), and is supervised like a process that was started.
 
 Each request is a connection of its own to the warm process's unix socket, in a folder that only this user may enter. So
 nothing has to be matched, and a request that is given up ends with its connection:

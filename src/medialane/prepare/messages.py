@@ -113,7 +113,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life, every second, from when it is ready (`core.process.heartbeat`)."""
+    """A sign of life, every second, from when it is ready (`runtime.heartbeat`)."""
 
 
 class SetupFailed(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from medialane.types.errors import StartupFailed
@@ -23,6 +23,8 @@ from medialane.types.errors import StartupFailed
 _NOT_OURS = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
 
 _LOCK = "owner.lock"
+#: Ends the name of a folder that is being removed.
+_ENDED = ".ended"
 
 
 def try_lock(descriptor: int) -> bool:
@@ -93,7 +95,7 @@ class OwnedFolder:
         if self._lock is None:
             return
         if not keep:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
         os.close(self._lock)
         self._lock = None
 
@@ -134,7 +136,7 @@ class SharedFolder:
             return
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         if try_lock(self._lock) and _is_at(self.path / _LOCK, self._lock):
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
         os.close(self._lock)
         self._lock = None
 
@@ -150,9 +152,23 @@ def reap_folders(parent: Path, prefix: str, *, num_kept: int = 0) -> list[Path]:
             if num_kept:
                 num_kept -= 1
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
                 removed.append(path)
     return removed
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder whose lock this process holds. It is renamed first: processes that end meanwhile, as an engine's
+    do, cannot create files in it by its path. The lock goes last: without it, nobody would remove what is left."""
+    ended = folder.with_name(f"{folder.name}{_ENDED}")
+    with suppress(OSError):
+        folder.rename(ended)
+        for path in ended.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _LOCK:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(ended, ignore_errors=True)
 
 
 def _open(path: str | Path) -> int | None:

@@ -7,8 +7,7 @@ import threading
 import huggingface_hub
 import pytest
 
-from medialane.cluster import fetch_files, repositories
-from medialane.cluster.model_files import Repository
+from medialane.cluster import Repository, fetch_files, repositories
 from medialane.types.errors import StartupFailed
 
 

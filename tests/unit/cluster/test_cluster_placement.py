@@ -1,7 +1,6 @@
 import pytest
 
-from medialane.cluster import Hardware, find_gpus, usable_cores
-from medialane.cluster.placement import Engines, parse_gpu_list, place_engines
+from medialane.cluster import Engines, Hardware, find_gpus, parse_gpu_list, place_engines, usable_cores
 from medialane.types.errors import StartupFailed
 
 CPU = Hardware((), 8)

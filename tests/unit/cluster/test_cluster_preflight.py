@@ -8,8 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from huggingface_hub import constants
 
-from medialane.cluster import check_flags, check_model, check_start, model_hub, preflight
-from medialane.cluster.model_hub import find_on_hub
+from medialane.cluster import check_flags, check_model, check_start, find_on_hub, model_hub, preflight
 from medialane.types.errors import StartupFailed
 
 GOOD = [

@@ -2,8 +2,7 @@ import os
 
 import pytest
 
-from medialane.cluster.process_log import ProcessLog
-from medialane.cluster.process_supervisor import failure_report
+from medialane.cluster import ProcessLog
 
 
 @pytest.fixture
@@ -66,18 +65,18 @@ def test_error_that_only_says_that_the_engine_failed_is_reported_by_its_cause(lo
         "Traceback\nValueError: No common block size for 7\n"
         "medialane: error: vLLM failed to start: Engine core initialization failed. See root cause above.\n",
     )
-    assert failure_report("worker 0", "exit status 2", log) == (
+    assert log.failure_report("worker 0", "exit status 2") == (
         "worker 0: vLLM failed to start: ValueError: No common block size for 7"
     )
 
 
 def test_report_of_a_silent_process_has_its_exit_status(log):
-    assert failure_report("worker 0", "killed by SIGKILL", log) == "worker 0 did not start: killed by SIGKILL"
+    assert log.failure_report("worker 0", "killed by SIGKILL") == "worker 0 did not start: killed by SIGKILL"
 
 
 def test_report_shows_the_end_of_the_log_and_where_it_is(log):
     write(log, "".join(f"line {i}\n" for i in range(40)))
-    head, where, *lines = failure_report("worker 0", "exit status 1", log).splitlines()
+    head, where, *lines = log.failure_report("worker 0", "exit status 1").splitlines()
     assert head == "worker 0 did not start: exit status 1"
     assert str(log.path) in where
     assert lines[-1] == "  | line 39"

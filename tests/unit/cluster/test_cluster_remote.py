@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from medialane.cluster.ray import RemoteSpec, remote
-from medialane.cluster.ray.remote import RemoteProcess, remote_argv, remote_environ
+from medialane.cluster.ray import RemoteProcess, RemoteSpec, remote, remote_argv, remote_environ
 from medialane.types.errors import StartupFailed
 
 SECRET = "0123456789abcdef" * 2

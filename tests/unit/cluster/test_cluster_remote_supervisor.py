@@ -3,8 +3,7 @@ import asyncio
 import pytest
 from scripted_processes import Recorder
 
-from medialane.cluster.ray import RemoteSpec, RemoteSupervisor, remote_supervisor
-from medialane.cluster.ray.remote import Location, RunEnd
+from medialane.cluster.ray import Location, RemoteSpec, RemoteSupervisor, RunEnd, remote_supervisor
 from medialane.config import ClusterConfig
 from medialane.runtime.phase import Phase
 from medialane.types.errors import StartupFailed

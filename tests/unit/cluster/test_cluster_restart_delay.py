@@ -1,4 +1,4 @@
-from medialane.cluster.restart_delay import RestartDelay
+from medialane.cluster import RestartDelay
 from medialane.config import ClusterConfig
 
 

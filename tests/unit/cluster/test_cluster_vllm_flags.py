@@ -2,8 +2,19 @@ import re
 
 import pytest
 
-from medialane.cluster import flag_value, has_flag, processor_flags, take_secrets, untraced_flags, with_config_file
-from medialane.cluster.vllm_flags import SECRET_FLAGS, engine_flags, flag_table, gpus_per_worker, warm_flags
+from medialane.cluster import (
+    SECRET_FLAGS,
+    engine_flags,
+    flag_table,
+    flag_value,
+    gpus_per_worker,
+    has_flag,
+    processor_flags,
+    take_secrets,
+    untraced_flags,
+    warm_flags,
+    with_config_file,
+)
 from medialane.types.errors import StartupFailed
 
 

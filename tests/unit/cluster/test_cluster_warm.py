@@ -10,9 +10,15 @@ import pytest
 from process_tree import command_of, descendants
 from scripted_processes import Recorder, is_running, make_supervisor, number_in, script_part
 
-from medialane.cluster import ChildProcess, ProcessSpec, SocketExists, process_supervisor, warm
-from medialane.cluster.child_process import Fork
-from medialane.cluster.warm import NotForked, WarmProcess
+from medialane.cluster import (
+    ChildProcess,
+    Fork,
+    ForkedChild,
+    NotForked,
+    ProcessSpec,
+    SocketExists,
+    WarmProcess,
+)
 from medialane.runtime import heartbeat
 from medialane.runtime.linux import set_subreaper
 from medialane.wire.child_channel import send
@@ -40,7 +46,7 @@ class Host:
     async def fork(self, *argv, environ=None, pass_fds=(), timeout_s=10.0):
         with self.output.open("ab") as log:
             pid = await self.warm.fork(argv, environ or {}, log.fileno(), pass_fds, timeout_s=timeout_s)
-        return ChildProcess(Fork(pid), 0.0)
+        return ChildProcess(ForkedChild(pid), 0.0)
 
     def facts(self):
         return [json.loads(line) for line in self.output.read_text().splitlines() if line.startswith("{")]
@@ -120,7 +126,7 @@ async def test_fork_of_a_request_that_was_given_up_ends(host):
 async def test_fork_ends_if_the_supervisor_exits_before_it_has_said_what_it_becomes(host):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, host.output.open("ab") as log:
         sock.connect(str(host.warm.path))
-        send(sock, warm.Fork("x"), [log.fileno()], max_bytes=1000)
+        send(sock, Fork("x"), [log.fileno()], max_bytes=1000)
         pid = int(await asyncio.to_thread(sock.recv, 20))
         assert is_running(pid)
     assert os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, pid, 0))[1]) == 1
@@ -220,10 +226,7 @@ async def test_fork_whose_environment_may_change_an_import_is_refused(host):
         await host.fork("x", environ={"LD_PRELOAD": "/lib/x.so"})
 
 
-async def test_process_that_exits_while_the_warm_process_is_stopped_is_started_from_scratch(
-    tmp_path, caplog, monkeypatch
-):
-    monkeypatch.setattr(process_supervisor, "FORK_TIMEOUT_S", 1.0)
+async def test_process_that_exits_while_the_warm_process_is_stopped_is_started_from_scratch(tmp_path, caplog):
     path, started = tmp_path / "warm.sock", tmp_path / "started"
     environ = {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
     argv = (sys.executable, str(PROGRAM), str(path), str(tmp_path / "once"))

@@ -3,6 +3,9 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+import uuid
+from contextlib import suppress
 
 import pytest
 
@@ -177,3 +180,21 @@ def test_folder_has_one_owner_unless_it_is_shared_or_its_owner_has_gone(tmp_path
     owned.close()
     assert not has_one_owner(lock)
     shared.close()
+
+
+def test_folder_in_which_an_ending_process_still_creates_sockets_is_removed(tmp_path):
+    for _ in range(20):
+        folder, has_ended = OwnedFolder.create(tmp_path, PREFIX), threading.Event()
+        (folder.path / "inside").mkdir()
+
+        def keep_creating(path=folder.path, has_ended=has_ended):
+            while not has_ended.is_set():
+                with suppress(OSError), open(path / uuid.uuid4().hex, "w"):
+                    pass
+
+        process = threading.Thread(target=keep_creating)
+        process.start()
+        folder.close()
+        has_ended.set()
+        process.join()
+        assert list(tmp_path.iterdir()) == []

@@ -3,15 +3,30 @@
 `ray_cluster` alone imports Ray, and is not imported here.
 """
 
-from medialane.cluster.ray.remote import RemoteSpec
+from medialane.cluster.ray.remote import (
+    Location,
+    Nodes,
+    RemoteProcess,
+    RemoteSpec,
+    RunEnd,
+    gateway_specs,
+    remote_argv,
+    remote_environ,
+    with_join_addresses,
+    worker_specs,
+)
 from medialane.cluster.ray.remote_supervisor import RemoteSupervisor
-from medialane.cluster.ray.remote_workers import Nodes, gateway_specs, with_join_addresses, worker_specs
 
 __all__ = [
+    "Location",
     "Nodes",
+    "RemoteProcess",
     "RemoteSpec",
     "RemoteSupervisor",
+    "RunEnd",
     "gateway_specs",
+    "remote_argv",
+    "remote_environ",
     "with_join_addresses",
     "worker_specs",
 ]

@@ -12,10 +12,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from medialane.cluster.process_supervisor import MAX_EXITS_IN_START, Observer
 from medialane.cluster.ray.remote import RemoteCluster, RemoteSpec, member_name
-from medialane.cluster.restart_delay import RestartDelay
-from medialane.cluster.supervisor import Supervisor
+from medialane.cluster.supervisor import MAX_EXITS_IN_START, Observer, RestartDelay, Supervisor
 from medialane.config.cluster import ClusterConfig
 from medialane.runtime.tasks import first_of, gather_or_cancel
 from medialane.types.errors import StartupFailed

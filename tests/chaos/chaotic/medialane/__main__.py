@@ -13,7 +13,7 @@ from pathlib import Path
 
 from medialane.cli import main
 from medialane.cluster import ProcessSpec, local
-from medialane.cluster.process_spec import INTERPRETER
+from medialane.cluster.child_process import INTERPRETER
 
 TESTS = Path(__file__).parents[3]
 SIMULATED = ("--engine", "simulated", "--simulated-step-ms", "20", "--simulated-prefill-token-ms", "0.01")

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from medialane.cluster.ray import Nodes, gateway_specs, remote_workers, with_join_addresses, worker_specs
+from medialane.cluster.ray import Nodes, gateway_specs, remote, with_join_addresses, worker_specs
 from medialane.config import load_config
 from medialane.types.errors import StartupFailed
 
@@ -14,8 +14,8 @@ def config(environ=None, **flags):
 
 @pytest.fixture(autouse=True)
 def vllm_for_gpus(monkeypatch):
-    monkeypatch.setattr(remote_workers, "vllm_is_for_cpu", lambda: False)
-    monkeypatch.setattr(remote_workers, "installed_version", lambda name: "0.32.0" if name == "vllm" else None)
+    monkeypatch.setattr(remote, "vllm_is_for_cpu", lambda: False)
+    monkeypatch.setattr(remote, "installed_version", lambda name: "0.32.0" if name == "vllm" else None)
 
 
 OTHERS = ["10.0.0.2", "10.0.0.3"]
@@ -157,7 +157,7 @@ def test_gpus_are_those_that_the_flags_need(flags, vllm_args, num_gpus):
 
 @pytest.mark.parametrize("given", ["auto", "0"])
 def test_vllm_for_cpus_needs_no_gpus(monkeypatch, given):
-    monkeypatch.setattr(remote_workers, "vllm_is_for_cpu", lambda: True)
+    monkeypatch.setattr(remote, "vllm_is_for_cpu", lambda: True)
     (found,) = specs(config(gpus_per_worker=given), "--tensor-parallel-size", "2")
     assert found.num_gpus == 0
 
@@ -172,7 +172,7 @@ def test_vllm_for_cpus_needs_no_gpus(monkeypatch, given):
     ],
 )
 def test_gpus_that_vllm_cannot_run_with_are_an_error(monkeypatch, given, is_for_cpu, has_gpus, reason):
-    monkeypatch.setattr(remote_workers, "vllm_is_for_cpu", lambda: is_for_cpu)
+    monkeypatch.setattr(remote, "vllm_is_for_cpu", lambda: is_for_cpu)
     with pytest.raises(StartupFailed, match=reason):
         specs(config(gpus_per_worker=given), "-tp", "2", has_gpus=has_gpus)
 

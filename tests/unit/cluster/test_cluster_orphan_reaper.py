@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from scripted_processes import is_running
 
-from medialane.cluster import process_group
-from medialane.cluster.process_group import kill_members, members, send
+from medialane.cluster import kill_members, members, orphan_reaper, send
 from waiting import wait_until
 
 SCRIPT = """
@@ -46,7 +45,7 @@ def test_guard_kills_only_registered_process_groups(group, tmp_path):
     leader, memory, child = group
     other = subprocess.Popen(["sleep", "60"], start_new_session=True)
     words = f"+{leader.pid}\n+{other.pid}\n-{other.pid}\n"
-    subprocess.run([sys.executable, "-I", "-S", process_group.__file__], input=words, text=True, check=True, timeout=15)
+    subprocess.run([sys.executable, "-I", "-S", orphan_reaper.__file__], input=words, text=True, check=True, timeout=15)
     try:
         assert not is_running(leader.pid)
         assert not is_running(child)
