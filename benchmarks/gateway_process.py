@@ -25,7 +25,7 @@ import uvloop
 from local_store import store_link
 from medialane.cli import gateway, gateway_app, gateway_command, store
 from medialane.cli.reloading import Reloading
-from medialane.cli.tuning import tune_process
+from medialane.cli.serving import tune_process
 from medialane.config import Config, enter_environ
 from medialane.observability import logging
 from medialane.runtime.linux import signal_on_parent_death

@@ -18,10 +18,9 @@ import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from medialane.cli.essential_tasks import EssentialTasks, unless_set
 from medialane.cli.gateway_app import Components, GatewayAddresses, gateway_app, gateway_of
 from medialane.cli.reloading import Reloading, reloaded_by_hangup
-from medialane.cli.tuning import tune_process
+from medialane.cli.serving import EssentialTasks, tune_process, unless_set
 from medialane.cluster.vllm_flags import TRACES_ENDPOINT, flag_value, untraced_flags
 from medialane.config import Config, process_environ
 from medialane.gateway import (

@@ -15,10 +15,9 @@ import msgspec
 import uvicorn
 import uvloop
 
-from medialane.cli.essential_tasks import EssentialTasks
 from medialane.cli.flags import add_settings
 from medialane.cli.reloading import Reloading, add_source, reloaded_by_hangup
-from medialane.cli.tuning import tune_process
+from medialane.cli.serving import EssentialTasks, tune_process
 from medialane.cluster.vllm_flags import TLS_FLAGS, flag_value
 from medialane.config import Config, SectionName, process_environ
 from medialane.gateway import (

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from medialane.arena import kept_arenas, reap
-from medialane.cli import main, store, store_command
+from medialane.cli import main, store
 from medialane.cli.doctor import check_kept_arenas
 from medialane.cli.store import nixl_mover, published_images
 from medialane.cluster import NOT_NEEDED
@@ -228,13 +228,18 @@ def test_store_on_anything_but_a_unix_socket_fails_the_start(command, address, c
 def test_store_runs_with_its_settings_and_vllms_flags(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     calls = []
-    monkeypatch.setattr(store_command, "enter_environ", lambda *args, **kwargs: None)
-    monkeypatch.setattr(store_command, "configure", lambda config, component: LogProcess(component, config))
-    monkeypatch.setattr(store, "run", lambda *args, **_: calls.append(args) or 5)
+    monkeypatch.setattr(store, "enter_environ", lambda *args, **kwargs: None)
+    monkeypatch.setattr(store, "configure", lambda config, component: LogProcess(component, config))
+
+    async def serve(*args):
+        calls.append(args)
+        return 5
+
+    monkeypatch.setattr(store, "serve", serve)
     words = ["store", str(tmp_path), "--listen", "unix:/run/s.sock", "--store-max-uuids", "7"]
     assert main([*words, "--", "--max-model-len", "8"]) == 5
-    ((reloading, model, vllm_args, address),) = calls
-    assert (reloading.config.store.max_uuids, model, address) == (7, str(tmp_path), "unix:/run/s.sock")
+    ((config, model, vllm_args, address),) = calls
+    assert (config.store.max_uuids, model, address) == (7, str(tmp_path), "unix:/run/s.sock")
     assert vllm_args == ["--max-model-len", "8"]
 
 
