@@ -166,7 +166,7 @@ def run_store(config: Config, model: str, flags: Sequence[str], address: str) ->
     """Main function of the store process, like `medialane store`. Stops with the gateway, however that ends."""
     signal_on_parent_death(signal.SIGTERM, parent_pid=os.getppid())
     enter_environ(config, "store", model, flags, on_gpu=False)
-    store.run(Reloading(config), model, flags, address)
+    store.run_store(Reloading(config), model, flags, address)
 
 
 async def _serve(

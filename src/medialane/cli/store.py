@@ -119,11 +119,16 @@ def run(args: argparse.Namespace) -> int:
     # For the fork server of the preparers, which imports vllm.
     on_gpu = bool(find_hardware(environ).gpus)
     enter_environ(config, "store", args.model, args.vllm_args, on_gpu=on_gpu, own=log.environ())
+    return run_store(reloading, args.model, args.vllm_args, args.listen)
+
+
+def run_store(reloading: Reloading, model: str, vllm_args: Sequence[str], address: str) -> int:
+    """Implement `run` in a process whose environment is that of a store."""
     tune_process()
 
     async def served() -> int:
         async with reloaded_by_hangup(reloading.reload):
-            return await serve(config, args.model, args.vllm_args, args.listen)
+            return await serve(reloading.config, model, vllm_args, address)
 
     return uvloop.run(served())
 

@@ -231,15 +231,11 @@ def test_store_runs_with_its_settings_and_vllms_flags(monkeypatch, tmp_path):
     monkeypatch.setattr(store, "enter_environ", lambda *args, **kwargs: None)
     monkeypatch.setattr(store, "configure", lambda config, component: LogProcess(component, config))
 
-    async def serve(*args):
-        calls.append(args)
-        return 5
-
-    monkeypatch.setattr(store, "serve", serve)
+    monkeypatch.setattr(store, "run_store", lambda *args: calls.append(args) or 5)
     words = ["store", str(tmp_path), "--listen", "unix:/run/s.sock", "--store-max-uuids", "7"]
     assert main([*words, "--", "--max-model-len", "8"]) == 5
-    ((config, model, vllm_args, address),) = calls
-    assert (config.store.max_uuids, model, address) == (7, str(tmp_path), "unix:/run/s.sock")
+    ((reloading, model, vllm_args, address),) = calls
+    assert (reloading.config.store.max_uuids, model, address) == (7, str(tmp_path), "unix:/run/s.sock")
     assert vllm_args == ["--max-model-len", "8"]
 
 
