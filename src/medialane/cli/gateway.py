@@ -44,9 +44,8 @@ from medialane.observability.metrics import Metrics
 from medialane.observability.tracing import Tracing
 from medialane.routing import Router
 from medialane.runtime.loop_fairness import LoopFairness
-from medialane.runtime.phase import enter_phase
+from medialane.runtime.phase import enter_phase, show_ready, watched
 from medialane.runtime.stop import Stop, stopped_by_signals
-from medialane.runtime.systemd import show_ready, watched
 from medialane.store import StoreLink
 from medialane.types.errors import GatewayDraining, StartupFailed
 from medialane.types.stage import RAW_STAGE, STAGES, prepared_stage

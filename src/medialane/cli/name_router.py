@@ -32,8 +32,8 @@ from medialane.gateway import (
 )
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
+from medialane.runtime.phase import watched
 from medialane.runtime.stop import GIVE_UP_S, serve_until_stopped, stopped_by_signals
-from medialane.runtime.systemd import watched
 from medialane.types.errors import StartupFailed
 from medialane.wire.listener import bind_http, inherited
 

@@ -22,7 +22,7 @@ from medialane.cli.flags import given_settings
 from medialane.config import Config, SectionName, load_config, process_environ, settings_environ
 from medialane.config.reloading import LIVE, SettingsChange, SettingsSource
 from medialane.observability.logging import set_level
-from medialane.runtime.systemd import shown_reload
+from medialane.runtime.phase import shown_reload
 from medialane.runtime.tasks import WatchedTask
 from medialane.types.errors import InvalidRequest, StartupFailed
 

@@ -42,7 +42,7 @@ from medialane.config.reloading import SettingsSource
 from medialane.media import installed_kinds
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
-from medialane.runtime.systemd import show_ready, show_stopping, watched
+from medialane.runtime.phase import show_ready, show_stopping, watched
 from medialane.types.errors import StartupFailed
 
 logger = logging.getLogger(__name__)

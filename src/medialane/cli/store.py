@@ -35,11 +35,10 @@ from medialane.observability.logging import configure
 from medialane.prepare import NO_PROCESSOR_FACTORY, FactoryConfig, PreparerPool, prebuilt
 from medialane.prepare.prebuilt import ProcessorSource
 from medialane.runtime.linux import WARM, has_title, set_title
-from medialane.runtime.owner_lock import has_one_owner
-from medialane.runtime.phase import READY, enter_phase
+from medialane.runtime.phase import READY, enter_phase, watched
+from medialane.runtime.private_files import has_one_owner
 from medialane.runtime.resources import MemoryUse, children
 from medialane.runtime.stop import stopped_by_signals
-from medialane.runtime.systemd import watched
 from medialane.runtime.tasks import WatchedTask, first_of
 from medialane.store import Aliases, EncodedStore, Items, MediaLeases, PublishedImages, StoreServer
 from medialane.store.known_features import KnownFeatures

@@ -27,8 +27,8 @@ from medialane.cluster.vllm_flags import ranks_per_worker
 from medialane.config import Config, SectionName, child_environ, enter_environ, process_environ
 from medialane.observability.logging import configure
 from medialane.runtime.linux import set_title
-from medialane.runtime.owner_lock import try_lock
 from medialane.runtime.phase import enter_phase
+from medialane.runtime.private_files import try_lock
 from medialane.runtime.tasks import Backoff, WatchedTask
 from medialane.store import StoreEntries, StoreLink
 from medialane.testing.simulated.serve import addresses_of
