@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from medialane.arena import ENTRY_HEADER_BYTES, Arena
-from medialane.cluster.child_process import INTERPRETER
+from medialane.cluster import INTERPRETER
 from medialane.types.tensor import ArenaRange
 
 POISON = b"\xdb"

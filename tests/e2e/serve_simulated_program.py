@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from medialane.cli import main
-from medialane.cluster import ProcessSpec, local
-from medialane.cluster.child_process import INTERPRETER
+from medialane.cluster import INTERPRETER, ProcessSpec, local
 
 sys.path.append(str(Path(__file__).parents[1]))
 

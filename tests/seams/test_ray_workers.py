@@ -11,7 +11,7 @@ import pytest
 from joined_gateway import Gateway
 
 from medialane import __version__
-from medialane.cluster.orphan_reaper import members
+from medialane.cluster import members
 from medialane.cluster.ray import RemoteSpec
 from medialane.cluster.ray.remote import shared_path
 from medialane.types.errors import StartupFailed

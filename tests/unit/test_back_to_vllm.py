@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from medialane.cli import serve
-from medialane.cluster.vllm_flags import flag_table
+from medialane.cluster import flag_table
 from medialane.config import settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "back-to-vllm.md").read_text()

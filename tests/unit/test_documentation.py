@@ -16,7 +16,7 @@ import pytest
 import setting_reference
 from medialane.cli import COMMANDS
 from medialane.cli.bench import names
-from medialane.cluster.vllm_flags import flag_table
+from medialane.cluster import flag_table
 from medialane.config import settings
 from medialane.store import messages
 from medialane.transfer.peer_messages import PEER_VERSION

@@ -17,9 +17,8 @@ import yaml
 
 from certificates import tls_settings
 from medialane.cli import COMMANDS, parse_words, serve
-from medialane.cluster import Hardware, check_join, check_join_listen, model_groups
+from medialane.cluster import Hardware, check_join, check_join_listen, flag_table, model_groups
 from medialane.cluster.ray import Nodes, remote, with_join_addresses, worker_specs
-from medialane.cluster.vllm_flags import flag_table
 from medialane.config import load_config, load_models
 from medialane.gateway.admission.keys_file import read_keys
 

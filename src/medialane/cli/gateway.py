@@ -7,11 +7,11 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -28,7 +28,6 @@ from medialane.gateway import (
     BoundedServer,
     GatewayConfig,
     GatewayMetrics,
-    Health,
     OpenRequests,
     RecentRequests,
     Recorder,
@@ -47,7 +46,7 @@ from medialane.runtime.loop_fairness import LoopFairness
 from medialane.runtime.phase import enter_phase, show_ready, watched
 from medialane.runtime.stop import Stop, stopped_by_signals
 from medialane.store import StoreLink
-from medialane.types.errors import GatewayDraining, StartupFailed
+from medialane.types.errors import StartupFailed
 from medialane.types.stage import RAW_STAGE, STAGES, prepared_stage
 from medialane.vllm_bridge.frontend import prebuilt
 from medialane.vllm_bridge.frontend.app import Frontend
@@ -63,13 +62,6 @@ EXIT_FAILED = 70
 
 #: How long the first attempts to connect to workers may hold up the start. One that is ready answers in milliseconds.
 _TRIED_S = 2.0
-
-
-class _Listening(NamedTuple):
-    """Whether only this machine reaches the server, and whether it stops."""
-
-    is_local: bool
-    is_stopping: Callable[[], bool]
 
 
 def prebuild(model: str, vllm_args: Sequence[str]) -> None:
@@ -117,56 +109,45 @@ async def serve(
         tasks = EssentialTasks(stop.asked)
         # The name router, in front of a unix socket, listens at the host of these settings.
         host = config.server.host if sock.family == socket.AF_UNIX else sock.getsockname()[0]
-        listening = _Listening(is_loopback(host), stop.asked.is_set)
+        is_local = is_loopback(host)
         await stack.enter_async_context(reloaded_by_hangup(reloading.reload))
         starting = _start(
-            reloading, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, listening=listening
+            reloading, model, vllm_args, addresses=addresses, stack=stack, tasks=tasks, stop=stop, is_local=is_local
         )
         started = await unless_set(stop.asked, starting)
         if started is not None:
-            if started.group is not None:
+            components, app, group = started
+            if group is not None:
                 sock.listen(socket.SOMAXCONN)  # ready means that connections are accepted
-                await stack.enter_async_context(started.group.endpoint())
-            await _serve_http(reloading, started, sock, stop)
+                await stack.enter_async_context(group.endpoint())
+            await _serve_http(reloading, components, app, sock=sock)
             if not stop.asked.is_set():
                 tasks.fail("the HTTP server")
     return EXIT_FAILED if tasks.failed else 0
 
 
-class _Started(NamedTuple):
-    """vLLM's front end, the ASGI app that it serves, the gateways that share its port, what ends all requests with an
-    error, and the gateway's health."""
-
-    frontend: Frontend
-    app: Any
-    group: GatewayMetrics | None
-    give_up: Callable[[], None]
-    health: Callable[[], Health]
-
-
-async def _serve_http(reloading: Reloading, started: _Started, sock: socket.socket, stop: Stop) -> None:
-    config = reloading.config
+async def _serve_http(reloading: Reloading, components: Components, app: Any, *, sock: socket.socket) -> None:
+    config, frontend, stop = components.config, components.frontend, components.stop
     if not config.gateway.render_only:
         enter_phase("waiting for workers")
-    frontend = started.frontend
 
     def server_of(of_vllm: uvicorn.Config) -> BoundedServer:
         server = BoundedServer(
             of_vllm,
             bounds=http_bounds(config.gateway, max_headers=frontend.max_headers),
             is_behind_router=sock.family == socket.AF_UNIX,
-            on_listening=lambda: show_ready(str(started.health())),
+            on_listening=lambda: show_ready(str(components.health())),
         )
         reloading.files.append(server.read_certificate)
         return server
 
-    async with watched(lambda: "stopping" if stop.asked.is_set() else str(started.health())):
+    async with watched(lambda: "stopping" if stop.asked.is_set() else str(components.health())):
         await frontend.serve(
-            started.app,
+            app,
             sock,
             stop,
             drain_timeout_s=config.stop.drain_timeout_s,
-            give_up=started.give_up,
+            give_up=components.give_up,
             server_of=server_of,
             logs_requests=not config.logging.access,
         )
@@ -180,15 +161,17 @@ async def _start(
     addresses: GatewayAddresses,
     stack: AsyncExitStack,
     tasks: EssentialTasks,
-    listening: _Listening,
-) -> _Started:
-    """Create all components, owned by `stack`."""
+    stop: Stop,
+    is_local: bool,
+) -> tuple[Components, Any, GatewayMetrics | None]:
+    """Create all components, owned by `stack`, and vLLM's app around them; return also the gateways that share the
+    port. Raises StartupFailed."""
     config = reloading.config
     # Imports and processors take seconds, during which the event loop must handle signals.
     enter_phase("loading the model's processor")
     frontend = await asyncio.to_thread(Frontend, model, untraced_flags(vllm_args), config.gateway.api_keys)
     counts = _counts(addresses)
-    keys = AccessKeys.load(config.gateway, frontend.api_keys, counts, is_local=listening.is_local)
+    keys = AccessKeys.load(config.gateway, frontend.api_keys, counts, is_local=is_local)
     reloading.files.append(partial(keys.read_again, config.gateway))
     share = config.gateway.share(max(1, len(addresses.gateways)), max_body_bytes=config.media.max_body_bytes)
     gateway_config = fit_stage(share, frontend)
@@ -221,7 +204,7 @@ async def _start(
         counts=counts,
         tracing=_tracing(frontend, vllm_args, stack),
         recorder=_recorder(config, stack),
-        is_stopping=listening.is_stopping,
+        stop=stop,
     )
     gateway = gateway_of(components)
     stack.callback(gateway.close)
@@ -246,7 +229,7 @@ async def _start(
     app, group = await gateway_app(components, gateway, addresses, model_tasks, reloading=reloading)
     if not frontend.is_pooling:
         await _connect_to_workers(components, addresses, stack, tasks)
-    return _Started(frontend, app, group, partial(_give_up, components), components.health)
+    return components, app, group
 
 
 def _tracing(frontend: Frontend, vllm_args: Sequence[str], stack: AsyncExitStack) -> RequestTracing | None:
@@ -263,14 +246,6 @@ def _recorder(config: Config, stack: AsyncExitStack) -> Recorder | None:
     if (recorder := Recorder.open(config.recording)) is not None:
         stack.push_async_callback(recorder.close)
     return recorder
-
-
-def _give_up(components: Components) -> None:
-    """End all requests: the gateway stops, and their time is over."""
-    error = GatewayDraining("the gateway is restarted, and the request has not ended in time (--drain-timeout)")
-    logger.warning("%d requests have not ended while draining", len(components.requests))
-    components.requests.give_up(error)
-    components.links.fail(error)
 
 
 def _counts(addresses: GatewayAddresses) -> SharedCounts:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,10 +52,14 @@ from medialane.routing.encode_choice import EncodeCosts
 from medialane.runtime.loop_fairness import LoopFairness
 from medialane.runtime.phase import exits_of_host, hang_problems
 from medialane.runtime.resources import MemoryUse
+from medialane.runtime.stop import Stop
 from medialane.store import HoldPasser, StoreGrants, StoreLink
+from medialane.types.errors import GatewayDraining
 from medialane.types.hashing import digest
 from medialane.vllm_bridge.frontend.app import Action, Frontend
 from medialane.vllm_bridge.frontend.engine_client import encode_params
+
+logger = logging.getLogger(__name__)
 
 
 class GatewayAddresses(NamedTuple):
@@ -86,7 +91,7 @@ class Components:
     counts: SharedCounts
     tracing: RequestTracing | None
     recorder: Recorder | None
-    is_stopping: Callable[[], bool]
+    stop: Stop
 
     @property
     def media_store(self) -> StoreLink | None:
@@ -96,6 +101,16 @@ class Components:
     def health(self) -> Health:
         needed = None if self.gateway_config.render_only else self.links
         return health_of(needed, [*hang_problems(), None if self.media_store is None else self.media_store.problem])
+
+    def is_stopping(self) -> bool:
+        return self.stop.asked.is_set()
+
+    def give_up(self) -> None:
+        """End all requests with an error: the gateway stops, and their time is over."""
+        error = GatewayDraining("the gateway is restarted, and the request has not ended in time (--drain-timeout)")
+        logger.warning("%d requests have not ended while draining", len(self.requests))
+        self.requests.give_up(error)
+        self.links.fail(error)
 
 
 def gateway_of(components: Components) -> Gateway:

@@ -249,11 +249,11 @@ class _Health(msgspec.Struct):
     problems: tuple[str, ...] = ()
 
 
-async def read_state(url: str, *, key: str = "", verify: bool = True) -> GatewayState:
+async def read_state(url: str, *, key: str = "", verify: bool = True, timeout_s: float = _TIMEOUT_S) -> GatewayState:
     """Ask the gateway at a base URL, with the `key` of its metrics; `verify` its certificate, if it has one. Raises
     StartupFailed."""
     url = base_url(url)
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
     connector = aiohttp.TCPConnector(ssl=verify)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -263,7 +263,7 @@ async def read_state(url: str, *, key: str = "", verify: bool = True) -> Gateway
     except aiohttp.InvalidURL as error:
         raise StartupFailed(f"--gateway {url}: not a URL such as http://127.0.0.1:8000") from error
     except TimeoutError as error:
-        raise StartupFailed(f"the gateway at {url} has not answered within {_TIMEOUT_S:g} s") from error
+        raise StartupFailed(f"the gateway at {url} has not answered within {timeout_s:g} s") from error
     except aiohttp.ClientError as error:
         raise StartupFailed(f"no gateway answers at {url}: {describe_failure(error)}") from error
     if status in {401, 403}:

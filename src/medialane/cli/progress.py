@@ -47,19 +47,26 @@ class _State:
     def elapsed(self) -> str:
         return f"{self.seconds if self.seconds is not None else time.monotonic() - self.since:4.0f} s"
 
-    def is_long(self) -> bool:
-        return self.is_starting and time.monotonic() - self.phase_since >= _LONG_S
+    def lasts(self, seconds: float) -> bool:
+        return self.is_starting and time.monotonic() - self.phase_since >= seconds
 
 
 class Progress:
     """Observes a supervisor. Call `tick` a few times a second while processes start, `finish` when they are ready."""
 
     def __init__(
-        self, names: Iterable[str], *, verbose: bool, console: Console | None = None, as_log: bool = False
+        self,
+        names: Iterable[str],
+        *,
+        verbose: bool,
+        console: Console | None = None,
+        as_log: bool = False,
+        long_s: float = _LONG_S,
     ) -> None:
         self._console = console or Console(file=sys.stderr, highlight=False)
         self._verbose = verbose
         self._as_log = as_log
+        self._long_s = long_s
         self._states = {name: _State() for name in names}
         self._spinner = Spinner("line")
         self._advised: set[str] = set()
@@ -111,7 +118,7 @@ class Progress:
         """Update the elapsed times, and say once what can be done about a phase that takes long."""
         for name, state in self._states.items():
             remedy = state.phase.remedy
-            if remedy and remedy not in self._advised and state.is_long():
+            if remedy and remedy not in self._advised and state.lasts(self._long_s):
                 self._advised.add(remedy)
                 self._print(f"{name}: {state.phase.name} takes long: {remedy}")
         if self._is_live:

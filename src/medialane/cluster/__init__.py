@@ -3,80 +3,58 @@ these processes). `ray` does the same with the nodes of a Ray cluster.
 """
 
 from medialane.cluster.child_process import (
-    CLEAN_EXIT,
     INTERPRETER,
     NOT_NEEDED,
     ChildProcess,
     ForkedChild,
     HttpAnswers,
     ProcessSpec,
-    ReadyCheck,
     SocketExists,
     spawn_leader,
 )
-from medialane.cluster.local import check_join, check_join_listen, check_metrics_ports, check_port
-from medialane.cluster.model_groups import ModelGroup
+from medialane.cluster.local import check_join, check_join_listen
 from medialane.cluster.model_hub import Repository, fetch_files, find_on_hub, repositories
-from medialane.cluster.orphan_reaper import OrphanReaper, kill_members, members, send
+from medialane.cluster.orphan_reaper import kill_members, members, send
 from medialane.cluster.placement import (
-    VISIBLE,
     Engines,
     Hardware,
     find_gpus,
-    find_hardware,
-    installed_version,
     parse_gpu_list,
     place_engines,
     usable_cores,
-    vllm_is_for_cpu,
 )
 from medialane.cluster.preflight import check_flags, check_model, check_start
-from medialane.cluster.process_log import LogFolder, ProcessLog
+from medialane.cluster.process_log import ProcessLog
 from medialane.cluster.supervisor import Observer, RestartDelay, Supervisor, running
 from medialane.cluster.vllm_flags import (
-    API_KEY,
-    HF_TOKEN,
     SECRET_FLAGS,
-    TLS_FLAGS,
-    TRACES_ENDPOINT,
     engine_flags,
     flag_table,
     flag_value,
     gpus_per_worker,
     has_flag,
     processor_flags,
-    ranks_per_worker,
     take_secrets,
     untraced_flags,
     warm_flags,
     with_config_file,
 )
-from medialane.cluster.warm import Fork, NotForked, WarmProcess, receive_fork
+from medialane.cluster.warm import Fork, NotForked, WarmProcess
 
 __all__ = [
-    "API_KEY",
-    "CLEAN_EXIT",
-    "HF_TOKEN",
     "INTERPRETER",
     "NOT_NEEDED",
     "SECRET_FLAGS",
-    "TLS_FLAGS",
-    "TRACES_ENDPOINT",
-    "VISIBLE",
     "ChildProcess",
     "Engines",
     "Fork",
     "ForkedChild",
     "Hardware",
     "HttpAnswers",
-    "LogFolder",
-    "ModelGroup",
     "NotForked",
     "Observer",
-    "OrphanReaper",
     "ProcessLog",
     "ProcessSpec",
-    "ReadyCheck",
     "Repository",
     "RestartDelay",
     "SocketExists",
@@ -85,27 +63,21 @@ __all__ = [
     "check_flags",
     "check_join",
     "check_join_listen",
-    "check_metrics_ports",
     "check_model",
-    "check_port",
     "check_start",
     "engine_flags",
     "fetch_files",
     "find_gpus",
-    "find_hardware",
     "find_on_hub",
     "flag_table",
     "flag_value",
     "gpus_per_worker",
     "has_flag",
-    "installed_version",
     "kill_members",
     "members",
     "parse_gpu_list",
     "place_engines",
     "processor_flags",
-    "ranks_per_worker",
-    "receive_fork",
     "repositories",
     "running",
     "send",
@@ -113,7 +85,6 @@ __all__ = [
     "take_secrets",
     "untraced_flags",
     "usable_cores",
-    "vllm_is_for_cpu",
     "warm_flags",
     "with_config_file",
 ]

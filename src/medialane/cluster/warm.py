@@ -58,7 +58,7 @@ class NotForked(Exception):
 
 
 class WarmProcessGone(NotForked):
-    """Nothing listens: the warm process has exited, or imports."""
+    """Nothing listens, or no longer: the warm process has exited, or imports."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class WarmProcess:
             async with asyncio.timeout(timeout_s):
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
                     sock.setblocking(False)
-                    await self._connect(sock)
+                    await loop.sock_connect(sock, str(self.path))
                     send(sock, Fork(argv[0]), [output, *pass_fds], max_bytes=_MAX_BYTES)
                     if not (pid := await loop.sock_recv(sock, _MAX_PID_BYTES)):
                         raise NotForked("the warm process has exited, or cannot fork (see its log)")
@@ -87,14 +87,10 @@ class WarmProcess:
                     return int(pid)
         except TimeoutError:
             raise NotForked(f"the warm process has not answered within {timeout_s:g} s") from None
+        except (ConnectionError, FileNotFoundError) as error:  # reset: it has exited before it has read the request
+            raise WarmProcessGone(f"the warm process cannot be asked: {error}") from error
         except (OSError, ValueError) as error:
             raise NotForked(f"the warm process cannot be asked: {error}") from error
-
-    async def _connect(self, sock: socket.socket) -> None:
-        try:
-            await asyncio.get_running_loop().sock_connect(sock, str(self.path))
-        except (ConnectionRefusedError, FileNotFoundError) as error:
-            raise WarmProcessGone(f"the warm process cannot be asked: {error}") from error
 
 
 def receive_fork(sock: socket.socket) -> tuple[Fork | None, list[int]]:

@@ -1,17 +1,17 @@
 import io
+import time
 
 import pytest
 from rich.console import Console
 
-from medialane.cli import progress as progress_module
 from medialane.cli.progress import Progress
 from medialane.runtime.phase import Phase, PhaseFile
 
 
-def make(*, terminal, verbose=False):
+def make(*, terminal, verbose=False, **settings):
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=100, highlight=False, color_system=None)
-    return Progress(["worker 0", "gateway"], verbose=verbose, console=console), stream
+    return Progress(["worker 0", "gateway"], verbose=verbose, console=console, **settings), stream
 
 
 def test_plain_output_has_a_line_for_each_phase():
@@ -64,21 +64,20 @@ def test_terminal_shows_the_phase_and_a_spinner_of_each_process():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_remedy_is_shown_once_when_a_phase_takes_long(terminal, monkeypatch):
-    progress, stream = make(terminal=terminal)
+def test_remedy_is_shown_once_when_a_phase_takes_long(terminal):
+    progress, stream = make(terminal=terminal, long_s=0.3)
     progress.starting("worker 0")
     progress.entered("worker 0", Phase("profiling the largest video", remedy="lower --max-model-len"))
     progress.tick()
     assert "--max-model-len" not in stream.getvalue()
-    monkeypatch.setattr(progress_module, "_LONG_S", 0.0)
+    time.sleep(0.3)  # time: of a long phase
     progress.tick()
     progress.tick()
     assert stream.getvalue().count("worker 0: profiling the largest video takes long: lower --max-model-len") == 1
 
 
-def test_remedy_is_not_shown_for_a_process_that_is_ready(monkeypatch):
-    monkeypatch.setattr(progress_module, "_LONG_S", 0.0)
-    progress, stream = make(terminal=False)
+def test_remedy_is_not_shown_for_a_process_that_is_ready():
+    progress, stream = make(terminal=False, long_s=0.0)
     progress.starting("worker 0")
     progress.entered("worker 0", Phase("profiling", remedy="lower --max-model-len"))
     progress.ready("worker 0", 3)

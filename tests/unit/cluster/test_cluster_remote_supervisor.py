@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from scripted_processes import Recorder
 
-from medialane.cluster.ray import Location, RemoteSpec, RemoteSupervisor, RunEnd, remote_supervisor
+from medialane.cluster.ray import Location, RemoteSpec, RemoteSupervisor, RunEnd
 from medialane.config import ClusterConfig
 from medialane.runtime.phase import Phase
 from medialane.types.errors import StartupFailed
@@ -100,17 +100,13 @@ class Running:
             config=ClusterConfig(**{"restart_initial_s": 0.01, "restart_max_s": 0.02, **settings}),
             observer=self.observer,
             connected=connected,
+            poll_s=0.01,
         )
 
     async def started(self):
         self.connected = {"host-a/0", "host-a/1"}
         await self.supervisor.start()
         return self
-
-
-@pytest.fixture(autouse=True)
-def quick_polls(monkeypatch):
-    monkeypatch.setattr(remote_supervisor, "_POLL_S", 0.01)
 
 
 @pytest.fixture

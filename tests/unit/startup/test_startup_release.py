@@ -26,7 +26,7 @@ import importlib.metadata
 from importlib.resources import files
 import medialane.client, medialane.types.errors, medialane.gateway, medialane.prepare, medialane.routing
 import medialane.store, medialane.cli.serve, medialane.cluster.local, medialane.worker
-from medialane.cluster.vllm_flags import flag_table
+from medialane.cluster import flag_table
 assert "--max-model-len" in flag_table()["flags"]
 assert b"</html>" in files("medialane.gateway").joinpath("page", "index.html").read_bytes()
 (plugin,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="medialane")

@@ -38,6 +38,7 @@ class RemoteSupervisor:
         config: ClusterConfig,
         observer: Observer,
         connected: Connected,
+        poll_s: float = _POLL_S,
     ) -> None:
         self._local = local
         self._cluster = cluster
@@ -45,6 +46,7 @@ class RemoteSupervisor:
         self._config = config
         self._observer = observer
         self._connected = connected
+        self._poll_s = poll_s
         self._stopping = asyncio.Event()
         self._spawned = asyncio.Event()
         self._all_ready = asyncio.Event()
@@ -127,7 +129,7 @@ class RemoteSupervisor:
             if starting:
                 connected = await self._connected()
                 await asyncio.gather(*(self._check_starting(spec, connected) for spec in starting))
-            await first_of(self._stopping.wait(), asyncio.sleep(_POLL_S))
+            await first_of(self._stopping.wait(), asyncio.sleep(self._poll_s))
 
     async def _check_starting(self, spec: RemoteSpec, connected: Collection[str]) -> None:
         """Report the phase of a process, or that it is ready."""
@@ -148,7 +150,7 @@ class RemoteSupervisor:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 while len(self._ready) < len(self._specs):  # noqa: ASYNC110 - polled anyway
-                    await asyncio.sleep(_POLL_S)
+                    await asyncio.sleep(self._poll_s)
         except TimeoutError:
             missing = ", ".join(spec.name for spec in self._specs if spec.name not in self._ready)
             raise StartupFailed(

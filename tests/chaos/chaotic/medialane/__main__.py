@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from medialane.cli import main
-from medialane.cluster import ProcessSpec, local
-from medialane.cluster.child_process import INTERPRETER
+from medialane.cluster import INTERPRETER, ProcessSpec, local
 
 TESTS = Path(__file__).parents[3]
 SIMULATED = ("--engine", "simulated", "--simulated-step-ms", "20", "--simulated-prefill-token-ms", "0.01")
