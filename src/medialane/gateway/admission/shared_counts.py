@@ -21,7 +21,7 @@ from medialane.core.errors import StartupFailed
 QUEUED_REQUESTS = "~requests"
 QUEUED_BYTES = "~bytes"
 PREPARING = "~preparing"
-PREPARED_MS = "~prepared"
+PREPARED = "~prepared"
 #: Rows; the file is sparse, and a row that no name has takes no memory.
 _NUM_ROWS = 1 << 16
 _FLOAT_BYTES = 8
@@ -47,7 +47,7 @@ class SharedCounts:
             self.set_own(name, 0)
         taken: set[int] = set()
         self._rows = {}
-        for name in sorted({QUEUED_REQUESTS, QUEUED_BYTES, PREPARING, PREPARED_MS, *names}):
+        for name in sorted({QUEUED_REQUESTS, QUEUED_BYTES, PREPARING, PREPARED, *names}):
             row = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % _NUM_ROWS
             while row in taken:
                 row = (row + 1) % _NUM_ROWS
